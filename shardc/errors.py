@@ -1,0 +1,62 @@
+"""The one exception a user of shardc ever has to read.
+
+Every mistake that a person can make (in a spec, in a model file, on the command line) is a `ShardcError` that says
+*where* it is, *what* is wrong and how to *fix* it. Independent mistakes are collected and raised together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class ShardcError(Exception):
+    """A mistake in the input, or several of them.
+
+    where: place of the mistake: `spec.yaml:7:3`, a module or parameter name, an op with its model line; may be "".
+    what:  what is wrong, one sentence.
+    fix:   what would be right, one sentence; may be "" where nothing better is known.
+    errors: the single errors this one stands for; `(self,)` for a single error.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", errors: Iterable[ShardcError] = ()) -> None:
+        self.where, self.what, self.fix = where, what, fix
+        self.errors: tuple[ShardcError, ...] = tuple(errors) or (self,)
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        if self.errors != (self,):
+            return "\n".join(str(e) for e in self.errors)
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{head}\n  fix: {self.fix}" if self.fix else head
+
+
+class Errors:
+    """Collects errors, so that a user sees all of them at once.
+
+        errors = Errors()
+        with errors.collect():      # one independent check; its ShardcError is kept, not raised
+            check_this()
+        errors.add("what", where="...", fix="...")
+        errors.raise_any()
+    """
+
+    def __init__(self) -> None:
+        self.found: list[ShardcError] = []
+
+    def add(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.found.append(ShardcError(what, where=where, fix=fix))
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        try:
+            yield
+        except ShardcError as e:
+            self.found.extend(e.errors)
+
+    def raise_any(self) -> None:
+        """Raise what was found: the error itself if it is one, all of them as one otherwise; return if none."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            raise ShardcError(f"{len(self.found)} errors", where=self.found[0].where, fix=self.found[0].fix, errors=self.found)

@@ -1,0 +1,230 @@
+"""How one value lies on a mesh: the placements of DESIGN 2.1, and the arithmetic of cutting and joining tensors.
+
+On every mesh axis a value is `Replicate`, `Shard`, `Partial` or `Varying`; a `Layout` gives the placement on each axis.
+A shard is an *absolute digit*: the global dim is seen as [split, axis size, rest] and the middle digit is spread over the
+axis. Axes that share a dim must hold disjoint digits; then they can be cut and gathered in any order.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardc.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank holds all of the value, and all of its gradient."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The dim is seen as [split, axis, rest]; the middle digit is spread over the axis.
+
+    dim: dimension of the global tensor, >= 0.
+    split: product of the major digits; 1 is the plain case, 3 a fused q|k|v weight.
+    sections: sizes of concatenated parts of the dim, each of which is split on its own (then split is 1).
+    """
+
+    dim: int
+    split: int = 1
+    sections: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The ranks' values still have to be combined by `op` ("sum" or "max"). Its gradient is replicated."""
+
+    op: str = "sum"
+
+
+@dataclass(frozen=True)
+class Varying:
+    """Replicated in forward; every rank's gradient is only a part of the sum."""
+
+
+Placement = Replicate | Shard | Partial | Varying
+REPLICATE, VARYING, PARTIAL = Replicate(), Varying(), Partial()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Placement per axis; axes that are not named replicate. Pairs are kept in the mesh's order of axes."""
+
+    items: tuple[tuple[str, Placement], ...] = ()
+
+    @classmethod
+    def of(cls, placements: Mapping[str, Placement], mesh: Mesh) -> Layout:
+        return cls(tuple((a, placements[a]) for a in mesh.names if a in placements and placements[a] != REPLICATE))
+
+    def __getitem__(self, axis: str) -> Placement:
+        return dict(self.items).get(axis, REPLICATE)
+
+    def replace(self, axis: str, placement: Placement, mesh: Mesh) -> Layout:
+        return Layout.of({**dict(self.items), axis: placement}, mesh)
+
+    def shards(self, dim: int | None = None) -> list[tuple[str, Shard]]:
+        """The (axis, shard) pairs, of one dim or of all."""
+        return [(a, p) for a, p in self.items if isinstance(p, Shard) and dim in (None, p.dim)]
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        local = list(shape)
+        for axis, s in self.shards():
+            local[s.dim] //= mesh.size(axis)
+        return tuple(local)
+
+    def local_split(self, axis: str, mesh: Mesh) -> int:
+        """`split` of this axis' shard as seen by a tensor that all *other* axes have already cut."""
+        shard = self[axis]
+        assert isinstance(shard, Shard)
+        outer = [mesh.size(a) for a, s in self.shards(shard.dim) if a != axis and s.split < shard.split]
+        return shard.split // math.prod(outer)
+
+    def fits(self, shape: Sequence[int], mesh: Mesh) -> str:
+        """"" if every shard divides its dim and digits are disjoint; else what is wrong."""
+        for axis, s in self.shards():
+            n = mesh.size(axis)
+            if s.dim >= len(shape):
+                return f"dim {s.dim} does not exist in a tensor of {len(shape)} dims"
+            for part in s.sections or (shape[s.dim],):
+                if part % (s.split * n):
+                    return f"{part} does not divide by {axis}={n}" + (f" in {s.split} parts" if s.split > 1 else "")
+            if s.sections and (sum(s.sections) != shape[s.dim] or s.split != 1):
+                return f"sections {list(s.sections)} do not sum to the dim's size {shape[s.dim]}"
+            for other, o in self.shards(s.dim):
+                if other != axis and (s.sections or o.sections):
+                    return f"{axis} and {other} both split dim {s.dim}, and one of them by sections"
+                if other != axis and o.split <= s.split and s.split % (o.split * mesh.size(other)):
+                    return f"{axis} and {other} take the same part of dim {s.dim}"
+        return ""
+
+    def local(self, tensor: torch.Tensor, mesh: Mesh, coords: Mapping[str, int]) -> torch.Tensor:
+        """This rank's part of a global tensor (a view where possible). Ignores Partial and Varying."""
+        # inner digits first: cutting an inner digit leaves the outer ones' absolute position alone
+        for axis, s in sorted(self.shards(), key=lambda item: -item[1].split):
+            tensor = chunks(tensor, s, mesh.size(axis))[coords[axis]]
+        return tensor
+
+    def join(self, parts: Callable[[Mapping[str, int]], torch.Tensor], mesh: Mesh) -> torch.Tensor:
+        """The global tensor from its parts; `parts(coords)` gives one rank's. Replicas are read at coordinate 0."""
+
+        def build(todo: list[tuple[str, Shard]], coords: dict[str, int]) -> torch.Tensor:
+            if not todo:
+                return parts(coords)
+            axis, s = todo[0]
+            done = [build(todo[1:], {**coords, axis: i}) for i in range(mesh.size(axis))]
+            return unchunk(done, s)
+
+        # outermost level of the recursion joins last: inner digits are joined last, mirror image of `local`
+        order = sorted(self.shards(), key=lambda item: -item[1].split)
+        return build(order, dict.fromkeys(mesh.names, 0))
+
+    def boxes(self, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[tuple[int, int, int], ...]]:
+        """This rank's part as boxes, each a tuple per dim of (local start, global start, length)."""
+        runs: list[list[tuple[int, int, int]]] = []
+        for dim, size in enumerate(shape):
+            index = torch.arange(size)
+            for axis, s in sorted(self.shards(dim), key=lambda item: -item[1].split):
+                index = chunks(index, Shard(0, s.split, s.sections), mesh.size(axis))[coords[axis]]
+            ids = index.tolist()
+            starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1] + 1]
+            runs.append([(a, ids[a], b - a) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)])
+        yield from _product(runs)
+
+    def __str__(self) -> str:
+        return " ".join(f"{a}:{p}" for a, p in self.items)
+
+
+def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[tuple[tuple[int, int, int], ...]]:
+    if not runs:
+        yield ()
+        return
+    for head in runs[0]:
+        for tail in _product(runs[1:]):
+            yield (head, *tail)
+
+
+def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
+    """Cut x into the n parts of a shard: dim = [split, n, rest], part i keeps digit i. Views where possible."""
+    d = shard.dim
+    if shard.sections:
+        pieces = [p.chunk(n, d) for p in x.split(list(shard.sections), d)]
+        return [torch.cat([p[i] for p in pieces], d) for i in range(n)]
+    if shard.split == 1:
+        return list(x.chunk(n, d))
+    shape, size = x.shape, x.shape[d]
+    seen = x.reshape(*shape[:d], shard.split, n, size // (shard.split * n), *shape[d + 1 :])
+    return [seen.select(d + 1, i).reshape(*shape[:d], size // n, *shape[d + 1 :]) for i in range(n)]
+
+
+def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
+    """The inverse of `chunks`."""
+    d, n = shard.dim, len(parts)
+    if shard.sections:
+        cut = [p.split([s // n for s in shard.sections], d) for p in parts]
+        return torch.cat([c[i] for i in range(len(shard.sections)) for c in cut], d)
+    if shard.split == 1:
+        return torch.cat(list(parts), d)
+    shape = parts[0].shape
+    seen = [p.reshape(*shape[:d], shard.split, shape[d] // shard.split, *shape[d + 1 :]) for p in parts]
+    return torch.cat(seen, d + 1).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
+
+
+DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool", torch.complex64: "c64",
+    torch.complex128: "c128",
+}  # fmt: skip
+
+
+def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
+    """A value's type as programs print it: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3), `f32[8, 512] +tp ~dp`."""
+    dims = []
+    for d, size in enumerate(shape):
+        text = str(size)
+        for axis, s in sorted(layout.shards(d), key=lambda item: item[1].split):
+            if s.sections:
+                text = "|".join(map(str, s.sections))
+            elif s.split > 1 and "@" not in text:
+                text = f"{s.split}·{size // s.split}"
+            text += f"@{axis}" if "@" not in text or s.split == 1 else f"@{axis}/{s.split}"
+        dims.append(text)
+    marks = [f"+{a}" if p == PARTIAL else f"+{p.op}:{a}" for a, p in layout.items if isinstance(p, Partial)]
+    marks += [f"~{a}" for a, p in layout.items if isinstance(p, Varying)]
+    return " ".join([f"{DTYPES.get(dtype, str(dtype))}[{', '.join(dims)}]", *marks])
+
+
+_TYPE = re.compile(r"(\w+)\[(.*)\]((?: [+~]\S+)*)$")
+
+
+def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]]:
+    """The inverse of `show`: (global shape, dtype, placements by axis). Raises ValueError on anything else."""
+    match = _TYPE.match(text)
+    names = {v: k for k, v in DTYPES.items()}
+    if not match or match[1] not in names:
+        raise ValueError(f"not a type: {text!r}")
+    shape: list[int] = []
+    placements: dict[str, Placement] = {}
+    for d, part in enumerate(p for p in match[2].split(", ") if p):
+        size, *axes = part.split("@")
+        split, sections = 1, ()
+        if "|" in size:
+            sections = tuple(int(s) for s in size.split("|"))
+            shape.append(sum(sections))
+        elif "·" in size:
+            split, rest = (int(s) for s in size.split("·"))
+            shape.append(split * rest)
+        else:
+            shape.append(int(size))
+        for i, axis in enumerate(axes):
+            name, _, at = axis.partition("/")
+            placements[name] = Shard(d, int(at) if at else (split if i == 0 else 1), sections)
+    for mark in match[3].split():
+        op, _, axis = mark[1:].rpartition(":")
+        placements[axis] = VARYING if mark[0] == "~" else Partial(op or "sum")
+    return tuple(shape), names[match[1]], placements

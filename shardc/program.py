@@ -1,0 +1,199 @@
+"""The compiled program: a value. It prints, saves and loads, and needs no process group, weights or devices to exist.
+
+A `Program` holds fx graphs whose nodes carry typed metadata (`Value`, `Source`, `Collective`) and the layouts of
+parameters, buffers and inputs. The *global* graph is the model as one device runs it; a *stage*'s graph is what one rank runs.
+
+Conventions of both graphs
+    placeholders   `mesh` (a runtime mesh) and `rng` (a runtime random state) first, then one for every entry of `params`,
+                   `buffers` and `inputs`, in that order, named as their `.name`.
+    call_function  every other op: `torch.ops.*` overloads, `operator.getitem`, or functions of `shardc.runtime.ops`, which
+                   take `mesh` / `rng` explicitly. Nothing in a graph depends on a global.
+    output         `(loss, (new value of every buffer with updated=True, in order))`
+Node metadata (all of it: passes may rely on these keys only)
+    node.meta["value"]       Value, or a tuple of them for an op with several results (None for mesh and rng)
+    node.meta["source"]      Source: the model's module and line the op came from
+    node.meta["collective"]  Collective, on nodes that communicate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from shardc.mesh import Mesh
+from shardc.placement import Layout, show
+
+if TYPE_CHECKING:
+    from shardc.spec import Spec
+
+
+@dataclass(frozen=True)
+class Value:
+    """Type of one tensor: global shape, dtype, layout over the mesh, and whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    layout: Layout = Layout()
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        return self.layout.local_shape(self.shape, mesh)
+
+    def nbytes(self, mesh: Mesh | None = None) -> int:
+        """Bytes of one rank's part (mesh given), or of the global tensor."""
+        n = self.dtype.itemsize
+        for s in self.local_shape(mesh) if mesh else self.shape:
+            n *= s
+        return n
+
+    def __str__(self) -> str:
+        return show(self.shape, self.dtype, self.layout)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an op came from. module: FQN in the user's model ("" = the root); line: "file.py:31"; code: that line's text."""
+
+    module: str = ""
+    line: str = ""
+    code: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(p for p in (self.module, f"({self.line})" if self.line else "") if p)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communicating op of the program.
+
+    kind: what forward runs: all_reduce | all_gather | reduce_scatter | all_to_all | none; backward: what its gradient runs.
+    axes: mesh axes it runs over. bytes: per rank, of the whole (gathered or reduced) local tensor, per direction.
+    cause: the spec line that asked for it and why, e.g. "spec.yaml:9 '*.o_proj: row'".
+    """
+
+    kind: str
+    backward: str
+    axes: tuple[str, ...]
+    bytes: int
+    cause: str = ""
+    asked: bool = True  # False: no annotation asked for it (a note; an error under `strict`)
+
+
+@dataclass(frozen=True)
+class Param:
+    """A trainable or frozen parameter. Tied parameters are one Param with several names.
+
+    name: its placeholder in the graphs. fqn: the first of its names in the model; aliases: the others.
+    shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed (the `vary` lifted out).
+    order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 = none.
+    """
+
+    name: str
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+    layout: Layout = Layout()
+    reduce: tuple[str, ...] = ()
+    order: int = 0
+    bucket: int = -1
+
+    @property
+    def value(self) -> Value:
+        return Value(self.shape, self.dtype, self.requires_grad, self.layout)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer (running statistics, masks) or a constant tensor of the graph.
+
+    updated: the step computes a new value for it. persistent: it is in the state_dict.
+    constant: the tensor itself, for constants that capture lifted out of the code (they have no name in the model).
+    """
+
+    name: str
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
+    layout: Layout = Layout()
+    updated: bool = False
+    persistent: bool = True
+    constant: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def value(self) -> Value:
+        return Value(self.shape, self.dtype, False, self.layout)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor of the batch. path: how to reach it in the user's batch, e.g. ("input_ids",) or (0, "mask"); () = the batch itself.
+
+    A batch is a dict (keyword arguments), tuple or tensor, possibly nested; leaves that are no tensors are baked into the graph.
+    """
+
+    name: str
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout = Layout()
+
+    @property
+    def value(self) -> Value:
+        return Value(self.shape, self.dtype, False, self.layout)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced together. params: names in the order in which backward finishes them."""
+
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    params: tuple[str, ...]
+
+
+@dataclass
+class Stage:
+    """What one rank runs. graph: local sizes, explicit collectives; see the module's docstring for its conventions."""
+
+    graph: fx.Graph
+    name: str = "stage0"
+
+
+@dataclass
+class Program:
+    """See the module docstring. `graph` is the global graph; `stages` is empty until partition has run."""
+
+    mesh: Mesh
+    graph: fx.Graph
+    params: tuple[Param, ...]
+    buffers: tuple[Buffer, ...]
+    inputs: tuple[Input, ...]
+    stages: tuple[Stage, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    spec: Spec | None = None
+    notes: tuple[str, ...] = ()  # what a user should know: gathers nobody asked for, replicated ops, ...
+    meta: dict[str, Any] = field(default_factory=dict)  # JSON-able facts for the manifest: model name, versions, seconds
+
+    def param(self, name: str) -> Param:
+        """A parameter by placeholder name or by any of its FQNs."""
+        for p in self.params:
+            if name in (p.name, p.fqn, *p.aliases):
+                return p
+        raise KeyError(name)
+
+    def with_layouts(self, layouts: Mapping[str, Layout]) -> Program:
+        """A copy with the layouts of the named params, buffers and inputs replaced."""
+
+        def put(x: Any) -> Any:
+            return replace(x, layout=layouts[x.name]) if x.name in layouts else x
+
+        return replace(
+            self, params=tuple(map(put, self.params)), buffers=tuple(map(put, self.buffers)), inputs=tuple(map(put, self.inputs))
+        )
