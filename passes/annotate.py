@@ -1,0 +1,333 @@
+"""Annotate: the spec's sections become placements on the parameters, inputs and activations they name.
+
+    before   w: f32[256, 64]                                    spec: shard: {"*.c_proj": row}
+    after    w: f32[256@tp, 64]                                  (Conv1D stores [in, out]: its in-features are dim 0)
+
+What `column`, `row` and `vocab` mean for a weight is read off the op that uses it, not off its module's class: out-features are
+the factor that only the weight and the result have, in-features the one that is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardc.errors import Errors
+from shardc.mesh import Mesh
+from shardc.patterns import first_match, match, nearest
+from shardc.place import call_of, result, tensors, values
+from shardc.placement import Layout, Placement, Shard
+from shardc.program import Input, Param, Program, Source
+from shardc.rules import core
+from shardc.rules.core import Choices
+from shardc.spec import DimShard, Spec
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Annotate:
+    """Puts layouts on parameters and inputs, and `pin` nodes behind annotated activations. spec: the user's spec."""
+
+    spec: Spec
+
+    def run(self, program: Program, mesh: Mesh) -> Program:
+        errors = Errors()
+        layouts: dict[str, Layout] = {}
+        with errors.collect():
+            layouts |= _Weights(self.spec, program, mesh).run()
+        with errors.collect():
+            layouts |= _inputs(self.spec, program, mesh)
+        with errors.collect():
+            _activations(self.spec, program, mesh)
+        errors.raise_any()
+        return program.with_layouts(layouts)
+
+
+def _quote(spec: Spec, section: str, key: str, text: object) -> str:
+    return f"{spec.where((section, key))} {key!r}: {text}"
+
+
+def _fits(layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: str, errors: Errors) -> bool:
+    """Report a layout that a shape cannot have, with the nearest sizes that fit."""
+    wrong = layout.fits(shape, mesh)
+    if not wrong:
+        return True
+    fix = "split another dim, or change the axis' size"
+    for axis, s in layout.shards():
+        if s.dim < len(shape) and not s.sections and shape[s.dim] % (step := s.split * mesh.size(axis)):
+            size = shape[s.dim]
+            low, high = size // step * step, -(-size // step) * step
+            sizes = [n for n in range(mesh.size(axis), 0, -1) if size % (s.split * n) == 0]
+            fix = f"make the size {low} or {high}, or {axis}={sizes[0]}" if low else f"make the size {high}, or {axis}={sizes[0]}"
+    errors.add(f"{name} of shape {list(shape)}: {wrong}", where=where, fix=fix)
+    return False
+
+
+def _layout(dims: dict[int, tuple[DimShard, ...]], mesh: Mesh) -> Layout:
+    """Several axes on one dim: the first takes the outermost digit, the next the digit inside it."""
+    placements: dict[str, Placement] = {}
+    for dim, shards in dims.items():
+        digit = 1
+        for s in shards:
+            placements[s.axis] = Shard(dim, s.split * digit, s.sections)
+            digit *= mesh.size(s.axis)
+    return Layout.of({a: p for a, p in placements.items() if mesh.size(a) > 1}, mesh)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Weights:
+    spec: Spec
+    program: Program
+    mesh: Mesh
+
+    def run(self) -> dict[str, Layout]:
+        errors = Errors()
+        rules = self.spec.shard
+        nodes = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
+        names = {n: p for p in self.program.params for n in (p.fqn, *p.aliases)}
+        modules = {n.rpartition(".")[0] for n in names}
+        _, unmatched, _ = first_match([r.pattern for r in rules], [*names, *modules])
+        for i in unmatched:
+            rule = rules[i]
+            close = nearest(rule.pattern, sorted({*names, *modules}))
+            errors.add(
+                f"pattern {rule.pattern!r} matches no parameter and no module of the model", where=self.spec.where(("shard", rule.pattern)),
+                fix=f"did you mean {close!r}?" if close else "see the model's names with `shardc inspect --before`",
+            )  # fmt: skip
+        won: set[int] = set(unmatched)
+        layouts: dict[str, Layout] = {}
+        for p in self.program.params:
+            found: dict[int, str] = {}
+            for name in (p.fqn, *p.aliases):
+                for i, rule in enumerate(rules):
+                    if match(rule.pattern, name) or (rule.dims is None and match(rule.pattern, name.rpartition(".")[0])):
+                        found.setdefault(i, name)
+                        won.add(i)
+                        break
+                    if rule.dims is not None and match(rule.pattern, name.rpartition(".")[0]):
+                        won.add(i)
+                        errors.add(
+                            f"{rule.pattern!r} names a module, but dims belong to one parameter", where=self.spec.where(("shard", rule.pattern)),
+                            fix=f"name the parameter: {rule.pattern + '.' + name.rpartition('.')[2]!r}",
+                        )  # fmt: skip
+                        break
+            made: dict[Layout, tuple[int, str]] = {}
+            for i, name in found.items():
+                layout = self._one(p, nodes[p.name], i, name, errors)
+                if layout is not None:
+                    made.setdefault(layout, (i, name))
+            if len(made) > 1:
+                (a, (i, n)), (b, (j, m)) = list(made.items())[:2]
+                errors.add(
+                    f"{n} and {m} are one shared weight, which the spec splits two ways: {a or 'whole'} and {b or 'whole'}",
+                    where=self.spec.where(("shard", rules[max(i, j)].pattern)), fix="split it once; a tied weight answers to all of its names",
+                )  # fmt: skip
+            elif made:
+                layout, (i, _) = next(iter(made.items()))
+                layouts[p.name] = layout
+                cause = _quote(self.spec, "shard", rules[i].pattern, rules[i].style or _dims_text(rules[i].dims or {}))
+                nodes[p.name].meta["cause"] = {axis: cause for axis, _ in layout.shards()}
+        for i in sorted(set(range(len(rules))) - won):
+            errors.add(
+                f"pattern {rules[i].pattern!r} never wins: earlier patterns match all that it matches",
+                where=self.spec.where(("shard", rules[i].pattern)), fix="delete it, or move it up",
+            )  # fmt: skip
+        errors.raise_any()
+        return layouts
+
+    def _one(self, p: Param, node: fx.Node, i: int, name: str, errors: Errors) -> Layout | None:
+        """The layout that rule i gives a parameter; None where the style has no meaning for it or it does not fit."""
+        rule = self.spec.shard[i]
+        where = self.spec.where(("shard", rule.pattern))
+        if rule.dims is not None:
+            layout = _layout(rule.dims, self.mesh)
+            return layout if _fits(layout, p.shape, self.mesh, name, where, errors) else None
+        assert rule.style is not None
+        if rule.style == "replicate":
+            return Layout()
+        axis = rule.axis
+        roles = [r for d in range(len(p.shape)) for r in [role_of(node, d)]]
+        wanted = {"column": ("out", "bias"), "row": ("in", "rows"), "vocab": ("rows", "out", "bias")}[rule.style]
+        for role in wanted:
+            if role in roles:
+                layout = _layout({roles.index(role): (DimShard(axis=axis),)}, self.mesh)
+                return layout if _fits(layout, p.shape, self.mesh, name, where, errors) else None
+        if "bias" in roles or not node.users:
+            return Layout()  # a row-parallel layer's bias is added once, whole
+        uses = sorted({str(u.target) for u in node.users})
+        errors.add(
+            f"{name} is not a weight that {rule.style!r} can split: it is used by {', '.join(uses)}", where=where,
+            fix="name dims instead, e.g. {0: " + axis + "}, or narrow the pattern",
+        )  # fmt: skip
+        return None
+
+
+def _dims_text(dims: dict[int, tuple[DimShard, ...]]) -> str:
+    def one(s: DimShard) -> str:
+        return s.axis + (f"/{s.split}" if s.split > 1 else "") + (f"{list(s.sections)}" if s.sections else "")
+
+    return "{" + ", ".join(f"{d}: {'+'.join(map(one, s))}" for d, s in dims.items()) + "}"
+
+
+def role_of(node: fx.Node, dim: int) -> str:
+    """What a parameter's dim is to the first op that uses it together with an activation.
+
+    "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked up), or "".
+    """
+    for user, i in _uses(node):
+        if user.op != "call_function" or core.find(user.target) is None:
+            continue
+        rule = core.find(user.target)
+        assert rule is not None
+        call = call_of(user)
+        if user.target is aten.embedding.default and i == 0:
+            return ("rows", "out")[dim]
+        signature = rule.signature(call)
+        choices = Choices(rule, call, signature)
+        s = choices.from_operand(i, Shard(dim), 1)
+        if s is None:
+            continue
+        if len(call.operands) == 1 and isinstance(out := s.outputs[0], Shard):
+            found = role_of(user, out.dim)
+            if found:
+                return found
+            continue
+        factor = s.factor.partition("/")[0]
+        if i in rule.added:
+            return "bias"
+        if factor in signature.summed:
+            return "in"
+        others = [o for j, o in enumerate(signature.inputs) if j != i and j not in rule.added]
+        if rule.flops is not None and not any(factor in d for o in others for d in o):
+            return "out"
+    return ""
+
+
+def _uses(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    for user in node.users:
+        for i, t in enumerate(tensors(user)):
+            if t is node and user.op != "output":
+                yield user, i
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def _inputs(spec: Spec, program: Program, mesh: Mesh) -> dict[str, Layout]:
+    errors = Errors()
+    layouts: dict[str, Layout] = {}
+    axes = [a for a in spec.data_axes if mesh.size(a) > 1]
+    names = [_input_name(i) for i in program.inputs]
+    given = spec.batch.dims
+    for pattern in given:
+        if pattern != "*" and not any(match(pattern, n) for n in names):
+            close = nearest(pattern, names)
+            errors.add(
+                f"pattern {pattern!r} matches no input", where=spec.where(("batch", "dims", pattern)),
+                fix=f"did you mean {close!r}?" if close else f"the inputs are {', '.join(names)}",
+            )  # fmt: skip
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    for x, name in zip(program.inputs, names, strict=True):
+        dim = next((d for pattern, d in given.items() if match(pattern, name)), 0)
+        if dim is None or not axes or not x.shape:
+            continue
+        layout = _layout({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)
+        if _fits(layout, x.shape, mesh, f"input {name!r} (batch dim {dim})", spec.where(("batch", "dims")), errors):
+            layouts[x.name] = layout
+            nodes[x.name].meta["cause"] = dict.fromkeys(axes, f"{spec.where(('batch',))} batch dim {dim} of {name!r}")
+    errors.raise_any()
+    return layouts
+
+
+def _input_name(x: Input) -> str:
+    return ".".join(map(str, x.path)) or x.name
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
+    errors = Errors()
+    nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+    modules = sorted({m for n in nodes for m in _parents(n.meta.get("source", Source()).module)})
+    pinned: dict[fx.Node, tuple[Layout, str]] = {}
+    todo: list[tuple[fx.Node, set[fx.Node] | None, Layout, str, str]] = []
+    claimed: set[tuple[str, str]] = set()
+    for rule in spec.activations:
+        key = rule.pattern + (":in" if rule.at == "input" else "")
+        where = spec.where(("activations", key))
+        hits = [m for m in modules if match(rule.pattern, m)]
+        if not hits:
+            close = nearest(rule.pattern, modules)
+            errors.add(
+                f"pattern {key!r} matches no module that computes anything", where=where,
+                fix=f"did you mean {close!r}?" if close else "see the model's modules with `shardc inspect --before`",
+            )  # fmt: skip
+        mine = [m for m in hits if (m, rule.at) not in claimed]
+        if hits and not mine:
+            errors.add(f"pattern {key!r} never wins: earlier patterns match all that it matches", where=where, fix="delete it, or move it up")
+        claimed |= {(m, rule.at) for m in mine}
+        layout = _layout(rule.dims, mesh)
+        for module in mine:
+            for value, inside in _boundary(nodes, module, rule.at):
+                v = values(result(value)[0])[result(value)[1]]
+                cause = _quote(spec, "activations", key, _dims_text(rule.dims))
+                if not _fits(layout, v.shape, mesh, f"{rule.at} of {module}", where, errors):
+                    continue
+                if value in pinned and pinned[value][0] != layout:
+                    errors.add(
+                        f"{rule.at} of {module} is the same value as one that {pinned[value][1]} lays out differently", where=where,
+                        fix="let both annotations say the same, or drop one",
+                    )  # fmt: skip
+                elif value not in pinned:
+                    pinned[value] = (layout, cause)
+                    todo.append((value, inside if rule.at == "input" else None, layout, cause, key))
+    errors.raise_any()
+    for value, inside, layout, cause, _ in todo:
+        with program.graph.inserting_after(value):
+            pin = program.graph.call_function(aten.alias.default, (value,))
+        users = [u for u in value.users if u is not pin and (inside is None or u in inside)]
+        for user in users:
+            user.replace_input_with(value, pin)
+        pin.meta = {"value": values(result(value)[0])[result(value)[1]], "source": value.meta.get("source", Source()), "pin": layout}
+        pin.meta["cause"] = dict.fromkeys(mesh.names, cause)
+
+
+def _parents(module: str) -> list[str]:
+    parts = module.split(".") if module else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _boundary(nodes: list[fx.Node], module: str, at: str) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
+    """For every call of a module: the value it returns (or takes) through which a gradient flows, and the nodes inside."""
+    run: list[fx.Node] = []
+    for node in [*nodes, None]:
+        name = node.meta.get("source", Source()).module if node is not None else ""
+        if node is not None and (name == module or name.startswith(module + ".")):
+            run.append(node)
+            continue
+        if run:
+            inside = set(run)
+            run = []
+            if at == "output":
+                found = [n for n in inside if _flows(n) and any(u not in inside for u in n.users)]
+                order = {n: i for i, n in enumerate(nodes)}
+                if found:
+                    yield max(found, key=order.__getitem__), inside
+            else:
+                order = {n: i for i, n in enumerate(nodes)}
+                taken = [t for n in sorted(inside, key=order.__getitem__) for t in tensors(n) if t not in inside and t.op != "placeholder" and _flows(t)]
+                if taken:
+                    yield taken[0], inside
+
+
+def _flows(node: fx.Node) -> bool:
+    v = node.meta.get("value")
+    return v is not None and not isinstance(v, tuple) and v.requires_grad

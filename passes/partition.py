@@ -1,0 +1,291 @@
+"""Partition: placements turn into collectives, sizes turn local. From here on it is one rank's program.
+
+    before   x = linear(h, w)                     h: f32[8, 64]         w: f32[256, 64@tp]   (k is split)
+             y = gelu(x)
+    after    x   = linear(h_s, w)                 x: f32[8, 256] +tp    w: f32[256, 64@tp]
+             x_r = all_reduce(x, mesh, ("tp",))   x_r: f32[8, 256]
+             y   = gelu(x_r)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from shardc.errors import Errors
+from shardc.mesh import Mesh
+from shardc.place import call_of, result, tensors, values
+from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, Varying
+from shardc.program import Collective, Program, Source, Stage, Value
+from shardc.rules import core
+from shardc.rules.core import LocalCall, Strategy, needs_vary
+from shardc.runtime import ops
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Makes the local graph of one stage from a placed global graph.
+
+    strict: collectives that no annotation asked for are errors, not notes.
+    """
+
+    strict: bool = False
+
+    def run(self, program: Program, mesh: Mesh) -> Program:
+        writer = _Writer(program, mesh)
+        graph = writer.run()
+        if self.strict:
+            refuse_unasked(graph)
+        return replace(program, mesh=mesh, stages=(Stage(graph),), notes=(*program.notes, *writer.notes))
+
+
+@dataclass
+class _Writer:
+    program: Program
+    mesh: Mesh
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    # (global node, result) -> layout -> local node; the first one is how the value is produced
+    made: dict[tuple[fx.Node, int], dict[Layout, fx.Node]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    mesh_node: fx.Node | None = None
+
+    def run(self) -> fx.Graph:
+        stored = {p.name: p.layout for p in (*self.program.params, *self.program.buffers, *self.program.inputs)}
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, stored.get(node.name, Layout()))
+            elif node.op == "output":
+                self.graph.output(fx.node.map_arg(node.args[0], lambda n: self._get(n, Layout(), node)))
+            elif node.target is not operator.getitem:
+                if "pin" in node.meta:
+                    self._pin(node)
+                else:
+                    self._call(node)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+    def _placeholder(self, node: fx.Node, layout: Layout) -> None:
+        new = self.graph.placeholder(node.name)
+        new.meta = {"source": node.meta.get("source", Source()), "value": node.meta.get("value")}
+        if node.meta.get("value") is not None:
+            new.meta["value"] = replace(node.meta["value"], layout=layout)
+        self.made[node, 0] = {layout: new}
+        if node.name == "mesh":
+            self.mesh_node = new
+
+    def _pin(self, node: fx.Node) -> None:
+        layout = Layout.of({a: s.outputs[0] for a, s in node.meta["strategies"].items()}, self.mesh)
+        self.made[node, 0] = {layout: self._get(tensors(node)[0], layout, node)}
+
+    def _call(self, node: fx.Node) -> None:
+        strategies: dict[str, Strategy] = node.meta["strategies"]
+        operands = tensors(node)
+        need = [Layout.of({a: s.inputs[i] for a, s in strategies.items()}, self.mesh) for i in range(len(operands))]
+        out = [Layout.of({a: s.outputs[i] for a, s in strategies.items()}, self.mesh) for i in range(len(values(node)))]
+        order = iter(range(len(operands)))
+
+        def put(n: fx.Node) -> fx.Node:
+            if n.meta.get("value") is None:
+                return next(iter(self.made[n, 0].values()))
+            i = next(order)
+            return self._get(n, need[i], node)
+
+        args = fx.node.map_arg(node.args, put)
+        kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), put))
+        rule = core.find(node.target)
+        typed = tuple(replace(v, layout=layout) for v, layout in zip(values(node), out, strict=True))
+        last = typed[0] if not isinstance(node.meta["value"], tuple) else typed
+
+        def emit(target: Any, a: tuple[Any, ...], k: dict[str, Any], *, value: Any = None, collective: Collective | None = None) -> fx.Node:
+            return self._emit(target, a, k, last if value is None else value, node, collective)
+
+        split = any(s.kind not in ("replicate", "varying", "partial") for s in strategies.values())
+        if rule is not None and rule.local is not None and split:
+            assert self.mesh_node is not None
+            call = LocalCall(call_of(node), self.mesh, strategies, tuple(need), tuple(out), tuple(args), kwargs, self.mesh_node, emit)
+            new = rule.local(call)
+        else:
+            new = emit(node.target, tuple(args), kwargs)
+        if isinstance(node.meta["value"], tuple):
+            for user in node.users:
+                if user.target is operator.getitem:
+                    _, i = result(user)
+                    if not any(k == (node, i) for k in self.made):
+                        item = self._emit(operator.getitem, (new, i), {}, typed[i], user, None)
+                        self.made[node, i] = {out[i]: item}
+        else:
+            self.made[node, 0] = {out[0]: new}
+
+    def _emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, cause: fx.Node, collective: Collective | None) -> fx.Node:
+        new = self.graph.call_function(target, args, kwargs)
+        if collective is not None:
+            new.kwargs = {**kwargs, "tag": new.name}
+            new.meta["collective"] = collective
+        new.meta |= {"value": value, "source": cause.meta.get("source", Source())}
+        return new
+
+    # --- conversions
+
+    def _get(self, node: fx.Node, need: Layout, user: fx.Node) -> fx.Node:
+        """The local node of a value as `need` wants it, converted step by step; every step is kept for other users."""
+        key = result(node)
+        have = self.made[key]
+        if need in have:
+            return have[need]
+        value = values(key[0])[key[1]]
+        if not needs_vary(value):
+            need = Layout(tuple((a, p) for a, p in need.items if p != VARYING))
+            if need in have:
+                return have[need]
+        start = min(have, key=lambda h: self._distance(h, need))
+        layout, local = start, have[start]
+        for kind, axes in self._steps(start, need):
+            layout, local = self._step(kind, axes, layout, need, local, value, key[0], user)
+            have[layout] = local
+        assert layout == need, f"{node}: {start} -> {need} ended at {layout}"
+        return local
+
+    def _distance(self, have: Layout, need: Layout) -> int:
+        """Fewer and cheaper conversions first; never through a placement that loses what is needed."""
+        cost = 0
+        for axis in self.mesh.names:
+            old, new = have[axis], need[axis]
+            if old == new:
+                continue
+            match old, new:
+                case Replicate(), Shard() | Partial():
+                    cost += 1
+                case Varying(), _:
+                    cost += 2
+                case _, Varying():
+                    cost += 20 if old == REPLICATE else 50
+                case Partial(), Shard():
+                    cost += 30
+                case _:
+                    cost += 40
+        return cost
+
+    def _steps(self, old: Layout, new: Layout) -> list[tuple[str, tuple[str, ...]]]:
+        """The order of conversions: cut first, so that less is sent; reductions over several axes as one; gathers last."""
+        kinds: dict[str, list[str]] = {}
+        for axis in self.mesh.names:
+            match old[axis], new[axis]:
+                case a, b if a == b:
+                    continue
+                case Partial(), Shard():
+                    kinds.setdefault("reduce_scatter", []).append(axis)
+                case Partial(), Varying():
+                    kinds.setdefault("all_reduce", []).append(axis)
+                    kinds.setdefault("vary", []).append(axis)
+                case Partial(), _:
+                    kinds.setdefault("all_reduce", []).append(axis)
+                case Shard(dim=i), Shard(dim=j) if i != j:
+                    kinds.setdefault("all_to_all", []).append(axis)
+                case Shard(), Shard():
+                    kinds.setdefault("all_gather", []).append(axis)
+                    kinds.setdefault("shard again", []).append(axis)
+                case Shard(), Varying():
+                    kinds.setdefault("all_gather_varying", []).append(axis)
+                case Shard(), Partial():
+                    kinds.setdefault("unshard_partial", []).append(axis)
+                case Shard(), _:
+                    kinds.setdefault("all_gather", []).append(axis)
+                case Varying(), Shard():
+                    kinds.setdefault("shard_varying", []).append(axis)
+                case Varying(), Partial():
+                    kinds.setdefault("varying_to_partial", []).append(axis)
+                case Varying(), _:
+                    kinds.setdefault("unvary", []).append(axis)
+                case _, Shard():
+                    kinds.setdefault("shard", []).append(axis)
+                case _, Varying():
+                    kinds.setdefault("vary", []).append(axis)
+                case _:
+                    kinds.setdefault("to_partial", []).append(axis)
+        order = (
+            "shard", "shard_varying", "reduce_scatter", "all_to_all", "all_reduce", "unvary", "all_gather", "shard again",
+            "all_gather_varying", "unshard_partial", "vary", "to_partial", "varying_to_partial",
+        )  # fmt: skip
+        fused = ("all_reduce", "vary")
+        steps: list[tuple[str, tuple[str, ...]]] = []
+        for kind in order:
+            axes = tuple(kinds.get(kind, ()))
+            steps += [(kind, axes)] if axes and kind in fused else [(kind, (a,)) for a in axes]
+        return steps
+
+    def _step(
+        self, kind: str, axes: tuple[str, ...], old: Layout, need: Layout, x: fx.Node, v: Value, producer: fx.Node, user: fx.Node
+    ) -> tuple[Layout, fx.Node]:
+        mesh, axis = self.mesh_node, axes[0]
+        if kind == "shard again":
+            kind = "shard"
+        after: Placement = need[axis]
+        if kind in ("all_reduce", "unvary") or (kind == "all_gather" and isinstance(after, Shard)):
+            after = REPLICATE
+        new = old
+        for a in axes:
+            new = new.replace(a, after if kind != "vary" else VARYING, self.mesh)
+        grad = needs_vary(v)
+        if kind == "all_reduce":
+            target, args = ops.all_reduce, (x, mesh, axes)
+        elif kind == "vary":
+            target, args = ops.vary, (x, mesh, axes)
+        elif kind in ("unvary", "to_partial", "varying_to_partial"):
+            target, args = getattr(ops, kind), (x, mesh, axis)
+        elif kind == "all_to_all":
+            a, b = old[axis], new[axis]
+            assert isinstance(a, Shard) and isinstance(b, Shard)
+            target, args = ops.all_to_all, (x, mesh, axis, a.dim, old.local_split(axis, self.mesh), b.dim, new.local_split(axis, self.mesh))
+        else:
+            cut = old if isinstance(old[axis], Shard) else new
+            s = cut[axis]
+            assert isinstance(s, Shard)
+            target, args = getattr(ops, kind), (x, mesh, axis, s.dim, cut.local_split(axis, self.mesh), s.sections)
+        whole = old if kind in ("all_reduce", "reduce_scatter", "vary", "shard", "to_partial") else new
+        nbytes = replace(v, layout=whole).nbytes(self.mesh)
+        runs = {  # kind -> what runs forward, backward
+            "all_reduce": ("all_reduce", "none"), "vary": ("none", "all_reduce"), "all_gather": ("all_gather", "none"),
+            "all_gather_varying": ("all_gather", "reduce_scatter"), "reduce_scatter": ("reduce_scatter", "all_gather"),
+            "shard": ("none", "all_gather"), "all_to_all": ("all_to_all", "all_to_all"),
+        }.get(kind, ("none", "none"))  # fmt: skip
+        forward, backward = runs[0], runs[1] if grad else "none"
+        collective = None
+        why = self._why(kind, axes, producer, user)
+        if (forward, backward) != ("none", "none"):
+            collective = Collective(forward, backward, axes, nbytes, why, bool(why))
+            if not why and forward == "all_gather":
+                self.notes.append(
+                    f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {user.target} needs it whole there"
+                )
+        local = self._emit(target, args, {}, replace(v, layout=new), producer if kind in ("all_reduce", "reduce_scatter") else user, collective)
+        return new, local
+
+    def _why(self, kind: str, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
+        """The annotations behind a conversion: for sums the producer's, for gathers the user's, for a pin its own."""
+        first, second = (producer, user) if kind in ("all_reduce", "reduce_scatter") else (user, producer)
+        found: list[str] = []
+        for axis in axes:
+            for n in (first, second):
+                why = n.meta.get("why", {}).get(axis, "")
+                if why:
+                    found.append(why)
+                    break
+        return "; ".join(dict.fromkeys(found))
+
+
+def refuse_unasked(graph: fx.Graph) -> None:
+    """Under `strict: true`: every collective without a cause is an error."""
+    errors = Errors()
+    for node in graph.nodes:
+        c: Collective | None = node.meta.get("collective")
+        if c is not None and not c.asked:
+            runs = " and ".join(f"{k} in {d}" for k, d in ((c.kind, "forward"), (c.backward, "backward")) if k != "none")
+            errors.add(
+                f"{runs} over {', '.join(c.axes)} of {node.meta['value']} was asked for by no annotation (strict: true)",
+                where=str(node.meta["source"]), fix="annotate the value or the weights around it, or set `strict: false`",
+            )  # fmt: skip
+    errors.raise_any()

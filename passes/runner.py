@@ -1,0 +1,54 @@
+"""Runs the passes: times them, lints what comes out, checks that graph and tables agree, and dumps a numbered text of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import fx
+
+from shardc.program import Program
+
+
+@dataclass
+class Runner:
+    """dump: folder that gets `NN-pass.txt` and `NN-pass.diff`; on_pass: told each pass' name. seconds: by pass, measured."""
+
+    dump: Path | None = None
+    on_pass: Callable[[str], None] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: str = ""
+
+    def run(self, name: str, work: Callable[[], Program]) -> Program:
+        if self.on_pass:
+            self.on_pass(name)
+        start = time.perf_counter()
+        program = work()
+        self.seconds[name] = round(time.perf_counter() - start, 3)
+        for graph in (program.graph, *(s.graph for s in program.stages)):
+            check(graph, program)
+        if self.dump:
+            self._dump(name, program)
+        return program
+
+    def _dump(self, name: str, program: Program) -> None:
+        from shardc import report
+
+        assert self.dump is not None
+        self._last = report.dump(self.dump, len(self.seconds) - 1, name, program, self._last)
+
+
+def check(graph: fx.Graph, program: Program) -> None:
+    """What every graph promises (see shardc.program): lint, placeholders in order, metadata on every op."""
+    graph.lint()
+    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+    expected = ["mesh", "rng", *(x.name for xs in (program.params, program.buffers, program.inputs) for x in xs)]
+    assert names == expected, f"placeholders {names} are not {expected}"
+    for node in graph.nodes:
+        if node.op == "call_function":
+            assert node.meta.get("value") is not None, f"{node} has no type"
+            assert "source" in node.meta, f"{node} has no source"
+        else:
+            assert node.op in ("placeholder", "output"), f"{node} is a {node.op}"

@@ -1,0 +1,67 @@
+"""Read this first: the whole flow in one straight function. DESIGN section 1 has the picture.
+
+    capture ► canonical ► annotate ► place ► partition ► data          (experts, pipeline, checkpoint, overlap: to come)
+    global graph of one device                  one rank's program
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.capture import capture
+from shardc.passes import runner
+from shardc.passes.annotate import Annotate
+from shardc.passes.canonical import Canonical
+from shardc.passes.data import Data
+from shardc.passes.partition import Partition
+from shardc.place import check_rules, place
+from shardc.program import Program
+from shardc.spec import Spec
+
+
+def compile(
+    model: nn.Module,
+    batch: Any,
+    spec: str | Path | Mapping[str, Any] | Spec,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    overrides: tuple[str, ...] = (),
+    prove: bool = True,
+    dump: str | Path | None = None,
+    on_pass: Callable[[str], None] | None = None,
+) -> Program:
+    """Compile a model and a sharding spec into the program of one rank.
+
+    model: in the mode (train) and dtype in which it is to run; may be on the meta device: only shapes are needed.
+    batch: one *global* batch, as a single device would get it: dict (keyword arguments), tuple or tensor, real or fake.
+    spec: path, dict or Spec. mesh: sizes that override the spec's; overrides: dotted settings such as "data.zero=0".
+    loss: (model's output, batch) -> scalar; default: the output itself, its `.loss`, or its first element.
+    prove: run the captured graph once against the model on small real numbers. dump: folder for the text after every pass.
+    on_pass: called with each stage's name as it begins.
+    Raises ShardcError for everything that is wrong with the input, all independent mistakes at once.
+    """
+    steps = runner.Runner(dump=Path(dump) if dump else None, on_pass=on_pass)
+    asked = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides)
+    start = time.perf_counter()
+
+    program = steps.run("capture", lambda: capture(model, batch, loss=loss, prove=prove))
+    program = steps.run("canonical", lambda: Canonical().run(program))
+    notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
+    program = steps.run("annotate", lambda: Annotate(asked).run(program, asked.mesh))
+    program = steps.run("place", lambda: place(program, asked.mesh))
+    program = steps.run("partition", lambda: Partition(strict=asked.strict).run(program, asked.mesh))
+    program = steps.run("data", lambda: Data(bucket_mb=asked.data.bucket_mb).run(program, asked.mesh))
+
+    program.spec, program.notes = asked, (*notes, *program.notes)
+    program.meta |= {
+        "model": type(model).__name__, "torch": str(torch.__version__), "compile_seconds": round(time.perf_counter() - start, 3),
+        "pass_seconds": steps.seconds,
+    }  # fmt: skip
+    return program

@@ -1,0 +1,383 @@
+"""Placement: for every mesh axis, what every value is and by which strategy every op runs (DESIGN 2.4).
+
+One axis at a time; the digits of shards are the only thing that axes share. Per axis: a greedy forward sweep, then another
+with the placements that users asked for fed back. A strategy costs the bytes that its operands' conversions move, forward and
+backward, plus the work it repeats on every rank. The result stands on the nodes:
+
+    node.meta["call"]        Call
+    node.meta["strategies"]  {axis: Strategy}
+    node.meta["why"]         {axis: the annotation that led to it}
+and in the layouts of parameters, buffers and inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from shardc.errors import Errors
+from shardc.mesh import Mesh
+from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Shard, Varying
+from shardc.program import Program, Value
+from shardc.rules import core
+from shardc.rules.core import Call, Choices, Operand, Strategy, needs_vary
+
+# A matmul's flops weigh as many bytes of communication as a device with ~1000 flop per link byte would lose by repeating it
+# (H100: 400 Tflop/s bf16 against 300-450 GB/s NVLink). Touching memory weighs little: it only breaks ties.
+FLOPS_PER_BYTE = 1000.0
+TOUCH = 0.01
+# Gathering a weight that an annotation splits would undo the annotation.
+UNDO = 1000.0
+
+
+def tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node, in the order of its arguments; a tensor used twice appears twice."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda n: found.append(n) if n.meta.get("value") is not None else None)
+    return found
+
+
+def result(node: fx.Node) -> tuple[fx.Node, int]:
+    """The op and the index of its result that a node stands for (getitem looks through)."""
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        assert isinstance(parent, fx.Node) and isinstance(node.args[1], int)
+        return parent, node.args[1]
+    return node, 0
+
+
+def values(node: fx.Node) -> tuple[Value, ...]:
+    v = node.meta["value"]
+    return v if isinstance(v, tuple) else (v,)
+
+
+def call_of(node: fx.Node) -> Call:
+    """The call without the graph."""
+    operands: list[Value] = []
+
+    def put(n: fx.Node) -> Any:
+        v = n.meta.get("value")
+        if v is None:
+            return n.name
+        operands.append(v)
+        return Operand(len(operands) - 1)
+
+    args = fx.node.map_arg(node.args, put)
+    kwargs = fx.node.map_arg(dict(sorted(node.kwargs.items())), put)
+    return Call(node.target, tuple(args), tuple(kwargs.items()), tuple(operands), values(node))
+
+
+def choices_of(node: fx.Node, cache: dict[Any, Choices]) -> Choices:
+    """The call's choices; calls that look alike (repeated layers) share them."""
+    call = call_of(node)
+    key = repr((str(call.target), call.args, call.kwargs, call.operands, call.results))
+    if key not in cache:
+        rule = core.find(call.target)
+        if rule is None:  # unknown_ops: replicate; `check_rules` has refused it otherwise
+            from shardc.rules.index import all_whole
+
+            rule = core.Rule(call.target, all_whole)
+        cache[key] = Choices(rule, call, rule.signature(call))
+    return cache[key]
+
+
+def check_rules(program: Program, *, replicate: bool) -> list[str]:
+    """Ops without a rule: one error per op with the model's line, or, where the spec says replicate, one note each."""
+    errors, notes = Errors(), []
+    missing: dict[str, tuple[fx.Node, int]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem and core.find(node.target) is None:
+            first, count = missing.get(str(node.target), (node, 0))
+            missing[str(node.target)] = (first, count + 1)
+    for name, (node, count) in missing.items():
+        at = str(node.meta.get("source", "")) or name
+        what = f"op {name} ({count}×) has no rule: shardc does not know what of it may be split"
+        if replicate:
+            notes.append(f"{at}: {name} has no rule; every rank runs it whole")
+        else:
+            errors.add(what, where=at, fix=f"register one, shardc.rule({name}, \"... -> ...\"), or set `unknown_ops: replicate`")
+    errors.raise_any()
+    return notes
+
+
+def transfer(v: Value, old: Placement, new: Placement, n: int, nbytes: float) -> float:
+    """Bytes that one rank sends for a conversion, forward and backward."""
+    grad = needs_vary(v)
+    part = nbytes * (n - 1) / n
+    if old == new:
+        return 0.0
+    match old, new:
+        case Partial(), Shard():
+            return part + part * grad
+        case Partial(), Varying():
+            return 2 * part + 2 * part * grad
+        case Partial(), _:
+            return 2 * part
+        case Shard(), Shard():
+            return (part + part * grad) / n
+        case Shard(), Varying():
+            return part + part * grad
+        case Shard(), _:  # a whole value; a partial one still has to be summed and takes its whole size from here on
+            return part
+        case _, Varying():
+            return 2 * part * grad
+        case Varying(), _:
+            return 0.0
+        case _, Shard():
+            return part * grad
+        case _:
+            return 0.0
+
+
+@dataclass
+class Axis:
+    """Placement on one axis."""
+
+    program: Program
+    name: str
+    n: int
+    mesh: Mesh
+    choices: dict[fx.Node, Choices]
+    chosen: dict[fx.Node, Strategy] = field(default_factory=dict)
+    have: dict[tuple[fx.Node, int], list[Placement]] = field(default_factory=dict)
+    want: dict[tuple[fx.Node, int], set[Placement]] = field(default_factory=dict)
+    stored: dict[fx.Node, Placement] = field(default_factory=dict)
+    derived: set[fx.Node] = field(default_factory=set)
+    pinned: set[fx.Node] = field(default_factory=set)
+
+    def run(self) -> None:
+        self._leaves()
+        for _ in range(2):
+            self._forward()
+            self._demand()
+        self._hoist()
+        for node, strategy in self.chosen.items():
+            node.meta["strategies"][self.name] = strategy
+        self._explain()
+
+    # --- preparation
+
+    def _leaves(self) -> None:
+        """Stored placements of placeholders, and which values derive from parameters alone."""
+        by_name = {p.name: p for p in (*self.program.params, *self.program.buffers, *self.program.inputs)}
+        params = {p.name for p in self.program.params}
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder" and node.name in by_name:
+                self.stored[node] = by_name[node.name].layout[self.name]
+                if node.name in params:
+                    self.derived.add(node)
+                if self.stored[node] != REPLICATE:
+                    self.pinned.add(node)
+            elif node.op == "call_function":
+                sources = tensors(node)
+                if sources and all(result(s)[0] in self.derived for s in sources):
+                    self.derived.add(node)
+                    if any(result(s)[0] in self.pinned for s in sources):
+                        self.pinned.add(node)
+
+    # --- sweeps
+
+    def _nodes(self) -> Iterator[fx.Node]:
+        return (n for n in self.program.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+
+    def _forward(self) -> None:
+        self.have = {(n, 0): [p] for n, p in self.stored.items()}
+        self.chosen = {}
+        for node in self._nodes():
+            operands = [result(t) for t in tensors(node)]
+            best, lowest = None, float("inf")
+            for strategy in self._candidates(node, operands):
+                if not self._fits(node, strategy):
+                    continue
+                cost = self._cost(node, operands, strategy)
+                if cost < lowest * (1 - 1e-9):
+                    best, lowest = strategy, cost
+            assert best is not None, f"{node} cannot even be replicated"
+            self.chosen[node] = best
+            for operand, need in zip(operands, best.inputs, strict=True):
+                if need not in self.have[operand]:
+                    # a partial value becomes whole on its way to anything but a shard: others may use that too
+                    if PARTIAL in self.have[operand][:1] and not isinstance(need, Shard) and REPLICATE not in self.have[operand]:
+                        self.have[operand].append(REPLICATE)
+                    if need not in self.have[operand]:
+                        self.have[operand].append(need)
+            for i, placement in enumerate(best.outputs):
+                self.have[node, i] = [placement]
+
+    def _candidates(self, node: fx.Node, operands: list[tuple[fx.Node, int]]) -> Iterator[Strategy]:
+        if "pin" in node.meta:
+            pin: Placement = node.meta["pin"][self.name]
+            yield Strategy("pin", (pin,), (pin,))
+            return
+        choices = self.choices[node]
+        seen: set[Strategy] = set()
+        for i, operand in enumerate(operands):
+            for placement in (*self.have[operand], *(self.want.get(operand, ()) if operand[0] in self.derived else ())):
+                s = choices.from_operand(i, placement, self.n)
+                if s is not None and s not in seen:
+                    seen.add(s)
+                    yield s
+        for i in range(len(choices.call.results)):
+            for placement in self.want.get((node, i), ()):
+                s = choices.from_result(i, placement, self.n)
+                if s is not None and s not in seen:
+                    seen.add(s)
+                    yield s
+        if choices.rule.extra:
+            yield from choices.rule.extra(choices.call, self.n, [frozenset(self.have[o]) for o in operands])
+        yield choices.replicate()
+        if any(self.have[o][0] == VARYING for o in operands):
+            yield choices.varying()
+        if any(isinstance(p, Partial) for o in operands for p in self.have[o]):
+            yield from choices.partials()
+
+    def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Whether the digits that other axes took leave room, on every operand and result."""
+        others: dict[str, Strategy] = {a: s for a, s in node.meta["strategies"].items() if a != self.name}
+        if not others or strategy.kind in ("replicate", "varying", "partial"):
+            return True
+        call = self.choices[node].call
+        for side, placements, vals in ((0, strategy.inputs, call.operands), (1, strategy.outputs, call.results)):
+            for i, (placement, v) in enumerate(zip(placements, vals, strict=True)):
+                if isinstance(placement, Shard):
+                    theirs = {a: (s.inputs, s.outputs)[side][i] for a, s in others.items()}
+                    if Layout.of({**theirs, self.name: placement}, self.mesh).fits(v.shape, self.mesh):
+                        return False
+        return True
+
+    def _bytes(self, operand: tuple[fx.Node, int]) -> float:
+        """Bytes of a value as cut by the axes that were placed before."""
+        node, i = operand
+        v = values(node)[i]
+        cut = 1
+        for axis, s in node.meta.get("strategies", {}).items():
+            if i < len(s.outputs) and isinstance(s.outputs[i], Shard):
+                cut *= self.mesh.size(axis)
+        return v.nbytes() / cut
+
+    def _convert(self, operand: tuple[fx.Node, int], need: Placement) -> float:
+        """Bytes of making a value what an op needs, from the nearest of what there is."""
+        node, i = operand
+        v, nbytes = values(node)[i], self._bytes(operand)
+        if node in self.derived and self.have[operand][0] in (REPLICATE, VARYING) and isinstance(need, Varying | Shard):
+            return 0.0  # the gradient's reduction has to be done anyway; a weight that is only used split is stored split
+        cost = min(transfer(v, p, need, self.n, nbytes) for p in self.have[operand])
+        return cost * UNDO if node in self.pinned and isinstance(self.have[operand][0], Shard) else cost
+
+    def _cost(self, node: fx.Node, operands: list[tuple[fx.Node, int]], strategy: Strategy) -> float:
+        cost = sum(self._convert(o, need) for o, need in dict.fromkeys(zip(operands, strategy.inputs, strict=True)))
+        if strategy.kind == "pin":
+            return cost
+        choices = self.choices[node]
+        if strategy.kind in ("replicate", "varying", "partial"):
+            flops = choices.rule.flops(choices.call) if choices.rule.flops else 0
+            touched = sum(v.nbytes() for v in (*choices.call.operands, *choices.call.results))
+            cost += (3 * flops / FLOPS_PER_BYTE + TOUCH * touched) * (self.n - 1) / self.n
+        for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):
+            for need in self.want.get((node, i), ()):
+                if out != need:
+                    cost += transfer(v, out, need, self.n, v.nbytes())
+        return cost
+
+    def _demand(self) -> None:
+        """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
+        self.want = {}
+        output = next(n for n in reversed(self.program.graph.nodes) if n.op == "output")
+        for t in tensors(output):
+            self.want.setdefault(result(t), set()).add(REPLICATE)
+        for node in reversed(list(self._nodes())):
+            strategy = self.chosen[node]
+            wanted = self.want.get((node, 0), set())
+            if strategy.kind == "replicate" and len(strategy.outputs) == 1 and len(wanted) == 1:
+                other = self.choices[node].from_result(0, next(iter(wanted)), self.n)
+                flops = self.choices[node].rule.flops
+                if other is not None and flops is None and self._fits(node, other):
+                    now = transfer(values(node)[0], REPLICATE, next(iter(wanted)), self.n, values(node)[0].nbytes())
+                    operands = [result(t) for t in tensors(node)]
+                    if sum(self._convert(o, need) for o, need in zip(operands, other.inputs, strict=True)) <= now:
+                        strategy = other
+            for t, need in zip(tensors(node), strategy.inputs, strict=True):
+                self.want.setdefault(result(t), set()).add(need)
+
+    # --- after the sweeps
+
+    def _needs(self, node: fx.Node, i: int = 0) -> set[Placement]:
+        """What the users of a result need, looking through getitem."""
+        needs: set[Placement] = set()
+        for user in node.users:
+            if user.target is operator.getitem:
+                if user.args[1] == i:
+                    needs |= self._needs_direct(user)
+            else:
+                needs |= self._needs_of(node, user)
+        return needs
+
+    def _needs_direct(self, item: fx.Node) -> set[Placement]:
+        return {p for user in item.users for p in self._needs_of(item, user)}
+
+    def _needs_of(self, node: fx.Node, user: fx.Node) -> set[Placement]:
+        if user.op == "output":
+            return {REPLICATE}
+        return {need for t, need in zip(tensors(user), self.chosen[user].inputs, strict=True) if t is node}
+
+    def _hoist(self) -> None:
+        """Move `vary` from uses of values that derive from parameters up to the parameters, where it is the gradient's reduction."""
+        for node in reversed(list(self._nodes())):
+            if node in self.derived and self.chosen[node].kind == "replicate" and len(values(node)) == 1:
+                if VARYING in self._needs(node):
+                    self.chosen[node] = self.choices[node].varying()
+        for node, placement in self.stored.items():
+            if node in self.derived and placement == REPLICATE:
+                needs = self._needs(node)
+                v = values(node)[0]
+                if len(needs) == 1 and isinstance(p := next(iter(needs)), Shard) and not self._collides(node, p):
+                    self.stored[node] = p
+                elif VARYING in needs and needs_vary(v):
+                    self.stored[node] = VARYING
+
+    def _collides(self, node: fx.Node, placement: Shard) -> bool:
+        layout = {p.name: p.layout for p in self.program.params}[node.name]
+        return bool(layout.replace(self.name, placement, self.mesh).fits(values(node)[0].shape, self.mesh))
+
+    def _explain(self) -> None:
+        """For every op the annotation that its strategy goes back to: a weight's first, else that of the operand it follows."""
+        for node in self.program.graph.nodes:
+            why = node.meta.setdefault("why", {})
+            if node.op == "placeholder":
+                cause = node.meta.get("cause", {}).get(self.name, "")
+                if cause:
+                    why[self.name] = cause
+            elif node in self.chosen:
+                if "pin" in node.meta:
+                    why[self.name] = node.meta["cause"].get(self.name, "")
+                    continue
+                sharded = [
+                    result(t)[0] for t, need in zip(tensors(node), self.chosen[node].inputs, strict=True) if isinstance(need, Shard | Partial)
+                ]
+                found = [s.meta["why"][self.name] for s in sorted(sharded, key=lambda s: s not in self.derived) if self.name in s.meta["why"]]
+                if found:
+                    why[self.name] = found[0]
+
+
+def place(program: Program, mesh: Mesh) -> Program:
+    """Choose strategies on every axis of size > 1. The graph's nodes get their strategies; parameters their layouts."""
+    cache: dict[Any, Choices] = {}
+    choices = {
+        node: choices_of(node, cache)
+        for node in program.graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem and "pin" not in node.meta
+    }
+    for node in program.graph.nodes:
+        node.meta["strategies"] = {}
+    for axis, n in mesh.axes:
+        if n == 1:
+            continue
+        one = Axis(program, axis, n, mesh, choices)
+        one.run()
+        layouts = {p.name: p.layout for p in (*program.params, *program.buffers, *program.inputs)}
+        program = program.with_layouts({node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()})
+    return program

@@ -1,0 +1,47 @@
+"""Scaled dot product attention, kept as one op so that the fused kernels run."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shardc.rules.core import Call, rule
+from shardc.rules.notation import Dim, Signature
+
+aten = torch.ops.aten
+
+
+def attention(call: Call) -> Signature:
+    """q[..., h, s, d], k[..., g, t, d], v[..., g, t, e]: heads and batch split. With grouped queries h = (g, r): kv heads g split.
+
+    Queries split over their sequence too, unless a causal mask counts rows from zero. Keys are reduced over: they stay whole.
+    """
+    q, k, v = (o.shape for o in call.operands[:3])
+    out = call.results[0].shape
+    lead = len(q) - 2
+    causal = bool(call.arg(5, "is_causal", False))
+    sizes = {"s": q[-2], "t": k[-2], "d": q[-1], "e": v[-1]} | {f"b{i}": s for i, s in enumerate(out[:-2])}
+    names: list[Dim] = [(f"b{i}",) for i in range(lead)]
+    query = list(names)
+    keys = [n if s == o else () for n, s, o in zip(names, k[:-2], out[:-2], strict=True)]
+    if lead and k[-3] not in (1, q[-3]) or (lead and bool(call.kwargs and dict(call.kwargs).get("enable_gqa"))):
+        sizes |= {"g": k[-3], "r": q[-3] // k[-3]}
+        query[-1], keys[-1] = ("g", "r"), ("g",)
+    ins: list[tuple[Dim, ...]] = [(*query, ("s",), ("d",)), (*keys, ("t",), ("d",)), (*keys, ("t",), ("e",))]
+    if len(call.operands) > 3:
+        mask = call.operands[3].shape
+        full = [*query, ("s",), ("t",)]
+        own = full[len(full) - len(mask) :]
+        full_shape = (*out[:-2], q[-2], k[-2])
+        ins.append(tuple(n if s == f and s != 1 else () for n, s, f in zip(own, mask, full_shape[len(full) - len(mask) :], strict=True)))
+    whole = {"t", "d", "e"} | ({"s"} if causal else set())
+    return Signature(tuple(ins), ((*query, ("s",), ("e",)),), sizes, frozenset(), frozenset(whole))
+
+
+def attention_flops(call: Call) -> int:
+    q, k, v = (o.shape for o in call.operands[:3])
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+rule(aten.scaled_dot_product_attention.default, attention, linear="2", flops=attention_flops)

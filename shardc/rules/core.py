@@ -1,0 +1,306 @@
+"""Rules: what may be split in an op, as strategies on one mesh axis.
+
+    rule(aten.linear, "... k+, n k+, n -> ... n", linear="0 2 | 1 2", added=(2,))
+
+A rule is data: a notation (or a function of the call that returns a `Signature`, for ops whose dims depend on arguments),
+and what the notation cannot say:
+
+linear  groups of operands in which the op is jointly linear, separated by `|`: partial sums of all operands of a group may
+        pass through, every other operand staying whole.
+added   operands that are added to the result once: when a summed factor is split they become partial themselves.
+local   rewrites one call for a rank's part (sizes, offsets); gets a `LocalCall`, returns the node of the result.
+extra   further strategies that no factor expresses (a vocabulary, unequal sections).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.mesh import Mesh
+from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Shard
+from shardc.program import Value
+from shardc.rules.notation import Signature, parse
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op, without the graph: the types of its tensor operands and results, and its arguments.
+
+    args, kwargs: the arguments, with `Operand(i)` in the place of the i-th tensor operand.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument given by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return dict(self.kwargs).get(name, default)
+
+    def dim(self, d: int, operand: int = 0) -> int:
+        """A dim >= 0 of an operand from one that may be negative."""
+        return d % max(len(self.operands[operand].shape), 1)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Stands for the i-th tensor operand in `Call.args`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an op on one axis: what every operand must be, what every result then is.
+
+    kind: "replicate" | "varying" | "partial" | "split" | the name of an extra strategy.
+    factor, digit: for "split": the factor and the product of the major digits within it.
+    """
+
+    kind: str
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    factor: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.factor}".strip()
+
+
+@dataclass
+class LocalCall:
+    """What a rule's `local` gets: the call to rewrite, in the graph of one rank. Insert nodes with `emit`.
+
+    strategies: axis -> strategy. inputs, outputs: layouts of operands as this op needs them, and of results.
+    args, kwargs: arguments with nodes of the local graph in place of operands.
+    """
+
+    call: Call
+    mesh: Mesh
+    strategies: dict[str, Strategy]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mesh_node: fx.Node
+    emit: Callable[..., fx.Node]
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.outputs[0].local_shape(self.call.results[0].shape, self.mesh)
+
+    def axes(self, kind: str) -> list[str]:
+        """The axes on which the op runs by this kind of strategy."""
+        return [a for a, s in self.strategies.items() if s.kind == kind]
+
+    def split(self, factor: str) -> list[str]:
+        return [a for a, s in self.strategies.items() if s.kind == "split" and s.factor == factor]
+
+    def same(self, **replace: Any) -> fx.Node:
+        """The same call with some positional (`_0=`, `_1=`, ...) or named arguments replaced."""
+        args = list(self.args)
+        kwargs = dict(self.kwargs)
+        for name, value in replace.items():
+            if name.startswith("_") and int(name[1:]) < len(args):
+                args[int(name[1:])] = value
+            elif not name.startswith("_"):
+                kwargs[name] = value
+        return self.emit(self.call.target, tuple(args), kwargs)
+
+
+SignatureOf = Callable[[Call], Signature]
+LocalOf = Callable[[LocalCall], fx.Node]
+ExtraOf = Callable[[Call, int, Sequence[frozenset[Placement]]], Iterable[Strategy]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """See the module docstring. text: the notation, or the name of the function that makes it."""
+
+    op: Any
+    notation: str | SignatureOf
+    linear: tuple[tuple[int, ...], ...] = ()
+    added: tuple[int, ...] = ()
+    local: LocalOf | None = None
+    extra: ExtraOf | None = None
+    linear_of: Callable[[Call], str] | None = None
+    flops: Callable[[Call], int] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.notation if isinstance(self.notation, str) else f"<{self.notation.__name__}>"
+
+    def signature(self, call: Call) -> Signature:
+        if isinstance(self.notation, str):
+            return parse(self.notation).bind([v.shape for v in call.operands], [v.shape for v in call.results])
+        return self.notation(call)
+
+    def groups(self, call: Call) -> tuple[tuple[int, ...], ...]:
+        return parse_linear(self.linear_of(call)) if self.linear_of else self.linear
+
+
+RULES: dict[Any, Rule] = {}
+Fallback = Callable[[Any], Rule | None]
+_FALLBACKS: list[Fallback] = []
+
+
+def parse_linear(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(i) for i in group.split()) for group in text.split("|") if group.strip())
+
+
+def rule(
+    op: Any,
+    notation: str | SignatureOf,
+    *,
+    linear: str | Callable[[Call], str] = "",
+    added: tuple[int, ...] = (),
+    local: LocalOf | None = None,
+    extra: ExtraOf | None = None,
+    flops: Callable[[Call], int] | None = None,
+) -> Rule:
+    """Register the rule of an op (an `OpOverload`, or a function that appears in graphs). Raises ValueError if it has one.
+
+    >>> rule(torch.ops.mylib.scale.default, "... d, d -> ... d", linear="0 | 1")
+    """
+    if isinstance(notation, str):
+        parse(notation)
+    if op in RULES:
+        raise ValueError(f"{op} already has the rule {RULES[op].text!r}")
+    fixed = parse_linear(linear) if isinstance(linear, str) else ()
+    new = Rule(op, notation, fixed, added, local, extra, None if isinstance(linear, str) else linear, flops)
+    RULES[op] = new
+    return new
+
+
+def fallback(find: Fallback) -> Fallback:
+    """Register a function that finds the rule of a whole class of ops (such as every pointwise op)."""
+    _FALLBACKS.append(find)
+    return find
+
+
+@lru_cache(maxsize=4096)
+def find(op: Any) -> Rule | None:
+    """The rule of an op, or None."""
+    if op in RULES:
+        return RULES[op]
+    return next((r for f in _FALLBACKS if (r := f(op)) is not None), None)
+
+
+# --- strategies -------------------------------------------------------------------------------------------------------
+
+
+def needs_vary(v: Value) -> bool:
+    """Whether replicated and varying differ for a value: only where a gradient flows."""
+    return v.requires_grad and (v.dtype.is_floating_point or v.dtype.is_complex)
+
+
+@dataclass
+class Choices:
+    """The strategies of one call on an axis of n ranks, given the placements that its operands and results may have."""
+
+    rule: Rule
+    call: Call
+    signature: Signature
+    places: dict[str, tuple[list[tuple[int, int] | None], list[tuple[int, int] | None]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sig = self.signature
+        for f in sig.splittable():
+            self.places[f] = ([sig.places(o, f) for o in sig.inputs], [sig.places(o, f) for o in sig.outputs])
+
+    def replicate(self) -> Strategy:
+        return Strategy("replicate", (REPLICATE,) * len(self.call.operands), (REPLICATE,) * len(self.call.results))
+
+    def varying(self) -> Strategy:
+        ins = tuple(VARYING if needs_vary(v) else REPLICATE for v in self.call.operands)
+        outs = tuple(VARYING if needs_vary(v) else REPLICATE for v in self.call.results)
+        return Strategy("varying", ins, outs)
+
+    def partials(self) -> list[Strategy]:
+        """One for every group of operands in which the op is linear."""
+        made = []
+        for group in self.rule.groups(self.call):
+            ins = tuple(
+                PARTIAL if i in group else VARYING if needs_vary(v) else REPLICATE for i, v in enumerate(self.call.operands)
+            )
+            if all(i < len(self.call.operands) for i in group):
+                made.append(Strategy("partial", ins, (PARTIAL,) * len(self.call.results)))
+        return made
+
+    def split(self, factor: str, digit: int, n: int, sections: tuple[int, ...] = ()) -> Strategy | None:
+        """Split a factor at an inner digit (or in sections) over n ranks; None if it does not divide."""
+        sig = self.signature
+        size = sig.sizes[factor]
+        if size % (digit * n) or any(s % n for s in sections):
+            return None
+        ins: list[Placement] = []
+        for i, (v, place) in enumerate(zip(self.call.operands, self.places[factor][0], strict=True)):
+            if place is not None:
+                if sections and len(sig.inputs[i][place[0]]) != 1:
+                    return None
+                ins.append(Shard(place[0], place[1] * digit, sections))
+            elif i in self.rule.added and factor in sig.summed:
+                ins.append(PARTIAL)
+            else:
+                ins.append(VARYING if needs_vary(v) else REPLICATE)
+        outs: list[Placement] = []
+        for o, place in zip(sig.outputs, self.places[factor][1], strict=True):
+            if place is None:
+                if factor not in sig.summed:
+                    return None
+                outs.append(PARTIAL)
+            elif sections and len(o[place[0]]) != 1:
+                return None
+            else:
+                outs.append(Shard(place[0], place[1] * digit, sections))
+        name = factor if digit == 1 and not sections else f"{factor}/{digit}" if not sections else f"{factor} by sections"
+        return Strategy("split", tuple(ins), tuple(outs), name)
+
+    def from_operand(self, i: int, placement: Placement, n: int) -> Strategy | None:
+        """The split that takes operand i as it lies."""
+        return self._matching(self.signature.inputs[i], 0, i, placement, n)
+
+    def from_result(self, i: int, placement: Placement, n: int) -> Strategy | None:
+        """The split that makes result i lie so."""
+        return self._matching(self.signature.outputs[i], 1, i, placement, n)
+
+    def _matching(self, operand: Any, side: int, i: int, placement: Placement, n: int) -> Strategy | None:
+        if not isinstance(placement, Shard):
+            return None
+        for factor, places in self.places.items():
+            place = places[side][i]
+            if place is None or place[0] != placement.dim or placement.split % place[1]:
+                continue
+            digit = placement.split // place[1]
+            if self.signature.sizes[factor] % (digit * n) == 0 and (not placement.sections or len(operand[place[0]]) == 1):
+                return self.split(factor, digit, n, placement.sections)
+        return None
+
+
+def no_gradient(values: Iterable[Value]) -> bool:
+    return not any(needs_vary(v) for v in values)
+
+
+def sharded(p: Placement) -> bool:
+    return isinstance(p, Shard)
+
+
+def partial(p: Placement) -> bool:
+    return isinstance(p, Partial)
+
+
+def tensor_bytes(v: Value) -> int:
+    return v.nbytes()
+
+
+def numel(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())

@@ -1,0 +1,32 @@
+"""Ops that make tensors from sizes: constants may be made in parts, anything that counts (arange) is made whole and sliced."""
+
+from __future__ import annotations
+
+import torch
+
+from shardc.rules.core import Call, rule
+from shardc.rules.index import all_whole
+from shardc.rules.notation import Signature
+from shardc.rules.pointwise import local_size
+
+aten = torch.ops.aten
+
+
+def filled(call: Call) -> Signature:
+    """Every dim of the result is a factor; the operand of `new_*` gives only its dtype, so it stays as it is."""
+    out = call.results[0].shape
+    names = tuple((f"d{i}",) for i in range(len(out)))
+    sizes = {f"d{i}": s for i, s in enumerate(out)} | {f"x{j}_{i}": s for j, v in enumerate(call.operands) for i, s in enumerate(v.shape)}
+    ins = tuple(tuple((f"x{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands))
+    return Signature(ins, (names,), sizes, frozenset(), frozenset(f for o in ins for d in o for f in d))
+
+
+for _op in (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format):
+    rule(_op, filled, local=local_size(0))
+for _op in (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default):
+    rule(_op, filled, local=local_size(1))
+for _op in (
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.scalar_tensor.default, aten.eye.default,
+    aten.eye.m, aten.lift_fresh_copy.default, aten.tril_indices.default, aten.triu_indices.default,
+):  # fmt: skip
+    rule(_op, all_whole)

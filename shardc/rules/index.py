@@ -1,0 +1,138 @@
+"""Look-ups: embedding, gather, indexing, scatter. The dim that indices point into stays whole, unless a rule says how not to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from shardc.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardc.rules.core import Call, LocalCall, Operand, Strategy, rule
+from shardc.rules.notation import Dim, Signature
+from shardc.runtime import ops
+
+aten = torch.ops.aten
+
+
+def by_vocabulary(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
+    """Rows of the table split: a rank looks up what it holds, other rows give zeros, the sum over ranks is the look-up."""
+    if call.operands[0].shape[0] % n == 0 and Shard(0) in available[0]:
+        yield Strategy("vocabulary", (Shard(0), REPLICATE), (PARTIAL,))
+
+
+def local_embedding(call: LocalCall) -> fx.Node:
+    axes = call.axes("vocabulary")
+    if not axes:
+        return call.same()
+    assert len(axes) == 1, "the vocabulary is split over one axis"
+    padding = call.call.arg(2, "padding_idx", -1)
+    return call.emit(ops.embedding_partial, (*call.args[:2], call.mesh_node, axes[0], padding), {})
+
+
+rule(aten.embedding.default, "v! d, ... -> ... d", linear="0", local=local_embedding, extra=by_vocabulary)
+
+
+def gather(call: Call) -> Signature:
+    """x.gather(dim, index): the dim stays whole in both; others split where index covers all of x."""
+    x, index, d = call.operands[0].shape, call.operands[1].shape, call.dim(call.arg(1, "dim"))
+    same = [i for i in range(len(x)) if i != d and x[i] == index[i]]
+    sizes = {f"d{i}": s for i, s in enumerate(x)} | {f"o{i}": s for i, s in enumerate(index)}
+    left: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
+    right: tuple[Dim, ...] = tuple((f"d{i}",) if i in same else (f"o{i}",) for i in range(len(x)))
+    whole = {f"{k}{i}" for i in range(len(x)) if i not in same for k in "d"} | {f"o{i}" for i in range(len(x)) if i not in same and i != d}
+    return Signature((left, right), (right,), sizes, frozenset(), frozenset(whole))
+
+
+rule(aten.gather.default, gather, linear="0")
+
+
+def index_select(call: Call) -> Signature:
+    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
+    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
+    sizes = {f"d{i}": s for i, s in enumerate(x)} | {"n": call.results[0].shape[d]}
+    out = [*names[:d], ("n",), *names[d + 1 :]]
+    return Signature((tuple(names), (("n",),)), (tuple(out),), sizes, frozenset(), frozenset({f"d{d}"}))
+
+
+rule(aten.index_select.default, index_select, linear="0")
+
+
+def index(call: Call) -> Signature:
+    """x[i, :, j]: indexed dims stay whole, others are factors; the indices' own (broadcast) dims are factors of the result."""
+    x, where = call.operands[0].shape, call.arg(1, "indices")
+    at = [d for d, i in enumerate(where) if isinstance(i, Operand)]
+    picked = [call.operands[where[d].index].shape for d in at]
+    masks = any(call.operands[where[d].index].dtype == torch.bool for d in at)
+    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
+    sizes = {f"d{i}": s for i, s in enumerate(x)}
+    if masks:  # the result's size depends on data: nothing can be split
+        out = [(f"o{i}",) for i in range(len(call.results[0].shape))]
+        ins = [tuple(names), *[tuple((f"m{j}_{i}",) for i in range(len(s))) for j, s in enumerate(picked)]]
+        sizes |= {f"o{i}": s for i, s in enumerate(call.results[0].shape)}
+        sizes |= {f"m{j}_{i}": s for j, p in enumerate(picked) for i, s in enumerate(p)}
+        return Signature(tuple(ins), (tuple(out),), sizes, frozenset(), frozenset(sizes))
+    shape = torch.broadcast_shapes(*picked)
+    sizes |= {f"i{i}": s for i, s in enumerate(shape)}
+    inner: list[Dim] = [(f"i{i}",) if s != 1 else () for i, s in enumerate(shape)]
+    together = at == list(range(at[0], at[0] + len(at)))
+    rest_before = [names[d] for d in range(len(x)) if d not in at and (d < at[0] if together else False)]
+    rest_after = [names[d] for d in range(len(x)) if d not in at and not (d < at[0] if together else False)]
+    out = [*rest_before, *inner, *rest_after]
+    operands: list[tuple[Dim, ...]] = [tuple(names)]
+    for p in picked:
+        skip = len(shape) - len(p)
+        operands.append(tuple((f"i{skip + i}",) if s == shape[skip + i] and s != 1 else () for i, s in enumerate(p)))
+    return Signature(tuple(operands), (tuple(out),), sizes, frozenset(), frozenset(f"d{d}" for d in at))
+
+
+rule(aten.index.Tensor, index, linear="0")
+
+
+def all_whole(call: Call) -> Signature:
+    """Nothing may be split: every dim is a factor of its own that stays whole."""
+    ins = tuple(tuple((f"i{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands))
+    outs = tuple(tuple((f"o{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.results))
+    sizes = {f"{k}{j}_{i}": s for k, vs in (("i", call.operands), ("o", call.results)) for j, v in enumerate(vs) for i, s in enumerate(v.shape)}
+    return Signature(ins, outs, sizes, frozenset(), frozenset(sizes))
+
+
+for _op in (aten.index_put.default, aten.nonzero.default, aten.unique_consecutive.default, aten.unique_dim.default, aten.bincount.default):
+    rule(_op, all_whole)
+
+
+def scatter(call: Call) -> Signature:
+    """x.scatter(dim, index, src): like gather, the other dims split where index covers all of x."""
+    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
+    index_shape = call.operands[1].shape
+    same = [i for i in range(len(x)) if i != d and x[i] == index_shape[i]]
+    sizes: dict[str, int] = {f"d{i}": s for i, s in enumerate(x)}
+    ins: list[tuple[Dim, ...]] = []
+    for j, v in enumerate(call.operands):
+        dims: list[Dim] = []
+        for i, s in enumerate(v.shape):
+            name = f"d{i}" if j == 0 or i in same else f"o{j}_{i}"
+            sizes[name] = s
+            dims.append((name,))
+        ins.append(tuple(dims))
+    keep = {f"d{i}" for i in same}
+    return Signature(tuple(ins), (ins[0],), sizes, frozenset(), frozenset(set(sizes) - keep))
+
+
+def _scatter_linear(call: Call) -> str:
+    return "0 2" if len(call.operands) > 2 else ""
+
+
+rule(aten.scatter.src, scatter, linear=_scatter_linear)
+rule(aten.scatter.value, scatter)
+rule(aten.scatter_add.default, scatter, linear=_scatter_linear)
+
+
+def one_hot(call: Call) -> Signature:
+    x = call.operands[0].shape
+    names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
+    sizes = {f"d{i}": s for i, s in enumerate(x)} | {"c": call.results[0].shape[-1]}
+    return Signature((names,), ((*names, ("c",)),), sizes, frozenset(), frozenset({"c"}))
+
+
+rule(aten.one_hot.default, one_hot)

@@ -1,0 +1,114 @@
+"""Matrix products. The summed factor is what row parallelism splits, the weight's own factor what column parallelism splits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shardc.rules.core import Call, rule
+from shardc.rules.notation import Dim, Signature
+
+aten = torch.ops.aten
+
+
+def _flops(call: Call) -> int:
+    return 2 * math.prod(call.results[0].shape) * call.operands[0].shape[-1]
+
+
+def _flops_bias_first(call: Call) -> int:
+    return 2 * math.prod(call.results[0].shape) * call.operands[1].shape[-1]
+
+
+def _linear_in(call: Call) -> str:
+    """Jointly in (input, bias), and in (weight, bias)."""
+    return "0 2 | 1 2" if len(call.operands) == 3 else "0 | 1"
+
+
+rule(aten.linear.default, "... k+, n k+, n -> ... n", linear=_linear_in, added=(2,), flops=_flops)
+rule(aten.mm.default, "m k+, k+ n -> m n", linear="0 | 1", flops=_flops)
+rule(aten.bmm.default, "b m k+, b k+ n -> b m n", linear="0 | 1", flops=_flops)
+rule(aten.mv.default, "m k+, k+ -> m", linear="0 | 1", flops=_flops)
+rule(aten.dot.default, "k+, k+ -> ", linear="0 | 1")
+rule(aten.outer.default, "m, n -> m n", linear="0 | 1")
+
+
+def addmm(call: Call) -> Signature:
+    """bias may be a row, a column or a matrix: dims of size one broadcast."""
+    bias, (m, n), k = call.operands[0].shape, call.results[0].shape, call.operands[1].shape[1]
+    names: list[Dim] = [("m",), ("n",)]
+    own = names[2 - len(bias) :]
+    dims = tuple(name if s == size else () for name, s, size in zip(own, bias, (m, n)[2 - len(bias) :], strict=True))
+    return Signature(
+        (dims, (("m",), ("k",)), (("k",), ("n",))), ((("m",), ("n",)),), {"m": m, "n": n, "k": k}, frozenset({"k"}), frozenset()
+    )
+
+
+rule(aten.addmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops_bias_first)
+rule(aten.baddbmm.default, "b m n, b m k+, b k+ n -> b m n", linear="0 1 | 0 2", added=(0,), flops=_flops_bias_first)
+
+
+def matmul(call: Call) -> Signature:
+    """torch.matmul with leading dims that broadcast; 1-d operands are vectors."""
+    a, b = (v.shape for v in call.operands)
+    out = call.results[0].shape
+    lead = max(len(a), len(b)) - 2
+    names = [f"e{i}" for i in range(lead)]
+    sizes = {"k": a[-1]}
+
+    def leading(shape: tuple[int, ...]) -> list[Dim]:
+        own = shape[:-2]
+        skip = lead - len(own)
+        return [(names[skip + i],) if s == out[skip + i] and s != 1 else () for i, s in enumerate(own)]
+
+    sizes.update({n: s for n, s in zip(names, out, strict=False)})
+    left: list[Dim] = [("k",)] if len(a) == 1 else [*leading(a), ("m",), ("k",)]
+    right: list[Dim] = [("k",)] if len(b) == 1 else [*leading(b), ("k",), ("n",)]
+    result: list[Dim] = [(n,) if sizes[n] != 1 else () for n in names[:lead]] if lead > 0 else []
+    if len(a) > 1:
+        sizes["m"] = a[-2]
+        result.append(("m",))
+    if len(b) > 1:
+        sizes["n"] = b[-1]
+        result.append(("n",))
+    return Signature((tuple(left), tuple(right)), (tuple(result),), sizes, frozenset({"k"}), frozenset())
+
+
+rule(aten.matmul.default, matmul, linear="0 | 1", flops=_flops)
+
+
+def einsum(call: Call) -> Signature:
+    """The equation is the rule. Letters that reach no result are summed; a repeated letter (a diagonal) stays whole."""
+    equation = call.args[0].replace(" ", "")
+    left, _, right = equation.partition("->")
+    terms = left.split(",")
+    if "->" not in equation:
+        letters = [c for c in left if c.isalpha()]
+        right = "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    sizes: dict[str, int] = {}
+
+    def dims(term: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        extra = len(shape) - len(term.replace("...", ""))
+        at = term.find("...")
+        names = list(term) if at < 0 else [*term[:at], *(f"e{i}" for i in range(extra)), *term[at + 3 :]]
+        sizes.update({n: s for n, s in zip(names, shape, strict=True) if s != 1 or n not in sizes})
+        return tuple((n,) if s != 1 else () for n, s in zip(names, shape, strict=True))
+
+    ins = tuple(dims(t, v.shape) for t, v in zip(terms, call.operands, strict=True))
+    out = dims(right, call.results[0].shape)
+    kept = {f for d in out for f in d}
+    every = {f for o in ins for d in o for f in d}
+    double = {f for o in ins for d in o for f in d if sum(f in e for e in o) > 1}
+    ellipsis = {f for f in every if len(f) > 1} if len({t.count("...") and len(v.shape) for t, v in zip(terms, call.operands, strict=True)}) > 2 else set()
+    return Signature(ins, (out,), sizes, frozenset(every - kept), frozenset(double | ellipsis))
+
+
+def _einsum_linear(call: Call) -> str:
+    return " | ".join(str(i) for i in range(len(call.operands)))
+
+
+def _einsum_flops(call: Call) -> int:
+    return 2 * math.prod(einsum(call).sizes.values())
+
+
+rule(aten.einsum.default, einsum, linear=_einsum_linear, flops=_einsum_flops)

@@ -1,0 +1,52 @@
+"""Normalisations: the normalised dims stay whole, every other dim may be split."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardc.rules.core import Call, LocalCall, rule
+from shardc.rules.notation import Dim, Signature
+
+aten = torch.ops.aten
+
+
+def layer_norm(call: Call) -> Signature:
+    """layer_norm and rms_norm: the last dims, as many as normalized_shape has, are whole; weight and bias have just those."""
+    x = call.operands[0].shape
+    last = len(call.arg(1, "normalized_shape"))
+    names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
+    inner = names[len(x) - last :]
+    sizes = {f"d{i}": s for i, s in enumerate(x)}
+    stats = (*names[: len(x) - last], *[()] * last)
+    ins = (names, *[inner for _ in call.operands[1:]])
+    outs = tuple(names if r.shape == x else stats for r in call.results)
+    return Signature(ins, outs, sizes, frozenset(), frozenset(n for (n,) in inner if n))
+
+
+rule(aten.layer_norm.default, layer_norm)
+rule(aten.native_layer_norm.default, layer_norm)
+rule(aten.rms_norm.default, layer_norm)
+if hasattr(aten, "_fused_rms_norm"):
+    rule(aten._fused_rms_norm.default, layer_norm)
+
+
+def group_norm(call: Call) -> Signature:
+    """x[n, c, ...]: the batch splits; channels are normalised in groups, so a split channel dim must hold whole groups."""
+    x = call.operands[0].shape
+    groups = call.arg(1, "num_groups")
+    sizes = {"n": x[0], "g": groups, "c": x[1] // groups} | {f"s{i}": s for i, s in enumerate(x[2:])}
+    space: tuple[Dim, ...] = tuple((f"s{i}",) for i in range(len(x) - 2))
+    full: tuple[Dim, ...] = (("n",), ("g", "c"), *space)
+    ins = (full, *[(("g", "c"),) for _ in call.operands[1:]])
+    return Signature(ins, (full,), sizes, frozenset(), frozenset({"c", *(f"s{i}" for i in range(len(space)))}))
+
+
+def local_group_norm(call: LocalCall) -> fx.Node:
+    groups: int = call.call.arg(1, "num_groups")
+    for axis in call.split("g"):
+        groups //= call.mesh.size(axis)
+    return call.same(_1=groups)
+
+
+rule(aten.group_norm.default, group_norm, local=local_group_norm)

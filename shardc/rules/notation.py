@@ -1,0 +1,173 @@
+"""The notation of op rules, and the only parser of it.
+
+    "... k+, n k+, n -> ... n"        linear(input, weight, bias)
+
+Operands are separated by commas, results follow the arrow. Each dim of an operand is a factor; `(a b)` is one dim made of
+the factors a (major) and b (minor); `1` is a dim of size one; a number such as `3` in `(3 n)` is a factor of that size that is
+never split; `...` stands for any leading dims, the same in all places. Marks on a factor, at any of its places:
+`+` it is summed away: splitting it leaves partial sums; `!` it must stay whole. A factor that reaches every result may be split.
+
+`Signature` is a rule bound to the shapes of one call: it says which factors exist, how large they are and where each lies.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+_TOKEN = re.compile(r"\s*(\.\.\.|->|[A-Za-z_]\w*[+!]?|\d+|[(),])")
+
+Dim = tuple[str, ...]  # factors, major first; () is a dim of size one
+Operand = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A rule bound to shapes: factors of every dim of the tensor operands and results, sizes, and what may be split."""
+
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    sizes: Mapping[str, int]
+    summed: frozenset[str] = field(default_factory=frozenset)
+    whole: frozenset[str] = field(default_factory=frozenset)
+
+    def places(self, operand: Operand, factor: str) -> tuple[int, int] | None:
+        """(dim, product of the major factors before it in that dim) of a factor in an operand, None if it has none."""
+        for d, dim in enumerate(operand):
+            if factor in dim:
+                return d, math.prod(self.sizes[f] for f in dim[: dim.index(factor)])
+        return None
+
+    def splittable(self) -> list[str]:
+        seen = dict.fromkeys(f for o in (*self.inputs, *self.outputs) for dim in o for f in dim)
+        return [f for f in seen if f not in self.whole and self.sizes[f] > 1]
+
+    def __str__(self) -> str:
+        def one(f: str) -> str:
+            if f.startswith("#"):
+                return f.split("#")[2]
+            return f + "+" * (f in self.summed) + "!" * (f in self.whole)
+
+        def dim(d: Dim) -> str:
+            return "1" if not d else one(d[0]) if len(d) == 1 else f"({' '.join(map(one, d))})"
+
+        def side(operands: Sequence[Operand]) -> str:
+            return ", ".join(" ".join(map(dim, o)) for o in operands)
+
+        return f"{side(self.inputs)} -> {side(self.outputs)}"
+
+
+@dataclass(frozen=True)
+class Notation:
+    """A parsed rule. `...` is kept as the factor "..." of a dim of its own."""
+
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    summed: frozenset[str]
+    whole: frozenset[str]
+    literal: Mapping[str, int]
+
+    def bind(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], sizes: Mapping[str, int] | None = None) -> Signature:
+        """Fit the notation to shapes. sizes: known sizes of factors. Raises ValueError where they do not fit."""
+        found: dict[str, int] = {**self.literal, **(sizes or {})}
+        if len(inputs) > len(self.inputs) or len(outputs) > len(self.outputs):
+            raise ValueError(f"{len(inputs)} operands and {len(outputs)} results, but the rule has {len(self.inputs)} and {len(self.outputs)}")
+        pairs = [*zip(self.inputs, inputs, strict=False), *zip(self.outputs, outputs, strict=False)]
+        lead = max((len(s) - len(o) + 1 for o, s in pairs if o and o[0] == ("...",)), default=0)
+        ops = [_expand(o, len(s), lead) for o, s in pairs]
+        todo = [(d, size) for o, (_, s) in zip(ops, pairs, strict=True) for d, size in zip(o, s, strict=True)]
+        while todo:
+            rest = []
+            for dim, size in todo:
+                unknown = [f for f in dim if f not in found]
+                known = math.prod(found[f] for f in dim if f in found)
+                if len(unknown) == 1 and size % known == 0:
+                    found[unknown[0]] = size // known
+                elif not unknown and known != size:
+                    raise ValueError(f"dim {dim} has size {size}, not {known}")
+                elif unknown:
+                    rest.append((dim, size))
+            if len(rest) == len(todo):
+                raise ValueError(f"sizes of {rest} cannot be told")
+            todo = rest
+        n = len(inputs)
+        whole = self.whole | {f for f in found if f.startswith("#")}
+        return Signature(tuple(ops[:n]), tuple(ops[n:]), found, self.summed, frozenset(whole))
+
+
+def _expand(operand: Operand, ndim: int, lead: int) -> Operand:
+    if not operand or operand[0] != ("...",):
+        if len(operand) != ndim:
+            raise ValueError(f"{len(operand)} dims in the rule, {ndim} in the tensor")
+        return operand
+    own = ndim - len(operand) + 1
+    if own < 0:
+        raise ValueError(f"{len(operand) - 1} dims in the rule, {ndim} in the tensor")
+    # right-aligned, so that operands with fewer leading dims broadcast
+    return (*((f"e{lead - own + i}",) for i in range(own)), *operand[1:])
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Notation:
+    """Parse a rule. Raises ValueError that shows the place."""
+    tokens: list[str] = []
+    at = 0
+    while at < len(text.rstrip()):
+        m = _TOKEN.match(text, at)
+        if not m:
+            raise ValueError(f"rule {text!r}: cannot read {text[at:]!r}")
+        tokens.append(m[1])
+        at = m.end()
+    if tokens.count("->") != 1:
+        raise ValueError(f"rule {text!r}: needs exactly one '->'")
+    summed: set[str] = set()
+    whole: set[str] = set()
+    literal: dict[str, int] = {}
+
+    def factor(token: str, place: int) -> str:
+        name = token.rstrip("+!")
+        if token.isdigit():
+            name = f"#{place}#{token}"
+            literal[name] = int(token)
+        elif token.endswith("+"):
+            summed.add(name)
+        elif token.endswith("!"):
+            whole.add(name)
+        return name
+
+    sides: list[list[Operand]] = [[], []]
+    arrow = tokens.index("->")
+    for side, part in ((0, tokens[:arrow]), (1, tokens[arrow + 1 :])):
+        dims: list[Dim] = []
+        group: list[str] | None = None
+        for i, token in enumerate(part):
+            if token == ",":
+                sides[side].append(tuple(dims))
+                dims = []
+            elif token == "(":
+                group = []
+            elif token == ")":
+                if group is None:
+                    raise ValueError(f"rule {text!r}: ')' without '('")
+                dims.append(tuple(group))
+                group = None
+            elif group is not None:
+                group.append(factor(token, i))
+            elif token == "...":
+                if dims:
+                    raise ValueError(f"rule {text!r}: '...' must lead")
+                dims.append(("...",))
+            else:
+                dims.append(() if token == "1" else (factor(token, i),))
+        if group is not None:
+            raise ValueError(f"rule {text!r}: '(' is not closed")
+        if part:
+            sides[side].append(tuple(dims))
+    named_in = {f for o in sides[0] for d in o for f in d}
+    for f in named_in - {"..."} - whole - summed - set(literal):
+        if not all(any(f in d for d in o) for o in sides[1]):
+            raise ValueError(f"rule {text!r}: factor {f} is in no or not in every result; mark it {f}+ or {f}!")
+    return Notation(tuple(sides[0]), tuple(sides[1]), frozenset(summed), frozenset(whole), literal)

@@ -1,0 +1,90 @@
+"""Elementwise ops: every dim is a factor, dims of size one broadcast. Most are found by torch's own tag, not by a list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardc.rules.core import Call, LocalCall, Operand, Rule, fallback, rule
+from shardc.rules.notation import Dim, Signature
+
+aten = torch.ops.aten
+
+
+def broadcast(call: Call) -> Signature:
+    """One factor per dim of the result; an operand lacks it where its dim is missing or of size one."""
+    out = call.results[0].shape
+    sizes = {f"d{i}": s for i, s in enumerate(out)}
+
+    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        skip = len(out) - len(shape)
+        return tuple((f"d{skip + i}",) if s == out[skip + i] and s != 1 else () for i, s in enumerate(shape))
+
+    return Signature(tuple(dims(v.shape) for v in call.operands), tuple(dims(v.shape) for v in call.results), sizes)
+
+
+def all_operands(call: Call) -> str:
+    """a + b, with both tensors: partial sums of both. With a number instead of a tensor it is not linear."""
+    return "0 1" if len(call.operands) == 2 else ""
+
+
+def each_operand(call: Call) -> str:
+    return " | ".join(str(i) for i in range(len(call.operands)))
+
+
+def to_float(call: Call) -> str:
+    """A cast is linear where no digits are cut off that the sum would need: between floating dtypes."""
+    return "0" if call.results[0].dtype.is_floating_point and call.operands[0].dtype.is_floating_point else ""
+
+
+def branches(call: Call) -> str:
+    """where(condition, a, b) is linear in (a, b) together."""
+    return "1 2" if len(call.operands) == 3 else ""
+
+
+def fill_zero(call: Call) -> str:
+    """Filling with zero is linear in what is filled."""
+    return "0" if call.arg(2, "value") == 0 and not isinstance(call.arg(2, "value"), Operand) else ""
+
+
+for _op in (aten.add.Tensor, aten.sub.Tensor):
+    rule(_op, broadcast, linear=all_operands)
+rule(aten.mul.Tensor, broadcast, linear=each_operand)
+rule(aten.mul.Scalar, broadcast, linear="0")
+rule(aten.div.Tensor, broadcast, linear="0")
+rule(aten.div.Scalar, broadcast, linear="0")
+rule(aten.where.self, broadcast, linear=branches)
+rule(aten.masked_fill.Scalar, broadcast, linear=fill_zero)
+for _op in (aten.neg.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.positive.default):
+    rule(_op, broadcast, linear="0")
+for _op in (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default):
+    rule(_op, broadcast, linear=to_float)
+rule(aten.detach.default, broadcast, linear="0")
+
+# pointwise in fact, though torch does not tag them so (or they are composites that canonical graphs keep whole)
+for _op in (
+    aten.masked_fill.Tensor, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar, aten.dropout.default,
+    aten.silu.default, aten.gelu.default, aten.selu.default, aten.relu6.default, aten.softplus.default, aten.__and__.Tensor,
+    aten.__or__.Tensor, aten.__xor__.Tensor, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.empty_like.default, aten.lerp.Scalar, aten.clamp.default, aten.bucketize.Tensor, aten.isfinite.default,
+    aten.isinf.default, aten.isposinf.default, aten.isneginf.default, aten.float_power.Tensor_Scalar, aten.square.default,
+):  # fmt: skip
+    rule(_op, broadcast)
+
+
+@fallback
+def pointwise(op: Any) -> Rule | None:
+    """Any op that torch tags as pointwise."""
+    if isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+        return Rule(op, broadcast)
+    return None
+
+
+def local_size(position: int) -> Any:
+    """A `local` that replaces the size argument at a position by the rank's own shape."""
+
+    def local(call: LocalCall) -> Any:
+        return call.same(**{f"_{position}": list(call.out_shape)})
+
+    return local

@@ -1,0 +1,92 @@
+"""Reductions over dims, and ops that need one dim whole (softmax, cumsum, sort)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.rules.core import Call, LocalCall, find, rule
+from shardc.rules.notation import Dim, Signature
+from shardc.rules.views import whole_dims
+from shardc.runtime import ops
+
+aten = torch.ops.aten
+
+
+def reduced(position: int, name: str, *, summed: bool, keep: tuple[int, str] = (2, "keepdim")) -> Any:
+    """A rule of one operand whose dims given by an argument (None or [] = all) are reduced: summed, or kept whole."""
+
+    def reduction(call: Call) -> Signature:
+        x = call.operands[0].shape
+        dims = call.arg(position, name)
+        gone = {call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)} if dims not in (None, []) else set(range(len(x)))
+        names = [(f"d{i}",) for i in range(len(x))]
+        kept: list[Dim] = [n for i, n in enumerate(names) if i not in gone]
+        if call.arg(*keep, False) and x:
+            kept = [() if i in gone else n for i, n in enumerate(names)]
+        lost = frozenset(f"d{i}" for i in gone)
+        sizes = {f"d{i}": s for i, s in enumerate(x)}
+        outs = tuple(tuple(kept) for _ in call.results)
+        return Signature((tuple(names),), outs, sizes, lost if summed else frozenset(), frozenset() if summed else lost)
+
+    reduction.__name__ = "sum over dims" if summed else "reduce over whole dims"
+    return reduction
+
+
+rule(aten.sum.dim_IntList, reduced(1, "dim", summed=True), linear="0")
+rule(aten.sum.default, reduced(9, "", summed=True, keep=(9, "")), linear="0")
+
+
+def reduction_of(call: Call) -> frozenset[str]:
+    """The factors that a mean sums over."""
+    found = find(call.target)
+    assert found is not None
+    return found.signature(call).summed
+
+
+def local_mean(call: LocalCall) -> fx.Node:
+    """The rank's sum over the *global* number of elements, where a reduced dim is split; the op itself elsewhere."""
+    gone = reduction_of(call.call)
+    if not any(s.factor.split("/")[0] in gone for s in call.strategies.values() if s.kind == "split"):
+        return call.same()
+    x = call.call.operands[0].shape
+    count = math.prod(x[int(f[1:])] for f in gone)
+    dims = sorted(int(f[1:]) for f in gone)
+    keep = bool(call.call.arg(2, "keepdim", False))
+    return call.emit(ops.partial_mean, (call.args[0], dims, keep, count), {})
+
+
+rule(aten.mean.dim, reduced(1, "dim", summed=True), linear="0", local=local_mean)
+rule(aten.mean.default, reduced(9, "", summed=True, keep=(9, "")), linear="0", local=local_mean)
+
+for _op in (
+    aten.amax.default, aten.amin.default, aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims, aten.argmax.default, aten.argmin.default,
+    aten.logsumexp.default, aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.median.dim, aten.count_nonzero.dim_IntList,
+):  # fmt: skip
+    rule(_op, reduced(1, "dim", summed=False))
+for _op in (aten.any.default, aten.all.default, aten.max.default, aten.min.default, aten.prod.default):
+    rule(_op, reduced(9, "", summed=False, keep=(9, "")))
+rule(aten.var.correction, reduced(1, "dim", summed=False, keep=(9, "keepdim")))
+rule(aten.std.correction, reduced(1, "dim", summed=False, keep=(9, "keepdim")))
+rule(aten.var_mean.correction, reduced(1, "dim", summed=False, keep=(9, "keepdim")))
+rule(aten.var.dim, reduced(1, "dim", summed=False, keep=(3, "keepdim")))
+rule(aten.std.dim, reduced(1, "dim", summed=False, keep=(3, "keepdim")))
+rule(aten.linalg_vector_norm.default, reduced(2, "dim", summed=False, keep=(3, "keepdim")))
+rule(aten.norm.ScalarOpt_dim, reduced(2, "dim", summed=False, keep=(3, "keepdim")))
+
+for _op in (
+    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumprod.default,
+    aten.logcumsumexp.default, aten.cummax.default,
+):  # fmt: skip
+    rule(_op, whole_dims((1, "dim", -1)))
+rule(aten.glu.default, whole_dims((1, "dim", -1)))
+rule(aten.cumsum.default, whole_dims((1, "dim", -1)), linear="0")
+rule(aten.sort.default, whole_dims((1, "dim", -1)))
+rule(aten.sort.stable, whole_dims((2, "dim", -1)))
+rule(aten.argsort.default, whole_dims((1, "dim", -1)))
+rule(aten.argsort.stable, whole_dims((2, "dim", -1)))
+rule(aten.topk.default, whole_dims((2, "dim", -1)))
+rule(aten.diff.default, whole_dims((2, "dim", -1)))

@@ -1,0 +1,338 @@
+"""Ops that move elements without computing: reshapes, permutations, slices, splits, concatenations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.placement import Placement, Shard
+from shardc.rules.core import Call, LocalCall, Strategy, rule
+from shardc.rules.notation import Dim, Signature
+from shardc.rules.pointwise import local_size
+
+aten = torch.ops.aten
+
+
+def _names(ndim: int, prefix: str = "d") -> list[Dim]:
+    return [(f"{prefix}{i}",) for i in range(ndim)]
+
+
+def _signature(
+    call: Call, inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]], sizes: dict[str, int], whole: Iterable[str] = ()
+) -> Signature:
+    return Signature(tuple(map(tuple, inputs)), tuple(map(tuple, outputs)), sizes, frozenset(), frozenset(whole))
+
+
+def _sizes(shape: Sequence[int]) -> dict[str, int]:
+    return {f"d{i}": s for i, s in enumerate(shape)}
+
+
+# --- reshape ----------------------------------------------------------------------------------------------------------
+
+
+def walk(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
+    """Common factors of two shapes of one number of elements: (old dims, new dims, sizes, whole factors).
+
+    Both shapes are read from the left; the gcd of what is left of the two current dims is a factor of both. Where it is one,
+    the shortest runs of dims with equal products form a block: common factors are then peeled off its right end, and what
+    remains lies differently in both and stays whole.
+
+    >>> walk([4, 6], [2, 12])[:2]
+    ([('f0', 'f1'), ('f2',)], [('f0',), ('f1', 'f2')])
+    """
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+    dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in old], [[] for _ in new])
+
+    def factor(size: int) -> str:
+        name = f"f{len(sizes)}"
+        sizes[name] = size
+        return name
+
+    if math.prod(old) == 0:
+        for side, shape in enumerate((old, new)):
+            for d, s in enumerate(shape):
+                if s != 1:
+                    dims[side][d].append(factor(s))
+        return [tuple(d) for d in dims[0]], [tuple(d) for d in dims[1]], sizes, set(sizes)
+
+    # (dim, what is left of it), sizes of one dropped
+    left = [(d, s) for d, s in enumerate(old) if s != 1]
+    right = [(d, s) for d, s in enumerate(new) if s != 1]
+    while left and right:
+        (i, a), (j, b) = left[0], right[0]
+        g = math.gcd(a, b)
+        if g > 1:
+            name = factor(g)
+            dims[0][i].append(name)
+            dims[1][j].append(name)
+            left[0:1] = [(i, a // g)] if a > g else []
+            right[0:1] = [(j, b // g)] if b > g else []
+            continue
+        m = n = 1
+        while (p := math.prod(s for _, s in left[:m])) != (q := math.prod(s for _, s in right[:n])):
+            m, n = (m + 1, n) if p < q else (m, n + 1)
+        blocks = (left[:m], right[:n])
+        left, right = left[m:], right[n:]
+        tail: list[tuple[int, int, str]] = []
+        while (g := math.gcd(blocks[0][-1][1], blocks[1][-1][1])) > 1:
+            name = factor(g)
+            tail.append((blocks[0][-1][0], blocks[1][-1][0], name))
+            for block in blocks:
+                d, s = block.pop()
+                if s > g:
+                    block.append((d, s // g))
+        for side, block in enumerate(blocks):
+            for d, s in block:
+                name = factor(s)
+                whole.add(name)
+                dims[side][d].append(name)
+        for i, j, name in reversed(tail):
+            dims[0][i].append(name)
+            dims[1][j].append(name)
+    return [tuple(d) for d in dims[0]], [tuple(d) for d in dims[1]], sizes, whole
+
+
+def reshape(call: Call) -> Signature:
+    old, new, sizes, whole = walk(call.operands[0].shape, call.results[0].shape)
+    return _signature(call, [old], [new], sizes, whole)
+
+
+def local_reshape(call: LocalCall) -> fx.Node:
+    """A rank's part may lie in memory in another way than the whole: reshape, never view."""
+    return call.emit(aten.reshape.default, (call.args[0], list(call.out_shape)), {})
+
+
+for _op in (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int):
+    rule(_op, reshape, linear="0", local=local_reshape)
+for _op in (
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+):  # fmt: skip
+    rule(_op, reshape, linear="0", local=local_reshape)
+
+
+# --- permutations -----------------------------------------------------------------------------------------------------
+
+
+def _permuted(call: Call, order: Sequence[int]) -> Signature:
+    x = call.operands[0].shape
+    names = _names(len(x))
+    return _signature(call, [names], [[names[d] for d in order]], _sizes(x))
+
+
+def permute(call: Call) -> Signature:
+    return _permuted(call, [call.dim(d) for d in call.arg(1, "dims")])
+
+
+def transpose(call: Call) -> Signature:
+    order = list(range(len(call.operands[0].shape)))
+    a, b = call.dim(call.arg(1, "dim0")), call.dim(call.arg(2, "dim1"))
+    order[a], order[b] = order[b], order[a]
+    return _permuted(call, order)
+
+
+def transpose_all(call: Call) -> Signature:
+    return _permuted(call, list(reversed(range(len(call.operands[0].shape)))))
+
+
+rule(aten.permute.default, permute, linear="0")
+rule(aten.transpose.int, transpose, linear="0")
+rule(aten.t.default, transpose_all, linear="0")
+rule(aten.numpy_T.default, transpose_all, linear="0")
+
+
+# --- repeating --------------------------------------------------------------------------------------------------------
+
+
+def expand(call: Call) -> Signature:
+    """New and stretched dims are factors that the operand lacks."""
+    x, out = call.operands[0].shape, call.results[0].shape
+    skip = len(out) - len(x)
+    return _signature(
+        call, [[(f"d{skip + i}",) if s == out[skip + i] else () for i, s in enumerate(x)]], [_names(len(out))], _sizes(out)
+    )
+
+
+rule(aten.expand.default, expand, linear="0", local=local_size(1))
+rule(aten.broadcast_to.default, expand, linear="0", local=local_size(1))
+
+
+def repeat(call: Call) -> Signature:
+    """Every dim comes out as (repeats, dim): major digits are copies."""
+    x, times = call.operands[0].shape, call.arg(1, "repeats")
+    skip = len(times) - len(x)
+    sizes = {f"d{skip + i}": s for i, s in enumerate(x)} | {f"r{i}": t for i, t in enumerate(times)}
+    out = [tuple(f for f in ((f"r{i}",) if t > 1 else ()) + ((f"d{i}",) if i >= skip else ())) for i, t in enumerate(times)]
+    return _signature(call, [_names(len(times))[skip:]], [out], sizes, {f"r{i}" for i in range(len(times))})
+
+
+rule(aten.repeat.default, repeat, linear="0")
+
+
+def repeat_interleave(call: Call) -> Signature:
+    x, dim = call.operands[0].shape, call.arg(2, "dim")
+    if dim is None or not isinstance(call.arg(1, "repeats"), int):
+        return _signature(call, [_names(len(x))], [[("o",)]], {**_sizes(x), "o": call.results[0].shape[0]}, {*_sizes(x), "o"})
+    d, out = call.dim(dim), _names(len(x))
+    out[d] = (f"d{d}", "r")
+    return _signature(call, [_names(len(x))], [out], {**_sizes(x), "r": call.arg(1, "repeats")}, {"r"})
+
+
+rule(aten.repeat_interleave.self_int, repeat_interleave, linear="0")
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def whole_dims(*dims_of: tuple[int, str, Any]) -> Any:
+    """A rule for one operand and results of the same rank, whose dims named by (position, name, default) stay whole."""
+
+    def some_dims_whole(call: Call) -> Signature:
+        x = call.operands[0].shape
+        whole: set[int] = set()
+        for position, name, default in dims_of:
+            d = call.arg(position, name, default)
+            whole |= {call.dim(i) for i in ([d] if isinstance(d, int) else d if d is not None else range(len(x)))}
+        names = _names(len(x))
+        own = [(f"o{i}",) if i in whole else n for i, n in enumerate(names)]
+        sizes = _sizes(x) | {f"o{i}": call.results[0].shape[i] for i in whole}
+        return _signature(call, [names], [own for _ in call.results], sizes, {f"d{i}" for i in whole} | {f"o{i}" for i in whole})
+
+    return some_dims_whole
+
+
+def cut(call: Call) -> Signature:
+    """x[a:b:c] along a dim: whole, unless the slice takes everything."""
+    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim", 0))
+    names = _names(len(x))
+    if call.results[0].shape == x and call.arg(4, "step", 1) == 1:
+        return _signature(call, [names], [names], _sizes(x))
+    out = list(names)
+    out[d] = ("o",)
+    return _signature(call, [names], [out], {**_sizes(x), "o": call.results[0].shape[d]}, {f"d{d}", "o"})
+
+
+def local_cut(call: LocalCall) -> fx.Node:
+    """Where the sliced dim itself is split the slice took everything: nothing is left to do."""
+    d = call.call.dim(call.call.arg(1, "dim", 0))
+    return call.args[0] if call.inputs[0].shards(d) else call.same()  # type: ignore[no-any-return]
+
+
+rule(aten.slice.Tensor, cut, linear="0", local=local_cut)
+rule(aten.narrow.default, whole_dims((1, "dim", 0)), linear="0")
+rule(aten.flip.default, whole_dims((1, "dims", None)), linear="0")
+rule(aten.roll.default, whole_dims((2, "dims", None)), linear="0")
+
+
+def select(call: Call) -> Signature:
+    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
+    names = _names(len(x))
+    return _signature(call, [names], [names[:d] + names[d + 1 :]], _sizes(x), {f"d{d}"})
+
+
+def unbind(call: Call) -> Signature:
+    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim", 0))
+    names = _names(len(x))
+    return _signature(call, [names], [names[:d] + names[d + 1 :] for _ in call.results], _sizes(x), {f"d{d}"})
+
+
+rule(aten.select.int, select, linear="0")
+rule(aten.unbind.int, unbind, linear="0")
+
+
+def pad(call: Call) -> Signature:
+    x, amounts = call.operands[0].shape, call.arg(1, "pad")
+    last = len(x) - 1
+    touched = {last - i // 2 for i, a in enumerate(amounts) if a}
+    names = _names(len(x))
+    out = [(f"o{i}",) if i in touched else n for i, n in enumerate(names)]
+    sizes = _sizes(x) | {f"o{i}": call.results[0].shape[i] for i in touched}
+    return _signature(call, [names], [out], sizes, {f"{k}{i}" for i in touched for k in "do"})
+
+
+rule(aten.constant_pad_nd.default, pad, linear=lambda c: "0" if c.arg(2, "value", 0) == 0 else "")
+rule(aten.pad.default, pad, linear=lambda c: "0" if c.arg(2, "mode", "constant") == "constant" and not c.arg(3, "value") else "")
+
+
+def split(call: Call) -> Signature:
+    """Equal parts: the dim is (parts, part) and a digit inside a part survives. Unequal parts: see `by_sections`."""
+    x, d = call.operands[0].shape, _split_dim(call)
+    names, parts = _names(len(x)), [r.shape[d] for r in call.results]
+    sizes = _sizes(x)
+    if len(set(parts)) == 1:
+        sizes |= {"k": len(parts), "c": parts[0]}
+        inside: list[Dim] = [*names[:d], ("k", "c"), *names[d + 1 :]]
+        return _signature(call, [inside], [[*names[:d], ("c",), *names[d + 1 :]] for _ in parts], sizes, {"k"})
+    sizes |= {f"c{i}": p for i, p in enumerate(parts)}
+    outs = [[*names[:d], (f"c{i}",), *names[d + 1 :]] for i in range(len(parts))]
+    return _signature(call, [names], outs, sizes, {f"d{d}", *(f"c{i}" for i in range(len(parts)))})
+
+
+def _split_dim(call: Call) -> int:
+    return call.dim(call.arg(2, "dim", 0))
+
+
+def by_sections(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
+    """A dim that is split part by part: every part is one plain shard."""
+    d = _split_dim(call)
+    parts = tuple(r.shape[d] for r in call.results)
+    if len(set(parts)) > 1 and all(p % n == 0 for p in parts) and Shard(d, 1, parts) in available[0]:
+        yield Strategy("sections", (Shard(d, 1, parts),), (Shard(d),) * len(parts))
+
+
+def local_split(call: LocalCall) -> fx.Node:
+    d = _split_dim(call.call)
+    sizes = [o.local_shape(r.shape, call.mesh)[d] for o, r in zip(call.outputs, call.call.results, strict=True)]
+    return call.emit(aten.split_with_sizes.default, (call.args[0], sizes, d), {})
+
+
+for _op in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes):
+    rule(_op, split, linear="0", local=local_split, extra=by_sections)
+
+
+def cat(call: Call) -> Signature:
+    """Equal parts: a digit inside a part survives as one inside (parts, part). Other sizes: the dim stays whole."""
+    d = call.dim(call.arg(1, "dim", 0))
+    out = call.results[0].shape
+    names = _names(len(out))
+    parts = [v.shape[d] if len(v.shape) == len(out) else 0 for v in call.operands]
+    sizes = _sizes(out)
+    if len(set(parts)) == 1:
+        sizes |= {"k": len(parts), "c": parts[0]}
+        return _signature(
+            call, [[*names[:d], ("c",), *names[d + 1 :]] for _ in parts], [[*names[:d], ("k", "c"), *names[d + 1 :]]], sizes, {"k"}
+        )
+    sizes |= {f"c{i}": p for i, p in enumerate(parts)}
+    ins = [
+        [*names[:d], (f"c{i}",), *names[d + 1 :]] if len(v.shape) == len(out) else [(f"c{i}",)] for i, v in enumerate(call.operands)
+    ]
+    return _signature(call, ins, [names], sizes, {f"d{d}", *(f"c{i}" for i in range(len(parts)))})
+
+
+def stack(call: Call) -> Signature:
+    out = call.results[0].shape
+    d = call.arg(1, "dim", 0) % len(out)
+    names = _names(len(out))
+    return _signature(call, [names[:d] + names[d + 1 :] for _ in call.operands], [names], _sizes(out), {f"d{d}"})
+
+
+def every_operand(call: Call) -> str:
+    return " ".join(str(i) for i in range(len(call.operands)))
+
+
+rule(aten.cat.default, cat, linear=every_operand)
+rule(aten.stack.default, stack, linear=every_operand)
+
+
+def last_two_whole(call: Call) -> Signature:
+    x = call.operands[0].shape
+    return _signature(call, [_names(len(x))], [_names(len(x))], _sizes(x), {f"d{len(x) - 1}", f"d{len(x) - 2}"})
+
+
+rule(aten.tril.default, last_two_whole, linear="0")
+rule(aten.triu.default, last_two_whole, linear="0")
+
