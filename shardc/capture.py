@@ -1,0 +1,310 @@
+"""capture: an unmodified model and one global batch -> the global graph, as a Program on no mesh.
+
+    model ─► wrapper that returns only the loss ─► torch.export, non-strict, on fake tensors ─► no regions, no in-place ops
+          ─► Program: placeholders mesh, rng, params, buffers, inputs; typed nodes that know their module and line ─► proven against eager
+
+The model is captured in the mode it is in: put it in train mode first. It may lie on the meta device; it is not changed.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from shardc import functional, proof, source, values, watch
+from shardc.errors import ShardcError
+from shardc.mesh import Mesh
+from shardc.program import Buffer, Input, Param, Program, Value
+from shardc.torch_private import DATA_DEPENDENT, fake_tensor
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bool = True) -> Program:
+    """The global graph of `loss(model(batch))`, at the shapes of one global batch.
+
+    model: on any device, also meta; in train mode for training. Not changed.
+    batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Leaves that are no tensors are baked in.
+    loss:  `(output, batch) -> scalar`; default: the output itself, its `.loss`, its "loss" or its first element.
+    prove: compare loss, gradients and buffers with eager once, if the model is small enough to run here (see shardc/proof.py).
+
+    Returns a Program with mesh = Mesh(()), whose graph has functional aten ops only, in the model's own spelling.
+    Raises ShardcError, with the model's line, for whatever cannot be captured or would come out differently.
+    """
+    started = time.perf_counter()
+    if not isinstance(model, nn.Module):
+        raise ShardcError(f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="pass an instance of the model")
+    watch.check_hooks(model)
+    leaves = Leaves(batch)
+    program = _lift(model, leaves, *_export(model, leaves, loss))
+    program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
+    if prove:
+        notes = proof.prove(program, model, batch, lambda b: _Wrapper(model, Leaves(b), loss)(*Leaves(b).tensors))
+        program.notes += notes
+    return program
+
+
+class Leaves:
+    """The tensors of a batch, their paths, and how to put a batch together again from others.
+
+    >>> Leaves({"x": torch.zeros(2), "flag": True}).paths
+    [('x',)]
+    """
+
+    def __init__(self, batch: Any) -> None:
+        flat, self.spec = pytree.tree_flatten_with_path(batch)
+        self.flat = [x for _, x in flat]
+        self.at = [i for i, x in enumerate(self.flat) if isinstance(x, Tensor)]
+        self.tensors: list[Tensor] = [self.flat[i] for i in self.at]
+        self.paths: list[tuple[str | int, ...]] = [tuple(_key(k) for k in flat[i][0]) for i in self.at]
+        if not self.tensors:
+            raise ShardcError("the batch has no tensor in it", fix="batch is a dict of keyword arguments, a tuple of positional ones, or a tensor")
+
+    def batch(self, tensors: Iterable[Tensor]) -> Any:
+        flat = list(self.flat)
+        for i, x in zip(self.at, tensors, strict=True):
+            flat[i] = x
+        return pytree.tree_unflatten(flat, self.spec)
+
+
+def _key(key: Any) -> str | int:
+    found = getattr(key, "key", getattr(key, "idx", getattr(key, "name", None)))
+    assert isinstance(found, (str, int)), f"unknown path element {key!r}"
+    return found
+
+
+class _Wrapper(nn.Module):
+    """Takes the batch's tensors, returns only the scalar loss: caches, output classes and logits die in the graph."""
+
+    def __init__(self, model: nn.Module, leaves: Leaves, loss: Loss | None) -> None:
+        super().__init__()
+        self.model, self.leaves, self.loss = model, leaves, loss
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        batch = self.leaves.batch(tensors)
+        if isinstance(batch, Mapping):
+            output = self.model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            output = self.model(*batch)
+        else:
+            output = self.model(batch)
+        found = self.loss(output, batch) if self.loss is not None else default_loss(output)
+        if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
+            what = f"a tensor of shape {list(found.shape)} and {found.dtype}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise ShardcError(f"the loss is {what}, not a scalar", fix="return one floating-point number, e.g. loss.mean()")
+        return found.reshape(()) if found.dim() else found
+
+
+def default_loss(output: Any) -> Any:
+    """The loss in a model's output: the output itself, its `.loss`, its "loss" or its first element."""
+    found = output
+    if not isinstance(output, Tensor):
+        found = getattr(output, "loss", None)
+        if found is None and isinstance(output, Mapping):
+            found = output.get("loss")
+        elif found is None and isinstance(output, (tuple, list)) and output:
+            found = output[0]
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        what = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__} without a loss"
+        raise ShardcError(
+            f"the model returns {what}: there is no scalar loss in it",
+            fix="pass loss=lambda output, batch: ..., or give the model the labels with which it computes its loss itself",
+        )
+    return found
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[ExportedProgram, dict[str, fx.Node]]:
+    """The exported model without regions and in-place ops, and {FQN of a buffer: its new value}."""
+    mode, tensors = watch.fakes(model)
+    inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # a new one each: export merges inputs that are one object
+    training = {name: m.training for name, m in model.named_modules()}
+    wrapper = _Wrapper(model, leaves, loss)
+    wrapper.training = model.training
+    with warnings.catch_warnings(), watch.lean_transformers(model), watch.watching(), watch.swapped(model, tensors):
+        warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
+        try:
+            exported = torch.export.export(wrapper, inputs, strict=False)
+        except Exception as e:  # tracing runs the user's Python, which may raise anything; it is raised again as what it means
+            raise _explained(e) from e
+        assert training == {name: m.training for name, m in model.named_modules()}
+        gm = exported.graph_module
+        cut = functional.inline_regions(gm)
+        _check(gm.graph)
+        signature = exported.graph_signature
+        nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
+        kinds: dict[InputKind, dict[fx.Node, str]] = {}
+        for spec in signature.input_specs:
+            kinds.setdefault(spec.kind, {})[nodes[spec.arg.name]] = str(spec.target)
+        updated = functional.remove_inplace(gm.graph, kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {}), cut)
+        if updated is None:
+            gm.recompile()
+            exported = exported.run_decompositions({})
+            _check(exported.graph_module.graph)
+            updated = _mutated(exported)
+    return exported, updated
+
+
+def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
+    """{FQN of a buffer: its new value} of a functionalised program."""
+    output = next(n for n in reversed(exported.graph.nodes) if n.op == "output")
+    found: dict[str, fx.Node] = {}
+    for spec, node in zip(exported.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
+        if spec.kind == OutputKind.BUFFER_MUTATION:
+            found[str(spec.target)] = node  # type: ignore[assignment]
+        elif spec.kind == OutputKind.PARAMETER_MUTATION:
+            raise ShardcError(
+                f"the forward pass writes to the parameter {str(spec.target).removeprefix('model.')!r}", where=str(source.of_node(node)),  # type: ignore[arg-type]
+                fix="change parameters outside of forward, or make it a buffer",
+            )  # fmt: skip
+    return found
+
+
+def _explained(error: Exception) -> ShardcError:
+    """What an exception raised while tracing means to the user."""
+    chain: list[BaseException] = [error]
+    while (e := chain[-1].__cause__ or chain[-1].__context__) is not None and e not in chain:
+        chain.append(e)
+    for e in chain:
+        if isinstance(e, ShardcError):
+            return e
+    at = source.of_exception(error)
+    code = f" ({at.code})" if at.code else ""
+    if any(isinstance(e, DATA_DEPENDENT) for e in chain):
+        return ShardcError(
+            f"the model's control flow or shapes depend on a tensor's value{code}", where=at.line,
+            fix="compute both branches and choose with torch.where; for experts use an implementation without a loop over them",
+        )  # fmt: skip
+    text = str(error).strip().splitlines()
+    return ShardcError(
+        f"the model's forward failed: {type(error).__name__}: {text[0] if text else ''}{code}", where=at.line,
+        fix="check that model and batch run together in plain PyTorch",
+    )  # fmt: skip
+
+
+def _check(graph: fx.Graph) -> None:
+    """Refuse what depends on the values of tensors and was traced nevertheless: `.item()`, unknown sizes."""
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        many = val if isinstance(val, (tuple, list)) else (val,)
+        dynamic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or any(
+            isinstance(v, Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape) for v in many
+        )
+        if dynamic:
+            at = source.of_node(node)
+            raise ShardcError(
+                f"the model's control flow or shapes depend on a tensor's value ({at.code or node.target})", where=str(at),
+                fix="keep it a tensor: no .item(), no nonzero, no boolean indexing",
+            )  # fmt: skip
+
+
+# --- into a Program ---------------------------------------------------------------------------------------------------
+
+
+def _lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: Mapping[str, fx.Node]) -> Program:
+    """Put an exported graph into the form that program.py describes."""
+    graph = fx.Graph()
+    for name in ("mesh", "rng"):
+        graph.placeholder(name).meta["value"] = None
+
+    def place(base: str, value: Value) -> fx.Node:
+        """A placeholder; fx makes its name unique and legal."""
+        node = graph.placeholder("".join(c if c.isalnum() else "_" for c in base).strip("_") or "input")
+        node.target = node.name
+        node.meta["value"], node.meta["source"] = value, source.Source()
+        return node
+
+    fresh = {fqn.removeprefix("model."): node for fqn, node in updated.items()}
+    params: list[Param] = []
+    buffers: list[Buffer] = []
+    inputs: list[Input] = []
+    by_fqn: dict[str, fx.Node] = {}
+    for names, p in _tied(model.named_parameters(remove_duplicate=False)):
+        node = place(names[0], values.of_tensor(p, p.requires_grad))
+        params.append(Param(node.name, names[0], tuple(p.shape), p.dtype, p.requires_grad, tuple(names[1:])))
+        by_fqn.update(dict.fromkeys(names, node))
+    persistent = {n for path, m in model.named_modules(remove_duplicate=False) for n in _persistent(path, m)}
+    for names, b in _tied(model.named_buffers(remove_duplicate=False)):
+        node = place(names[0], values.of_tensor(b))
+        buffers.append(
+            Buffer(
+                node.name, names[0], tuple(b.shape), b.dtype, tuple(names[1:]),
+                updated=any(n in fresh for n in names), persistent=names[0] in persistent,
+            )
+        )  # fmt: skip
+        by_fqn.update(dict.fromkeys(names, node))
+    env: dict[fx.Node, fx.Node] = {}
+    placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+    specs = exported.graph_signature.input_specs
+    for spec in specs:
+        if spec.kind == InputKind.CONSTANT_TENSOR:
+            constant = exported.constants[str(spec.target)].detach()
+            node = place(str(spec.target).removeprefix("model."), values.of_tensor(constant))
+            buffers.append(Buffer(node.name, "", tuple(constant.shape), constant.dtype, persistent=False, constant=constant))
+            env[placeholders[spec.arg.name]] = node
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            env[placeholders[spec.arg.name]] = by_fqn[str(spec.target).removeprefix("model.")]
+    given = iter(zip(leaves.paths, leaves.tensors, strict=True))
+    for spec in specs:
+        if spec.kind == InputKind.USER_INPUT:
+            path, x = next(given)
+            node = place("_".join(map(str, path)) if path and isinstance(path[0], str) else "_".join(["input", *map(str, path)]), values.of_tensor(x))
+            inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
+            env[placeholders[spec.arg.name]] = node
+
+    loss = _copy(exported.graph, graph, env)
+    named = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
+    news = {named[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
+    with_news = tuple(_detached(graph, news[b.name]) for b in buffers if b.updated)
+    graph.output((loss, with_news))
+    graph.lint()
+    return Program(Mesh(()), graph, tuple(params), tuple(buffers), tuple(inputs), meta={"model": type(model).__name__})
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if not values.requires_grad(node):
+        return node
+    cut = graph.call_function(torch.ops.aten.detach.default, (node,))
+    cut.meta = {"source": node.meta["source"], "value": replace(node.meta["value"], requires_grad=False)}
+    return cut
+
+
+def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Any]]:
+    """Names grouped by the identity of what they name: never by address, which is 0 for tensors without storage."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, x in named:
+        found.setdefault(id(x), ([], x))[0].append(name)
+    return list(found.values())
+
+
+def _persistent(path: str, module: nn.Module) -> list[str]:
+    lost = module._non_persistent_buffers_set
+    return [f"{path}.{n}" if path else n for n in module._buffers if n not in lost]
+
+
+def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> Any:
+    """Copy the calls of `old` with typed metadata; returns the loss's node."""
+    for node in old.nodes:
+        if node.op == "call_function":
+            copy = new.node_copy(node, lambda n: env[n])
+            if copy.target is torch.ops.aten.view.default:  # real and fake attention differ in strides: a view may need a copy
+                copy.target = torch.ops.aten.reshape.default
+            copy.meta = {"source": source.of_node(node)}
+            copy.meta["value"] = values.typed(node.meta.get("val"), copy.target, copy.args, copy.kwargs)
+            env[node] = copy
+        elif node.op == "output":
+            return env[node.args[0][-1]]
+        else:
+            assert node.op == "placeholder", f"{node.format_node()} in an exported graph"
+    raise AssertionError("a graph without output")

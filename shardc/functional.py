@@ -1,0 +1,261 @@
+"""An exported graph without regions and without in-place ops.
+
+`torch.export` leaves the code of `with torch.no_grad():` in a subgraph and in-place ops as they are.
+`ExportedProgram.run_decompositions` would take both away, but it drops no-grad regions *silently*, which changes gradients,
+and traces everything a second time, which costs as much as the export. So regions are inlined here, with an explicit
+`detach` where a value leaves one, and in-place ops on tensors that nothing else shares become their functional twins.
+Only where views of the changed tensor are alive does capture fall back on `run_decompositions`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc import source
+from shardc.errors import ShardcError
+from shardc.torch_private import HigherOrderOperator, OpOverload
+
+aten = torch.ops.aten
+#: Ops that may return their argument itself though their schema does not say so.
+_MAY_RETURN_ARGUMENT = {aten.dropout.default, aten.type_as.default, aten.feature_dropout.default, operator.getitem}
+
+
+# --- regions ----------------------------------------------------------------------------------------------------------
+
+
+def inline_regions(gm: fx.GraphModule) -> set[fx.Node]:
+    """Inline the subgraphs of `gm`, in place; a value that leaves a no-grad region is detached.
+
+    Returns the nodes that were computed without gradients. Raises ShardcError for autocast regions and unknown regions.
+    """
+    cut: set[fx.Node] = set()
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
+            with gm.graph.inserting_before(node):
+                _replace(node, _region(gm.graph, gm, node, node.args, True, cut))
+    for node in reversed(gm.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+    return cut
+
+
+def _replace(call: fx.Node, results: Sequence[Any]) -> None:
+    """Put the results of an inlined region in the place of its `getitem`s."""
+    for user in list(call.users):
+        assert user.target is operator.getitem, f"{user.format_node()} uses a region's results as a whole"
+        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
+        user.graph.erase_node(user)
+    call.graph.erase_node(call)
+
+
+def _region(graph: fx.Graph, owner: torch.nn.Module, call: fx.Node, args: Sequence[Any], grad: bool, cut: set[fx.Node]) -> list[Any]:
+    """Copy the region that `call` runs to the insertion point. grad: are gradients recorded outside of it?"""
+    name = str(call.target)
+    inner = grad
+    if name == "wrap_with_set_grad_enabled":
+        enabled, sub, *operands = args
+        inner = bool(enabled)
+    elif name == "wrap_with_autocast":
+        _device, dtype, enabled, _cache, sub, *operands = args
+        if enabled:
+            where = _where_inside(owner, sub) or source.of_node(call)
+            raise ShardcError(
+                f"the model turns autocast ({dtype}) on inside its forward", where=str(where),
+                fix="take the autocast region out of the model",
+            )  # fmt: skip
+    elif name == "tag_activation_checkpoint":
+        sub, *operands = args
+    else:
+        raise ShardcError(f"the model uses {name}, which shardc cannot split", where=str(source.of_node(call)))
+    module = getattr(owner, str(sub.target))
+
+    def crossing(x: Any, to_grad: bool) -> Any:
+        """A value made without gradients stays without where gradients are recorded again."""
+        if to_grad and isinstance(x, fx.Node) and x in cut:
+            return _like(graph, aten.detach.default, (x,), {}, x)
+        return x
+
+    env: dict[fx.Node, Any] = {}
+    given = iter(operands)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = crossing(next(given), inner)
+        elif node.op == "get_attr":
+            env[node] = node  # a nested region: looked up in its owner by name
+        elif node.op == "output":
+            out = node.args[0]
+            results = [env[r] if isinstance(r, fx.Node) else r for r in (out if isinstance(out, (tuple, list)) else (out,))]
+            return [crossing(r, grad) if not inner else r for r in results]
+        elif isinstance(node.target, HigherOrderOperator):
+            env[node] = _region(graph, module, node, fx.map_arg(node.args, lambda n: env.get(n, n)), inner, cut)
+        elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
+            env[node] = env[node.args[0]][node.args[1]]
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            if not inner:
+                cut.add(env[node])
+    raise AssertionError("a region without output")
+
+
+def _where_inside(owner: torch.nn.Module, sub: fx.Node) -> source.Source | None:
+    for node in getattr(owner, str(sub.target)).graph.nodes:
+        if node.op == "call_function" and (found := source.of_node(node)).line:
+            return found
+    return None
+
+
+def _like(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: fx.Node, **meta: Any) -> fx.Node:
+    """A new call at the insertion point, with the metadata of `model`."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta.update(model.meta, **meta)
+    return node
+
+
+# --- in-place ops -----------------------------------------------------------------------------------------------------
+
+
+def is_inplace(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    return node.target._schema.is_mutable or _updates_statistics(node)
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    """batch_norm in training mode writes its running statistics, which its schema does not say."""
+    return node.target is aten.batch_norm.default and bool(node.args[5]) and node.args[3] is not None
+
+
+def remove_inplace(graph: fx.Graph, buffers: Mapping[fx.Node, str], params: Mapping[fx.Node, str], cut: set[fx.Node]) -> dict[str, fx.Node] | None:
+    """Replace in-place ops, in place. buffers, params: placeholders and their names.
+
+    Returns {buffer: its new value}; None (and an unchanged graph) where a changed tensor has living views.
+    Raises ShardcError for a parameter that is written to, and for activations changed behind autograd's back.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    root: dict[fx.Node, fx.Node] = {}
+    family: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        root[node] = root.get(first, first) if (first := _aliased(node)) is not None else node
+        family.setdefault(root[node], []).append(node)
+
+    inplace = [node for node in graph.nodes if is_inplace(node)]
+    for node in inplace:
+        for x in _written(node):
+            if (name := params.get(root[x])) is not None:
+                raise ShardcError(
+                    f"the forward pass writes to the parameter {name!r}", where=str(source.of_node(node)),
+                    fix="change parameters outside of forward, or make it a buffer",
+                )  # fmt: skip
+            if node in cut and root[x] not in cut and root[x] not in buffers and root[x].op != "placeholder":
+                raise ShardcError(
+                    f"{node.target} changes an activation in place under no_grad, behind autograd's back", where=str(source.of_node(node)),
+                    fix="compute a new tensor instead",
+                )  # fmt: skip
+            if x in family[root[x]] and not _only_one_lives(x, node, family[root[x]], order):
+                return None
+    latest: dict[fx.Node, fx.Node] = {}  # placeholder of a buffer -> node of its newest value
+    holds: dict[fx.Node, fx.Node] = {p: p for p in buffers}  # node -> the buffer whose newest value it is
+    for node in inplace:
+        written = _written(node)
+        with graph.inserting_before(node):
+            made = _statistics(graph, node) if _updates_statistics(node) else [_functional(graph, node)]
+        *new, result = made if len(made) > 1 else [made[0], made[0]]
+        if node in cut:
+            cut.update(made)
+        for old, fresh in zip(written, new, strict=True):
+            order[fresh] = order[node]
+            old.replace_all_uses_with(fresh, delete_user_cb=lambda user, at=node: user is not at and order.get(user, -1) > order[at])  # type: ignore[misc]
+            if (buffer := holds.pop(old, None)) is not None:
+                holds[fresh], latest[buffer] = buffer, fresh
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    return {buffers[p]: node for p, node in latest.items()}
+
+
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory the result of `node` shares, or may share."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    if node.target in _MAY_RETURN_ARGUMENT:
+        return node.args[0]
+    if isinstance(node.target, OpOverload) and any(r.alias_info is not None for r in node.target._schema.returns):
+        return node.args[0]
+    return None
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    if _updates_statistics(node):
+        return [node.args[3], node.args[4]]  # type: ignore[list-item]
+    return [node.args[0]]  # type: ignore[list-item]
+
+
+def _only_one_lives(x: fx.Node, at: fx.Node, family: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> bool:
+    """May `x` be replaced by a new tensor at `at`? Only if no other name of its memory is read from then on."""
+
+    def read_later(node: fx.Node) -> bool:
+        return any(order[user] > order[at] for user in node.users)
+
+    def same(node: fx.Node) -> bool:
+        """Is `node` the whole of the same tensor: itself, or the result of earlier in-place ops on it?"""
+        while is_inplace(node) and not _updates_statistics(node):
+            node = node.args[0]  # type: ignore[assignment]
+        return node is base
+
+    base = x
+    while is_inplace(base) and not _updates_statistics(base):
+        base = base.args[0]  # type: ignore[assignment]
+    if _aliased(base) is not None and any(read_later(n) or n.op == "placeholder" for n in family if not same(n)):
+        return False
+    return not any(read_later(n) for n in family if not same(n) and order[n] < order[at])
+
+
+def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The functional twin of one in-place op, at the insertion point."""
+    assert isinstance(node.target, OpOverload)
+    name, overload = node.target._schema.name.partition("::")[2], node.target._overloadname
+    x, *rest = node.args
+    val = node.meta["val"]
+    if name == "copy_":
+        other: Any = rest[0]
+        if other.meta["val"].dtype != val.dtype:
+            other = _like(graph, aten._to_copy.default, (other,), {"dtype": val.dtype}, node)
+        return _like(graph, aten.expand.default, (other, list(val.shape)), {}, node)
+    if name == "zero_":
+        return _like(graph, aten.zeros_like.default, (x,), {}, node)
+    if name == "fill_":
+        like = graph.call_function(aten.full_like.default, (x, rest[0])) if overload == "Scalar" else graph.call_function(aten.expand.default, (rest[0], list(val.shape)))
+        like.meta.update(node.meta)
+        return like
+    packet = getattr(aten, name.removesuffix("_"), None)
+    twin = getattr(packet, overload, None) if name.endswith("_") and packet is not None else None
+    if twin is None:
+        raise ShardcError(f"{node.target} changes a tensor in place", where=str(source.of_node(node)), fix="use an op that returns a new tensor")
+    result = _like(graph, twin, node.args, dict(node.kwargs), node)
+    if (natural := _dtype(twin, node)) != val.dtype:  # the in-place op keeps its tensor's dtype, its twin promotes
+        result.meta["val"] = val.to(natural)
+        result = _like(graph, aten._to_copy.default, (result,), {"dtype": val.dtype}, node)
+    return result
+
+
+def _dtype(twin: Any, node: fx.Node) -> torch.dtype:
+    """The dtype of what the functional twin of `node` returns."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta"))
+    with torch.no_grad():
+        dtype: torch.dtype = twin(*args, **kwargs).dtype
+    return dtype
+
+
+def _statistics(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """batch_norm that returns its new statistics: [running mean, running variance, output]."""
+    x, weight, bias, mean, var, _training, momentum, eps, *_ = node.args
+    call = _like(graph, aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps), {}, node)
+    stats = [m.meta["val"] for m in (mean, var)]  # type: ignore[union-attr]
+    call.meta["val"] = (node.meta["val"], *stats, *stats)
+    return [_like(graph, operator.getitem, (call, i), {}, node, val=call.meta["val"][i]) for i in (3, 4, 0)]

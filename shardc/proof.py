@@ -1,0 +1,119 @@
+"""The proof that a captured graph is the model: loss, gradients and new buffers against eager, once, on real numbers.
+
+Both run in the captured dtype, on the model's own weights if it has any, else on small random ones, from the same state of
+torch's random generator: a captured graph has the same random ops in the same order, so dropout may stay on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shardc import source, watch
+from shardc.errors import Errors, ShardcError
+from shardc.interpret import interpret, reach
+from shardc.program import Program
+from shardc.torch_private import FakeTensor
+
+#: Models up to so many multiply-adds (parameters × tokens) are run; larger ones only pass the static checks.
+LIMIT_WORK = 2e11
+LIMIT_PARAMS = 50e6
+#: Largest error, relative to the largest entry of the gradient. Both sides run the same kernels; only the order of sums differs.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+
+def prove(program: Program, model: nn.Module, batch: Any, eager: Callable[[Any], Tensor]) -> tuple[str, ...]:
+    """Compare the captured graph with `eager(batch) -> loss`, which runs the user's model.
+
+    Returns notes for the user: why nothing was compared, if so. Raises ShardcError naming every tensor that differs.
+    """
+    sizes = [math.prod(p.shape) for p in program.params]
+    elements = max(i.value.nbytes() // i.dtype.itemsize for i in program.inputs)
+    if sum(sizes) > LIMIT_PARAMS or sum(sizes) * elements > LIMIT_WORK:
+        return ("capture was checked statically only: the model is too large to run here once",)
+    real = not any(_empty(x) for x in (*model.parameters(), *model.buffers(), *(reach(batch, i.path) for i in program.inputs)))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {id(x): _leaf(x, generator) for x in (*model.parameters(), *model.buffers())}
+    inputs = {i.name: _real(reach(batch, i.path), generator, ones=True) for i in program.inputs}
+    whole = _rebuilt(batch, iter(inputs.values()))
+
+    def named(kind: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: tensors[id(x)] for name, x in kind}
+
+    params, buffers = named(model.named_parameters(remove_duplicate=False)), named(model.named_buffers(remove_duplicate=False))
+    before = {name: b.clone() for name, b in buffers.items()}
+    trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        try:
+            with watch.swapped(model, tensors):
+                want = eager(whole)
+        except Exception as e:  # the user's own code; on made-up numbers it may fail where it would not on real ones
+            if not real:
+                return (f"capture was checked statically only: the model does not run on made-up numbers ({type(e).__name__}: {e})",)
+            at = source.of_exception(e)
+            raise ShardcError(
+                f"the model's forward failed: {type(e).__name__}: {e}", where=at.line, fix="check that model and batch run together in plain PyTorch"
+            ) from e
+        torch.manual_seed(0)
+        got, news = interpret(program, params, before, inputs)
+        want_grads, got_grads = _grads(want, trained), _grads(got, trained)
+    errors = Errors()
+    _compare(errors, "the loss", "", want, got)
+    for p in program.params:
+        if p.requires_grad:
+            _compare(errors, "the gradient", p.fqn, want_grads[p.name], got_grads[p.name])
+    for b in program.buffers:
+        if b.updated:
+            _compare(errors, "the new value", b.fqn, buffers[b.fqn], news[b.name])
+        elif b.constant is None and not torch.equal(before[b.fqn], buffers[b.fqn]):
+            errors.add("the model updates the buffer, but the captured graph does not", where=b.fqn, fix="update it with an in-place op in forward")
+    errors.raise_any()
+    return ()
+
+
+def _empty(x: Any) -> bool:
+    return isinstance(x, FakeTensor) or x.device.type == "meta"
+
+
+def _leaf(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A real tensor that stands for a parameter or buffer."""
+    fresh = _real(x.detach(), generator)
+    return nn.Parameter(fresh, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else fresh
+
+
+def _real(x: Tensor, generator: torch.Generator, ones: bool = False) -> Tensor:
+    """A copy of `x`; made-up numbers if it has none: small and positive, integers 0 (or 0 and 1 if `ones`)."""
+    if not _empty(x):
+        return x.detach().clone()
+    if x.dtype.is_floating_point:
+        return (0.02 + 0.1 * torch.rand(tuple(x.shape), generator=generator, dtype=torch.float64)).to(x.dtype)
+    return torch.randint(0, 2 if ones else 1, tuple(x.shape), generator=generator).to(x.dtype)
+
+
+def _rebuilt(batch: Any, tensors: Iterator[Tensor]) -> Any:
+    return tree_map(lambda x: next(tensors) if isinstance(x, Tensor) else x, batch)
+
+
+def _grads(loss: Tensor, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not trained or not loss.requires_grad:
+        return {name: torch.zeros_like(p) for name, p in trained.items()}
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), found, strict=True)}
+
+
+def _compare(errors: Errors, what: str, where: str, want: Tensor, got: Tensor) -> None:
+    bound = TOLERANCE.get(want.dtype, 0.0)
+    want, got = want.detach().double(), got.detach().double()
+    scale = want.abs().nan_to_num(0, 0, 0).max().item() if want.numel() else 0.0
+    if not torch.allclose(got, want, rtol=0, atol=bound * scale + 1e-30, equal_nan=True):
+        worst = (got - want).abs().max().item() / (scale or 1.0)
+        errors.add(
+            f"{what} of the captured graph differs from the model's own by {worst:.1e} of its size", where=where,
+            fix="report it, with the model; a custom backward or Python state that changes between calls is the usual cause",
+        )  # fmt: skip

@@ -1,0 +1,81 @@
+"""Where in the user's code something came from: of a traced node, of a raised exception, of the call being made.
+
+A user's frame is any that lies outside torch and shardc themselves; libraries such as transformers count as the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import re
+import sys
+
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import fx
+
+from shardc.program import Source
+
+_FRAME = re.compile(r'File "(.*)", line (\d+), in .*(?:\n\s*(.*))?')
+_STDLIB = (str(Path(contextlib.__file__).parent),)
+_OURS = tuple(f"{Path(f).parent}/" for f in (torch.__file__, __file__))
+
+
+def is_users(filename: str) -> bool:
+    """Is this file neither torch's, nor shardc's, nor the interpreter's own?"""
+    if filename.startswith("<") or filename.startswith(_OURS):
+        return False
+    return not (filename.startswith(_STDLIB) and "site-packages" not in filename)
+
+
+def of_node(node: fx.Node, prefix: str = "model") -> Source:
+    """Module and line of an exported node. prefix: name under which the capture's wrapper module holds the user's model."""
+    module = ""
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        fqn = str(next(reversed(stack.values()))[0]).partition("@")[0]
+        module = fqn.removeprefix(prefix).removeprefix(".")
+    for filename, line, code in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if is_users(filename):
+            return Source(module, f"{Path(filename).name}:{line}", code.strip())
+    return Source(module)
+
+
+def of_exception(error: BaseException) -> Source:
+    """The innermost user's line on the way to `error`, or to what caused it."""
+    seen: set[int] = set()
+    chain: list[BaseException] = []
+    e: BaseException | None = error
+    while e is not None and id(e) not in seen:
+        seen.add(id(e))
+        chain.append(e)
+        e = e.__cause__ or e.__context__
+    for e in reversed(chain):
+        found = Source()
+        tb = e.__traceback__
+        while tb is not None:
+            if is_users(tb.tb_frame.f_code.co_filename):
+                found = _of_frame(tb.tb_frame, tb.tb_lineno)
+            tb = tb.tb_next
+        if found.line:
+            return found
+    return Source()
+
+
+def of_call() -> Source:
+    """The innermost user's line of the calls now in progress."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return _of_frame(frame, frame.f_lineno)
+        frame = frame.f_back
+    return Source()
+
+
+def _of_frame(frame: FrameType, line: int) -> Source:
+    name = frame.f_code.co_filename
+    return Source("", f"{Path(name).name}:{line}", linecache.getline(name, line).strip())
+
+

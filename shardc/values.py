@@ -1,0 +1,79 @@
+"""Types of graph nodes: shapes and dtypes of results, and whether a gradient flows through them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.program import Value
+from shardc.torch_private import OpOverload
+
+#: Ops whose result carries no gradient though their argument may; the rest follows from dtypes (comparisons, indices).
+_CUTS = {"detach", "nll_max", "all_reduce_max"}
+_LIKE = ("_like", "new_")
+
+
+def of_tensor(x: Tensor, requires_grad: bool = False) -> Value:
+    return Value(tuple(int(s) for s in x.shape), x.dtype, requires_grad and (x.is_floating_point() or x.is_complex()))
+
+
+def op_name(target: Any) -> str:
+    """`add` for torch.ops.aten.add.Tensor, `nll` for shardc.runtime.ops.nll."""
+    if isinstance(target, OpOverload):
+        return str(target._schema.name.partition("::")[2])
+    return str(getattr(target, "__name__", target))
+
+
+def carries_gradient(target: Any, args: Any, kwargs: Any) -> bool:
+    """Does a result of this call depend differentiably on an argument that requires a gradient? (dtypes aside)"""
+    name = op_name(target)
+    if name in _CUTS or name.endswith(_LIKE[0]) or name.startswith(_LIKE[1]):
+        return False
+    return any(requires_grad(n) for n in nodes_in((args, kwargs)))
+
+
+def nodes_in(x: Any) -> Iterable[fx.Node]:
+    """The graph nodes in nested arguments."""
+    found: list[fx.Node] = []
+    fx.map_arg(x, found.append)
+    return found
+
+
+def requires_grad(node: fx.Node) -> bool:
+    value = node.meta.get("value")
+    return any(v.requires_grad for v in value if v is not None) if isinstance(value, tuple) else bool(value and value.requires_grad)
+
+
+def typed(result: Any, target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:
+    """The `value` metadata of a call that gave `result` (a tensor without data, or a tuple of them)."""
+    if target is operator.getitem and isinstance(args[0].meta.get("value"), tuple):
+        value: Value | None = args[0].meta["value"][args[1]]
+        return value
+    grad = carries_gradient(target, args, kwargs)
+    if isinstance(result, (tuple, list)):
+        return tuple(of_tensor(r, grad) if isinstance(r, Tensor) else None for r in result)
+    return of_tensor(result, grad) if isinstance(result, Tensor) else None
+
+
+def on_meta(x: Any) -> Any:
+    """Arguments with every node replaced by an empty tensor on the meta device, to run an op for its result's type."""
+
+    def empty(node: fx.Node) -> Any:
+        value = node.meta["value"]
+        if isinstance(value, tuple):
+            return tuple(None if v is None else torch.empty(v.shape, dtype=v.dtype, device="meta") for v in value)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    return fx.map_arg(x, empty)
+
+
+def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:
+    """The value of `target(*args, **kwargs)`, by running it on the meta device. Only for aten ops and getitem."""
+    if target is operator.getitem:
+        return typed(None, target, args, kwargs)
+    with torch.no_grad():
+        return typed(target(*on_meta(args), **on_meta(kwargs)), target, args, kwargs)

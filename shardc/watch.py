@@ -1,0 +1,159 @@
+"""What surrounds one capture: checks for what export would lose without a word, and patches that give better graphs.
+
+Everything here is a context manager and is undone when the capture ends, also when it fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardc import source
+from shardc.errors import Errors, ShardcError
+from shardc.torch_private import FakeTensor, fake_mode, fake_tensor, traced_node
+
+
+T = TypeVar("T")
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Backward hooks of modules and parameters are not part of an exported graph: refuse them, all at once."""
+    errors = Errors()
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            errors.add(
+                "the module has a backward hook, which a captured graph cannot keep", where=name or type(module).__name__,
+                fix="remove the hook, or compute what it does in forward",
+            )  # fmt: skip
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            errors.add(
+                "the parameter has a gradient hook, which a captured graph cannot keep", where=name,
+                fix="remove the hook; gradient clipping and the like belong to the optimizer step",
+            )  # fmt: skip
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            errors.add("the parameter has no shape yet", where=name, fix="run a lazy module once before compiling it")
+    errors.raise_any()
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """While open: custom autograd Functions and tensor hooks raise, naming the user's line; reentrant checkpoints run plainly."""
+    original = torch.autograd.Function.apply
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            function, _preserve_rng_state, *operands = args
+            return function(*operands)  # recomputation changes no result; its own Function would cut the gradients
+        if cls.__module__.partition(".")[0] == "torch":
+            return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+        raise ShardcError(
+            f"the custom autograd function {cls.__name__} would lose its backward", where=source.of_call().line,
+            fix="write its forward with ordinary torch ops, so that autograd differentiates it",
+        )  # fmt: skip
+
+    def hook(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise ShardcError(
+            "a tensor hook is registered in forward, which a captured graph cannot keep", where=source.of_call().line,
+            fix="remove register_hook; a custom gradient can be written as x + (y - x).detach()",
+        )  # fmt: skip
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", hook))
+        stack.enter_context(mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", hook))
+        yield
+
+
+@contextmanager
+def lean_transformers(model: nn.Module) -> Iterator[None]:
+    """While open, models of the transformers library build no cache and only masks that they need.
+
+    transformers writes dense [batch, 1, seq, seq] masks when it is exported, because an exported graph may run on other
+    values. Ours runs only at these shapes, so a mask that depends on shapes alone may stay `is_causal`, as in eager mode.
+    That also leaves grouped-query heads to the attention op. Does nothing if transformers is not imported.
+    """
+    masking: ModuleType | None = sys.modules.get("transformers.masking_utils")
+    with ExitStack() as stack:
+        for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
+            if getattr(config, "use_cache", None) is True:
+                stack.enter_context(mock.patch.object(config, "use_cache", False))
+        if masking is not None:
+            packed = masking.find_packed_sequence_indices
+
+            def find_packed_sequence_indices(position_ids: Tensor) -> Any:
+                known = constant_value(position_ids)
+                return packed(position_ids) if known is None or untraced(packed, known) is not None else None
+
+            stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", lambda: False))
+            stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
+            stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices))
+        yield
+
+
+def isinstance_fake(x: Any = None) -> bool:
+    """transformers' `is_tracing`, true only of tensors whose values are unknown."""
+    return isinstance(x, FakeTensor)
+
+
+def constant_value(x: Tensor) -> Tensor | None:
+    """The value of a traced tensor that depends on no input and no parameter; None for all others."""
+    if not isinstance(x, FakeTensor):
+        return x
+    node = traced_node(x)
+    return None if node is None else untraced(_evaluate, node, {})
+
+
+def untraced(function: Callable[..., T], *args: Any) -> T:
+    """Call a function outside of the trace in progress: tracing modes belong to a thread, so a new thread has none."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _evaluate(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
+    if node in known:
+        return known[node]
+    if node.op != "call_function":
+        return None
+    for n in node.all_input_nodes:
+        if _evaluate(n, known) is None:
+            return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
+    known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[node]
+
+
+@contextmanager
+def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
+    """While open, the model's parameters and buffers are `tensors`, by the id of what they stand for. Ties stay ties."""
+    saved: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, x in list(held.items()):
+                    if x is not None and id(x) in tensors:
+                        saved.append((held, name, x))
+                        held[name] = tensors[id(x)]  # type: ignore[assignment]
+        yield
+    finally:
+        for held, name, x in saved:
+            held[name] = x
+
+
+def fakes(model: nn.Module) -> tuple[Any, dict[int, Tensor]]:
+    """A fake mode, and for every parameter and buffer of the model a fake tensor of it, by id."""
+    mode = fake_mode()
+    found: dict[int, Tensor] = {}
+    for p in model.parameters():
+        found[id(p)] = nn.Parameter(fake_tensor(mode, p), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        found[id(b)] = fake_tensor(mode, b)
+    return mode, found
