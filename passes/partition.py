@@ -25,6 +25,13 @@ from shardc.rules.core import LocalCall, Strategy, needs_vary
 from shardc.runtime import ops
 
 
+# how a converted value is called: after the value and what became of it
+SUFFIX = {
+    "all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole", "all_gather_varying": "whole", "shard": "cut", "shard_varying": "cut",
+    "all_to_all": "turned", "vary": "each", "unvary": "one", "to_partial": "once", "varying_to_partial": "once", "unshard_partial": "padded",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Partition:
     """Makes the local graph of one stage from a placed global graph.
@@ -120,8 +127,10 @@ class _Writer:
         else:
             self.made[node, 0] = {out[0]: new}
 
-    def _emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, cause: fx.Node, collective: Collective | None) -> fx.Node:
-        new = self.graph.call_function(target, args, kwargs)
+    def _emit(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, cause: fx.Node, collective: Collective | None, name: str = ""
+    ) -> fx.Node:
+        new = self.graph.create_node("call_function", target, args, kwargs, name=name or cause.name)
         if collective is not None:
             new.kwargs = {**kwargs, "tag": new.name}
             new.meta["collective"] = collective
@@ -261,7 +270,8 @@ class _Writer:
                 self.notes.append(
                     f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {user.target} needs it whole there"
                 )
-        local = self._emit(target, args, {}, replace(v, layout=new), producer if kind in ("all_reduce", "reduce_scatter") else user, collective)
+        cause = producer if kind in ("all_reduce", "reduce_scatter") else user
+        local = self._emit(target, args, {}, replace(v, layout=new), cause, collective, f"{producer.name}_{SUFFIX.get(kind, kind)}")
         return new, local
 
     def _why(self, kind: str, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:

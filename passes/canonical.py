@@ -1,0 +1,143 @@
+"""canonical: one spelling per operation, so that few rules cover many models.
+
+before                                              after
+    view(x, [8, -1, 64])                                reshape(x, [8, 16, 64])
+    slice(x, 1, 4, 9223372036854775807)                 slice(x, 1, 4, 16)
+    chunk(x, 3, -1)                                     split_with_sizes(x, [64, 64, 64], 2)
+    to(x, float32), clone(x), contiguous(x), add(x, 0)  x
+    dropout(x, 0.1, True)                               dropout(x, 0.1, rng, 4)          counter-based; 4 = its ordinal
+    cross_entropy_loss(x, t)                            sum(nll(x, t, -100)) / sum(t != -100)
+    batch_norm(x, ...)                                  means and elementwise ops
+    scaled_dot_product_attention(q, k, v, None, 0.1)    matmul, softmax, dropout, matmul; one op without dropout
+    arange(16, device=cpu)                              arange(16)                       the program says where it runs
+
+The rewrites stand in canonical_*.py, one file per kind of op. Random ops other than dropout are refused, naming the model's line.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc import values
+from shardc.errors import ShardcError
+from shardc.passes import canonical_loss, canonical_norm, canonical_pointwise, canonical_random, canonical_views  # noqa: F401 (they register)
+from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
+from shardc.program import Program, Value
+from shardc.torch_private import OpOverload
+
+#: Arguments that say where and how a tensor lies in memory: not part of what is computed.
+_PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """Rewrites the global graph of a captured program; parameters, buffers and inputs stay as they are."""
+
+    def run(self, program: Program) -> Program:
+        """A program with a canonical global graph. Raises ShardcError for random ops that have no mesh-independent form."""
+        graph = fx.Graph()
+        env: dict[fx.Node, Any] = {}
+        alive = _alive(program.graph)
+        emit: Emit | None = None
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = copy = graph.placeholder(node.name)
+                copy.meta = dict(node.meta)
+                assert copy.name == node.name
+                if node.name == "rng":
+                    emit = Emit(graph, copy)
+            elif node.op == "output":
+                graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
+            elif node in alive:
+                assert emit is not None and node.op == "call_function", f"{node.format_node()} in a captured graph"
+                env[node] = _rewritten(emit, node, env)
+        _erase_dead(graph)
+        _number_dropouts(graph)
+        graph.lint()
+        return replace(program, graph=graph)
+
+
+def run(program: Program) -> Program:
+    return Canonical().run(program)
+
+
+def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
+    """What stands for `node` in the new graph."""
+    emit.source = node.meta["source"]
+    if node.target is operator.getitem and isinstance(parts := env[node.args[0]], tuple):
+        part = parts[node.args[1]]
+        if part is None:
+            raise ShardcError(f"result {node.args[1]} of {node.args[0]} has no canonical form", where=str(emit.source), fix="use the op's first result only")
+        assert isinstance(part, fx.Node)
+        return part
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+    if isinstance(node.target, OpOverload):
+        if (change := TABLE.get(values.op_name(node.target))) is not None:
+            result = change(emit, Args(node.target, args, kwargs), node.meta["value"])
+            _same_type(node, result)
+            return result
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise emit.refuse(f"{node.target} draws random numbers, which differ on every mesh", "draw them outside of the model and pass them in with the batch")
+        kwargs = {k: v for k, v in kwargs.items() if k not in _PLACE}
+    copy = emit.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+    copy.meta = {"source": emit.source, "value": _regraded(node.meta["value"], copy)}
+    return copy
+
+
+def _same_type(node: fx.Node, result: Result) -> None:
+    """A rewrite changes the spelling, never the type."""
+
+    def types(v: Any) -> Any:
+        return [None if p is None else (p.shape, p.dtype) for p in (v if isinstance(v, tuple) else (v,))]
+
+    if isinstance(result, tuple):
+        for old, new in zip(types(node.meta["value"]), result, strict=True):
+            assert new is None or [old] == types(new.meta["value"]), f"{node.format_node()}: {old} became {new.meta['value']}"
+    else:
+        assert types(node.meta["value"]) == types(result.meta["value"]), f"{node.format_node()}: {node.meta['value']} became {result.meta['value']}"
+
+
+def _regraded(value: Value | tuple[Value | None, ...] | None, node: fx.Node) -> Any:
+    """The type of a copied call, with the gradient flowing as it does in the new graph."""
+    if node.target is operator.getitem:
+        return values.typed(None, node.target, node.args, node.kwargs)
+    grad = values.carries_gradient(node.target, node.args, node.kwargs)
+
+    def put(v: Value | None) -> Value | None:
+        return v and replace(v, requires_grad=grad and (v.dtype.is_floating_point or v.dtype.is_complex))
+
+    return tuple(map(put, value)) if isinstance(value, tuple) else put(value)
+
+
+def _alive(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes on which the output depends. Graphs are functional, so everything else may go: asserts above all."""
+    output = next(reversed(graph.nodes))
+    found: set[fx.Node] = set()
+    todo = [output]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+def _erase_dead(graph: fx.Graph) -> None:
+    alive = _alive(graph)
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node not in alive:
+            graph.erase_node(node)
+
+
+def _number_dropouts(graph: fx.Graph) -> None:
+    """The index of a dropout is its ordinal in the finished graph: the same for every mesh."""
+    from shardc.runtime import ops
+
+    found = (node for node in graph.nodes if node.target is ops.dropout)
+    for i, node in enumerate(found):
+        node.update_arg(3, i)

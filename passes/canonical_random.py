@@ -1,0 +1,67 @@
+"""Randomness: dropout draws from the counter generator, attention with dropout is spelled out, the rest is refused."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from shardc.passes.canonical_emit import Args, Emit, Result, rewrite, shape, value
+from shardc.program import Value
+
+aten = torch.ops.aten
+
+
+@rewrite("dropout", "native_dropout")
+def dropout(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
+    """`dropout(x, p, True)` -> `ops.dropout(x, p, rng, index)`; x itself when p is 0 or the module evaluates."""
+    train = a.train is None or bool(a.train)
+    y = emit.dropout(a.input, float(a.p) if train else 0.0)
+    return y if isinstance(out, Value) else (y, None)
+
+
+@rewrite("feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+def other_dropout(emit: Emit, a: Args, out: Value) -> Result:
+    if not a.train or a.p == 0:
+        return a.input  # type: ignore[no-any-return]
+    name = a.op._schema.name.partition("::")[2]
+    raise emit.refuse(f"{name} has no mesh-independent form yet", "use torch.nn.Dropout")
+
+
+@rewrite("scaled_dot_product_attention")
+def attention(emit: Emit, a: Args, out: Value) -> Result:
+    """Without dropout it stays one op; with dropout: matmul, mask, softmax, dropout, matmul."""
+    q, k, v, mask = a.query, a.key, a.value, a.attn_mask
+    if a.dropout_p <= 0:
+        extra = {n: a[n] for n, default in (("scale", None), ("enable_gqa", False)) if a[n] != default}
+        positional = [mask, 0.0, a.is_causal] if a.is_causal else [mask] if mask is not None else []
+        return emit(aten.scaled_dot_product_attention.default, q, k, v, *positional, **extra)
+    if a.enable_gqa:
+        k, v = (_repeat_heads(emit, x, shape(q)[-3]) for x in (k, v))
+    scale = 1 / math.sqrt(shape(q)[-1]) if a.scale is None else a.scale
+    ndim = len(shape(k))
+    scores = emit(aten.matmul.default, emit(aten.mul.Tensor, q, scale), emit(aten.transpose.int, k, ndim - 2, ndim - 1))
+    hidden: fx.Node | None = None
+    if a.is_causal:
+        ones = emit(aten.full.default, list(shape(scores)[-2:]), True, dtype=torch.bool)
+        hidden = emit(aten.logical_not.default, emit(aten.tril.default, ones))
+    elif mask is not None and value(mask).dtype == torch.bool:
+        hidden = emit(aten.logical_not.default, mask)
+    elif mask is not None:
+        scores = emit(aten.add.Tensor, scores, mask)
+    if hidden is not None:  # the least number, not -inf: a row that sees nothing must become zeros (below), not NaN
+        scores = emit(aten.masked_fill.Scalar, scores, hidden, torch.finfo(value(scores).dtype).min)
+    weights = emit(aten.softmax.int, scores, len(shape(scores)) - 1)
+    if hidden is not None:
+        weights = emit(aten.masked_fill.Scalar, weights, hidden, 0.0)
+    return emit(aten.matmul.default, emit.dropout(weights, float(a.dropout_p)), v)
+
+
+def _repeat_heads(emit: Emit, x: fx.Node, heads: int) -> fx.Node:
+    """f[.., kv, s, d] -> f[.., heads, s, d], each head repeated in place."""
+    *lead, kv, s, d = shape(x)
+    if kv == heads:
+        return x
+    wide = emit.expand(emit(aten.unsqueeze.default, x, len(lead) + 1), [*lead, kv, heads // kv, s, d])
+    return emit.reshape(wide, [*lead, heads, s, d])

@@ -1,0 +1,218 @@
+"""Canonical spelling of ops that move elements: sizes and dims are explicit and counted from the left, no-ops are gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
+from shardc.program import Value
+
+aten = torch.ops.aten
+
+
+@rewrite("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "view_as", "reshape_as")
+def reshape(emit: Emit, a: Args, out: Value) -> Result:
+    """`x.view(b, -1, 8)` -> `reshape(x, [4, 16, 8])`."""
+    if a.get("dtype") is not None:
+        return emit(aten.view.dtype, a.first, a.dtype)
+    return emit.reshape(a.first, out.shape)
+
+
+@rewrite("squeeze", "squeeze_")
+def squeeze(emit: Emit, a: Args, out: Value) -> Result:
+    return emit.reshape(a.first, out.shape)
+
+
+@rewrite("unsqueeze")
+def unsqueeze(emit: Emit, a: Args, out: Value) -> Result:
+    return emit(aten.unsqueeze.default, a.first, dim(a.dim, len(out.shape)))
+
+
+@rewrite("expand", "expand_as", "broadcast_to")
+def expand(emit: Emit, a: Args, out: Value) -> Result:
+    return emit.expand(a.first, out.shape)
+
+
+@rewrite("to", "_to_copy", "type_as", "clone", "contiguous", "alias", "lift_fresh", "lift_fresh_copy", "positive", "_to_cpu")
+def copied(emit: Emit, a: Args, out: Value) -> Result:
+    """Only a change of dtype is left of copies: memory formats and devices are the program's business."""
+    return emit.cast(a.first, out.dtype)
+
+
+@rewrite("detach")
+def detach(emit: Emit, a: Args, out: Value) -> Result:
+    return emit.detach(a.first)
+
+
+@rewrite("slice")
+def cut(emit: Emit, a: Args, out: Value) -> Result:
+    """`x[:, 4:]` -> `slice(x, 1, 4, 8)`; the whole of a dim is the tensor itself."""
+    x: fx.Node = a.first
+    d = dim(a.dim, len(out.shape))
+    n = shape(x)[d]
+    start, stop, step = slice(a.start, a.end, a.step).indices(n)
+    stop = max(start, stop)
+    if (start, stop, step) == (0, n, 1):
+        return x
+    return emit(aten.slice.Tensor, x, d, start, stop, *([step] if step != 1 else []))
+
+
+@rewrite("narrow")
+def narrow(emit: Emit, a: Args, out: Value) -> Result:
+    d = dim(a.dim, len(out.shape))
+    if isinstance(a.start, fx.Node):
+        raise emit.refuse("a slice starts where a tensor's value says", "start slices at a Python number")
+    start = dim(a.start, shape(a.first)[d])
+    return a.first if out.shape == shape(a.first) else emit(aten.slice.Tensor, a.first, d, start, start + a.length)
+
+
+@rewrite("select")
+def select(emit: Emit, a: Args, out: Value) -> Result:
+    d = dim(a.dim, len(shape(a.first)))
+    return emit(aten.select.int, a.first, d, dim(a["index"], shape(a.first)[d]))
+
+
+@rewrite(
+    "split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "tensor_split", "split_copy",
+    "hsplit", "vsplit", "dsplit",
+)  # fmt: skip
+def split(emit: Emit, a: Args, out: Any) -> Result:
+    """Every split -> `split_with_sizes(x, sizes, dim)`; into one part: the tensor itself."""
+    x: fx.Node = a.first
+    parts: tuple[Value, ...] = out
+    given = a.get("dim", {"hsplit": 1 if len(shape(x)) > 1 else 0, "vsplit": 0, "dsplit": 2}.get(a.op._schema.name.partition("::")[2], 0))
+    d = dim(given, len(shape(x)))
+    if len(parts) == 1:
+        return (x,)
+    return emit(aten.split_with_sizes.default, x, [p.shape[d] for p in parts], d)
+
+
+@rewrite("t", "T", "mT", "numpy_T", "matrix_H", "adjoint", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis")
+def permute(emit: Emit, a: Args, out: Value) -> Result:
+    """Every reordering of dims -> `transpose` of two of them, or `permute`."""
+    x: fx.Node = a.first
+    n = len(shape(x))
+    name = a.op._schema.name.partition("::")[2]
+    order = list(range(n))
+    if name == "permute":
+        order = [dim(d, n) for d in a.dims]
+    elif name in ("movedim", "moveaxis"):
+        froms, tos = ([dim(d, n) for d in (v if isinstance(v, (list, tuple)) else [v])] for v in (a.source, a.destination))
+        rest = iter(d for d in range(n) if d not in froms)
+        order = [froms[tos.index(d)] if d in tos else next(rest) for d in range(n)]
+    elif name in ("transpose", "swapaxes", "swapdims"):
+        i, j = (dim(v, n) for v in list(a.named.values())[1:3])
+        order[i], order[j] = order[j], order[i]
+    elif name in ("numpy_T", "T", "t"):
+        order.reverse()
+    else:
+        order[-2:] = order[:-3:-1]
+    return emit.permute(x, order)
+
+
+@rewrite("cat", "concat", "concatenate")
+def cat(emit: Emit, a: Args, out: Value) -> Result:
+    """Empty tensors (a cache that starts out empty) are left out."""
+    parts = [x for x in a.tensors if shape(x) != (0,)]
+    if len(parts) == 1:
+        return emit.cast(parts[0], out.dtype)
+    return emit(aten.cat.default, parts, dim(a.dim, len(out.shape)))
+
+
+@rewrite("stack")
+def stack(emit: Emit, a: Args, out: Value) -> Result:
+    return emit(aten.stack.default, list(a.tensors), dim(a.dim, len(out.shape)))
+
+
+@rewrite("pad", "constant_pad_nd")
+def pad(emit: Emit, a: Args, out: Value) -> Result:
+    if not any(a.pad):
+        return a.first  # type: ignore[no-any-return]
+    if a.get("mode", "constant") != "constant":
+        return emit(aten.pad.default, a.first, list(a.pad), a.mode)
+    number = a.value or 0
+    return emit(aten.constant_pad_nd.default, a.first, list(a.pad), number if out.dtype.is_floating_point else int(number))
+
+
+@rewrite("broadcast_tensors")
+def broadcast_tensors(emit: Emit, a: Args, out: Any) -> Result:
+    return tuple(emit.expand(x, v.shape) for x, v in zip(a.tensors, out, strict=True))
+
+
+@rewrite("copy")
+def copy(emit: Emit, a: Args, out: Value) -> Result:
+    """What functionalised `x.copy_(y)` leaves, which has no derivative: y in x's shape and dtype."""
+    return emit.expand(emit.cast(a.src, out.dtype), out.shape)
+
+
+@rewrite("fill")
+def fill(emit: Emit, a: Args, out: Value) -> Result:
+    if isinstance(a.value, fx.Node):
+        return emit.expand(emit.cast(a.value, out.dtype), out.shape)
+    return emit(aten.full_like.default, a.self, a.value)
+
+
+@rewrite("slice_scatter")
+def slice_scatter(emit: Emit, a: Args, out: Value) -> Result:
+    """`x[:, 1:] = y` -> `cat([x[:, :1], y], 1)`."""
+    d = dim(a.dim, len(out.shape))
+    n = out.shape[d]
+    start, stop, step = slice(a.start, a.end, a.step).indices(n)
+    src = emit.cast(a.src, out.dtype)
+    if step != 1:
+        return emit(aten.slice_scatter.default, a.self, src, d, start, stop, step)
+    return _written(emit, a.self, src, d, start, max(start, stop))
+
+
+@rewrite("select_scatter")
+def select_scatter(emit: Emit, a: Args, out: Value) -> Result:
+    """`x[:, 0] = y` -> `cat([unsqueeze(y, 1), x[:, 1:]], 1)`."""
+    d = dim(a.dim, len(out.shape))
+    at = dim(a["index"], out.shape[d])
+    return _written(emit, a.self, emit(aten.unsqueeze.default, emit.cast(a.src, out.dtype), d), d, at, at + 1)
+
+
+def _written(emit: Emit, x: fx.Node, src: fx.Node, d: int, start: int, stop: int) -> fx.Node:
+    """`x` with the range of dim `d` replaced by `src`."""
+    n = shape(x)[d]
+    parts = [emit(aten.slice.Tensor, x, d, 0, start)] if start else []
+    parts += [src] if stop > start else []
+    parts += [emit(aten.slice.Tensor, x, d, stop, n)] if stop < n else []
+    return parts[0] if len(parts) == 1 else emit(aten.cat.default, parts, d)
+
+
+@rewrite("index")
+def index(emit: Emit, a: Args, out: Value) -> Result:
+    """Indexing with `arange`s of whole dims, as mask builders do, only reshapes: it would hide the dims from sharding."""
+    x: fx.Node = a.first
+    indices = list(a.indices)
+    if any(i is not None and value(i).dtype == torch.bool for i in indices):
+        raise emit.refuse("the shape of a result depends on a tensor's values: indexing with a mask", "use torch.where, or multiply by the mask")
+    known = [emit.constant(i) if i is not None else None for i in indices]
+    if _keeps_order(shape(x), out.shape, indices, known):
+        return emit.reshape(x, out.shape)
+    return emit(aten.index.Tensor, x, indices)
+
+
+def _keeps_order(old: tuple[int, ...], new: tuple[int, ...], indices: list[Any], known: list[Tensor | None]) -> bool:
+    """Does x[indices] hold the elements of x in their order? indices: one per leading dim of x; known: their values."""
+    at = [d for d, i in enumerate(indices) if i is not None]
+    if not at or at != list(range(at[0], at[-1] + 1)) or any(known[d] is None for d in at):
+        return False
+    ndim = max(k.dim() for k in known if k is not None)
+    last = -1
+    for d in at:
+        k = known[d]
+        assert k is not None
+        k = k.reshape((1,) * (ndim - k.dim()) + tuple(k.shape))
+        wide = [i for i, s in enumerate(k.shape) if s != 1]
+        if len(wide) > 1 or k.numel() != old[d] or not torch.equal(k.flatten(), torch.arange(old[d])):
+            return False
+        if wide:
+            if wide[0] <= last:
+                return False
+            last = wide[0]
+    return torch.Size(old).numel() == torch.Size(new).numel()
