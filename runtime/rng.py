@@ -1,0 +1,135 @@
+"""Randomness that does not know the mesh (DESIGN 2.5): every number is a function of a key and the *global* element's index.
+
+key = (seed, stream, step, microbatch); stream is the ordinal of the op in the graph. A rank computes the numbers of just the
+elements it holds, so that masks and initial weights are the same on every mesh, under recomputation and on one device.
+
+The generator hashes the index: two rounds of a 32-bit finaliser with full avalanche (Wellons, "Prospecting for hash
+functions", 2018: lowbias32), each with key words mixed in. It is not cryptographic; it passes the tests in tests/test_rng.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc.placement import Shard, chunks
+
+Digits = Sequence[tuple[int, str, int, tuple[int, ...]]]
+_M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
+
+
+@dataclass
+class Rng:
+    """The random state of one step. training: False turns dropout off and BatchNorm to its running statistics."""
+
+    seed: int = 0
+    step: int = 0
+    microbatch: int = 0
+    training: bool = True
+
+    def key(self, stream: int) -> tuple[int, int]:
+        return key(self.seed, stream, self.step, self.microbatch)
+
+
+def key(*words: int) -> tuple[int, int]:
+    """Two signed 32-bit key words from any integers (splitmix64 over the words)."""
+    state = 0x9E3779B97F4A7C15
+    for word in words:
+        state = (state ^ (word & (2**64 - 1))) & (2**64 - 1)
+        state = (state + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        state ^= state >> 31
+    low, high = state & 0xFFFFFFFF, state >> 32
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)
+
+
+def _avalanche(x: Tensor) -> Tensor:
+    """lowbias32 in place on int32. The shifts are arithmetic, so the copied sign bits are masked off."""
+    for shift, multiply in ((16, _M1), (15, _M2)):
+        x ^= (x >> shift) & ((1 << (32 - shift)) - 1)
+        x *= multiply
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def bits(k: tuple[int, int], indices: Tensor) -> Tensor:
+    """int32 tensor of random bits, one number for every index (int32 or int64, >= 0). Consumes `indices` if it is int32."""
+    if indices.dtype == torch.int64:
+        x = (indices & 0xFFFFFFFF).to(torch.int64)
+        x = torch.where(x >= 2**31, x - 2**32, x).to(torch.int32)
+        high = (indices >> 32).to(torch.int32)
+        x ^= _avalanche(high.bitwise_xor_(k[1])) if bool((high != 0).any()) else torch.zeros_like(x)
+    else:
+        x = indices
+    x ^= k[0]
+    x = _avalanche(x)
+    x += k[1]
+    return _avalanche(x)
+
+
+def uniform(k: tuple[int, int], indices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers in [0, 1): 24 random bits each for float32 and narrower, 32 for float64."""
+    x = bits(k, indices)
+    if dtype == torch.float64:
+        return (x.to(dtype) + 2.0**31) * 2.0**-32
+    return ((x >> 8).to(torch.float32) + 2.0**23).mul_(2.0**-24).to(dtype)
+
+
+def normal(k: tuple[int, int], indices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers (Box & Muller 1958), computed in float64 from two streams."""
+    one = uniform(k, indices.clone(), torch.float64)
+    two = uniform((k[0] ^ 0x5BD1E995, k[1] ^ 0x27D4EB2F), indices.clone(), torch.float64)
+    return ((-2 * torch.log1p(-one)).sqrt_() * torch.cos(2 * math.pi * two)).to(dtype)
+
+
+def indices(shape: Sequence[int], digits: Digits = (), mesh: Any = None, device: torch.device | str | None = None) -> Tensor:
+    """Linear indices, within a tensor of the global `shape`, of the elements that this rank holds; of its local shape."""
+    wide = math.prod(shape) >= 2**31
+    total = torch.zeros((), dtype=torch.int64 if wide else torch.int32, device=device)
+    stride = 1
+    for d in reversed(range(len(shape))):
+        own = torch.arange(shape[d], dtype=total.dtype, device=device)
+        # inner digits first, as in Layout.local
+        for _, axis, split, sections in sorted((x for x in digits if x[0] == d), key=lambda x: -x[2]):
+            own = chunks(own, Shard(0, split, tuple(sections)), mesh.size(axis))[mesh.coordinate(axis)]
+        total = total + (own * stride).reshape(-1, *[1] * (len(shape) - 1 - d))
+        stride *= shape[d]
+    return total
+
+
+class _Dropout(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, k: tuple[int, int], where: Tensor) -> Tensor:
+        # 31 bits decide: keep where the number is below (1 - p) 2^31
+        keep = (bits(k, where) & 0x7FFFFFFF) < int((1 - p) * 2**31)
+        ctx.save_for_backward(keep)
+        ctx.scale = 1 / (1 - p) if p < 1 else 0.0
+        return (x * keep).mul_(ctx.scale)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (keep,) = ctx.saved_tensors
+        return (g * keep).mul_(ctx.scale), None, None, None
+
+
+def dropout(
+    x: Tensor, p: float, rng: Rng | None, index: int, mesh: Any = None, shape: Sequence[int] | None = None, digits: Digits = ()
+) -> Tensor:
+    """Zero each element with probability p, scale the others by 1 / (1 - p). Identity when rng is not training.
+
+    index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits: (dim, axis, split, sections) of
+    every shard, in global digits, telling which elements x holds. Saves one byte an element for backward.
+    """
+    if rng is None or not rng.training or p == 0:
+        return x
+    where = indices(shape if shape is not None else x.shape, digits, mesh, x.device)
+    return _Dropout.apply(x, p, rng.key(index), where.clone() if where.dim() == 0 else where)  # type: ignore[no-any-return]
