@@ -72,6 +72,11 @@ class Strategy:
     outputs: tuple[Placement, ...]
     factor: str = ""
 
+    @property
+    def base(self) -> str:
+        """The factor alone, without the digit ("f/2") or the sections ("f by sections") of it that are split."""
+        return self.factor.partition(" ")[0].partition("/")[0]
+
     def __str__(self) -> str:
         return f"{self.kind} {self.factor}".strip()
 
@@ -103,7 +108,7 @@ class LocalCall:
         return [a for a, s in self.strategies.items() if s.kind == kind]
 
     def split(self, factor: str) -> list[str]:
-        return [a for a, s in self.strategies.items() if s.kind == "split" and s.factor == factor]
+        return [a for a, s in self.strategies.items() if s.kind == "split" and s.base == factor]
 
     def same(self, **replace: Any) -> fx.Node:
         """The same call with some positional (`_0=`, `_1=`, ...) or named arguments replaced."""

@@ -27,6 +27,6 @@ for _op in (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default
     rule(_op, filled, local=local_size(1))
 for _op in (
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.scalar_tensor.default, aten.eye.default,
-    aten.eye.m, aten.lift_fresh_copy.default, aten.tril_indices.default, aten.triu_indices.default,
+    aten.eye.m, aten.tril_indices.default, aten.triu_indices.default,
 ):  # fmt: skip
     rule(_op, all_whole)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from shardc.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardc.rules.core import Call, LocalCall, Operand, Strategy, rule
-from shardc.rules.notation import Dim, Signature
+from shardc.rules.notation import Dim, Signature, parse
 from shardc.runtime import ops
 
 aten = torch.ops.aten
@@ -17,7 +18,7 @@ aten = torch.ops.aten
 
 def by_vocabulary(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Rows of the table split: a rank looks up what it holds, other rows give zeros, the sum over ranks is the look-up."""
-    if call.operands[0].shape[0] % n == 0 and Shard(0) in available[0]:
+    if call.operands[0].shape[0] % n == 0 and Shard(0) in available[0] and not _by_frequency(call):
         yield Strategy("vocabulary", (Shard(0), REPLICATE), (PARTIAL,))
 
 
@@ -30,7 +31,17 @@ def local_embedding(call: LocalCall) -> fx.Node:
     return call.emit(ops.embedding_partial, (*call.args[:2], call.mesh_node, axes[0], padding), {})
 
 
-rule(aten.embedding.default, "v! d, ... -> ... d", linear="0", local=local_embedding, extra=by_vocabulary)
+def embedding(call: Call) -> Signature:
+    """v! d, ... -> ... d. Gradients scaled by how often a row is used count over all ids: then those stay whole."""
+    sig = parse("v! d, ... -> ... d").bind([v.shape for v in call.operands], [v.shape for v in call.results])
+    return replace(sig, whole=frozenset(sig.sizes) - {"d"}) if _by_frequency(call) else sig
+
+
+def _by_frequency(call: Call) -> bool:
+    return bool(call.arg(3, "scale_grad_by_freq", False))
+
+
+rule(aten.embedding.default, embedding, linear="0", local=local_embedding, extra=by_vocabulary)
 
 
 def gather(call: Call) -> Signature:
@@ -97,15 +108,15 @@ def all_whole(call: Call) -> Signature:
     return Signature(ins, outs, sizes, frozenset(), frozenset(sizes))
 
 
-for _op in (aten.index_put.default, aten.nonzero.default, aten.unique_consecutive.default, aten.unique_dim.default, aten.bincount.default):
+rule(aten.index_put.default, all_whole, linear=lambda c: f"0 {len(c.operands) - 1}")
+for _op in (aten.nonzero.default, aten.unique_consecutive.default, aten.unique_dim.default, aten.bincount.default):
     rule(_op, all_whole)
 
 
 def scatter(call: Call) -> Signature:
-    """x.scatter(dim, index, src): like gather, the other dims split where index covers all of x."""
+    """x.scatter(dim, index, src): like gather, the other dims split where index and src cover just all of x."""
     x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
-    index_shape = call.operands[1].shape
-    same = [i for i in range(len(x)) if i != d and x[i] == index_shape[i]]
+    same = [i for i in range(len(x)) if i != d and all(v.shape[i] == x[i] for v in call.operands)]
     sizes: dict[str, int] = {f"d{i}": s for i, s in enumerate(x)}
     ins: list[tuple[Dim, ...]] = []
     for j, v in enumerate(call.operands):
@@ -124,7 +135,7 @@ def _scatter_linear(call: Call) -> str:
 
 
 rule(aten.scatter.src, scatter, linear=_scatter_linear)
-rule(aten.scatter.value, scatter)
+rule(aten.scatter.value, scatter, linear=lambda c: "0" if c.arg(3, "value") == 0 else "")
 rule(aten.scatter_add.default, scatter, linear=_scatter_linear)
 
 
@@ -132,7 +143,9 @@ def one_hot(call: Call) -> Signature:
     x = call.operands[0].shape
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {"c": call.results[0].shape[-1]}
-    return Signature((names,), ((*names, ("c",)),), sizes, frozenset(), frozenset({"c"}))
+    # without a number of classes it is the largest class + 1, which a part does not know
+    whole = frozenset({"c"} if call.arg(1, "num_classes", -1) > 0 else sizes)
+    return Signature((names,), ((*names, ("c",)),), sizes, frozenset(), whole)
 
 
 rule(aten.one_hot.default, one_hot)

@@ -34,18 +34,18 @@ rule(aten.outer.default, "m, n -> m n", linear="0 | 1")
 
 
 def addmm(call: Call) -> Signature:
-    """bias may be a row, a column or a matrix: dims of size one broadcast."""
-    bias, (m, n), k = call.operands[0].shape, call.results[0].shape, call.operands[1].shape[1]
-    names: list[Dim] = [("m",), ("n",)]
-    own = names[2 - len(bias) :]
-    dims = tuple(name if s == size else () for name, s, size in zip(own, bias, (m, n)[2 - len(bias) :], strict=True))
-    return Signature(
-        (dims, (("m",), ("k",)), (("k",), ("n",))), ((("m",), ("n",)),), {"m": m, "n": n, "k": k}, frozenset({"k"}), frozenset()
-    )
+    """bias + a @ b, with a batch dim or without. The bias broadcasts: it may lack leading dims and have dims of size one."""
+    bias, out, k = call.operands[0].shape, call.results[0].shape, call.operands[1].shape[-1]
+    names: list[Dim] = [("b",), ("m",), ("n",)][3 - len(out) :]
+    skip = len(out) - len(bias)
+    own = tuple(name if s == size else () for name, s, size in zip(names[skip:], bias, out[skip:], strict=True))
+    *batch, m, n = names
+    sizes = {f: s for (f,), s in zip(names, out, strict=True)} | {"k": k}  # type: ignore[misc]
+    return Signature((own, (*batch, m, ("k",)), (*batch, ("k",), n)), (tuple(names),), sizes, frozenset({"k"}), frozenset())
 
 
 rule(aten.addmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops_bias_first)
-rule(aten.baddbmm.default, "b m n, b m k+, b k+ n -> b m n", linear="0 1 | 0 2", added=(0,), flops=_flops_bias_first)
+rule(aten.baddbmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops_bias_first)
 
 
 def matmul(call: Call) -> Signature:
@@ -80,17 +80,19 @@ rule(aten.matmul.default, matmul, linear="0 | 1", flops=_flops)
 def einsum(call: Call) -> Signature:
     """The equation is the rule. Letters that reach no result are summed; a repeated letter (a diagonal) stays whole."""
     equation = call.args[0].replace(" ", "")
-    left, _, right = equation.partition("->")
+    left, arrow, right = equation.partition("->")
     terms = left.split(",")
-    if "->" not in equation:
+    if not arrow:
         letters = [c for c in left if c.isalpha()]
-        right = "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+        right = "..." * ("..." in left) + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
     sizes: dict[str, int] = {}
+    unnamed = [len(v.shape) - len(t.replace("...", "")) for t, v in zip(terms, call.operands, strict=True)]
 
     def dims(term: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        extra = len(shape) - len(term.replace("...", ""))
-        at = term.find("...")
-        names = list(term) if at < 0 else [*term[:at], *(f"e{i}" for i in range(extra)), *term[at + 3 :]]
+        head, _, tail = term.partition("...")
+        own = len(shape) - len(head) - len(tail)
+        # the dims of an ellipsis broadcast: they are counted from the right
+        names = [*head, *(f"e{i}" for i in range(max(unnamed) - own, max(unnamed))), *tail]
         sizes.update({n: s for n, s in zip(names, shape, strict=True) if s != 1 or n not in sizes})
         return tuple((n,) if s != 1 else () for n, s in zip(names, shape, strict=True))
 
@@ -99,8 +101,7 @@ def einsum(call: Call) -> Signature:
     kept = {f for d in out for f in d}
     every = {f for o in ins for d in o for f in d}
     double = {f for o in ins for d in o for f in d if sum(f in e for e in o) > 1}
-    ellipsis = {f for f in every if len(f) > 1} if len({t.count("...") and len(v.shape) for t, v in zip(terms, call.operands, strict=True)}) > 2 else set()
-    return Signature(ins, (out,), sizes, frozenset(every - kept), frozenset(double | ellipsis))
+    return Signature(ins, (out,), sizes, frozenset(every - kept), frozenset(double))
 
 
 def _einsum_linear(call: Call) -> str:

@@ -164,7 +164,7 @@ def parse(text: str) -> Notation:
                 dims.append(() if token == "1" else (factor(token, i),))
         if group is not None:
             raise ValueError(f"rule {text!r}: '(' is not closed")
-        if part:
+        if part or side == 1:  # nothing after the arrow: a result without dims
             sides[side].append(tuple(dims))
     named_in = {f for o in sides[0] for d in o for f in d}
     for f in named_in - {"..."} - whole - summed - set(literal):

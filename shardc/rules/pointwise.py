@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,18 +57,36 @@ rule(aten.div.Tensor, broadcast, linear="0")
 rule(aten.div.Scalar, broadcast, linear="0")
 rule(aten.where.self, broadcast, linear=branches)
 rule(aten.masked_fill.Scalar, broadcast, linear=fill_zero)
-for _op in (aten.neg.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.positive.default):
+for _op in (
+    aten.neg.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.positive.default, aten.lift_fresh_copy.default,
+):  # fmt: skip
     rule(_op, broadcast, linear="0")
-for _op in (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default):
+for _op in (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device):
     rule(_op, broadcast, linear=to_float)
 rule(aten.detach.default, broadcast, linear="0")
+for _op in (aten.lerp.Scalar, aten.lerp.Tensor, aten.addcdiv.default):
+    rule(_op, broadcast, linear="0 1")
+rule(aten.addcmul.default, broadcast, linear="0 1 | 0 2")
+rule(aten.masked_fill.Tensor, broadcast, linear="0 2")
+
+
+def first_only(call: Call) -> Signature:
+    """Elementwise in the first operand; the others stay whole (type_as, bucketize)."""
+    rest = tuple(tuple((f"x{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands) if j)
+    one = broadcast(replace(call, operands=call.operands[:1]))
+    sizes = {f"x{j}_{i}": s for j, v in enumerate(call.operands) if j for i, s in enumerate(v.shape)}
+    return Signature((*one.inputs, *rest), one.outputs, {**one.sizes, **sizes}, frozenset(), frozenset(sizes))
+
+
+rule(aten.type_as.default, first_only, linear=to_float)
+rule(aten.bucketize.Tensor, first_only)
 
 # pointwise in fact, though torch does not tag them so (or they are composites that canonical graphs keep whole)
 for _op in (
-    aten.masked_fill.Tensor, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar, aten.dropout.default,
+    aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar, aten.dropout.default,
     aten.silu.default, aten.gelu.default, aten.selu.default, aten.relu6.default, aten.softplus.default, aten.__and__.Tensor,
     aten.__or__.Tensor, aten.__xor__.Tensor, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-    aten.empty_like.default, aten.lerp.Scalar, aten.clamp.default, aten.bucketize.Tensor, aten.isfinite.default,
+    aten.empty_like.default, aten.hardswish.default, aten.log_sigmoid.default, aten.floor_divide.default, aten.clamp.default, aten.isfinite.default,
     aten.isinf.default, aten.isposinf.default, aten.isneginf.default, aten.float_power.Tensor_Scalar, aten.square.default,
 ):  # fmt: skip
     rule(_op, broadcast)

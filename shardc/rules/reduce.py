@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx
 
 from shardc.rules.core import Call, LocalCall, find, rule
 from shardc.rules.notation import Dim, Signature
-from shardc.rules.views import whole_dims
+from shardc.rules.views import every_operand, whole_dims
 from shardc.runtime import ops
 
 aten = torch.ops.aten
@@ -37,6 +38,7 @@ def reduced(position: int, name: str, *, summed: bool, keep: tuple[int, str] = (
 
 
 rule(aten.sum.dim_IntList, reduced(1, "dim", summed=True), linear="0")
+rule(aten.count_nonzero.dim_IntList, reduced(1, "dim", summed=True))
 rule(aten.sum.default, reduced(9, "", summed=True, keep=(9, "")), linear="0")
 
 
@@ -50,13 +52,17 @@ def reduction_of(call: Call) -> frozenset[str]:
 def local_mean(call: LocalCall) -> fx.Node:
     """The rank's sum over the *global* number of elements, where a reduced dim is split; the op itself elsewhere."""
     gone = reduction_of(call.call)
-    if not any(s.factor.split("/")[0] in gone for s in call.strategies.values() if s.kind == "split"):
+    if not any(s.base in gone for s in call.strategies.values() if s.kind == "split"):
         return call.same()
-    x = call.call.operands[0].shape
+    value, dtype = call.call.operands[0], call.call.results[0].dtype
+    x = value.shape
     count = math.prod(x[int(f[1:])] for f in gone)
     dims = sorted(int(f[1:]) for f in gone)
     keep = bool(call.call.arg(2, "keepdim", False))
-    return call.emit(ops.partial_mean, (call.args[0], dims, keep, count), {})
+    terms = call.args[0]
+    if dtype != value.dtype:  # mean(x, dtype=...) casts before it adds
+        terms = call.emit(aten._to_copy.default, (terms,), {"dtype": dtype}, value=replace(value, dtype=dtype, layout=call.inputs[0]))
+    return call.emit(ops.partial_mean, (terms, dims, keep, count), {})
 
 
 rule(aten.mean.dim, reduced(1, "dim", summed=True), linear="0", local=local_mean)
@@ -64,7 +70,7 @@ rule(aten.mean.default, reduced(9, "", summed=True, keep=(9, "")), linear="0", l
 
 for _op in (
     aten.amax.default, aten.amin.default, aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims, aten.argmax.default, aten.argmin.default,
-    aten.logsumexp.default, aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.median.dim, aten.count_nonzero.dim_IntList,
+    aten.logsumexp.default, aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.median.dim,
 ):  # fmt: skip
     rule(_op, reduced(1, "dim", summed=False))
 for _op in (aten.any.default, aten.all.default, aten.max.default, aten.min.default, aten.prod.default):
@@ -89,4 +95,16 @@ rule(aten.sort.stable, whole_dims((2, "dim", -1)))
 rule(aten.argsort.default, whole_dims((1, "dim", -1)))
 rule(aten.argsort.stable, whole_dims((2, "dim", -1)))
 rule(aten.topk.default, whole_dims((2, "dim", -1)))
-rule(aten.diff.default, whole_dims((2, "dim", -1)))
+
+
+def diff(call: Call) -> Signature:
+    """x, and what is put before and behind it along the dim, which is whole in all of them."""
+    d, ndim = call.dim(call.arg(2, "dim", -1)), len(call.results[0].shape)
+    sides = [[(f"x{j}" if i == d else f"d{i}",) for i in range(ndim)] for j in range(len(call.operands) + 1)]
+    every = (*call.operands, *call.results)
+    sizes = {f: s for side, v in zip(sides, every, strict=True) for (f,), s in zip(side, v.shape, strict=True)}
+    *ins, out = map(tuple, sides)
+    return Signature(tuple(ins), (out,), sizes, frozenset(), frozenset(f"x{j}" for j in range(len(every))))
+
+
+rule(aten.diff.default, diff, linear=every_operand)

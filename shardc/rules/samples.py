@@ -314,7 +314,7 @@ sample(
     aten.masked_fill.Scalar,
     lambda t: call(t.real(4, 12), t.truth(4, 12), 0),
     lambda t: call(t.real(4, 6, 12), t.truth(6, 1), -3.0),
-    lambda t: call(t.real(12), t.truth(4, 12), float("-inf")),
+    lambda t: call(t.real(12), t.truth(4, 12), 2.0),
 )
 sample(aten.masked_fill.Tensor, lambda t: call(t.real(4, 12), t.truth(12), t.real()))
 sample(aten.where.ScalarSelf, lambda t: call(t.truth(4, 12), 2.0, t.real(12)))
@@ -345,11 +345,12 @@ samples(
     aten.isposinf.default, aten.isneginf.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default, aten.exp.default, aten.expm1.default,
     aten.sin.default, aten.cos.default, aten.abs.default, aten.sign.default, aten.floor.default, aten.erf.default, aten.logical_not.default,
     aten.hardtanh.default, aten.leaky_relu.default, aten.elu.default, aten.mish.default, aten.hardswish.default, aten.log_sigmoid.default,
-    aten.nan_to_num.default, aten.isnan.default,
+    aten.isnan.default,
 )(lambda t: call(t.real(4, 12)), lambda t: call(t.real(2, 3, 4)))  # fmt: skip
 samples(aten.rsqrt.default, aten.sqrt.default, aten.log.default, aten.log1p.default, aten.reciprocal.default, aten.acos.default)(
     lambda t: call(t.positive(4, 12))
 )
+sample(aten.nan_to_num.default, lambda t: call(t.real(4, 12) / t.index(2, 4, 12)))
 sample(aten.gelu.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12), approximate="tanh"))
 sample(aten.softplus.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12), 2.0, 1.0))
 sample(aten.dropout.default, lambda t: call(t.real(4, 12), 0.5, False))
@@ -409,7 +410,7 @@ sample(aten.unsqueeze.default, lambda t: call(t.real(4, 12), 1), lambda t: call(
 sample(aten.permute.default, lambda t: call(t.real(4, 6, 12), [2, 0, 1]), lambda t: call(t.real(4, 6, 12), [0, -1, -2]))
 sample(aten.transpose.int, lambda t: call(t.real(4, 6, 12), -2, -1), lambda t: call(t.real(4, 6, 12), 0, 2))
 sample(aten.t.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(12)))
-sample(aten.numpy_T.default, lambda t: call(t.real(4, 6, 12)))
+sample(aten.numpy_T.default, lambda t: call(t.real(4, 12)))
 samples(aten.expand.default, aten.broadcast_to.default)(
     lambda t: call(t.real(4, 1, 12), [-1, 6, -1]), lambda t: call(t.real(1, 12), [4, 6, 12]), lambda t: call(t.real(), [4, 12])
 )
@@ -461,6 +462,7 @@ sample(
     lambda t: call([t.real(4, 12), t.real(4, 12)], -1),
     lambda t: call([t.real(12, 4), t.real(24, 4), t.real(12, 4)]),
     lambda t: call([t.real(4, 12), t.real(0)], 1),
+    lambda t: call([t.real(4, 12), t.real(4, 0), t.real(4, 12)], 1),
     lambda t: call([t.real(4, 12)], 0),
 )
 sample(aten.stack.default, lambda t: call([t.real(4, 12), t.real(4, 12)]), lambda t: call([t.real(4, 12), t.real(4, 12), t.real(4, 12)], -1))
@@ -501,19 +503,19 @@ sample(
 sample(aten.nonzero.default, lambda t: call(t.truth(4, 12)))
 sample(aten.unique_consecutive.default, lambda t: call(t.index(3, 12), True, True))
 sample(aten.unique_dim.default, lambda t: call(t.index(3, 12), 0, True, True, True))
-sample(aten.bincount.default, lambda t: call(t.index(6, 24)), lambda t: call(t.index(6, 12), t.real(12)))
+sample(aten.bincount.default, lambda t: call(t.index(6, 24).sort().values), lambda t: call(t.index(6, 12).sort().values, t.index(9, 12)))
 sample(
     aten.scatter.src,
     lambda t: call(t.real(4, 12), 1, t.orders(12, 4, 6), t.real(4, 6)),
     lambda t: call(t.real(4, 12), -1, t.orders(12, 2, 6), t.real(2, 6)),
-    lambda t: call(t.real(4, 12), 1, t.orders(12, 4, 6), t.real(8, 12)),
+    lambda t: call(t.index(9, 4, 12), 1, t.orders(12, 4, 6), t.index(9, 8, 12)),
 )
 sample(aten.scatter.value, lambda t: call(t.real(4, 12), 1, t.orders(12, 4, 6), 2.0), lambda t: call(t.real(6, 12), -1, t.orders(12, 3, 12), 0.0))
 sample(
     aten.scatter_add.default,
     lambda t: call(t.real(4, 12), 1, t.index(12, 4, 6), t.real(4, 6)),
     lambda t: call(t.real(12, 4), 0, t.index(12, 12, 4), t.real(12, 4)),
-    lambda t: call(t.real(4, 12), 1, t.index(12, 4, 6), t.real(8, 12)),
+    lambda t: call(t.index(9, 4, 12), 1, t.index(12, 4, 6), t.index(9, 8, 12)),
 )
 sample(aten.one_hot.default, lambda t: call(t.index(12, 4, 6), 12), lambda t: call(t.index(12, 12)))
 

@@ -196,7 +196,7 @@ def whole_dims(*dims_of: tuple[int, str, Any]) -> Any:
         whole: set[int] = set()
         for position, name, default in dims_of:
             d = call.arg(position, name, default)
-            whole |= {call.dim(i) for i in ([d] if isinstance(d, int) else d if d is not None else range(len(x)))}
+            whole |= {call.dim(i) for i in ([d] if isinstance(d, int) else d or range(len(x)))}
         names = _names(len(x))
         own = [(f"o{i}",) if i in whole else n for i, n in enumerate(names)]
         sizes = _sizes(x) | {f"o{i}": call.results[0].shape[i] for i in whole}
@@ -255,7 +255,7 @@ def pad(call: Call) -> Signature:
 
 
 rule(aten.constant_pad_nd.default, pad, linear=lambda c: "0" if c.arg(2, "value", 0) == 0 else "")
-rule(aten.pad.default, pad, linear=lambda c: "0" if c.arg(2, "mode", "constant") == "constant" and not c.arg(3, "value") else "")
+rule(aten.pad.default, pad, linear=lambda c: "" if c.arg(3, "value") else "0")
 
 
 def split(call: Call) -> Signature:
@@ -295,22 +295,21 @@ for _op in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default
 
 
 def cat(call: Call) -> Signature:
-    """Equal parts: a digit inside a part survives as one inside (parts, part). Other sizes: the dim stays whole."""
-    d = call.dim(call.arg(1, "dim", 0))
+    """Equal parts: a digit inside a part survives as one inside (parts, part). Other sizes: the dim stays whole.
+
+    Empty parts count for nothing; torch lets them have one dim where the others have more.
+    """
+    d = call.dim(call.arg(1, "dim", 0)) if len(call.operands[0].shape) > 1 else call.arg(1, "dim", 0) % len(call.results[0].shape)
     out = call.results[0].shape
     names = _names(len(out))
     parts = [v.shape[d] if len(v.shape) == len(out) else 0 for v in call.operands]
-    sizes = _sizes(out)
-    if len(set(parts)) == 1:
-        sizes |= {"k": len(parts), "c": parts[0]}
-        return _signature(
-            call, [[*names[:d], ("c",), *names[d + 1 :]] for _ in parts], [[*names[:d], ("k", "c"), *names[d + 1 :]]], sizes, {"k"}
-        )
-    sizes |= {f"c{i}": p for i, p in enumerate(parts)}
-    ins = [
-        [*names[:d], (f"c{i}",), *names[d + 1 :]] if len(v.shape) == len(out) else [(f"c{i}",)] for i, v in enumerate(call.operands)
-    ]
-    return _signature(call, ins, [names], sizes, {f"d{d}", *(f"c{i}" for i in range(len(parts)))})
+    full = [p for p in parts if p]
+    same = len(set(full)) == 1
+    sizes = _sizes(out) | ({"k": len(full), "c": full[0]} if same else {f"c{i}": p for i, p in enumerate(parts)}) | {"z": 0}
+    own: list[Dim] = [("z",) if p == 0 else ("c",) if same else (f"c{i}",) for i, p in enumerate(parts)]
+    ins = [[*names[:d], o, *names[d + 1 :]] if len(v.shape) == len(out) else [o] for o, v in zip(own, call.operands, strict=True)]
+    result: list[Dim] = [*names[:d], ("k", "c") if same else (f"d{d}",), *names[d + 1 :]]
+    return _signature(call, ins, [result], sizes, {"k", "z"} if same else {f"d{d}", *(f for (f,) in own)})  # type: ignore[misc]
 
 
 def stack(call: Call) -> Signature:
