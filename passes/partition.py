@@ -67,7 +67,7 @@ class _Writer:
             elif node.op == "output":
                 self.graph.output(fx.node.map_arg(node.args[0], lambda n: self._get(n, Layout(), node)))
             elif node.target is not operator.getitem:
-                if "pin" in node.meta:
+                if "pin" in node.meta:  # its strategies only said where its operand goes
                     self._pin(node)
                 else:
                     self._call(node)

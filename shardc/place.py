@@ -121,7 +121,9 @@ def transfer(v: Value, old: Placement, new: Placement, n: int, nbytes: float) ->
             return (part + part * grad) / n
         case Shard(), Varying():
             return part + part * grad
-        case Shard(), _:  # a whole value; a partial one still has to be summed and takes its whole size from here on
+        case Shard(), Partial():  # moves nothing, but takes its whole size from here on and has to be summed later
+            return 3 * part
+        case Shard(), _:
             return part
         case _, Varying():
             return 2 * part * grad
@@ -209,8 +211,8 @@ class Axis:
                 self.have[node, i] = [placement]
 
     def _candidates(self, node: fx.Node, operands: list[tuple[fx.Node, int]]) -> Iterator[Strategy]:
-        if "pin" in node.meta:
-            pin: Placement = node.meta["pin"][self.name]
+        pin: Placement = node.meta["pin"][self.name] if "pin" in node.meta else REPLICATE
+        if pin != REPLICATE:  # on axes that the annotation does not name a pin is an ordinary identity
             yield Strategy("pin", (pin,), (pin,))
             return
         choices = self.choices[node]
@@ -238,7 +240,7 @@ class Axis:
     def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
         """Whether the digits that other axes took leave room, on every operand and result."""
         others: dict[str, Strategy] = {a: s for a, s in node.meta["strategies"].items() if a != self.name}
-        if not others or strategy.kind in ("replicate", "varying", "partial"):
+        if not others or strategy.kind in ("replicate", "varying", "partial", "pin"):
             return True
         call = self.choices[node].call
         for side, placements, vals in ((0, strategy.inputs, call.operands), (1, strategy.outputs, call.results)):
@@ -352,7 +354,7 @@ class Axis:
                 if cause:
                     why[self.name] = cause
             elif node in self.chosen:
-                if "pin" in node.meta:
+                if self.chosen[node].kind == "pin":
                     why[self.name] = node.meta["cause"].get(self.name, "")
                     continue
                 sharded = [
@@ -369,7 +371,7 @@ def place(program: Program, mesh: Mesh) -> Program:
     choices = {
         node: choices_of(node, cache)
         for node in program.graph.nodes
-        if node.op == "call_function" and node.target is not operator.getitem and "pin" not in node.meta
+        if node.op == "call_function" and node.target is not operator.getitem
     }
     for node in program.graph.nodes:
         node.meta["strategies"] = {}
