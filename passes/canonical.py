@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from shardc.passes import canonical_loss, canonical_norm, canonical_pointwise, canonical_random, canonical_views  # noqa: F401 (they register)
+from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
+from shardc.runtime import ops
 from torch import fx
 
 from shardc import values
-from shardc.errors import ShardcError
-from shardc.passes import canonical_loss, canonical_norm, canonical_pointwise, canonical_random, canonical_views  # noqa: F401 (they register)
-from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
 from shardc.program import Program, Value
 from shardc.torch_private import OpOverload
 
@@ -54,7 +54,7 @@ class Canonical:
             elif node.op == "output":
                 graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
             elif node in alive:
-                assert emit is not None and node.op == "call_function", f"{node.format_node()} in a captured graph"
+                assert emit is not None, "no placeholder named rng"
                 env[node] = _rewritten(emit, node, env)
         _erase_dead(graph)
         _number_dropouts(graph)
@@ -69,10 +69,10 @@ def run(program: Program) -> Program:
 def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
     """What stands for `node` in the new graph."""
     emit.source = node.meta["source"]
-    if node.target is operator.getitem and isinstance(parts := env[node.args[0]], tuple):
-        part = parts[node.args[1]]
+    if node.target is operator.getitem and isinstance(parts := env[node.all_input_nodes[0]], tuple):
+        part = parts[int(node.args[1])]  # type: ignore[arg-type]
         if part is None:
-            raise ShardcError(f"result {node.args[1]} of {node.args[0]} has no canonical form", where=str(emit.source), fix="use the op's first result only")
+            raise emit.refuse(f"result {node.args[1]} of {node.args[0]} has no canonical form", "use the op's first result only")
         assert isinstance(part, fx.Node)
         return part
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
@@ -82,7 +82,10 @@ def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
             _same_type(node, result)
             return result
         if torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise emit.refuse(f"{node.target} draws random numbers, which differ on every mesh", "draw them outside of the model and pass them in with the batch")
+            raise emit.refuse(
+                f"{node.target} draws random numbers, which differ on every mesh",
+                "draw them outside of the model and pass them in with the batch",
+            )
         kwargs = {k: v for k, v in kwargs.items() if k not in _PLACE}
     copy = emit.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
     copy.meta = {"source": emit.source, "value": _regraded(node.meta["value"], copy)}
@@ -93,13 +96,12 @@ def _same_type(node: fx.Node, result: Result) -> None:
     """A rewrite changes the spelling, never the type."""
 
     def types(v: Any) -> Any:
-        return [None if p is None else (p.shape, p.dtype) for p in (v if isinstance(v, tuple) else (v,))]
+        return [p and (p.shape, p.dtype) for p in (v if isinstance(v, tuple) else (v,))]
 
-    if isinstance(result, tuple):
-        for old, new in zip(types(node.meta["value"]), result, strict=True):
-            assert new is None or [old] == types(new.meta["value"]), f"{node.format_node()}: {old} became {new.meta['value']}"
-    else:
-        assert types(node.meta["value"]) == types(result.meta["value"]), f"{node.format_node()}: {node.meta['value']} became {result.meta['value']}"
+    olds = types(node.meta["value"])
+    news = [n and types(n.meta["value"])[0] for n in result] if isinstance(result, tuple) else types(result.meta["value"])
+    assert len(olds) == len(news), f"{node.format_node()}: {olds} became {news}"
+    assert all(n in (None, o) for o, n in zip(olds, news, strict=True)), f"{node.format_node()}: {olds} became {news}"
 
 
 def _regraded(value: Value | tuple[Value | None, ...] | None, node: fx.Node) -> Any:
@@ -136,8 +138,6 @@ def _erase_dead(graph: fx.Graph) -> None:
 
 def _number_dropouts(graph: fx.Graph) -> None:
     """The index of a dropout is its ordinal in the finished graph: the same for every mesh."""
-    from shardc.runtime import ops
-
     found = (node for node in graph.nodes if node.target is ops.dropout)
     for i, node in enumerate(found):
         node.update_arg(3, i)

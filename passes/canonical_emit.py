@@ -8,9 +8,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from shardc.runtime import ops
 from torch import Tensor, fx
 
-from shardc import values
+from shardc import source, values
 from shardc.errors import ShardcError
 from shardc.program import Source, Value
 from shardc.torch_private import OpOverload
@@ -40,12 +41,12 @@ def rewrite(*names: str) -> Callable[[Rewrite], Rewrite]:
 class Args:
     """The arguments of a call by the names of its schema, defaults included.
 
-    a.input, a["from"], a.has("dtype"); `a.op` is the op.
+    a.input, a["index"], a.get("dtype"); `a.op` is the op, `a.op_name` its name, `a.first` its first argument.
     """
 
     def __init__(self, target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         names, defaults = _signature(target)
-        self.op = target
+        self.op, self.op_name = target, values.op_name(target)
         self.named: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         self.first: Any = args[0] if args else None
 
@@ -132,8 +133,6 @@ class Emit:
 
     def dropout(self, x: fx.Node, p: float) -> fx.Node:
         """The counter-based dropout; its index is set when the graph is finished."""
-        from shardc.runtime import ops
-
         if p <= 0:
             return x
         if p >= 1:
@@ -159,4 +158,4 @@ class Emit:
 
     def refuse(self, what: str, fix: str) -> ShardcError:
         code = f" ({self.source.code})" if self.source.code else ""
-        return ShardcError(what + code, where=str(self.source), fix=fix)
+        return ShardcError(what + code, where=source.where(self.source), fix=fix)

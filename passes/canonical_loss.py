@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import torch
+from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
+from shardc.runtime import ops
 from torch import fx
 
-from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
 from shardc.program import Value
 
 aten = torch.ops.aten
 
 
 def _nll(emit: Emit, logits: fx.Node, target: fx.Node, ignore: int) -> fx.Node:
-    from shardc.runtime import ops
-
     v = value(logits)
     return emit.typed(Value(shape(target), v.dtype, v.requires_grad), ops.nll, logits, target, ignore)
 
@@ -43,7 +42,10 @@ def _mean(emit: Emit, per: fx.Node, weights: fx.Node, reduction: int) -> fx.Node
 
 @rewrite("cross_entropy_loss")
 def cross_entropy(emit: Emit, a: Args, out: Value) -> Result:
-    """Class indices: see above; weights scale both sums. Probabilities: -sum(log_softmax * target). Label smoothing mixes in the mean class."""
+    """Class indices: see above; weights scale both sums. Probabilities: -sum(log_softmax * target).
+
+    Label smoothing mixes in the mean over all classes.
+    """
     x, target, weight, smoothing = a.self, a.target, a.weight, a.label_smoothing
     d = _class_dim(x)
     classes = shape(x)[d]
@@ -53,7 +55,8 @@ def cross_entropy(emit: Emit, a: Args, out: Value) -> Result:
             target = emit(aten.add.Tensor, emit(aten.mul.Tensor, target, 1 - smoothing), smoothing / classes)
         if weight is not None:
             logp = emit(aten.mul.Tensor, logp, _along(emit, weight, x, d))
-        return emit.reduce(emit(aten.neg.default, emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, logp, target), [d])), a.reduction)
+        per = emit(aten.neg.default, emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, logp, target), [d]))
+        return emit.reduce(per, a.reduction)
     per, valid, weights = _hard(emit, _nll(emit, x, target, a.ignore_index), target, weight, a.ignore_index)
     if smoothing:
         logp = emit(aten.log_softmax.int, x, d)
@@ -83,7 +86,7 @@ def nll_loss(emit: Emit, a: Args, out: Value) -> Result:
         per = emit(aten.masked_fill.Scalar, emit(aten.neg.default, picked), ignored, 0.0)
     per, _valid, weights = _hard(emit, per, target, a.weight, a.ignore_index)
     result = _mean(emit, per, weights, a.reduction)
-    return (result, None) if a.op._schema.name.endswith("forward") else result
+    return (result, None) if a.op_name.endswith("forward") else result
 
 
 @rewrite("mse_loss")

@@ -5,25 +5,26 @@ from __future__ import annotations
 import math
 
 import torch
+from shardc.passes.canonical_emit import Args, Emit, Result, rewrite, shape, value
+from shardc.runtime import ops
 from torch import fx
 
-from shardc.passes.canonical_emit import Args, Emit, Result, rewrite, shape, value
 from shardc.program import Value
 
 aten = torch.ops.aten
 
 
 @rewrite(
-    "batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
-    "_batch_norm_with_update_functional", "_batch_norm_no_update", "_batch_norm_with_update", "cudnn_batch_norm",
+    "batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "_batch_norm_with_update", "_batch_norm_with_update_functional",
+    "_batch_norm_no_update",
 )  # fmt: skip
 def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
     """In training: mean and biased variance of the batch normalise; the unbiased variance goes into the running one.
 
     `batch_stat` chooses the running statistics when the program evaluates. Results: (y, -, -, new mean, new variance).
     """
-    name = a.op._schema.name.partition("::")[2]
-    training = False if name.endswith(("no_training", "no_update")) else True if "with_update" in name else a.get("training", a.get("train"))
+    training = a.get("training", "with_update" in a.op_name)  # the names of those without the argument say it
     x, running = a.input, (a.get("running_mean"), a.get("running_var"))
     if not training:
         y = _affine(emit, x, running[0], running[1], a)
@@ -45,13 +46,12 @@ def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Re
 
 
 def _stat(emit: Emit, batch: fx.Node, running: fx.Node) -> fx.Node:
-    from shardc.runtime import ops
-
     return emit.typed(value(batch), ops.batch_stat, batch, running, emit.rng)
 
 
 def _moved(emit: Emit, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
-    return emit(aten.add.Tensor, emit(aten.mul.Tensor, old, 1 - momentum), emit(aten.mul.Tensor, emit.cast(new, value(old).dtype), momentum))
+    new = emit.cast(new, value(old).dtype)
+    return emit(aten.add.Tensor, emit(aten.mul.Tensor, old, 1 - momentum), emit(aten.mul.Tensor, new, momentum))
 
 
 def _channel(emit: Emit, stat: fx.Node, x: fx.Node) -> fx.Node:
@@ -61,7 +61,7 @@ def _channel(emit: Emit, stat: fx.Node, x: fx.Node) -> fx.Node:
 
 def _affine(emit: Emit, x: fx.Node, mean: fx.Node, var: fx.Node, a: Args) -> fx.Node:
     centred = emit(aten.sub.Tensor, x, _channel(emit, mean, x))
-    scale = emit(aten.rsqrt.default, emit(aten.add.Tensor, var, a.get("eps", a.get("epsilon"))))
+    scale = emit(aten.rsqrt.default, emit(aten.add.Tensor, var, a.eps))
     y = emit(aten.mul.Tensor, centred, _channel(emit, scale, x))
     if a.weight is not None:
         y = emit(aten.mul.Tensor, y, _channel(emit, a.weight, x))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
 from torch import fx
 
-from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
 from shardc.program import Value
 
 aten = torch.ops.aten
@@ -17,16 +17,15 @@ _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 @rewrite("__and__", "__or__", "__xor__")
 def bitwise(emit: Emit, a: Args, out: Value) -> Result:
-    op = getattr(_BITWISE[a.op._schema.name.partition("::")[2]], a.op._overloadname)
+    op = getattr(_BITWISE[a.op_name], a.op._overloadname)
     return emit(op, a.self, a.other)
 
 
 @rewrite("min", "max")
 def extremum(emit: Emit, a: Args, out: Any) -> Result:
     """`min(x, y)` of two tensors -> `minimum(x, y)`."""
-    name = a.op._schema.name.partition("::")[2]
     if a.op._overloadname == "other":
-        return emit(aten.minimum.default if name == "min" else aten.maximum.default, a.self, a.other)
+        return emit(aten.minimum.default if a.op_name == "min" else aten.maximum.default, a.self, a.other)
     return emit(a.op, *a.named.values())
 
 
@@ -43,22 +42,21 @@ def rsub(emit: Emit, a: Args, out: Value) -> Result:
 def arithmetic(emit: Emit, a: Args, out: Value) -> Result:
     """`x + 0` and `x * 1.0` are x; `add(x, y, alpha=2)` multiplies first."""
     x, other = a.self, a.other
-    name = a.op._schema.name.partition("::")[2]
     if a.get("rounding_mode") is not None:
         return emit(a.op, x, other, rounding_mode=a.rounding_mode)
     if not isinstance(other, fx.Node):
         other = other * a.get("alpha", 1)
-        if other == _NEUTRAL[name] and value(x).dtype == out.dtype:
+        if other == _NEUTRAL[a.op_name] and value(x).dtype == out.dtype:
             return x  # type: ignore[no-any-return]
     elif a.get("alpha", 1) != 1:
         other = emit(aten.mul.Tensor, other, a.alpha)
-    return emit(getattr(getattr(aten, name), "Tensor"), x, other)  # noqa: B009
+    return emit(getattr(getattr(aten, a.op_name), "Tensor"), x, other)  # noqa: B009
 
 
 @rewrite("softmax", "_softmax", "log_softmax", "_log_softmax", "special_softmax", "special_log_softmax")
 def softmax(emit: Emit, a: Args, out: Value) -> Result:
     x = emit.cast(a.first, out.dtype)
-    op = aten.log_softmax.int if "log_softmax" in a.op._schema.name else aten.softmax.int
+    op = aten.log_softmax.int if "log_softmax" in a.op_name else aten.softmax.int
     return emit(op, x, dim(a.dim, max(1, len(shape(x)))))
 
 

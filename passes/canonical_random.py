@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
+from shardc.passes.canonical_emit import Args, Emit, Result, rewrite, shape, value
 from torch import fx
 
-from shardc.passes.canonical_emit import Args, Emit, Result, rewrite, shape, value
 from shardc.program import Value
 
 aten = torch.ops.aten
@@ -25,8 +25,7 @@ def dropout(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Resul
 def other_dropout(emit: Emit, a: Args, out: Value) -> Result:
     if not a.train or a.p == 0:
         return a.input  # type: ignore[no-any-return]
-    name = a.op._schema.name.partition("::")[2]
-    raise emit.refuse(f"{name} has no mesh-independent form yet", "use torch.nn.Dropout")
+    raise emit.refuse(f"{a.op_name} has no mesh-independent form yet", "use torch.nn.Dropout")
 
 
 @rewrite("scaled_dot_product_attention")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
 from torch import Tensor, fx
 
-from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
 from shardc.program import Value
 
 aten = torch.ops.aten
@@ -77,14 +77,12 @@ def select(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite(
     "split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "tensor_split", "split_copy",
-    "hsplit", "vsplit", "dsplit",
 )  # fmt: skip
 def split(emit: Emit, a: Args, out: Any) -> Result:
     """Every split -> `split_with_sizes(x, sizes, dim)`; into one part: the tensor itself."""
     x: fx.Node = a.first
     parts: tuple[Value, ...] = out
-    given = a.get("dim", {"hsplit": 1 if len(shape(x)) > 1 else 0, "vsplit": 0, "dsplit": 2}.get(a.op._schema.name.partition("::")[2], 0))
-    d = dim(given, len(shape(x)))
+    d = dim(a.dim, len(shape(x)))
     if len(parts) == 1:
         return (x,)
     return emit(aten.split_with_sizes.default, x, [p.shape[d] for p in parts], d)
@@ -95,18 +93,17 @@ def permute(emit: Emit, a: Args, out: Value) -> Result:
     """Every reordering of dims -> `transpose` of two of them, or `permute`."""
     x: fx.Node = a.first
     n = len(shape(x))
-    name = a.op._schema.name.partition("::")[2]
     order = list(range(n))
-    if name == "permute":
+    if a.op_name == "permute":
         order = [dim(d, n) for d in a.dims]
-    elif name in ("movedim", "moveaxis"):
+    elif a.op_name in ("movedim", "moveaxis"):
         froms, tos = ([dim(d, n) for d in (v if isinstance(v, (list, tuple)) else [v])] for v in (a.source, a.destination))
         rest = iter(d for d in range(n) if d not in froms)
         order = [froms[tos.index(d)] if d in tos else next(rest) for d in range(n)]
-    elif name in ("transpose", "swapaxes", "swapdims"):
+    elif a.op_name in ("transpose", "swapaxes", "swapdims"):
         i, j = (dim(v, n) for v in list(a.named.values())[1:3])
         order[i], order[j] = order[j], order[i]
-    elif name in ("numpy_T", "T", "t"):
+    elif a.op_name in ("numpy_T", "T", "t"):
         order.reverse()
     else:
         order[-2:] = order[:-3:-1]
@@ -190,7 +187,7 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
     x: fx.Node = a.first
     indices = list(a.indices)
     if any(i is not None and value(i).dtype == torch.bool for i in indices):
-        raise emit.refuse("the shape of a result depends on a tensor's values: indexing with a mask", "use torch.where, or multiply by the mask")
+        raise emit.refuse("indexing with a mask gives a shape that depends on values", "use torch.where, or multiply by the mask")
     known = [emit.constant(i) if i is not None else None for i in indices]
     if _keeps_order(shape(x), out.shape, indices, known):
         return emit.reshape(x, out.shape)

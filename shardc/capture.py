@@ -1,7 +1,7 @@
 """capture: an unmodified model and one global batch -> the global graph, as a Program on no mesh.
 
     model ─► wrapper that returns only the loss ─► torch.export, non-strict, on fake tensors ─► no regions, no in-place ops
-          ─► Program: placeholders mesh, rng, params, buffers, inputs; typed nodes that know their module and line ─► proven against eager
+          ─► Program: placeholders mesh, rng, params, buffers, inputs; typed nodes that know module and line ─► proven against eager
 
 The model is captured in the mode it is in: put it in train mode first. It may lie on the meta device; it is not changed.
 """
@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from shardc import functional, proof, source, values, watch
 from shardc.errors import ShardcError
 from shardc.mesh import Mesh
-from shardc.program import Buffer, Input, Param, Program, Value
-from shardc.torch_private import DATA_DEPENDENT, fake_tensor
+from shardc.program import Buffer, Input, Param, Program, Source, Value
+from shardc.torch_private import DATA_DEPENDENT, fake_tensor, traced_with
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -33,7 +33,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     """The global graph of `loss(model(batch))`, at the shapes of one global batch.
 
     model: on any device, also meta; in train mode for training. Not changed.
-    batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Leaves that are no tensors are baked in.
+    batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Other leaves are baked in.
     loss:  `(output, batch) -> scalar`; default: the output itself, its `.loss`, its "loss" or its first element.
     prove: compare loss, gradients and buffers with eager once, if the model is small enough to run here (see shardc/proof.py).
 
@@ -67,7 +67,7 @@ class Leaves:
         self.tensors: list[Tensor] = [self.flat[i] for i in self.at]
         self.paths: list[tuple[str | int, ...]] = [tuple(_key(k) for k in flat[i][0]) for i in self.at]
         if not self.tensors:
-            raise ShardcError("the batch has no tensor in it", fix="batch is a dict of keyword arguments, a tuple of positional ones, or a tensor")
+            raise ShardcError("the batch has no tensor in it", fix="give keyword arguments (dict), positional ones (tuple), or a tensor")
 
     def batch(self, tensors: Iterable[Tensor]) -> Any:
         flat = list(self.flat)
@@ -99,8 +99,8 @@ class _Wrapper(nn.Module):
             output = self.model(batch)
         found = self.loss(output, batch) if self.loss is not None else default_loss(output)
         if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
-            what = f"a tensor of shape {list(found.shape)} and {found.dtype}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            raise ShardcError(f"the loss is {what}, not a scalar", fix="return one floating-point number, e.g. loss.mean()")
+            what = f"the loss is {_described(found)}, not a scalar"
+            raise ShardcError(what, fix="return one floating-point number, e.g. loss.mean()")
         return found.reshape(()) if found.dim() else found
 
 
@@ -114,12 +114,15 @@ def default_loss(output: Any) -> Any:
         elif found is None and isinstance(output, (tuple, list)) and output:
             found = output[0]
     if not isinstance(found, Tensor) or found.numel() != 1:
-        what = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__} without a loss"
         raise ShardcError(
-            f"the model returns {what}: there is no scalar loss in it",
+            f"the model returns {_described(output)}: there is no scalar loss in it",
             fix="pass loss=lambda output, batch: ..., or give the model the labels with which it computes its loss itself",
         )
     return found
+
+
+def _described(x: Any) -> str:
+    return f"a tensor of shape {list(x.shape)} and {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
@@ -132,7 +135,10 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
     training = {name: m.training for name, m in model.named_modules()}
     wrapper = _Wrapper(model, leaves, loss)
     wrapper.training = model.training
-    with warnings.catch_warnings(), watch.lean_transformers(model), watch.watching(), watch.swapped(model, tensors):
+    with (
+        warnings.catch_warnings(), watch.lean_transformers(model), watch.watching(), watch.swapped(model, tensors),
+        traced_with(source.trace_of_call),
+    ):  # fmt: skip
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
         try:
             exported = torch.export.export(wrapper, inputs, strict=False)
@@ -152,6 +158,7 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
             gm.recompile()
             exported = exported.run_decompositions({})
             _check(exported.graph_module.graph)
+            functional.differentiable(exported.graph_module.graph)
             updated = _mutated(exported)
     return exported, updated
 
@@ -165,7 +172,7 @@ def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
             found[str(spec.target)] = node  # type: ignore[assignment]
         elif spec.kind == OutputKind.PARAMETER_MUTATION:
             raise ShardcError(
-                f"the forward pass writes to the parameter {str(spec.target).removeprefix('model.')!r}", where=str(source.of_node(node)),  # type: ignore[arg-type]
+                f"the forward pass writes to the parameter {str(spec.target).removeprefix('model.')!r}", where=source.place(node),
                 fix="change parameters outside of forward, or make it a buffer",
             )  # fmt: skip
     return found
@@ -204,7 +211,7 @@ def _check(graph: fx.Graph) -> None:
         if dynamic:
             at = source.of_node(node)
             raise ShardcError(
-                f"the model's control flow or shapes depend on a tensor's value ({at.code or node.target})", where=str(at),
+                f"the model's control flow or shapes depend on a tensor's value ({at.code or node.target})", where=source.where(at),
                 fix="keep it a tensor: no .item(), no nonzero, no boolean indexing",
             )  # fmt: skip
 
@@ -222,7 +229,7 @@ def _lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: 
         """A placeholder; fx makes its name unique and legal."""
         node = graph.placeholder("".join(c if c.isalnum() else "_" for c in base).strip("_") or "input")
         node.target = node.name
-        node.meta["value"], node.meta["source"] = value, source.Source()
+        node.meta["value"], node.meta["source"] = value, Source()
         return node
 
     fresh = {fqn.removeprefix("model."): node for fqn, node in updated.items()}
@@ -259,13 +266,14 @@ def _lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: 
     for spec in specs:
         if spec.kind == InputKind.USER_INPUT:
             path, x = next(given)
-            node = place("_".join(map(str, path)) if path and isinstance(path[0], str) else "_".join(["input", *map(str, path)]), values.of_tensor(x))
+            named = path if path and isinstance(path[0], str) else ("input", *path)
+            node = place("_".join(map(str, named)), values.of_tensor(x))
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
             env[placeholders[spec.arg.name]] = node
 
     loss = _copy(exported.graph, graph, env)
-    named = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
-    news = {named[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
+    owners = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
+    news = {owners[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
     with_news = tuple(_detached(graph, news[b.name]) for b in buffers if b.updated)
     graph.output((loss, with_news))
     graph.lint()

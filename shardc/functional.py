@@ -21,8 +21,6 @@ from shardc.errors import ShardcError
 from shardc.torch_private import HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
-#: Ops that may return their argument itself though their schema does not say so.
-_MAY_RETURN_ARGUMENT = {aten.dropout.default, aten.type_as.default, aten.feature_dropout.default, operator.getitem}
 
 
 # --- regions ----------------------------------------------------------------------------------------------------------
@@ -55,7 +53,9 @@ def _replace(call: fx.Node, results: Sequence[Any]) -> None:
     call.graph.erase_node(call)
 
 
-def _region(graph: fx.Graph, owner: torch.nn.Module, call: fx.Node, args: Sequence[Any], grad: bool, cut: set[fx.Node]) -> list[Any]:
+def _region(
+    graph: fx.Graph, owner: torch.nn.Module, call: fx.Node, args: Sequence[Any], grad: bool, cut: set[fx.Node]
+) -> list[Any]:
     """Copy the region that `call` runs to the insertion point. grad: are gradients recorded outside of it?"""
     name = str(call.target)
     inner = grad
@@ -67,13 +67,13 @@ def _region(graph: fx.Graph, owner: torch.nn.Module, call: fx.Node, args: Sequen
         if enabled:
             where = _where_inside(owner, sub) or source.of_node(call)
             raise ShardcError(
-                f"the model turns autocast ({dtype}) on inside its forward", where=str(where),
+                f"the model turns autocast ({dtype}) on inside its forward", where=source.where(where),
                 fix="take the autocast region out of the model",
             )  # fmt: skip
     elif name == "tag_activation_checkpoint":
         sub, *operands = args
     else:
-        raise ShardcError(f"the model uses {name}, which shardc cannot split", where=str(source.of_node(call)))
+        raise ShardcError(f"the model uses {name}, which shardc cannot split", where=source.place(call))
     module = getattr(owner, str(sub.target))
 
     def crossing(x: Any, to_grad: bool) -> Any:
@@ -132,7 +132,9 @@ def _updates_statistics(node: fx.Node) -> bool:
     return node.target is aten.batch_norm.default and bool(node.args[5]) and node.args[3] is not None
 
 
-def remove_inplace(graph: fx.Graph, buffers: Mapping[fx.Node, str], params: Mapping[fx.Node, str], cut: set[fx.Node]) -> dict[str, fx.Node] | None:
+def remove_inplace(
+    graph: fx.Graph, buffers: Mapping[fx.Node, str], params: Mapping[fx.Node, str], cut: set[fx.Node]
+) -> dict[str, fx.Node] | None:
     """Replace in-place ops, in place. buffers, params: placeholders and their names.
 
     Returns {buffer: its new value}; None (and an unchanged graph) where a changed tensor has living views.
@@ -150,12 +152,12 @@ def remove_inplace(graph: fx.Graph, buffers: Mapping[fx.Node, str], params: Mapp
         for x in _written(node):
             if (name := params.get(root[x])) is not None:
                 raise ShardcError(
-                    f"the forward pass writes to the parameter {name!r}", where=str(source.of_node(node)),
+                    f"the forward pass writes to the parameter {name.removeprefix('model.')!r}", where=source.place(node),
                     fix="change parameters outside of forward, or make it a buffer",
                 )  # fmt: skip
             if node in cut and root[x] not in cut and root[x] not in buffers and root[x].op != "placeholder":
                 raise ShardcError(
-                    f"{node.target} changes an activation in place under no_grad, behind autograd's back", where=str(source.of_node(node)),
+                    f"{node.target} changes an activation in place under no_grad, behind autograd's back", where=source.place(node),
                     fix="compute a new tensor instead",
                 )  # fmt: skip
             if x in family[root[x]] and not _only_one_lives(x, node, family[root[x]], order):
@@ -171,7 +173,8 @@ def remove_inplace(graph: fx.Graph, buffers: Mapping[fx.Node, str], params: Mapp
             cut.update(made)
         for old, fresh in zip(written, new, strict=True):
             order[fresh] = order[node]
-            old.replace_all_uses_with(fresh, delete_user_cb=lambda user, at=node: user is not at and order.get(user, -1) > order[at])  # type: ignore[misc]
+            for user in [u for u in old.users if order.get(u, -1) > order[node]]:
+                user.replace_input_with(old, fresh)
             if (buffer := holds.pop(old, None)) is not None:
                 holds[fresh], latest[buffer] = buffer, fresh
         node.replace_all_uses_with(result)
@@ -183,10 +186,12 @@ def _aliased(node: fx.Node) -> fx.Node | None:
     """The argument whose memory the result of `node` shares, or may share."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    if node.target in _MAY_RETURN_ARGUMENT:
+    if node.target is operator.getitem:
         return node.args[0]
-    if isinstance(node.target, OpOverload) and any(r.alias_info is not None for r in node.target._schema.returns):
-        return node.args[0]
+    if isinstance(node.target, OpOverload) and not _updates_statistics(node):
+        declared = any(r.alias_info is not None for r in node.target._schema.returns)
+        if declared or torch.Tag.maybe_aliasing_or_mutating in node.target.tags:  # the latter: dropout, type_as, ...
+            return node.args[0]
     return None
 
 
@@ -223,20 +228,19 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
     x, *rest = node.args
     val = node.meta["val"]
     if name == "copy_":
-        other: Any = rest[0]
-        if other.meta["val"].dtype != val.dtype:
-            other = _like(graph, aten._to_copy.default, (other,), {"dtype": val.dtype}, node)
-        return _like(graph, aten.expand.default, (other, list(val.shape)), {}, node)
+        return _copied(graph, node)
     if name == "zero_":
         return _like(graph, aten.zeros_like.default, (x,), {}, node)
     if name == "fill_":
-        like = graph.call_function(aten.full_like.default, (x, rest[0])) if overload == "Scalar" else graph.call_function(aten.expand.default, (rest[0], list(val.shape)))
-        like.meta.update(node.meta)
-        return like
+        if overload == "Scalar":
+            return _like(graph, aten.full_like.default, (x, rest[0]), {}, node)
+        return _copied(graph, node)
     packet = getattr(aten, name.removesuffix("_"), None)
     twin = getattr(packet, overload, None) if name.endswith("_") and packet is not None else None
     if twin is None:
-        raise ShardcError(f"{node.target} changes a tensor in place", where=str(source.of_node(node)), fix="use an op that returns a new tensor")
+        raise ShardcError(
+            f"{node.target} changes a tensor in place", where=source.place(node), fix="use an op that returns a new tensor"
+        )
     result = _like(graph, twin, node.args, dict(node.kwargs), node)
     if (natural := _dtype(twin, node)) != val.dtype:  # the in-place op keeps its tensor's dtype, its twin promotes
         result.meta["val"] = val.to(natural)
@@ -246,16 +250,39 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _dtype(twin: Any, node: fx.Node) -> torch.dtype:
     """The dtype of what the functional twin of `node` returns."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta"))
+
+    def empty(n: fx.Node) -> torch.Tensor:
+        return torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta")
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), empty)
     with torch.no_grad():
         dtype: torch.dtype = twin(*args, **kwargs).dtype
     return dtype
 
 
+def differentiable(graph: fx.Graph) -> None:
+    """Replace what functionalisation leaves of `x.copy_(y)` and has no derivative, in place."""
+    for node in list(graph.nodes):
+        if node.target is aten.copy.default:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_copied(graph, node))
+            graph.erase_node(node)
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`copy(x, y)`: y in the shape and dtype of the result."""
+    other: Any = node.args[1]
+    val = node.meta["val"]
+    if other.meta["val"].dtype != val.dtype:
+        other = _like(graph, aten._to_copy.default, (other,), {"dtype": val.dtype}, node, val=other.meta["val"].to(val.dtype))
+    return _like(graph, aten.expand.default, (other, list(val.shape)), {}, node)
+
+
 def _statistics(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     """batch_norm that returns its new statistics: [running mean, running variance, output]."""
     x, weight, bias, mean, var, _training, momentum, eps, *_ = node.args
-    call = _like(graph, aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps), {}, node)
+    operands = (x, weight, bias, mean, var, True, momentum, eps)
+    call = _like(graph, aten._native_batch_norm_legit_functional.default, operands, {}, node)
     stats = [m.meta["val"] for m in (mean, var)]  # type: ignore[union-attr]
     call.meta["val"] = (node.meta["val"], *stats, *stats)
     return [_like(graph, operator.getitem, (call, i), {}, node, val=call.meta["val"][i]) for i in (3, 4, 0)]

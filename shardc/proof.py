@@ -7,6 +7,7 @@ torch's random generator: a captured graph has the same random ops in the same o
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,21 +49,25 @@ def prove(program: Program, model: nn.Module, batch: Any, eager: Callable[[Any],
     params, buffers = named(model.named_parameters(remove_duplicate=False)), named(model.named_buffers(remove_duplicate=False))
     before = {name: b.clone() for name, b in buffers.items()}
     trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model's own, which appear whenever it runs
         torch.manual_seed(0)
         try:
-            with watch.swapped(model, tensors):
+            with watch.swapped(model, tensors):  # backward too: a reentrant checkpoint runs the model again
                 want = eager(whole)
+                want_grads = _grads(want, trained)
         except Exception as e:  # the user's own code; on made-up numbers it may fail where it would not on real ones
             if not real:
-                return (f"capture was checked statically only: the model does not run on made-up numbers ({type(e).__name__}: {e})",)
+                why = f"the model does not run on made-up numbers ({type(e).__name__}: {e})"
+                return (f"capture was checked statically only: {why}",)
             at = source.of_exception(e)
             raise ShardcError(
-                f"the model's forward failed: {type(e).__name__}: {e}", where=at.line, fix="check that model and batch run together in plain PyTorch"
-            ) from e
+                f"the model's forward failed: {type(e).__name__}: {e}", where=at.line,
+                fix="check that model and batch run together in plain PyTorch",
+            ) from e  # fmt: skip
         torch.manual_seed(0)
         got, news = interpret(program, params, before, inputs)
-        want_grads, got_grads = _grads(want, trained), _grads(got, trained)
+        got_grads = _grads(got, trained)
     errors = Errors()
     _compare(errors, "the loss", "", want, got)
     for p in program.params:
@@ -72,7 +77,10 @@ def prove(program: Program, model: nn.Module, batch: Any, eager: Callable[[Any],
         if b.updated:
             _compare(errors, "the new value", b.fqn, buffers[b.fqn], news[b.name])
         elif b.constant is None and not torch.equal(before[b.fqn], buffers[b.fqn]):
-            errors.add("the model updates the buffer, but the captured graph does not", where=b.fqn, fix="update it with an in-place op in forward")
+            errors.add(
+                "the model updates the buffer, but the captured graph does not", where=b.fqn,
+                fix="update it with an in-place op in forward",
+            )  # fmt: skip
     errors.raise_any()
     return ()
 
@@ -101,10 +109,13 @@ def _rebuilt(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _grads(loss: Tensor, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not trained or not loss.requires_grad:
-        return {name: torch.zeros_like(p) for name, p in trained.items()}
-    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), found, strict=True)}
+    """By `backward`, since reentrant checkpoints refuse `autograd.grad`; the tensors' `.grad` is left empty."""
+    if loss.requires_grad:
+        loss.backward()
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+    for p in trained.values():
+        p.grad = None
+    return found
 
 
 def _compare(errors: Errors, what: str, where: str, want: Tensor, got: Tensor) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import linecache
 import re
 import sys
-
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +23,7 @@ _STDLIB = (str(Path(contextlib.__file__).parent),)
 _OURS = tuple(f"{Path(f).parent}/" for f in (torch.__file__, __file__))
 
 
+@cache
 def is_users(filename: str) -> bool:
     """Is this file neither torch's, nor shardc's, nor the interpreter's own?"""
     if filename.startswith("<") or filename.startswith(_OURS):
@@ -41,6 +42,16 @@ def of_node(node: fx.Node, prefix: str = "model") -> Source:
         if is_users(filename):
             return Source(module, f"{Path(filename).name}:{line}", code.strip())
     return Source(module)
+
+
+def where(source: Source) -> str:
+    """The place for an error: "h.0.attn (gpt.py:31)", or "gpt.py:31" in the root module."""
+    return str(source) if source.module else source.line
+
+
+def place(node: fx.Node) -> str:
+    """The place of an exported node, for an error."""
+    return where(of_node(node))
 
 
 def of_exception(error: BaseException) -> Source:
@@ -66,12 +77,23 @@ def of_exception(error: BaseException) -> Source:
 
 def of_call() -> Source:
     """The innermost user's line of the calls now in progress."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return _of_frame(frame, frame.f_lineno)
+    frame = _users_frame()
+    return Source() if frame is None else _of_frame(frame, frame.f_lineno)
+
+
+def trace_of_call() -> str | None:
+    """The same as Python prints it, which `of_node` reads again."""
+    if (frame := _users_frame()) is None:
+        return None
+    name = frame.f_code.co_filename
+    return f'File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n    {linecache.getline(name, frame.f_lineno).strip()}'
+
+
+def _users_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return Source()
+    return frame
 
 
 def _of_frame(frame: FrameType, line: int) -> Source:

@@ -5,7 +5,13 @@ Everything else in shardc uses torch's public API. Add a name here with the reas
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -19,7 +25,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-__all__ = ["DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "fake_mode", "fake_tensor", "traced_node"]
+__all__ = [
+    "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "fake_mode", "fake_tensor", "traced_node", "traced_with",
+]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
@@ -51,3 +59,32 @@ def traced_node(x: Tensor) -> fx.Node | None:
         return None
     slot: Any = get_proxy_slot(x, mode.tracer, None)
     return slot.proxy.node if slot is not None else None
+
+
+@contextmanager
+def traced_with(stack_trace: Callable[[], str | None]) -> Iterator[None]:
+    """While open, nodes that tracers create get their `stack_trace` from this function, called as the op is.
+
+    torch's own keeps frames of functions named `forward` only, which loses helper and loss functions, and is slow.
+    """
+    original = fx.proxy.TracerBase.create_node
+
+    def create_node(self: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = original(self, *args, **kwargs)
+        if not node.stack_trace and (found := stack_trace()):
+            node.stack_trace = found
+        return node
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(fx.proxy.TracerBase, "create_node", create_node))
+        if hasattr(fx.config, "do_not_emit_stack_traces"):
+            stack.enter_context(mock.patch.object(fx.config, "do_not_emit_stack_traces", True))
+        yield
+
+
+def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextManager[Any]:
+    """While open, `torch.nn.init.trunc_normal_` calls `function(tensor, mean, std, a, b, generator=None)`, in every thread.
+
+    It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
+    """
+    return mock.patch("torch.nn.init._no_grad_trunc_normal_", function)

@@ -20,7 +20,6 @@ from shardc import source
 from shardc.errors import Errors, ShardcError
 from shardc.torch_private import FakeTensor, fake_mode, fake_tensor, traced_node
 
-
 T = TypeVar("T")
 
 
@@ -93,7 +92,7 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
                 known = constant_value(position_ids)
                 return packed(position_ids) if known is None or untraced(packed, known) is not None else None
 
-            stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", lambda: False))
+            stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
             stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
             stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices))
         yield

@@ -2,6 +2,7 @@
 
     model, batch = zoo.llama(dtype=torch.float64)
     for name, build in zoo.ALL.items(): ...
+    with zoo.Wide(): ...                # compare transformers models in float64
 
 Batches are 8 × 16 tokens; labels are -100 at places that fall unevenly on the rows, so that ranks count different numbers.
 """
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 BATCH, SEQ, VOCAB, HIDDEN, HEADS = 8, 16, 128, 64, 8
 Batch = dict[str, Tensor]
@@ -41,6 +44,17 @@ def ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             p.copy_(1 + 0.1 * noise if p.dim() == 1 else noise * p.shape[-1] ** -0.5)
     return model.to(dtype).train()
+
+
+class Wide(TorchFunctionMode):
+    """`with Wide():` what a model casts to float32 (for stability in low precision) stays float64, in eager and in capture.
+
+    transformers' norms and losses do so; without this a float64 comparison would see float32 noise.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 
 
 # --- a GPT of ordinary PyTorch ----------------------------------------------------------------------------------------
