@@ -25,16 +25,16 @@ def attention(call: Call) -> Signature:
     names: list[Dim] = [(f"b{i}",) for i in range(lead)]
     query = list(names)
     keys = [n if s == o else () for n, s, o in zip(names, k[:-2], out[:-2], strict=True)]
-    if lead and k[-3] not in (1, q[-3]) or (lead and bool(call.kwargs and dict(call.kwargs).get("enable_gqa"))):
+    if lead and (k[-3] not in (1, q[-3]) or dict(call.kwargs).get("enable_gqa")):
         sizes |= {"g": k[-3], "r": q[-3] // k[-3]}
         query[-1], keys[-1] = ("g", "r"), ("g",)
     ins: list[tuple[Dim, ...]] = [(*query, ("s",), ("d",)), (*keys, ("t",), ("d",)), (*keys, ("t",), ("e",))]
     if len(call.operands) > 3:
         mask = call.operands[3].shape
         full = [*query, ("s",), ("t",)]
-        own = full[len(full) - len(mask) :]
-        full_shape = (*out[:-2], q[-2], k[-2])
-        ins.append(tuple(n if s == f and s != 1 else () for n, s, f in zip(own, mask, full_shape[len(full) - len(mask) :], strict=True)))
+        skip = len(full) - len(mask)
+        shape = (*out[:-2], q[-2], k[-2])
+        ins.append(tuple(n if s == f and s != 1 else () for n, s, f in zip(full[skip:], mask, shape[skip:], strict=True)))
     whole = {"t", "d", "e"} | ({"s"} if causal else set())
     return Signature(tuple(ins), ((*query, ("s",), ("e",)),), sizes, frozenset(), frozenset(whole))
 

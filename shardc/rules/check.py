@@ -186,9 +186,9 @@ class Case:
                 return node
             return rng if isinstance(x, Rng) else x
 
-        args, kwargs = fx.node.map_aggregate(arguments, leaf)  # type: ignore[misc]
+        args, kwargs = fx.node.map_aggregate(arguments, leaf)
         made = op(*args, **kwargs)
-        node = graph.call_function(op, *fx.node.map_aggregate((args, kwargs), placed))  # type: ignore[misc]
+        node = graph.call_function(op, *fx.node.map_aggregate((args, kwargs), placed))
         value = node.meta["value"] = typed(made, op, node.args, node.kwargs)
         for i, v in enumerate(value if isinstance(value, tuple) else ()):
             graph.call_function(operator.getitem, (node, i)).meta["value"] = v
@@ -290,14 +290,17 @@ def fits(choices: Choices, mesh: Mesh, first: Strategy, second: Strategy) -> boo
 
 def loosened(sig: Signature) -> Iterator[tuple[str, str, Signature]]:
     """(what would be allowed, the factor, the signature that allows it) for every factor that is whole."""
+    before = {f for o in sig.inputs for dim in o for f in dim}
     for f in sorted(sig.whole):
-        if sig.sizes[f] > 1 and not f.startswith("#"):
-            yield f"split {f}", f, replace(sig, whole=sig.whole - {f})
-            if not all(sig.places(o, f) for o in sig.outputs):
-                yield f"split {f}, sum", f, replace(sig, whole=sig.whole - {f}, summed=sig.summed | {f})
-            for g in sorted(sig.whole - {f}):
-                if sig.sizes[g] == sig.sizes[f] and any((g,) in o for o in sig.outputs) and not any((g,) in o for o in sig.inputs):
-                    yield f"split {f} = {g}", f, replace(sig, whole=sig.whole - {f, g}, outputs=tuple(_renamed(o, g, f) for o in sig.outputs))
+        if sig.sizes[f] < 2 or f.startswith("#"):
+            continue
+        rest = sig.whole - {f}
+        yield f"split {f}", f, replace(sig, whole=rest)
+        if not all(sig.places(o, f) for o in sig.outputs):
+            yield f"split {f}, sum", f, replace(sig, whole=rest, summed=sig.summed | {f})
+        for g in sorted(rest - before):  # a dim of operands and one of results that might be the same
+            if f in before and sig.sizes[g] == sig.sizes[f]:
+                yield f"split {f} = {g}", f, replace(sig, whole=rest - {g}, outputs=tuple(_renamed(o, g, f) for o in sig.outputs))
 
 
 def _renamed(operand: Operand, old: str, new: str) -> Operand:
@@ -314,20 +317,21 @@ def unlisted(choices: Choices) -> Iterator[tuple[str, Rule]]:
                 yield f"linear in {' '.join(map(str, group))}", replace(choices.rule, linear=(group,), linear_of=None)
 
 
-def too_strict(op: Any, sample: Sample, seed: int = 0) -> list[Finding]:
-    """What a rule forbids though it comes out right on two and on three ranks, as far as sizes divide."""
+def too_strict(op: Any, sample: Sample, seed: int = 0, rule: Rule | None = None) -> list[Finding]:
+    """What a rule forbids though it comes out right on two and on three ranks, as far as sizes divide. rule: as in `prove`."""
     if op in UNDEFINED:
         return []
-    case = Case.of(op, sample, seed)
-    rule, call, sig = case.choices.rule, case.choices.call, case.choices.signature
-    trials: list[tuple[str, Callable[[int], Strategy | None]]] = []
+    case = Case.of(op, sample, seed, rule)
+    call, sig = case.choices.call, case.choices.signature
+    trials: list[tuple[str, list[tuple[int, Strategy | None]]]] = []
     for what, factor, looser in loosened(sig):
-        trials.append((what, lambda n, c=Choices(rule, call, looser), f=factor: c.split(f, 1, n)))  # type: ignore[misc]
+        choices = Choices(case.choices.rule, call, looser)
+        trials.append((what, [(n, choices.split(factor, 1, n)) for n in (2, 3)]))
     for what, more in unlisted(case.choices):
-        trials.append((what, lambda n, s=Choices(more, call, sig).partials()[0]: s))  # type: ignore[misc]
+        trials.append((what, [(n, Choices(more, call, sig).partials()[0]) for n in (2, 3)]))
     findings = []
-    for what, strategy in trials:
-        tried = [(n, s) for n in (2, 3) if (s := strategy(n)) is not None and summable(s, case.choices)]
+    for what, each in trials:
+        tried = [(n, s) for n, s in each if s is not None and summable(s, case.choices)]
         if tried and not any(case.on_axis(n, s) for n, s in tried):
             findings.append(Finding(case.name, what, max(n for n, _ in tried), "comes out right, but the rule forbids it"))
     return findings

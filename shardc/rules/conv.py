@@ -57,7 +57,9 @@ def _linear(call: Call) -> str:
     return "0 2 | 1 2" if len(call.operands) == 3 else "0 | 1"
 
 
-for _op in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding):
+for _op in (
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+):  # fmt: skip
     rule(_op, conv, linear=_linear, added=(2,), flops=_flops)
 rule(aten.convolution.default, conv_general, linear=_linear, added=(2,), flops=_flops)
 for _op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input):

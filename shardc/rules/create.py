@@ -16,7 +16,8 @@ def filled(call: Call) -> Signature:
     """Every dim of the result is a factor; the operand of `new_*` gives only its dtype, so it stays as it is."""
     out = call.results[0].shape
     names = tuple((f"d{i}",) for i in range(len(out)))
-    sizes = {f"d{i}": s for i, s in enumerate(out)} | {f"x{j}_{i}": s for j, v in enumerate(call.operands) for i, s in enumerate(v.shape)}
+    sizes = {f"d{i}": s for i, s in enumerate(out)}
+    sizes |= {f"x{j}_{i}": s for j, v in enumerate(call.operands) for i, s in enumerate(v.shape)}
     ins = tuple(tuple((f"x{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands))
     return Signature(ins, (names,), sizes, frozenset(), frozenset(f for o in ins for d in o for f in d))
 
@@ -26,7 +27,7 @@ for _op in (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty
 for _op in (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default):
     rule(_op, filled, local=local_size(1))
 for _op in (
-    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.scalar_tensor.default, aten.eye.default,
-    aten.eye.m, aten.tril_indices.default, aten.triu_indices.default,
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.scalar_tensor.default,
+    aten.eye.default, aten.eye.m, aten.tril_indices.default, aten.triu_indices.default,
 ):  # fmt: skip
     rule(_op, all_whole)

@@ -51,7 +51,8 @@ def gather(call: Call) -> Signature:
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {f"o{i}": s for i, s in enumerate(index)}
     left: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
     right: tuple[Dim, ...] = tuple((f"d{i}",) if i in same else (f"o{i}",) for i in range(len(x)))
-    whole = {f"{k}{i}" for i in range(len(x)) if i not in same for k in "d"} | {f"o{i}" for i in range(len(x)) if i not in same and i != d}
+    other = [i for i in range(len(x)) if i not in same]
+    whole = {f"d{i}" for i in other} | {f"o{i}" for i in other if i != d}
     return Signature((left, right), (right,), sizes, frozenset(), frozenset(whole))
 
 
@@ -83,18 +84,18 @@ def index(call: Call) -> Signature:
         sizes |= {f"o{i}": s for i, s in enumerate(call.results[0].shape)}
         sizes |= {f"m{j}_{i}": s for j, p in enumerate(picked) for i, s in enumerate(p)}
         return Signature(tuple(ins), (tuple(out),), sizes, frozenset(), frozenset(sizes))
-    shape = torch.broadcast_shapes(*picked)
+    shape: tuple[int, ...] = torch.broadcast_shapes(*picked)  # type: ignore[no-untyped-call]
     sizes |= {f"i{i}": s for i, s in enumerate(shape)}
     inner: list[Dim] = [(f"i{i}",) if s != 1 else () for i, s in enumerate(shape)]
     together = at == list(range(at[0], at[0] + len(at)))
     rest_before = [names[d] for d in range(len(x)) if d not in at and (d < at[0] if together else False)]
     rest_after = [names[d] for d in range(len(x)) if d not in at and not (d < at[0] if together else False)]
-    out = [*rest_before, *inner, *rest_after]
+    result: tuple[Dim, ...] = (*rest_before, *inner, *rest_after)
     operands: list[tuple[Dim, ...]] = [tuple(names)]
     for p in picked:
         skip = len(shape) - len(p)
         operands.append(tuple((f"i{skip + i}",) if s == shape[skip + i] and s != 1 else () for i, s in enumerate(p)))
-    return Signature(tuple(operands), (tuple(out),), sizes, frozenset(), frozenset(f"d{d}" for d in at))
+    return Signature(tuple(operands), (result,), sizes, frozenset(), frozenset(f"d{d}" for d in at))
 
 
 rule(aten.index.Tensor, index, linear="0")
@@ -104,7 +105,8 @@ def all_whole(call: Call) -> Signature:
     """Nothing may be split: every dim is a factor of its own that stays whole."""
     ins = tuple(tuple((f"i{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands))
     outs = tuple(tuple((f"o{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.results))
-    sizes = {f"{k}{j}_{i}": s for k, vs in (("i", call.operands), ("o", call.results)) for j, v in enumerate(vs) for i, s in enumerate(v.shape)}
+    sides = (("i", call.operands), ("o", call.results))
+    sizes = {f"{k}{j}_{i}": s for k, vs in sides for j, v in enumerate(vs) for i, s in enumerate(v.shape)}
     return Signature(ins, outs, sizes, frozenset(), frozenset(sizes))
 
 

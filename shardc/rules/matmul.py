@@ -36,11 +36,12 @@ rule(aten.outer.default, "m, n -> m n", linear="0 | 1")
 def addmm(call: Call) -> Signature:
     """bias + a @ b, with a batch dim or without. The bias broadcasts: it may lack leading dims and have dims of size one."""
     bias, out, k = call.operands[0].shape, call.results[0].shape, call.operands[1].shape[-1]
-    names: list[Dim] = [("b",), ("m",), ("n",)][3 - len(out) :]
+    every: list[Dim] = [("b",), ("m",), ("n",)]
+    names = every[3 - len(out) :]
     skip = len(out) - len(bias)
     own = tuple(name if s == size else () for name, s, size in zip(names[skip:], bias, out[skip:], strict=True))
     *batch, m, n = names
-    sizes = {f: s for (f,), s in zip(names, out, strict=True)} | {"k": k}  # type: ignore[misc]
+    sizes = {f: s for (f,), s in zip(names, out, strict=True)} | {"k": k}
     return Signature((own, (*batch, m, ("k",)), (*batch, ("k",), n)), (tuple(names),), sizes, frozenset({"k"}), frozenset())
 
 
@@ -61,7 +62,7 @@ def matmul(call: Call) -> Signature:
         skip = lead - len(own)
         return [(names[skip + i],) if s == out[skip + i] and s != 1 else () for i, s in enumerate(own)]
 
-    sizes.update({n: s for n, s in zip(names, out, strict=False)})
+    sizes.update(dict(zip(names, out, strict=False)))
     left: list[Dim] = [("k",)] if len(a) == 1 else [*leading(a), ("m",), ("k",)]
     right: list[Dim] = [("k",)] if len(b) == 1 else [*leading(b), ("k",), ("n",)]
     result: list[Dim] = [(n,) if sizes[n] != 1 else () for n in names[:lead]] if lead > 0 else []

@@ -70,11 +70,14 @@ class Notation:
     whole: frozenset[str]
     literal: Mapping[str, int]
 
-    def bind(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], sizes: Mapping[str, int] | None = None) -> Signature:
+    def bind(
+        self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], sizes: Mapping[str, int] | None = None
+    ) -> Signature:
         """Fit the notation to shapes. sizes: known sizes of factors. Raises ValueError where they do not fit."""
         found: dict[str, int] = {**self.literal, **(sizes or {})}
         if len(inputs) > len(self.inputs) or len(outputs) > len(self.outputs):
-            raise ValueError(f"{len(inputs)} operands and {len(outputs)} results, but the rule has {len(self.inputs)} and {len(self.outputs)}")
+            had = f"{len(self.inputs)} and {len(self.outputs)}"
+            raise ValueError(f"{len(inputs)} operands and {len(outputs)} results, but the rule has {had}")
         pairs = [*zip(self.inputs, inputs, strict=False), *zip(self.outputs, outputs, strict=False)]
         lead = max((len(s) - len(o) + 1 for o, s in pairs if o and o[0] == ("...",)), default=0)
         ops = [_expand(o, len(s), lead) for o, s in pairs]

@@ -58,7 +58,8 @@ rule(aten.div.Scalar, broadcast, linear="0")
 rule(aten.where.self, broadcast, linear=branches)
 rule(aten.masked_fill.Scalar, broadcast, linear=fill_zero)
 for _op in (
-    aten.neg.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.positive.default, aten.lift_fresh_copy.default,
+    aten.neg.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.positive.default,
+    aten.lift_fresh_copy.default,
 ):  # fmt: skip
     rule(_op, broadcast, linear="0")
 for _op in (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device):
@@ -83,10 +84,11 @@ rule(aten.bucketize.Tensor, first_only)
 
 # pointwise in fact, though torch does not tag them so (or they are composites that canonical graphs keep whole)
 for _op in (
-    aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar, aten.dropout.default,
+    aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar,
     aten.silu.default, aten.gelu.default, aten.selu.default, aten.relu6.default, aten.softplus.default, aten.__and__.Tensor,
     aten.__or__.Tensor, aten.__xor__.Tensor, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-    aten.empty_like.default, aten.hardswish.default, aten.log_sigmoid.default, aten.floor_divide.default, aten.clamp.default, aten.isfinite.default,
+    aten.empty_like.default, aten.hardswish.default, aten.log_sigmoid.default, aten.floor_divide.default, aten.clamp.default,
+    aten.isfinite.default,
     aten.isinf.default, aten.isposinf.default, aten.isneginf.default, aten.float_power.Tensor_Scalar, aten.square.default,
 ):  # fmt: skip
     rule(_op, broadcast)

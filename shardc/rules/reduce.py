@@ -61,7 +61,8 @@ def local_mean(call: LocalCall) -> fx.Node:
     keep = bool(call.call.arg(2, "keepdim", False))
     terms = call.args[0]
     if dtype != value.dtype:  # mean(x, dtype=...) casts before it adds
-        terms = call.emit(aten._to_copy.default, (terms,), {"dtype": dtype}, value=replace(value, dtype=dtype, layout=call.inputs[0]))
+        cast = replace(value, dtype=dtype, layout=call.inputs[0])
+        terms = call.emit(aten._to_copy.default, (terms,), {"dtype": dtype}, value=cast)
     return call.emit(ops.partial_mean, (terms, dims, keep, count), {})
 
 
@@ -69,8 +70,8 @@ rule(aten.mean.dim, reduced(1, "dim", summed=True), linear="0", local=local_mean
 rule(aten.mean.default, reduced(9, "", summed=True, keep=(9, "")), linear="0", local=local_mean)
 
 for _op in (
-    aten.amax.default, aten.amin.default, aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims, aten.argmax.default, aten.argmin.default,
-    aten.logsumexp.default, aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.median.dim,
+    aten.amax.default, aten.amin.default, aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims, aten.argmax.default,
+    aten.argmin.default, aten.logsumexp.default, aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.median.dim,
 ):  # fmt: skip
     rule(_op, reduced(1, "dim", summed=False))
 for _op in (aten.any.default, aten.all.default, aten.max.default, aten.min.default, aten.prod.default):

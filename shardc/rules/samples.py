@@ -252,7 +252,9 @@ samples(aten.any.dim, aten.all.dim)(
     lambda t: call(t.index(6, 4, 12) > 4, 1), lambda t: call(t.index(6, 4, 12) < 5, -2, True), lambda t: call(t.truth(4, 12, 6), -1)
 )
 samples(aten.any.dims, aten.all.dims)(
-    lambda t: call(t.index(6, 4, 12, 2) > 4, [1, 2]), lambda t: call(t.truth(4, 12), None, True), lambda t: call(t.truth(4, 12, 2), [-1])
+    lambda t: call(t.index(6, 4, 12, 2) > 4, [1, 2]),
+    lambda t: call(t.truth(4, 12), None, True),
+    lambda t: call(t.truth(4, 12, 2), [-1]),
 )
 samples(aten.argmax.default, aten.argmin.default)(
     lambda t: call(t.real(4, 12), 1), lambda t: call(t.real(4, 12), -2, True), lambda t: call(t.real(4, 12))
@@ -263,7 +265,9 @@ sample(aten.count_nonzero.dim_IntList, lambda t: call(t.index(2, 4, 12, 6), [1])
 samples(aten.any.default, aten.all.default)(lambda t: call(t.truth(4, 12)))
 samples(aten.max.default, aten.min.default, aten.prod.default)(lambda t: call(t.real(4, 12)))
 samples(aten.var.correction, aten.std.correction, aten.var_mean.correction)(
-    lambda t: call(t.real(4, 12, 6), [1], correction=0), lambda t: call(t.real(4, 12, 6), [-1, 0], keepdim=True), lambda t: call(t.real(4, 12))
+    lambda t: call(t.real(4, 12, 6), [1], correction=0),
+    lambda t: call(t.real(4, 12, 6), [-1, 0], keepdim=True),
+    lambda t: call(t.real(4, 12)),
 )
 samples(aten.var.dim, aten.std.dim)(lambda t: call(t.real(4, 12, 6), [1]), lambda t: call(t.real(4, 12, 6), [-1, 0], False, True))
 sample(
@@ -276,13 +280,20 @@ sample(aten.norm.ScalarOpt_dim, lambda t: call(t.real(4, 12, 6), 2, [1]), lambda
 samples(aten.softmax.int, aten.log_softmax.int)(
     lambda t: call(t.real(4, 6, 12), -1), lambda t: call(t.real(4, 6, 12), 1), lambda t: call(t.real(4, 12), -1, torch.float32)
 )
-samples(aten._softmax.default, aten._log_softmax.default)(lambda t: call(t.real(4, 6, 12), -1, False), lambda t: call(t.real(4, 12), 0, False))
+samples(aten._softmax.default, aten._log_softmax.default)(
+    lambda t: call(t.real(4, 6, 12), -1, False),
+    lambda t: call(t.real(4, 12), 0, False),
+)
 samples(
-    aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.sort.default, aten.argsort.default,
+    aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.sort.default,
+    aten.argsort.default,
     aten.glu.default,
 )(lambda t: call(t.real(4, 6, 12), -1), lambda t: call(t.real(4, 12), 0))  # fmt: skip
 samples(aten.sort.default, aten.argsort.default)(lambda t: call(t.real(4, 6, 12), 1, True), lambda t: call(t.real(4, 12)))
-samples(aten.sort.stable, aten.argsort.stable)(lambda t: call(t.real(4, 6, 12), stable=True), lambda t: call(t.real(4, 12), stable=True, dim=0))
+samples(aten.sort.stable, aten.argsort.stable)(
+    lambda t: call(t.real(4, 6, 12), stable=True),
+    lambda t: call(t.real(4, 12), stable=True, dim=0),
+)
 sample(aten.topk.default, lambda t: call(t.real(4, 6, 12), 3), lambda t: call(t.real(12, 4), 2, 0))
 sample(
     aten.diff.default,
@@ -320,11 +331,16 @@ sample(aten.masked_fill.Tensor, lambda t: call(t.real(4, 12), t.truth(12), t.rea
 sample(aten.where.ScalarSelf, lambda t: call(t.truth(4, 12), 2.0, t.real(12)))
 sample(aten.where.ScalarOther, lambda t: call(t.truth(12), t.real(4, 12), 2.0))
 sample(aten.where.Scalar, lambda t: call(t.truth(4, 12), 1.0, 2.0))
-samples(aten.neg.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.positive.default, aten.detach.default)(
+samples(
+    aten.neg.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.positive.default,
+    aten.detach.default,
+)(
     lambda t: call(t.real(4, 12)), lambda t: call(t.real(12, 4).t())
 )
 samples(aten._to_copy.default, aten.to.dtype_layout)(
-    lambda t: call(t.real(4, 12), dtype=torch.float32), lambda t: call(t.index(9, 4, 12), dtype=torch.float64), lambda t: call(t.real(4, 12), dtype=torch.int64)
+    lambda t: call(t.real(4, 12), dtype=torch.float32),
+    lambda t: call(t.index(9, 4, 12), dtype=torch.float64),
+    lambda t: call(t.real(4, 12), dtype=torch.int64),
 )
 sample(
     aten.to.dtype,
@@ -342,9 +358,12 @@ sample(
 )
 samples(
     aten.silu.default, aten.selu.default, aten.relu6.default, aten.square.default, aten.isfinite.default, aten.isinf.default,
-    aten.isposinf.default, aten.isneginf.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default, aten.exp.default, aten.expm1.default,
-    aten.sin.default, aten.cos.default, aten.abs.default, aten.sign.default, aten.floor.default, aten.erf.default, aten.logical_not.default,
-    aten.hardtanh.default, aten.leaky_relu.default, aten.elu.default, aten.mish.default, aten.hardswish.default, aten.log_sigmoid.default,
+    aten.isposinf.default, aten.isneginf.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default,
+    aten.exp.default, aten.expm1.default,
+    aten.sin.default, aten.cos.default, aten.abs.default, aten.sign.default, aten.floor.default, aten.erf.default,
+    aten.logical_not.default,
+    aten.hardtanh.default, aten.leaky_relu.default, aten.elu.default, aten.mish.default, aten.hardswish.default,
+    aten.log_sigmoid.default,
     aten.isnan.default,
 )(lambda t: call(t.real(4, 12)), lambda t: call(t.real(2, 3, 4)))  # fmt: skip
 samples(aten.rsqrt.default, aten.sqrt.default, aten.log.default, aten.log1p.default, aten.reciprocal.default, aten.acos.default)(
@@ -353,8 +372,10 @@ samples(aten.rsqrt.default, aten.sqrt.default, aten.log.default, aten.log1p.defa
 sample(aten.nan_to_num.default, lambda t: call(t.real(4, 12) / t.index(2, 4, 12)))
 sample(aten.gelu.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12), approximate="tanh"))
 sample(aten.softplus.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12), 2.0, 1.0))
-sample(aten.dropout.default, lambda t: call(t.real(4, 12), 0.5, False))
-samples(aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.logical_and.default, aten.logical_or.default, aten.bitwise_and.Tensor)(
+samples(
+    aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.logical_and.default, aten.logical_or.default,
+    aten.bitwise_and.Tensor,
+)(
     lambda t: call(t.truth(4, 12), t.truth(12)), lambda t: call(t.truth(4, 1, 6), t.truth(12, 1))
 )
 samples(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)(
@@ -372,10 +393,13 @@ sample(aten.float_power.Tensor_Scalar, lambda t: call(t.positive(4, 12), 1.5))
 
 # elementwise by torch's own tag: a spread of them
 samples(
-    aten.maximum.default, aten.minimum.default, aten.atan2.default, aten.pow.Tensor_Tensor, aten.eq.Tensor, aten.gt.Tensor, aten.le.Tensor,
+    aten.maximum.default, aten.minimum.default, aten.atan2.default, aten.pow.Tensor_Tensor, aten.eq.Tensor, aten.gt.Tensor,
+    aten.le.Tensor,
     aten.ne.Tensor, aten.fmod.Tensor, aten.remainder.Tensor, aten.hypot.default, aten.clamp_min.Tensor,
 )(
-    lambda t: call(t.positive(4, 12), t.positive(4, 12)), lambda t: call(t.positive(4, 1, 12), t.positive(6, 1)), lambda t: call(t.positive(12), t.positive())
+    lambda t: call(t.positive(4, 12), t.positive(4, 12)),
+    lambda t: call(t.positive(4, 1, 12), t.positive(6, 1)),
+    lambda t: call(t.positive(12), t.positive()),
 )  # fmt: skip
 samples(
     aten.pow.Tensor_Scalar, aten.eq.Scalar, aten.gt.Scalar, aten.lt.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar,
@@ -401,7 +425,12 @@ samples(aten.view.default, aten.reshape.default, aten._unsafe_view.default)(
     lambda t: call(t.real(1), []),
 )
 sample(aten.reshape.default, lambda t: call(t.real(12, 4).t(), [48]), lambda t: call(t.real(4, 6, 12).transpose(1, 2), [12, 24]))
-sample(aten.flatten.using_ints, lambda t: call(t.real(4, 12, 6)), lambda t: call(t.real(4, 12, 6), 1, -1), lambda t: call(t.real(2, 3, 4, 2), -3, -2))
+sample(
+    aten.flatten.using_ints,
+    lambda t: call(t.real(4, 12, 6)),
+    lambda t: call(t.real(4, 12, 6), 1, -1),
+    lambda t: call(t.real(2, 3, 4, 2), -3, -2),
+)
 sample(aten.unflatten.int, lambda t: call(t.real(4, 24), -1, [2, 12]), lambda t: call(t.real(24, 4), 0, [12, -1]))
 sample(aten.squeeze.default, lambda t: call(t.real(1, 4, 1, 12)))
 sample(aten.squeeze.dim, lambda t: call(t.real(4, 1, 12), 1), lambda t: call(t.real(4, 12), -1))
@@ -414,7 +443,12 @@ sample(aten.numpy_T.default, lambda t: call(t.real(4, 12)))
 samples(aten.expand.default, aten.broadcast_to.default)(
     lambda t: call(t.real(4, 1, 12), [-1, 6, -1]), lambda t: call(t.real(1, 12), [4, 6, 12]), lambda t: call(t.real(), [4, 12])
 )
-sample(aten.repeat.default, lambda t: call(t.real(4, 12), [2, 3]), lambda t: call(t.real(4, 12), [6, 1, 2]), lambda t: call(t.real(12), [4, 1, 1]))
+sample(
+    aten.repeat.default,
+    lambda t: call(t.real(4, 12), [2, 3]),
+    lambda t: call(t.real(4, 12), [6, 1, 2]),
+    lambda t: call(t.real(12), [4, 1, 1]),
+)
 sample(
     aten.repeat_interleave.self_int,
     lambda t: call(t.real(4, 12), 3, 1),
@@ -449,14 +483,24 @@ sample(
     lambda t: call(t.real(4, 12), [0, 0, 1, 0], "constant", 2.0),
     lambda t: call(t.real(2, 4, 12), [1, 1], "reflect"),
 )
-sample(aten.split.Tensor, lambda t: call(t.real(4, 24), 12, -1), lambda t: call(t.real(36, 4), 12), lambda t: call(t.real(4, 20), 12, 1))
+sample(
+    aten.split.Tensor,
+    lambda t: call(t.real(4, 24), 12, -1),
+    lambda t: call(t.real(36, 4), 12),
+    lambda t: call(t.real(4, 20), 12, 1),
+)
 samples(aten.split_with_sizes.default, aten.split.sizes)(
     lambda t: call(t.real(4, 36), [12, 12, 12], -1),
     lambda t: call(t.real(48, 4), [12, 12, 24]),
     lambda t: call(t.real(4, 12), [5, 7], 1),
     lambda t: call(t.real(4, 12), [12], 1),
 )
-sample(aten.chunk.default, lambda t: call(t.real(4, 36), 3, -1), lambda t: call(t.real(20, 4), 3), lambda t: call(t.real(4, 24), 2, 1))
+sample(
+    aten.chunk.default,
+    lambda t: call(t.real(4, 36), 3, -1),
+    lambda t: call(t.real(20, 4), 3),
+    lambda t: call(t.real(4, 24), 2, 1),
+)
 sample(
     aten.cat.default,
     lambda t: call([t.real(4, 12), t.real(4, 12)], -1),
@@ -465,7 +509,11 @@ sample(
     lambda t: call([t.real(4, 12), t.real(4, 0), t.real(4, 12)], 1),
     lambda t: call([t.real(4, 12)], 0),
 )
-sample(aten.stack.default, lambda t: call([t.real(4, 12), t.real(4, 12)]), lambda t: call([t.real(4, 12), t.real(4, 12), t.real(4, 12)], -1))
+sample(
+    aten.stack.default,
+    lambda t: call([t.real(4, 12), t.real(4, 12)]),
+    lambda t: call([t.real(4, 12), t.real(4, 12), t.real(4, 12)], -1),
+)
 samples(aten.tril.default, aten.triu.default)(lambda t: call(t.real(6, 12, 12)), lambda t: call(t.real(4, 12), 1))
 
 # --- look-ups ---------------------------------------------------------------------------------------------------------
@@ -483,7 +531,11 @@ sample(
     lambda t: call(t.real(12, 4, 6), -1, t.index(6, 12, 2, 6)),
     lambda t: call(t.real(12, 4), 0, t.index(12, 12, 4)),
 )
-sample(aten.index_select.default, lambda t: call(t.real(4, 12), 1, t.index(12, 6)), lambda t: call(t.real(12, 4), -2, t.index(12, 12)))
+sample(
+    aten.index_select.default,
+    lambda t: call(t.real(4, 12), 1, t.index(12, 6)),
+    lambda t: call(t.real(12, 4), -2, t.index(12, 12)),
+)
 sample(
     aten.index.Tensor,
     lambda t: call(t.real(12, 4), [t.index(12, 6)]),
@@ -503,14 +555,22 @@ sample(
 sample(aten.nonzero.default, lambda t: call(t.truth(4, 12)))
 sample(aten.unique_consecutive.default, lambda t: call(t.index(3, 12), True, True))
 sample(aten.unique_dim.default, lambda t: call(t.index(3, 12), 0, True, True, True))
-sample(aten.bincount.default, lambda t: call(t.index(6, 24).sort().values), lambda t: call(t.index(6, 12).sort().values, t.index(9, 12)))
+sample(
+    aten.bincount.default,
+    lambda t: call(t.index(6, 24).sort().values),
+    lambda t: call(t.index(6, 12).sort().values, t.index(9, 12)),
+)
 sample(
     aten.scatter.src,
     lambda t: call(t.real(4, 12), 1, t.orders(12, 4, 6), t.real(4, 6)),
     lambda t: call(t.real(4, 12), -1, t.orders(12, 2, 6), t.real(2, 6)),
     lambda t: call(t.index(9, 4, 12), 1, t.orders(12, 4, 6), t.index(9, 8, 12)),
 )
-sample(aten.scatter.value, lambda t: call(t.real(4, 12), 1, t.orders(12, 4, 6), 2.0), lambda t: call(t.real(6, 12), -1, t.orders(12, 3, 12), 0.0))
+sample(
+    aten.scatter.value,
+    lambda t: call(t.real(4, 12), 1, t.orders(12, 4, 6), 2.0),
+    lambda t: call(t.real(6, 12), -1, t.orders(12, 3, 12), 0.0),
+)
 sample(
     aten.scatter_add.default,
     lambda t: call(t.real(4, 12), 1, t.index(12, 4, 6), t.real(4, 6)),

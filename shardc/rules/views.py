@@ -219,7 +219,7 @@ def cut(call: Call) -> Signature:
 def local_cut(call: LocalCall) -> fx.Node:
     """Where the sliced dim itself is split the slice took everything: nothing is left to do."""
     d = call.call.dim(call.call.arg(1, "dim", 0))
-    return call.args[0] if call.inputs[0].shards(d) else call.same()  # type: ignore[no-any-return]
+    return call.args[0] if call.inputs[0].shards(d) else call.same()
 
 
 rule(aten.slice.Tensor, cut, linear="0", local=local_cut)
@@ -309,7 +309,7 @@ def cat(call: Call) -> Signature:
     own: list[Dim] = [("z",) if p == 0 else ("c",) if same else (f"c{i}",) for i, p in enumerate(parts)]
     ins = [[*names[:d], o, *names[d + 1 :]] if len(v.shape) == len(out) else [o] for o, v in zip(own, call.operands, strict=True)]
     result: list[Dim] = [*names[:d], ("k", "c") if same else (f"d{d}",), *names[d + 1 :]]
-    return _signature(call, ins, [result], sizes, {"k", "z"} if same else {f"d{d}", *(f for (f,) in own)})  # type: ignore[misc]
+    return _signature(call, ins, [result], sizes, {"k", "z"} if same else {f"d{d}", *(f for (f,) in own)})
 
 
 def stack(call: Call) -> Signature:
