@@ -6,11 +6,8 @@ Everything else in shardc uses torch's public API. Add a name here with the reas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 from unittest import mock
 
 import torch
@@ -26,7 +23,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 __all__ = [
-    "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "fake_mode", "fake_tensor", "traced_node", "traced_with",
+    "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "fake_mode", "fake_tensor", "replaced_trunc_normal",
+    "traced_node", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
