@@ -62,7 +62,10 @@ def softmax(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("sum", "mean", "cumsum", "prod")
 def reduction(emit: Emit, a: Args, out: Value) -> Result:
-    """`sum(x, dtype=torch.float32)` casts first."""
-    x: Any = a.first if a.get("dtype") is None else emit.cast(a.first, a.dtype)
+    """`sum(x, dtype=torch.float32)` casts first. Integers add up in int64 unless told otherwise."""
+    dtype: torch.dtype | None = a.get("dtype")
+    x = emit.cast(a.first, dtype)
     rest = [v for k, v in a.named.items() if k not in ("self", "dtype")]
+    if dtype is not None and not dtype.is_floating_point and dtype != torch.int64:
+        return emit(a.op, x, *rest, dtype=dtype)
     return emit(a.op, x, *rest)

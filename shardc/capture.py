@@ -67,7 +67,7 @@ class Leaves:
         self.tensors: list[Tensor] = [self.flat[i] for i in self.at]
         self.paths: list[tuple[str | int, ...]] = [tuple(_key(k) for k in flat[i][0]) for i in self.at]
         if not self.tensors:
-            raise ShardcError("the batch has no tensor in it", fix="give keyword arguments (dict), positional ones (tuple), or a tensor")
+            raise ShardcError("the batch has no tensor in it", fix="give a dict (keyword arguments), a tuple or a tensor")
 
     def batch(self, tensors: Iterable[Tensor]) -> Any:
         flat = list(self.flat)
@@ -167,9 +167,9 @@ def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
     """{FQN of a buffer: its new value} of a functionalised program."""
     output = next(n for n in reversed(exported.graph.nodes) if n.op == "output")
     found: dict[str, fx.Node] = {}
-    for spec, node in zip(exported.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
+    for spec, node in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
         if spec.kind == OutputKind.BUFFER_MUTATION:
-            found[str(spec.target)] = node  # type: ignore[assignment]
+            found[str(spec.target)] = node
         elif spec.kind == OutputKind.PARAMETER_MUTATION:
             raise ShardcError(
                 f"the forward pass writes to the parameter {str(spec.target).removeprefix('model.')!r}", where=source.place(node),

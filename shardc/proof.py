@@ -111,7 +111,7 @@ def _rebuilt(batch: Any, tensors: Iterator[Tensor]) -> Any:
 def _grads(loss: Tensor, trained: dict[str, Tensor]) -> dict[str, Tensor]:
     """By `backward`, since reentrant checkpoints refuse `autograd.grad`; the tensors' `.grad` is left empty."""
     if loss.requires_grad:
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
     for p in trained.values():
         p.grad = None

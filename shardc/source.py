@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 from torch import fx
 
-from shardc.program import Source
+from shardc.program import Source as Source  # also found here
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*(?:\n\s*(.*))?')
 _STDLIB = (str(Path(contextlib.__file__).parent),)

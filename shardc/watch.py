@@ -136,11 +136,12 @@ def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
     saved: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for module in model.modules():
-            for held in (module._parameters, module._buffers):
+            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for held in holders:
                 for name, x in list(held.items()):
                     if x is not None and id(x) in tensors:
                         saved.append((held, name, x))
-                        held[name] = tensors[id(x)]  # type: ignore[assignment]
+                        held[name] = tensors[id(x)]
         yield
     finally:
         for held, name, x in saved:

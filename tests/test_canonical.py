@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardc.capture import capture, default_loss
 from shardc.errors import ShardcError
-from shardc.interpret import interpret, on_device, tensors_of
+from shardc.interpret import interpret, on_device, tensors_of, widened
 from shardc.program import Program, Value
 from shardc.torch_private import OpOverload
 from shardc.values import op_name
@@ -211,6 +211,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.fl
         (lambda w: ((w > 0) & (w < 1)).sum() * w.sum(), {"__and__": 0, "bitwise_and": 1}),
         (lambda w: w.softmax(-1, dtype=torch.float64).log_softmax(0)[0, 0], {"softmax": 1, "log_softmax": 1}),
         (lambda w: w.float().sum(dtype=torch.float64), {"_to_copy": 2, "sum": 1}),
+        (lambda w: ((w > 0).cumsum(0, dtype=torch.int32) * w).sum(), {"cumsum": 1, "_to_copy": 1}),
         (lambda w: F.dropout(w, 0.0).sum() + F.dropout(w, 0.5, training=False).sum(), {"dropout": 0}),
         (lambda w: F.dropout(w, 1.0).sum() + w.sum(), {"dropout": 0}),
         (lambda w: torch.broadcast_tensors(w, w[:1])[1].sum(), {"expand": 1}),
@@ -311,6 +312,18 @@ def test_attention_with_dropout_is_spelled_out(kind: str) -> None:
     names = Counter(op_name(n.target) for n in program.graph.nodes if n.op == "call_function")
     assert (names["dropout"], names["scaled_dot_product_attention"]) == (1, 0)
     check(program, model, (torch.zeros(1),), function(model.w, 0.0), Rng(0, training=False))
+
+
+def test_a_float32_program_can_be_run_in_float64() -> None:
+    model, batch = zoo.llama(dtype=torch.float32)
+    program = canonical.run(capture(model, batch, prove=False))
+    model.double()
+    loss, _ = interpret(program, *tensors_of(program, model, batch), graph=widened(program.graph))
+    with zoo.Wide():
+        want = model(**batch).loss
+    assert loss.dtype == torch.float64
+    assert torch.allclose(loss, want, rtol=1e-12)
+    assert next(n for n in program.graph.nodes if n.name == "linear").meta["value"].dtype == torch.float32
 
 
 def test_factories_run_on_any_device() -> None:
