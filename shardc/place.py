@@ -166,19 +166,24 @@ class Axis:
     def _leaves(self) -> None:
         """Stored placements of placeholders, and which values derive from parameters alone."""
         by_name = {p.name: p for p in (*self.program.params, *self.program.buffers, *self.program.inputs)}
-        params = {p.name for p in self.program.params}
+        params, buffers = {p.name for p in self.program.params}, {b.name for b in self.program.buffers}
+        constant: set[fx.Node] = set()
         for node in self.program.graph.nodes:
             if node.op == "placeholder" and node.name in by_name:
                 self.stored[node] = by_name[node.name].layout[self.name]
                 if node.name in params:
                     self.derived.add(node)
+                elif node.name in buffers:
+                    constant.add(node)
                 if self.stored[node] != REPLICATE:
                     self.pinned.add(node)
             elif node.op == "call_function":
-                sources = tensors(node)
-                if sources and all(result(s)[0] in self.derived for s in sources):
+                sources = [result(s)[0] for s in tensors(node)]
+                if all(s in constant for s in sources):
+                    constant.add(node)
+                elif all(s in constant or s in self.derived for s in sources):
                     self.derived.add(node)
-                    if any(result(s)[0] in self.pinned for s in sources):
+                    if any(s in self.pinned for s in sources):
                         self.pinned.add(node)
 
     # --- sweeps
@@ -252,22 +257,23 @@ class Axis:
         return True
 
     def _bytes(self, operand: tuple[fx.Node, int]) -> float:
-        """Bytes of a value as cut by the axes that were placed before."""
+        """Bytes of a value as cut by the axes that were placed before. float64 counts as float32: what is cheap must not depend
+        on whether a check runs in double precision."""
         node, i = operand
         v = values(node)[i]
         cut = 1
         for axis, s in node.meta.get("strategies", {}).items():
             if i < len(s.outputs) and isinstance(s.outputs[i], Shard):
                 cut *= self.mesh.size(axis)
-        return v.nbytes() / cut
+        return v.nbytes() / cut * min(4 / v.dtype.itemsize, 1)
 
-    def _convert(self, operand: tuple[fx.Node, int], need: Placement) -> float:
-        """Bytes of making a value what an op needs, from the nearest of what there is."""
+    def _convert(self, operand: tuple[fx.Node, int], need: Placement, *, fresh: bool = False) -> float:
+        """Bytes of making a value what an op needs, from the nearest of what there is (fresh: from how it is produced)."""
         node, i = operand
         v, nbytes = values(node)[i], self._bytes(operand)
         if node in self.derived and self.have[operand][0] in (REPLICATE, VARYING) and isinstance(need, Varying | Shard):
             return 0.0  # the gradient's reduction has to be done anyway; a weight that is only used split is stored split
-        cost = min(transfer(v, p, need, self.n, nbytes) for p in self.have[operand])
+        cost = min(transfer(v, p, need, self.n, nbytes) for p in self.have[operand][: 1 if fresh else None])
         return cost * UNDO if node in self.pinned and isinstance(self.have[operand][0], Shard) else cost
 
     def _cost(self, node: fx.Node, operands: list[tuple[fx.Node, int]], strategy: Strategy) -> float:
@@ -280,9 +286,11 @@ class Axis:
             touched = sum(v.nbytes() for v in (*choices.call.operands, *choices.call.results))
             cost += (3 * flops / FLOPS_PER_BYTE + TOUCH * touched) * (self.n - 1) / self.n
         for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):
-            for need in self.want.get((node, i), ()):
-                if out != need:
-                    cost += transfer(v, out, need, self.n, v.nbytes())
+            later = [need for need in self.want.get((node, i), ()) if need != out]
+            nbytes = self._bytes((node, i))
+            cost += sum(transfer(v, out, need, self.n, nbytes) for need in later)
+            if isinstance(out, Partial) and not later:  # handing a partial value on only puts its sum off
+                cost += transfer(v, out, REPLICATE, self.n, nbytes)
         return cost
 
     def _demand(self) -> None:
@@ -298,9 +306,10 @@ class Axis:
                 other = self.choices[node].from_result(0, next(iter(wanted)), self.n)
                 flops = self.choices[node].rule.flops
                 if other is not None and flops is None and self._fits(node, other):
-                    now = transfer(values(node)[0], REPLICATE, next(iter(wanted)), self.n, values(node)[0].nbytes())
+                    now = transfer(values(node)[0], REPLICATE, next(iter(wanted)), self.n, self._bytes((node, 0)))
                     operands = [result(t) for t in tensors(node)]
-                    if sum(self._convert(o, need) for o, need in zip(operands, other.inputs, strict=True)) <= now:
+                    now += sum(self._convert(o, need, fresh=True) for o, need in zip(operands, strategy.inputs, strict=True))
+                    if sum(self._convert(o, need, fresh=True) for o, need in zip(operands, other.inputs, strict=True)) <= now:
                         strategy = other
             for t, need in zip(tensors(node), strategy.inputs, strict=True):
                 self.want.setdefault(result(t), set()).add(need)
