@@ -257,13 +257,15 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
     errors = Errors()
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     modules = sorted({m for n in nodes for m in _parents(n.meta.get("source", Source()).module)})
+    shared: list[list[str]] = program.meta.get("shared_modules", [])
+    also = {m: names for names in shared for m in modules if m in names}
     pinned: dict[fx.Node, tuple[Layout, str]] = {}
     todo: list[tuple[fx.Node, set[fx.Node] | None, Layout, str, str]] = []
     claimed: set[tuple[str, str]] = set()
     for rule in spec.activations:
         key = rule.pattern + (":in" if rule.at == "input" else "")
         where = spec.where(("activations", key))
-        hits = [m for m in modules if match(rule.pattern, m)]
+        hits = [m for m in modules if any(match(rule.pattern, name) for name in also.get(m, [m]))]
         if not hits:
             close = nearest(rule.pattern, modules)
             errors.add(

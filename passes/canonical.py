@@ -21,7 +21,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from shardc.passes import canonical_loss, canonical_norm, canonical_pointwise, canonical_random, canonical_views  # noqa: F401 (they register)
+from shardc.passes import (  # noqa: F401 (they register)
+    canonical_create,
+    canonical_loss,
+    canonical_norm,
+    canonical_pointwise,
+    canonical_random,
+    canonical_views,
+)
 from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
 from shardc.runtime import ops
 from torch import fx

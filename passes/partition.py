@@ -279,6 +279,9 @@ class _Writer:
         first, second = (producer, user) if kind in ("all_reduce", "reduce_scatter") else (user, producer)
         found: list[str] = []
         for axis in axes:
+            strategy = user.meta.get("strategies", {}).get(axis)
+            if kind.startswith("all_gather") and (strategy is None or strategy.kind in ("replicate", "varying", "partial")):
+                continue  # the op cannot be split: no annotation asked for that
             for n in (first, second):
                 why = n.meta.get("why", {}).get(axis, "")
                 if why:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.errors import ShardcError
+from shardc.interpret import on_device
 from shardc.program import Input, Program
 from shardc.runtime import state
 from shardc.runtime.comm import TorchMesh
@@ -53,7 +54,7 @@ class Engine:
         self.optimizer = optimizer([p for p in self.params.values() if p.requires_grad]) if optimizer is not None else None
         self.grad_norm: Tensor | None = None
         self._buckets = Buckets(program, self.params, self.mesh)
-        self._run = fx.GraphModule(nn.Module(), program.stages[0].graph)
+        self._run = fx.GraphModule(nn.Module(), on_device(program.stages[0].graph, self.mesh.device))
 
     @property
     def step_count(self) -> int:

@@ -277,7 +277,16 @@ def _lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: 
     with_news = tuple(_detached(graph, news[b.name]) for b in buffers if b.updated)
     graph.output((loss, with_news))
     graph.lint()
-    return Program(Mesh(()), graph, tuple(params), tuple(buffers), tuple(inputs), meta={"model": type(model).__name__})
+    meta = {"model": type(model).__name__, "shared_modules": _shared_modules(model)}
+    return Program(Mesh(()), graph, tuple(params), tuple(buffers), tuple(inputs), meta=meta)
+
+
+def _shared_modules(model: nn.Module) -> list[list[str]]:
+    """Names of modules that are one object under several: a graph's nodes carry just one of them."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:

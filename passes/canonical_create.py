@@ -1,0 +1,27 @@
+"""Canonical spelling of constants: what takes only shape or dtype from a tensor takes them from the graph, not from the tensor.
+
+    zeros_like(x), new_full(x, [8, 1], 0.0)      ->      full([8, 16], 0.0, dtype=f32), full([8, 1], 0.0, dtype=f32)
+
+So a constant depends on nothing, and no rank gathers a value just to read its shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from shardc.passes.canonical_emit import Args, Emit, Result, rewrite
+from torch import fx
+
+from shardc.program import Value
+
+aten = torch.ops.aten
+_FILL = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "empty_like": 0, "new_empty": 0}
+
+
+@rewrite("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
+def filled(emit: Emit, a: Args, out: Value) -> Result:
+    fill = _FILL.get(a.op_name)
+    if fill is None:
+        fill = a.fill_value
+        if isinstance(fill, fx.Node):
+            return emit(a.op, *a.named.values())
+    return emit(aten.full.default, list(out.shape), fill, dtype=out.dtype)
