@@ -10,8 +10,8 @@ A value that Python asks for (`.item()`, `if x.any()`) is replayed on the spot i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,6 +154,7 @@ class Recorder:
         self._held: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that their ids stay theirs
         self._shadows: dict[int, Tensor] = {}  # of real tensors' storages: meta tensors of the same size
         self._stack = ExitStack()
+        self._paused = False
 
     def __enter__(self) -> Recorder:
         self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))
@@ -166,11 +167,6 @@ class Recorder:
 
     def ref(self, x: Tensor) -> Ref:
         """Where x is on the tape."""
-        if x.layout is not torch.strided or x.is_quantized:
-            raise ShardcError(
-                f"a {x.layout} tensor is made while the model is built", where=source.of_call().line,
-                fix="pass a real model instead of its builder",
-            )  # fmt: skip
         x = self._meta(x)
         storage = x.untyped_storage()
         self._held[id(storage)] = storage
@@ -178,8 +174,10 @@ class Recorder:
 
     def value(self, x: Tensor) -> Tensor:
         """The real value of a recorded tensor. Raises ShardcError if it depends on random numbers."""
+        ref = self.ref(x)
         try:
-            return self.tape.replay([self.ref(x)], None)[0]
+            with self._pause():
+                return self.tape.replay([ref], None)[0]
         except RandomValue as e:
             at = source.of_call()
             raise ShardcError(
@@ -189,9 +187,18 @@ class Recorder:
 
     def _meta(self, x: Tensor) -> Tensor:
         """x itself, or the meta tensor that stands for a real x (from outside, from numpy, a file, torch.tensor): a constant."""
+        if x.layout is not torch.strided or x.is_quantized:
+            raise ShardcError(
+                f"a {x.layout} tensor is made while the model is built", where=source.of_call().line,
+                fix="pass a real model instead of its builder",
+            )  # fmt: skip
         storage = x.untyped_storage()
         if storage.device.type == "meta":
             return x
+        with self._pause():
+            return self._shadow(x, storage)
+
+    def _shadow(self, x: Tensor, storage: torch.UntypedStorage) -> Tensor:
         if id(storage) not in self._shadows:
             whole = torch.empty(0, dtype=x.dtype, device=storage.device).set_(storage)  # type: ignore[call-overload]
             shadow = torch.empty(whole.shape, dtype=x.dtype, device="meta")
@@ -200,6 +207,15 @@ class Recorder:
             self._add(None, "constant", (whole.detach().clone(),), {}, (ref,), {ref.storage}, set())
         like = torch.empty(0, dtype=x.dtype, device="meta")
         return like.set_(self._shadows[id(storage)].untyped_storage(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload,no-any-return]
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Our own work on tensors is not recorded."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def _add(
         self, func: OpOverload | None, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: tuple[Ref | None, ...],
@@ -213,6 +229,8 @@ class Recorder:
 
     def op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op on meta tensors and put it on the tape if it makes or changes a tensor."""
+        if self._paused:
+            return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             return self._meta(args[0])
         if torch.Tag.data_dependent_output in func.tags:

@@ -10,6 +10,7 @@ import linecache
 import re
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -20,7 +21,8 @@ from shardc.program import Source as Source  # also found here
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*(?:\n\s*(.*))?')
 _STDLIB = (str(Path(contextlib.__file__).parent),)
-_OURS = tuple(f"{Path(f).parent}/" for f in (torch.__file__, __file__))
+_PARTS = [find_spec(f"shardc.{name}") for name in ("passes", "runtime")]  # installed with us, but they may lie elsewhere
+_OURS = tuple(f"{Path(f).parent}/" for f in (torch.__file__, __file__, *(p.origin for p in _PARTS if p and p.origin)))
 
 
 @cache

@@ -1,0 +1,306 @@
+"""Checkpoints that any mesh can load, in the format of torch.distributed.checkpoint.
+
+    DIR/.metadata, __0_0.distcp ...   torch's: tensors as boxes of the global tensor, under "model.FQN" and "optimizer.FQN.STATE"
+    DIR/manifest.json                 hyperparameters and numbers of the optimizer, and the caller's `extra`
+
+A rank's part of a tensor is one or more boxes (`Layout.boxes`: several for fused weights); the first of its replicas writes
+them. Layouts are arithmetic, so rank 0 knows what every rank writes, and loading plans on every rank by itself: the ranks only
+meet at barriers, whatever they are (processes or threads). What is saved is complete or absent: it is renamed into place.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.optim import Optimizer
+
+from shardc.errors import Errors, ShardcError
+from shardc.mesh import Mesh
+from shardc.placement import Layout
+from shardc.program import Param, Program
+from shardc.runtime.weights import check_names
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a global tensor, as torch.distributed.checkpoint sees it."""
+
+    local: Tensor
+    shape: tuple[int, ...]
+    layout: Layout = Layout()
+
+    def boxes(self, mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[ChunkStorageMetadata, tuple[slice, ...]]]:
+        """(place in the global tensor, where it lies in the local one)."""
+        if 0 in self.shape:  # nothing to write, but its name must be known
+            yield ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(self.local.shape)), (slice(None),) * len(self.shape)
+            return
+        for box in self.layout.boxes(self.shape, mesh, coords):
+            place = ChunkStorageMetadata(torch.Size([g for _, g, _ in box]), torch.Size([n for _, _, n in box]))
+            yield place, tuple(slice(a, a + n) for a, _, n in box)
+
+    def items(self, key: str, mesh: Mesh, coords: Mapping[str, int]) -> list[WriteItem]:
+        """What the rank at `coords` writes of it: nothing if another replica does."""
+        sharded = {a for a, _ in self.layout.shards()}
+        if any(c for a, c in coords.items() if a not in sharded):
+            return []
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, torch.Size(self.shape)))
+            for box, _ in self.boxes(mesh, coords)
+        ]
+
+
+class _Saving(DefaultSavePlanner):
+    """Looks tensors up in our parts. The plan is made by `save`."""
+
+    def __init__(self, parts: Mapping[str, Part], mesh: Any) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.parts, self.mesh = parts, mesh
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return _box(self.parts[index.fqn], self.mesh, index)
+
+
+class _Loading(DefaultLoadPlanner):
+    """The same for reading. The plan is made by `load`."""
+
+    def __init__(self, parts: Mapping[str, Part], mesh: Any) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.parts, self.mesh = parts, mesh
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _box(self.parts[index.fqn], self.mesh, index)
+
+
+def _box(part: Part, mesh: Any, index: MetadataIndex) -> Tensor:
+    for box, where in part.boxes(mesh.layout, _coords(mesh)):
+        if box.offsets == index.offset:
+            return part.local.detach()[where]
+    raise AssertionError(f"{index} is no box of this rank")
+
+
+def _coords(mesh: Any) -> dict[str, int]:
+    return {a: mesh.coordinate(a) for a in mesh.layout.names}
+
+
+# --- what is saved ----------------------------------------------------------------------------------------------------
+
+
+def _model_parts(program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Part]:
+    parts = {f"model.{p.fqn}": Part(params[p.name], p.shape, p.layout) for p in program.params}
+    kept = [b for b in program.buffers if b.fqn and (b.persistent or b.updated)]
+    return parts | {f"model.{b.fqn}": Part(buffers[b.name], b.shape, b.layout) for b in kept}
+
+
+def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer) -> list[list[Param]]:
+    """The program's parameters in the optimizer's groups."""
+    known = {id(params[p.name]): p for p in program.params}
+    for group in optimizer.param_groups:
+        for x in group["params"]:
+            if id(x) not in known:
+                raise ShardcError(
+                    f"the optimizer holds a tensor of shape {list(x.shape)} that is no parameter of the program",
+                    fix="make the optimizer from the parameters that shardc gives it",
+                )  # fmt: skip
+    return [[known[id(x)] for x in group["params"]] for group in optimizer.param_groups]
+
+
+def _optimizer_state(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer) -> tuple[dict[str, Part], dict[str, Any]]:
+    """Tensors of the optimizer's state as parts, and all the rest of it as JSON-able values."""
+    parts: dict[str, Part] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    groups = _groups(program, params, optimizer)
+    for p in (p for group in groups for p in group):
+        local = params[p.name]
+        for name, x in optimizer.state.get(local, {}).items():
+            if not isinstance(x, Tensor):
+                numbers.setdefault(p.fqn, {})[name] = x
+            elif x.shape == local.shape:
+                parts[f"optimizer.{p.fqn}.{name}"] = Part(x, p.shape, p.layout)
+            elif not p.layout.shards() or x.dim() == 0:
+                parts[f"optimizer.{p.fqn}.{name}"] = Part(x, tuple(x.shape))
+            else:
+                raise ShardcError(
+                    f"the optimizer's state {name!r} of shape {list(x.shape)} does not lie like its parameter, {list(local.shape)}", where=p.fqn,
+                    fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
+                )  # fmt: skip
+    facts = []
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k != "params"}
+        facts.append({**hyper, "params": [p.fqn for p in members]})
+    return parts, {"class": type(optimizer).__name__, "groups": facts, "numbers": numbers}
+
+
+def save(
+    folder: str | Path, program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
+    optimizer: Optimizer | None = None, extra: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Write a checkpoint that any mesh can load. Collective; all ranks must see the same file system.
+
+    params, buffers: this rank's, by placeholder name. optimizer: over these params; its step counts, moments, hyperparameters.
+    extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict. An existing checkpoint is replaced at the end.
+    """
+    folder = Path(folder).absolute()
+    work = folder.with_name(f".{folder.name}.saving")
+    parts = _model_parts(program, params, buffers)
+    manifest: dict[str, Any] = {"format": _FORMAT, "model": program.meta.get("model", ""), "mesh": dict(mesh.layout.axes), "extra": dict(extra or {})}
+    if optimizer is not None:
+        more, manifest["optimizer"] = _optimizer_state(program, params, optimizer)
+        parts |= more
+    text = _json(manifest)
+    if mesh.rank == 0:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+    mesh.barrier()
+    planner, writer = _Saving(parts, mesh), FileSystemWriter(work)
+    layout = mesh.layout
+    plans = [
+        SavePlan([i for key, part in parts.items() for i in part.items(key, layout, layout.coords(r))])
+        for r in (range(layout.world) if mesh.rank == 0 else (mesh.rank,))
+    ]
+    mine = writer.prepare_global_plan([SavePlan([])] * mesh.rank + plans[:1])[-1]  # names its file after the rank
+    results = writer.write_data(mine, planner).wait()
+    _results(work, mesh.rank).write_bytes(pickle.dumps(results))
+    mesh.barrier()
+    if mesh.rank == 0:
+        _, metadata = planner.create_global_plan(plans)
+        writer.finish(metadata, [pickle.loads(_results(work, r).read_bytes()) for r in range(layout.world)])
+        for r in range(layout.world):
+            _results(work, r).unlink()
+        (work / "manifest.json").write_text(text)
+        _replace(folder, work)
+    mesh.barrier()
+
+
+def _results(work: Path, rank: int) -> Path:
+    return work / f".results-{rank}"
+
+
+def _replace(folder: Path, work: Path) -> None:
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    work.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _json(manifest: dict[str, Any]) -> str:
+    try:
+        return json.dumps(manifest, indent=2) + "\n"
+    except TypeError as e:
+        raise ShardcError(f"the checkpoint's extra state or the optimizer's settings hold more than plain values: {e}", fix="pass numbers, strings, lists and dicts") from e  # fmt: skip
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load(
+    folder: str | Path, program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
+    optimizer: Optimizer | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Fill params, buffers and the optimizer in place from a checkpoint of any mesh; returns its `extra`. No communication.
+
+    Raises ShardcError, naming them, if the checkpoint has other parameters, shapes or another optimizer, before anything changes.
+    """
+    folder = Path(folder)
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        reader = FileSystemReader(folder)
+        metadata = reader.read_metadata()
+    except (FileNotFoundError, NotADirectoryError) as e:
+        raise ShardcError("there is no checkpoint in this folder", where=str(folder), fix="pass a folder that shardc saved to") from e
+    stored = {k: x for k, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
+    parts = _model_parts(program, params, buffers)
+    errors = Errors()
+    have = {k.removeprefix("model."): tuple(x.size) for k, x in stored.items() if k.startswith("model.")}
+    want = {k.removeprefix("model."): part.shape for k, part in parts.items()}
+    check_names(errors, want, have, want, f"the checkpoint {folder.name}")
+    states: dict[str, dict[str, Any]] = {}
+    if optimizer is not None:
+        with errors.collect():
+            states = _optimizer_parts(program, params, optimizer, manifest, stored, parts, str(folder))
+    errors.raise_any()
+
+    planner = _Loading(parts, mesh)
+    coords = _coords(mesh)
+    plan = LoadPlan([
+        item for key, part in parts.items()
+        for item in create_read_items_for_chunk_list(key, stored[key], [box for box, _ in part.boxes(mesh.layout, coords)])
+    ])  # fmt: skip
+    reader.set_up_storage_reader(metadata, mesh.rank == 0)
+    reader.read_data(reader.prepare_local_plan(plan), planner).wait()
+    if optimizer is not None:
+        _fill_optimizer(program, params, optimizer, manifest["optimizer"], states)
+    found: dict[str, Any] = manifest["extra"]
+    return found
+
+
+def _optimizer_parts(
+    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, manifest: Mapping[str, Any],
+    stored: Mapping[str, TensorStorageMetadata], parts: dict[str, Part], folder: str,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """New state for every parameter of the optimizer, to be filled: {fqn: {name: tensor or number}}. Adds its tensors to `parts`."""
+    facts = manifest.get("optimizer")
+    if facts is None:
+        raise ShardcError("the checkpoint has no optimizer state", where=folder, fix="save it with its optimizer, or load it without one")
+    if facts["class"] != type(optimizer).__name__:
+        raise ShardcError(
+            f"the checkpoint is of the optimizer {facts['class']}, not {type(optimizer).__name__}", where=folder,
+            fix=f"use {facts['class']}, or load it without an optimizer",
+        )  # fmt: skip
+    members = {p.fqn: p for group in _groups(program, params, optimizer) for p in group}
+    errors = Errors()
+    saved = {n: stored[f"model.{n}"].size for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored}
+    check_names(errors, {n: p.shape for n, p in members.items()}, saved, members, "the checkpoint's optimizer")
+    errors.raise_any()
+    states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(n, {})) for n in members}
+    for key, tensor in stored.items():
+        fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
+        if not key.startswith("optimizer.") or fqn not in members:
+            continue
+        p, local = members[fqn], params[members[fqn].name]
+        alike = tuple(tensor.size) == p.shape
+        x = torch.zeros(
+            local.shape if alike else tensor.size, dtype=tensor.properties.dtype, device="cpu" if name == "step" else local.device
+        )
+        states[fqn][name] = x
+        parts[key] = Part(x, tuple(tensor.size), p.layout if alike else Layout())
+    return states
+
+
+def _fill_optimizer(
+    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, facts: Mapping[str, Any], states: Mapping[str, dict[str, Any]]
+) -> None:
+    """Through the optimizer's own load_state_dict, which knows where its state lies and in which dtype."""
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    for group, members in zip(optimizer.param_groups, _groups(program, params, optimizer), strict=True):
+        first = members[0].fqn if members else ""
+        hyper: dict[str, Any] = next((g for g in facts["groups"] if first in g["params"]), {})
+        numbered = list(range(len(state), len(state) + len(members)))
+        state |= dict(zip(numbered, (states[p.fqn] for p in members), strict=True))
+        settled = {k: _like(group.get(k), x) for k, x in hyper.items()}
+        groups.append({**{k: x for k, x in group.items() if k != "params"}, **settled, "params": numbered})
+    optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
+
+
+def _like(now: Any, saved: Any) -> Any:
+    """JSON knows no tuples and no tensors (a learning rate may be one)."""
+    if isinstance(now, Tensor):
+        return torch.full_like(now, saved)
+    return tuple(saved) if isinstance(now, tuple) and isinstance(saved, list) else saved
