@@ -6,8 +6,10 @@ mesh as threads of one process. A program cannot tell which. Collectives return 
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class CommRecord:
-    """One collective that ran on this rank. bytes: of the whole (reduced or gathered) local tensor. tag: the program's node."""
+    """One collective that ran on this rank.
+
+    bytes: of the whole (reduced, gathered or exchanged) local tensor, as in shardc.program.Collective.
+    direction: "forward", "backward" or "update". tag: the program's node or bucket that asked for it.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -44,12 +51,17 @@ class Work:
             self._handle.wait()
 
 
-class RankMesh:
-    """Common part: coordinates, records, and groups of size one, over which nothing is sent or recorded."""
+class RankMesh(ABC):
+    """What both meshes share: coordinates, records, and groups of one rank, over which nothing is sent or recorded.
+
+    layout: the mesh; rank: this one's number in it; device: where its tensors live; record: keep a list of what ran in `.records`.
+    Gathers and exchanges take and return *stacks* [ranks of the axis, ...] (shardc.runtime.digits).
+    """
 
     def __init__(self, layout: Mesh, rank: int, device: torch.device | str = "cpu", record: bool = False) -> None:
         self.layout, self.rank, self.device = layout, rank, torch.device(device)
         self._coords = layout.coords(rank)
+        self._sizes = dict(layout.axes)
         self.records: list[CommRecord] = []
         self.recording = record
 
@@ -57,13 +69,11 @@ class RankMesh:
         return self._coords[axis]
 
     def size(self, axis: str) -> int:
-        return self.layout.size(axis)
+        return self._sizes[axis]
 
-    def _members(self, axes: Iterable[str]) -> int:
-        n = 1
-        for a in axes:
-            n *= self.layout.size(a)
-        return n
+    def members(self, axes: Iterable[str]) -> int:
+        """Number of ranks in a group over `axes`."""
+        return math.prod(self._sizes[a] for a in axes)
 
     def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
         if self.recording:
@@ -73,97 +83,109 @@ class RankMesh:
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], *, op: str = "sum", direction: str = "forward", tag: str = "") -> Tensor:
         """The sum (or max) over the ranks of `axes`; a new tensor."""
-        if self._members(axes) == 1:
+        if self.members(axes) == 1:
             return x.clone()
         self._note("all_reduce", axes, x.nbytes, direction, tag)
         return self._all_reduce(x, axes, op, tag)
 
     def start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], *, direction: str = "backward", tag: str = "") -> Work:
-        """Sum in place over the ranks of `axes`, in the background."""
-        if self._members(axes) == 1:
+        """Sum in place over the ranks of `axes`, in the background. flat: contiguous."""
+        if self.members(axes) == 1:
             return Work()
         self._note("all_reduce", axes, flat.nbytes, direction, tag)
         return self._start_all_reduce(flat, axes, tag)
 
-    def all_gather(self, x: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> list[Tensor]:
-        """Every rank's x, in the order of the axis."""
+    def all_gather(self, x: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
+        """[ranks, *x.shape]: every rank's x, in the order of the axis."""
         if self.size(axis) == 1:
-            return [x]
+            return x.unsqueeze(0)
         self._note("all_gather", (axis,), x.nbytes * self.size(axis), direction, tag)
-        return self._all_gather(x, axis, tag)
+        return self._all_gather(x.contiguous(), axis, tag)
 
-    def reduce_scatter(self, parts: Sequence[Tensor], axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
-        """The sum over ranks of everyone's part for this rank."""
+    def reduce_scatter(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
+        """parts [ranks, ...] -> [...]: the sum over ranks of everyone's part for this rank."""
         if self.size(axis) == 1:
             return parts[0].clone()
-        self._note("reduce_scatter", (axis,), sum(p.nbytes for p in parts), direction, tag)
-        return self._reduce_scatter(parts, axis, tag)
+        self._note("reduce_scatter", (axis,), parts.nbytes, direction, tag)
+        return self._reduce_scatter(parts.contiguous(), axis, tag)
 
-    def all_to_all(self, parts: Sequence[Tensor], axis: str, *, direction: str = "forward", tag: str = "") -> list[Tensor]:
-        """Part i goes to rank i of the axis; returns what the ranks sent here, in their order."""
+    def all_to_all(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
+        """parts [ranks, ...], part i for rank i of the axis -> [ranks, ...]: what the ranks sent here, in their order."""
         if self.size(axis) == 1:
-            return list(parts)
-        self._note("all_to_all", (axis,), sum(p.nbytes for p in parts), direction, tag)
-        return self._all_to_all(parts, axis, tag)
+            return parts
+        self._note("all_to_all", (axis,), parts.nbytes, direction, tag)
+        return self._all_to_all(parts.contiguous(), axis, tag)
 
+    @abstractmethod
     def barrier(self) -> None:
-        raise NotImplementedError
+        """Wait until every rank of the mesh is here."""
 
-    # --- what implementations provide
+    # --- what implementations provide: more than one rank, contiguous tensors (but for all_reduce)
 
-    def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor: ...
 
-    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
-        raise NotImplementedError
+    @abstractmethod
+    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work: ...
 
-    def _all_gather(self, x: Tensor, axis: str, tag: str) -> list[Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor: ...
 
-    def _reduce_scatter(self, parts: Sequence[Tensor], axis: str, tag: str) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor: ...
 
-    def _all_to_all(self, parts: Sequence[Tensor], axis: str, tag: str) -> list[Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor: ...
+
+
+# torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TorchMesh(RankMesh):
     """A rank of torch.distributed's world. Process groups are made for every set of axes that a program names, on all ranks alike.
 
     layout: the mesh; its size must be the world's. axes: the sets of axes to make groups for (single axes always are).
+    device: "cuda" (NCCL) or "cpu" (gloo); default: what the process group that exists already runs on, else cuda where every
+    process of this machine has a GPU of its own.
     Joins the world that torchrun (or `shardc run`) describes in the environment, unless a process group exists already.
+    Raises ShardcError if the world has another number of ranks than the mesh.
     """
 
-    def __init__(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), record: bool = False) -> None:
-        cuda = torch.cuda.is_available()
-        if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    def __init__(
+        self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), *, device: torch.device | str | None = None, record: bool = False
+    ) -> None:  # fmt: skip
+        kind = torch.device(device).type if device is not None else _device_type()
+        here = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(here)
         self.owner = False
         if not dist.is_initialized() and (layout.world > 1 or "RANK" in os.environ):
-            dist.init_process_group("nccl" if cuda else "gloo")
+            _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=here if kind == "cuda" else None)
             self.owner = True
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if world != layout.world:
-            from shardc.errors import ShardcError
-
-            raise ShardcError(
-                f"the mesh {layout} has {layout.world} ranks, but {world} processes run", fix=f"start {layout.world} processes, or set one axis to -1"
-            )
-        super().__init__(layout, rank, "cuda" if cuda else "cpu", record)
+        _check_world(layout, world)
+        super().__init__(layout, rank, here, record)
         self._groups: dict[frozenset[str], Any] = {}
-        wanted = dict.fromkeys([frozenset(a for a in s if layout.size(a) > 1) for s in (*((n,) for n in layout.names), *axes)])
+        wanted = dict.fromkeys(self._split(s) for s in (*((n,) for n in layout.names), *axes))
         for names in sorted(wanted, key=sorted):
             if names:
                 self._make(names)
 
+    def _split(self, axes: Iterable[str]) -> frozenset[str]:
+        return frozenset(a for a in axes if self.size(a) > 1)
+
     def _make(self, names: frozenset[str]) -> None:
+        # new_group is collective: every rank makes all groups, also those it is not in, in one order
         for ranks in dict.fromkeys(self.layout.group(r, names) for r in range(self.layout.world)):
             group = dist.group.WORLD if len(ranks) == self.layout.world else dist.new_group(list(ranks))
             if self.rank in ranks:
                 self._groups[names] = group
 
     def _group(self, axes: Iterable[str]) -> Any:
-        names = frozenset(a for a in axes if self.layout.size(a) > 1)
+        names = self._split(axes)
         assert names in self._groups, f"no process group for {sorted(names)}: name it when the mesh is made"
         return self._groups[names]
 
@@ -175,29 +197,27 @@ class TorchMesh(RankMesh):
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
         return Work(dist.all_reduce(flat, group=self._group(axes), async_op=True))
 
-    def _all_gather(self, x: Tensor, axis: str, tag: str) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
         out = x.new_empty((self.size(axis), *x.shape))
-        parts = list(out.unbind(0))
-        dist.all_gather(parts, x.contiguous(), self._group((axis,)))
-        return parts
+        _all_gather_single(out.view(-1), x.view(-1), group=self._group((axis,)))
+        return out
 
-    def _reduce_scatter(self, parts: Sequence[Tensor], axis: str, tag: str) -> Tensor:
+    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor:
         if self.device.type == "cuda":
-            out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-            dist.reduce_scatter(out, [p.contiguous() for p in parts], group=self._group((axis,)))
+            out = torch.empty_like(parts[0])
+            _reduce_scatter_single(out.view(-1), parts.view(-1), group=self._group((axis,)))
             return out
-        # gloo's reduce_scatter is an all_reduce underneath: exchanging the parts sends half as much
+        # gloo's own is an all_reduce underneath; exchanging the parts sends half of that (1 MiB on 2 ranks: 0.3 ms against 0.65)
         got = self._all_to_all(parts, axis, tag)
-        total = got[0]
-        for other in got[1:]:
+        total = got[0] + got[1]
+        for other in got[2:]:
             total += other
         return total
 
-    def _all_to_all(self, parts: Sequence[Tensor], axis: str, tag: str) -> list[Tensor]:
-        sent = torch.stack([p.contiguous() for p in parts])
-        out = torch.empty_like(sent)
-        dist.all_to_all_single(out, sent, group=self._group((axis,)))
-        return list(out.unbind(0))
+    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor:
+        out = torch.empty_like(parts)
+        dist.all_to_all_single(out, parts, group=self._group((axis,)))
+        return out
 
     def barrier(self) -> None:
         if dist.is_initialized():
@@ -207,3 +227,19 @@ class TorchMesh(RankMesh):
         """Leave the world, if this mesh joined it."""
         if self.owner and dist.is_initialized():
             dist.destroy_process_group()
+            self.owner = False
+
+
+def _device_type() -> str:
+    if dist.is_initialized():
+        return "cuda" if "nccl" in dist.get_backend() else "cpu"
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return "cuda" if enough else "cpu"
+
+
+def _check_world(layout: Mesh, world: int) -> None:
+    if world != layout.world:
+        raise ShardcError(
+            f"the mesh {layout} has {layout.world} ranks, but {world} {'process runs' if world == 1 else 'processes run'}",
+            fix=f"start {layout.world} processes, or set one axis of the mesh to -1 and compile again",
+        )

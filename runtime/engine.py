@@ -1,21 +1,19 @@
-"""One rank's training loop around a program: cut the batch, forward, backward, reduce, update. Every rank returns the global loss."""
+"""One rank's training loop around a program: cut the batch, forward, backward, reduce, update. Every rank gets the global loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from shardc.errors import ShardcError
-from shardc.interpret import on_device
-from shardc.program import Input, Program
-from shardc.runtime import state
+from shardc.program import Program
+from shardc.runtime import inputs, state
 from shardc.runtime.comm import TorchMesh
 from shardc.runtime.rng import Rng
-from shardc.runtime.zero import Buckets, global_norm
+from shardc.runtime.zero import Buckets, GradNorm
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -34,82 +32,101 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
-class Engine:
-    """Trains one rank's part of a model. Made by `program.engine(...)`, in each process of torchrun or as one of loopback's threads.
+def runnable(program: Program, device: torch.device) -> fx.GraphModule:
+    """The one stage of a program as a function of (mesh, rng, *params, *buffers, *inputs); frees each value after its last use."""
+    assert len(program.stages) == 1, f"{len(program.stages)} stages: this engine runs one"
+    graph = program.stages[0].graph
+    if device.type != "cpu":
+        from shardc.interpret import on_device
 
-    model: nn.Module with the weights (any device but meta; it is not changed), or a function of no arguments that builds it
-           (then only this rank's parts are made, from the counter generator and `seed`).
-    optimizer: params -> torch optimizer, or None for evaluation and gradients only. seed: of dropout and initialisation.
-    clip_norm: gradients are scaled down to this global 2-norm. mesh: a runtime mesh; default: torch.distributed's world.
+        graph = on_device(graph, device)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+class Engine:
+    """Trains one rank's part of a model. Made by `program.engine(...)`, in each process of torchrun or thread of loopback.
+
+    model: where the weights come from: an nn.Module (not changed), a function that builds it, a state_dict or a file; see
+           shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
+    optimizer: params -> torch optimizer; None: no update, for evaluation and gradients only.
+    seed: of dropout and of weights that are computed. clip_norm: gradients are scaled down to this global 2-norm.
+    mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
+
+    .params, .buffers: this rank's parts by placeholder name. .grad_norm: 2-norm of the whole gradient in the last step, before
+    clipping; 0-dim, on every rank; None before the first step.
     """
 
     def __init__(
-        self, program: Program, model: Any, optimizer: OptimizerOf | None = adamw, seed: int = 0, *, clip_norm: float | None = None, mesh: Any = None
+        self, program: Program, model: Any, optimizer: OptimizerOf | None = adamw, seed: int = 0, *,
+        clip_norm: float | None = None, mesh: Any = None,
     ) -> None:  # fmt: skip
         self.program = program
         self.mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
         self.rng = Rng(seed)
         self.clip_norm = clip_norm
         self.params, self.buffers = state.local_parameters(program, model, self.mesh, seed)
-        self.optimizer = optimizer([p for p in self.params.values() if p.requires_grad]) if optimizer is not None else None
+        trained = [p for p in self.params.values() if p.requires_grad]
+        self.optimizer = optimizer(trained) if optimizer is not None and trained else None
         self.grad_norm: Tensor | None = None
         self._buckets = Buckets(program, self.params, self.mesh)
-        self._run = fx.GraphModule(nn.Module(), on_device(program.stages[0].graph, self.mesh.device))
+        self._norm = GradNorm(program, self.params, self.mesh)
+        self._run = runnable(program, self.mesh.device)
 
     @property
     def step_count(self) -> int:
-        """Optimizer steps done."""
+        """Steps done."""
         return self.rng.step
 
     # --- training
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
-        """One optimizer step on a global batch (local=True: on this rank's own part of it). Returns the global loss, 0-dim, detached."""
+        """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss, 0-dim, detached.
+
+        Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
+        """
         loss = self.backward(batch, local=local)
-        if self.clip_norm is not None or self.optimizer is not None:
-            self.grad_norm = global_norm(self.program, self.params, self.mesh)
-        if self.clip_norm is not None:
-            self._clip(self.clip_norm)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        self.rng.step += 1
+        self.update()
         return loss
 
     def backward(self, batch: Any, *, local: bool = False) -> Tensor:
-        """Forward and backward with all reductions: gradients stand in `.params[...].grad`. Returns the global loss."""
+        """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
+        given = inputs.take(self.program, batch, self.mesh, local=local)
+        for p in self.params.values():
+            p.grad = None
         self.rng.training = True
+        loss, news = self._run(self.mesh, self.rng, *self.params.values(), *self.buffers.values(), *given)
+        del given
+        self._norm.start()
         self._buckets.start()
-        loss, news = self._forward(batch, local)
         if loss.requires_grad:
             loss.backward()
-        self._buckets.finish()
-        for b, new in zip((b for b in self.program.buffers if b.updated), news, strict=True):
-            self.buffers[b.name] = new.detach()
+        self._buckets.finish(self._norm.add if self.optimizer is not None else None)
+        self.buffers |= new_buffers(self.program, news)
         return loss.detach()  # type: ignore[no-any-return]
+
+    def update(self) -> None:
+        """The second half of `step`: clip, and step the optimizer."""
+        if self.optimizer is not None:
+            self.grad_norm = self._norm.total()
+            if self.clip_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
+            self.optimizer.step()
+        self.rng.step += 1
 
     @torch.no_grad()
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
         """The global loss without dropout and with BatchNorm's running statistics; nothing changes."""
+        given = inputs.take(self.program, batch, self.mesh, local=local)
         self.rng.training = False
-        loss, _ = self._forward(batch, local)
-        self.rng.training = True
+        loss, _ = self._run(self.mesh, self.rng, *self.params.values(), *self.buffers.values(), *given)
         return loss.detach()  # type: ignore[no-any-return]
-
-    def _forward(self, batch: Any, local: bool) -> Any:
-        inputs = take_inputs(self.program, batch, self.mesh, local=local)
-        return self._run(self.mesh, self.rng, *self.params.values(), *self.buffers.values(), *inputs)
-
-    def _clip(self, limit: float) -> None:
-        assert self.grad_norm is not None
-        scale = (limit / (self.grad_norm + 1e-6)).clamp(max=1.0)
-        grads = [p.grad for p in self.params.values() if p.grad is not None]
-        torch._foreach_mul_(grads, scale.to(grads[0].dtype)) if grads else None
 
     # --- state
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint that any mesh can load: parameters, buffers, optimizer state, step, seed. Collective."""
-        state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, {"step": self.rng.step, "seed": self.rng.seed})
+        extra = {"step": self.rng.step, "seed": self.rng.seed}
+        state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, extra)
 
     def load(self, folder: str | Path) -> None:
         """Read a checkpoint that any mesh wrote. Collective."""
@@ -120,39 +137,12 @@ class Engine:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
         return state.full_state_dict(self.program, self.mesh, self.params, self.buffers)
 
-
-def take_inputs(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor]:
-    """This rank's part of every input of a user's batch, on the mesh's device.
-
-    Raises ShardcError that names the input, what came and what the program was compiled for.
-    """
-    found = []
-    for x in program.inputs:
-        leaf = _reach(batch, x)
-        if not isinstance(leaf, Tensor):
-            raise ShardcError(f"input {_name(x)!r} is a {type(leaf).__name__}, not a tensor", where=_name(x), fix="pass tensors, as at compile time")
-        want = x.layout.local_shape(x.shape, program.mesh) if local else x.shape
-        if tuple(leaf.shape) != tuple(want) or leaf.dtype != x.dtype:
-            part = " (this rank's part)" if local else ""
-            raise ShardcError(
-                f"input {_name(x)!r} is {leaf.dtype} {list(leaf.shape)}, but the program was compiled for {x.dtype} {list(want)}{part}",
-                where=_name(x), fix="pass a batch of that shape, or compile for the new one",
-            )  # fmt: skip
-        part_of = leaf if local else x.layout.local(leaf, program.mesh, program.mesh.coords(mesh.rank))
-        found.append(part_of.to(mesh.device, non_blocking=True).contiguous())
-    return found
+    def close(self) -> None:
+        """Leave torch.distributed's world, if this engine joined it."""
+        if isinstance(self.mesh, TorchMesh):
+            self.mesh.close()
 
 
-def _name(x: Input) -> str:
-    return ".".join(map(str, x.path)) or "batch"
-
-
-def _reach(batch: Any, x: Input) -> Any:
-    at = batch
-    for key in x.path:
-        try:
-            at = at[key]
-        except (KeyError, IndexError, TypeError):
-            have = sorted(map(str, at)) if isinstance(at, Mapping) else type(at).__name__
-            raise ShardcError(f"the batch has no {_name(x)!r}; it has {have}", where=_name(x), fix="pass the structure given at compile time") from None
-    return at
+def new_buffers(program: Program, news: Iterable[Tensor]) -> dict[str, Tensor]:
+    """{name: value after the step} of the buffers that the step updates."""
+    return {b.name: new.detach() for b, new in zip((b for b in program.buffers if b.updated), news, strict=True)}

@@ -1,4 +1,4 @@
-"""All ranks of a mesh in one process, in lockstep: a thread a rank, sums in the order of ranks, so that a run repeats bit by bit."""
+"""All ranks of a mesh in one process, in lockstep: one thread each, sums in the order of ranks, so that a run repeats exactly."""
 
 from __future__ import annotations
 
@@ -16,55 +16,83 @@ T = TypeVar("T")
 
 
 class Aborted(RuntimeError):
-    """Another rank failed; this one stops where it would wait for it."""
+    """Another rank failed; this one stops where it waits for it."""
 
 
 class _Meeting:
-    """The place where one group's ranks meet: everyone puts something in and gets everyone's, in the order of ranks."""
+    """Where one group's ranks meet. items: what those who are here brought; results: what those who still sleep will get."""
 
-    def __init__(self, ranks: tuple[int, ...], world: _World) -> None:
-        self.ranks, self.world = ranks, world
-        self.barrier = threading.Barrier(len(ranks))
-        self.here: dict[int, tuple[str, Any]] = {}
-
-    def exchange(self, rank: int, what: str, item: Any, combine: Callable[[list[Any]], T]) -> T:
-        """combine(items) is done by every rank before any goes on: nobody changes a tensor that another still reads."""
-        self.here[rank] = (what, item)
-        self._wait()
-        seen = {w for w, _ in self.here.values()}
-        if len(seen) > 1:
-            each = "; ".join(f"rank {r}: {self.here[r][0]}" for r in self.ranks)
-            raise RuntimeError(f"ranks meet in different collectives: {each}")
-        made = combine([self.here[r][1] for r in self.ranks])
-        self._wait()
-        return made
-
-    def _wait(self) -> None:
-        try:
-            self.barrier.wait()
-        except threading.BrokenBarrierError:
-            raise Aborted from None
+    def __init__(self, ranks: tuple[int, ...], lock: threading.Lock) -> None:
+        self.ranks = ranks
+        self.changed = threading.Condition(lock)
+        self.items: dict[int, tuple[str, Any]] = {}
+        self.results: dict[int, Any] = {}
 
 
 class _World:
-    def __init__(self) -> None:
+    """All meetings of a mesh. One lock guards everything here; tensors are worked on outside of it."""
+
+    def __init__(self, layout: Mesh) -> None:
         self.lock = threading.Lock()
+        self.layout = layout
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.waiting: dict[int, str] = {}  # rank -> the collective it sleeps in
+        self.running = set(range(layout.world))
         self.failed = False
 
-    def meeting(self, ranks: tuple[int, ...]) -> _Meeting:
+    def exchange(
+        self, ranks: tuple[int, ...], rank: int, what: str, item: Any, combine: Callable[[list[Any]], Sequence[Any]]
+    ) -> Any:  # fmt: skip
+        """Bring `item`; get this rank's entry of combine(items of all ranks in order).
+
+        The last to come computes everyone's entry while the others sleep, so nobody changes a tensor that is still read.
+        """
         with self.lock:
-            if ranks not in self.meetings:
-                self.meetings[ranks] = _Meeting(ranks, self)
-                if self.failed:
-                    self.meetings[ranks].barrier.abort()
-            return self.meetings[ranks]
+            if self.failed:
+                raise Aborted
+            meeting = self.meetings.setdefault(ranks, _Meeting(ranks, self.lock))
+            meeting.items[rank] = (what, item)
+            if len(meeting.items) < len(ranks):
+                return self._sleep(meeting, rank, what)
+            brought, meeting.items = meeting.items, {}
+        if len({w for w, _ in brought.values()}) > 1:
+            each = "; ".join(f"rank {r}: {brought[r][0]}" for r in ranks)
+            raise RuntimeError(f"ranks meet in different collectives: {each}")
+        made = dict(zip(ranks, combine([brought[r][1] for r in ranks]), strict=True))
+        with self.lock:
+            mine = made.pop(rank)
+            meeting.results |= made
+            for r in made:
+                del self.waiting[r]
+            meeting.changed.notify_all()
+        return mine
+
+    def _sleep(self, meeting: _Meeting, rank: int, what: str) -> Any:
+        self.waiting[rank] = what
+        self._check()
+        while rank not in meeting.results:
+            if self.failed:
+                raise Aborted
+            meeting.changed.wait()
+        return meeting.results.pop(rank)
+
+    def _check(self) -> None:
+        """Raise if nobody is left who could wake the sleepers."""
+        if self.waiting and len(self.waiting) == len(self.running) and not self.failed:
+            every = (f"rank {r}: {self.waiting.get(r, 'has ended')}" for r in range(self.layout.world))
+            raise RuntimeError(f"ranks wait for each other: {'; '.join(every)}")
+
+    def end(self, rank: int) -> None:
+        """A rank's work is done. Raises if others wait for it."""
+        with self.lock:
+            self.running.discard(rank)
+            self._check()
 
     def abort(self) -> None:
         with self.lock:
             self.failed = True
             for m in self.meetings.values():
-                m.barrier.abort()
+                m.changed.notify_all()
 
 
 class LoopbackMesh(RankMesh):
@@ -73,84 +101,91 @@ class LoopbackMesh(RankMesh):
     def __init__(self, layout: Mesh, rank: int, world: _World) -> None:
         super().__init__(layout, rank, "cpu", record=True)
         self._world = world
-        self._rooms: dict[tuple[str, ...], _Meeting] = {}
+        self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
 
-    def _exchange(self, axes: tuple[str, ...], what: str, item: Any, combine: Callable[[list[Any]], T]) -> T:
-        if axes not in self._rooms:
-            self._rooms[axes] = self._world.meeting(self.layout.group(self.rank, axes))
-        return self._rooms[axes].exchange(self.rank, what, item, combine)
+    def _exchange(self, axes: tuple[str, ...], what: str, item: Any, combine: Callable[[list[Any]], Sequence[T]]) -> T:
+        if axes not in self._ranks:
+            self._ranks[axes] = self.layout.group(self.rank, axes)
+        found: T = self._world.exchange(self._ranks[axes], self.rank, f"{what} over {', '.join(axes)}", item, combine)
+        return found
 
     def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
-        def combine(items: list[Tensor]) -> Tensor:
+        def combine(items: list[Tensor]) -> list[Tensor]:
             total = items[0].clone(memory_format=torch.contiguous_format)
             for other in items[1:]:
                 total = torch.maximum(total, other) if op == "max" else total.add_(other)
-            return total
+            return [total, *(total.clone() for _ in items[1:])]
 
-        return self._exchange(axes, f"all_reduce {op} {tag} {tuple(x.shape)} over {axes}", x.detach(), combine)
+        return self._exchange(axes, f"all_reduce {op} {_named(tag, x)}", x.detach(), combine)
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
         flat.copy_(self._all_reduce(flat, axes, "sum", tag))
         return Work()
 
-    def _all_gather(self, x: Tensor, axis: str, tag: str) -> list[Tensor]:
-        return self._exchange((axis,), f"all_gather {tag} {tuple(x.shape)} over {axis}", x.detach(), _copies)
+    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
+        def combine(items: list[Tensor]) -> list[Tensor]:
+            return [torch.stack(items) for _ in items]
 
-    def _reduce_scatter(self, parts: Sequence[Tensor], axis: str, tag: str) -> Tensor:
-        mine = self.coordinate(axis)
+        return self._exchange((axis,), f"all_gather {_named(tag, x)}", x.detach(), combine)
 
-        def combine(items: list[list[Tensor]]) -> Tensor:
-            total = items[0][mine].clone(memory_format=torch.contiguous_format)
-            for other in items[1:]:
-                total += other[mine]
-            return total
+    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor:
+        def combine(items: list[Tensor]) -> list[Tensor]:
+            totals = [p.clone() for p in items[0].unbind(0)]
+            for i, total in enumerate(totals):
+                for other in items[1:]:
+                    total += other[i]
+            return totals
 
-        what = f"reduce_scatter {tag} {tuple(parts[0].shape)} over {axis}"
-        return self._exchange((axis,), what, [p.detach() for p in parts], combine)
+        return self._exchange((axis,), f"reduce_scatter {_named(tag, parts)}", parts.detach(), combine)
 
-    def _all_to_all(self, parts: Sequence[Tensor], axis: str, tag: str) -> list[Tensor]:
-        mine = self.coordinate(axis)
-        what = f"all_to_all {tag} {tuple(parts[0].shape)} over {axis}"
-        return self._exchange((axis,), what, [p.detach() for p in parts], lambda items: _copies([sent[mine] for sent in items]))
+    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor:
+        def combine(items: list[Tensor]) -> list[Tensor]:
+            return [torch.stack([sent[i] for sent in items]) for i in range(len(items))]
+
+        return self._exchange((axis,), f"all_to_all {_named(tag, parts)}", parts.detach(), combine)
 
     def barrier(self) -> None:
         if self.layout.world > 1:
-            self._exchange(self.layout.names, "barrier", None, lambda _: None)
+            self._exchange(self.layout.names, "barrier", None, lambda items: items)
 
 
-def _copies(items: list[Tensor]) -> list[Tensor]:
-    return [x.clone() for x in items]
+def _named(tag: str, x: Tensor) -> str:
+    return f"{tag} {x.dtype} {list(x.shape)}".strip()
 
 
 def loopback(layout: Mesh, work: Callable[[LoopbackMesh], T]) -> list[T]:
     """Run `work(mesh)` as every rank of a mesh, each in a thread; results by rank.
 
-    If a rank raises, all others stop at their next collective, and the first failing rank's own error is raised, with a note
-    that names the rank and its coordinates.
+    If a rank raises, all others stop where they wait, and the error of the rank that failed first is raised, with a note that
+    names the rank and its coordinates. Ranks that meet in different collectives, or wait for each other without end, are errors.
     """
-    world = _World()
+    world = _World(layout)
+    if layout.world == 1:
+        return [work(LoopbackMesh(layout, 0, world))]
     results: list[Any] = [None] * layout.world
     errors: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
         try:
             results[rank] = work(LoopbackMesh(layout, rank, world))
+            world.end(rank)
         except Aborted:
             pass
-        except BaseException as e:
+        except BaseException as e:  # whatever it is, it is raised again where loopback was called
             errors.append((rank, e))
             world.abort()
 
-    if layout.world == 1:
-        return [work(LoopbackMesh(layout, 0, world))]
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(layout.world)]
     for t in threads:
         t.start()
-    for t in threads:
-        t.join()
+    try:
+        for t in threads:
+            t.join()
+    finally:
+        world.abort()  # on Ctrl-C: nobody is left sleeping
     if errors:
         rank, error = errors[0]
-        if hasattr(error, "add_note"):
+        if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"on rank {rank} of {layout.world} ({', '.join(f'{a}={c}' for a, c in layout.coords(rank).items())})")
         raise error
     return results

@@ -43,30 +43,31 @@ class _NllParts(Function):
         picked = shifted.gather(c, local).squeeze(c).masked_fill_(~here, 0)
         exps = shifted.exp_()
         ctx.save_for_backward(exps, local, here)
-        ctx.c, ctx.spent = c, False
+        ctx.c = c
         return torch.stack([exps.sum(c), picked])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         exps, local, here = ctx.saved_tensors
         c = ctx.c
-        # the saved buffer becomes the gradient: it is needed once, and it is as large as the logits
-        grad = exps.mul_(g[0].unsqueeze(c)) if not ctx.spent else exps * g[0].unsqueeze(c)
-        ctx.spent = True
+        # the saved buffer, as large as the logits, becomes the gradient; autograd notices if backward is run again
+        grad = exps.mul_(g[0].unsqueeze(c))
         grad.scatter_add_(c, local, torch.where(here, g[1], 0).unsqueeze(c))
         return grad, None, None, None, None
 
 
 def nll_parts(logits: Tensor, target: Tensor, maximum: Tensor, mesh: Mesh, axis: str, ignore_index: int = -100) -> Tensor:
-    """This rank's summands of the loss: [2, n, ...] = (sum of exp(logit - maximum) over its classes, target's logit - maximum or 0).
+    """This rank's summands of the loss: [2, n, ...] = (sum of exp(logit - maximum) over its classes; target's logit - maximum,
+    or 0 if another rank has that class).
 
     logits [n, c/ranks, ...]: this rank's classes; target [n, ...]: global class indices; maximum [n, ...]: over all classes.
     Saves one buffer of the size of the logits. Backward works on it in place, so it can run once.
     """
     c = 1 if logits.dim() > 1 else 0
     first = mesh.coordinate(axis) * logits.shape[c]
-    return _NllParts.apply(logits, target, maximum, first, ignore_index)  # type: ignore[no-any-return]
+    parts: Tensor = _NllParts.apply(logits, target, maximum, first, ignore_index)  # type: ignore[no-untyped-call]
+    return parts
 
 
 def nll_join(parts: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
@@ -80,6 +81,6 @@ def embedding_partial(weight: Tensor, ids: Tensor, mesh: Mesh, axis: str, paddin
     away = (ids < first) | (ids >= first + weight.shape[0])
     local = (ids - first).masked_fill_(away, 0)
     padding = padding_idx - first if 0 <= padding_idx - first < weight.shape[0] else -1
-    found = torch.ops.aten.embedding.default(weight, local, padding)
+    found: Tensor = torch.ops.aten.embedding.default(weight, local, padding)
     # padding's row gets no gradient in `embedding`, and rows of other ranks none through the mask
     return found.masked_fill(away.unsqueeze(-1), 0)

@@ -28,6 +28,8 @@ from shardc.mesh import Mesh
 from shardc.placement import Layout, show
 
 if TYPE_CHECKING:
+    from shardc.runtime.engine import Engine
+    from shardc.runtime.module import ShardedModule
     from shardc.spec import Spec
 
 
@@ -197,3 +199,17 @@ class Program:
         return replace(
             self, params=tuple(map(put, self.params)), buffers=tuple(map(put, self.buffers)), inputs=tuple(map(put, self.inputs))
         )
+
+    # --- running it: in each process of torchrun, or as the one process of a one-rank mesh
+
+    def engine(self, model: Any, optimizer: Any = None, seed: int = 0, **options: Any) -> Engine:
+        """A training loop for this rank. See shardc.runtime.engine.Engine; optimizer None here means AdamW(3e-4)."""
+        from shardc.runtime.engine import Engine, adamw
+
+        return Engine(self, model, optimizer or adamw, seed, **options)
+
+    def module(self, model: Any, seed: int = 0, *, mesh: Any = None) -> ShardedModule:
+        """This rank's nn.Module, for a loop of one's own. See shardc.runtime.module.ShardedModule."""
+        from shardc.runtime.module import ShardedModule
+
+        return ShardedModule(self, model, seed, mesh=mesh)

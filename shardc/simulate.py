@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardc.program import Collective, Param, Program
+from shardc.program import Buffer, Collective, Param, Program
 from shardc.runtime.comm import CommRecord
 from shardc.runtime.engine import Engine, OptimizerOf, adamw
 from shardc.runtime.loopback import LoopbackMesh, loopback
+
+#: How far replicas of one value may lie apart, relative to its largest element: rounding, if ranks add up in another order.
+SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Comm:
 class Simulation:
     """What all ranks together computed, put together again.
 
-    loss: 0-dim, global, of the last step. grads: {fqn: global tensor}, last step, before the optimizer (after clipping: none here).
-    state: {fqn: global tensor}, parameters and buffers after the last step. comms: collectives of the last step, in order.
+    loss: 0-dim, global, of the last step. grads: {fqn: global tensor}, of the last step, before the optimizer; without parameters
+    that no gradient reaches. state: {fqn: global tensor}, parameters and buffers after the last step; tied ones under every name.
+    comms: the collectives of the last step, in order.
     """
 
     loss: Tensor
@@ -40,69 +43,87 @@ class Simulation:
     comms: list[Comm]
 
 
+@dataclass
+class _Rank:
+    """One rank's part of a Simulation, by placeholder name."""
+
+    loss: Tensor
+    grads: dict[str, Tensor | None]
+    state: dict[str, Tensor]
+    records: list[CommRecord]
+
+
 def simulate(
-    program: Program, model: nn.Module | Mapping[str, Tensor], batch: Any, *, steps: int = 1, optimizer: OptimizerOf | None = None, seed: int = 0
+    program: Program, model: Any, batch: Any, *, steps: int = 1, optimizer: OptimizerOf | None = None, seed: int = 0
 ) -> Simulation:
     """Run `steps` training steps of a program on every rank of its mesh, in lockstep, without a process group.
 
-    model: holds the weights and is not changed (or a dict of its tensors). batch: one global batch, used for every step.
+    model: holds the weights and is not changed; or a state_dict, or a function that builds the model (see Engine).
+    batch: one global batch, used in every step. seed: of dropout.
     optimizer: params -> torch optimizer. None: with steps=1 weights stay as they are, with more AdamW(3e-4) trains.
-    Replicas that come out different are an error of shardc: AssertionError names the value.
+    Raises ShardcError for a batch or weights that do not fit. Replicas that come out different are a bug of shardc: AssertionError.
     """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
     make = optimizer if optimizer is not None or steps == 1 else adamw
 
-    def work(mesh: LoopbackMesh) -> tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor], list[CommRecord]]:
+    def work(mesh: LoopbackMesh) -> _Rank:
         engine = Engine(program, model, make, seed, mesh=mesh)
-        loss = torch.zeros(())
-        grads: dict[str, Tensor | None] = {}
-        for _ in range(steps):
+        for step in range(steps):
             mesh.records.clear()
             loss = engine.backward(batch)
-            grads = {n: p.grad.clone() if p.grad is not None else None for n, p in engine.params.items()}
-            if engine.optimizer is not None:
-                engine.optimizer.step()
-            engine.rng.step += 1
-        return loss, grads, {**{n: p.detach() for n, p in engine.params.items()}, **engine.buffers}, mesh.records
+            last = step == steps - 1
+            grads = {n: p.grad.clone() if p.grad is not None else None for n, p in engine.params.items()} if last else {}
+            engine.update()
+        return _Rank(loss, grads, {n: p.detach() for n, p in engine.params.items()} | engine.buffers, mesh.records)
 
     ranks = loopback(program.mesh, work)
     grads: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     for p in program.params:
-        if p.requires_grad and any(r[1][p.name] is not None for r in ranks):
-            parts = [g if (g := r[1][p.name]) is not None else torch.zeros_like(r[2][p.name]) for r in ranks]
-            grads |= dict.fromkeys((p.fqn, *p.aliases), _join(program, p, parts, "gradient of "))
-    for x in (*program.params, *(b for b in program.buffers if b.constant is None)):
-        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, [r[2][x.name] for r in ranks], ""))
-    losses = torch.stack([r[0] for r in ranks])
-    assert torch.equal(losses, losses[:1].expand_as(losses)) or torch.allclose(losses, losses[0], rtol=1e-6), f"ranks return different losses: {losses.tolist()}"
-    return Simulation(ranks[0][0], grads, state, [_explain(program, r) for r in ranks[0][3]])
+        parts = [r.grads[p.name] for r in ranks]
+        there = [g for g in parts if g is not None]
+        assert len(there) in (0, len(parts)), f"{p.fqn} has a gradient on some ranks only"
+        if there:
+            grads |= dict.fromkeys((p.fqn, *p.aliases), _join(program, p, there, "the gradient of "))
+    variables: tuple[Param | Buffer, ...] = (*program.params, *(b for b in program.buffers if b.fqn))
+    for x in variables:
+        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, [r.state[x.name] for r in ranks], ""))
+    for rank, r in enumerate(ranks):
+        _check_replica(ranks[0].loss, r.loss, f"the loss of rank {rank}")
+    causes = _causes(program)
+    comms = [Comm(c.kind, c.axis, c.bytes, c.direction, causes.get(c.tag, c.tag)) for c in ranks[0].records]
+    return Simulation(ranks[0].loss, grads, state, comms)
 
 
-def _join(program: Program, x: Any, parts: list[Tensor], what: str) -> Tensor:
+def _join(program: Program, x: Param | Buffer, parts: list[Tensor], what: str) -> Tensor:
     """The global tensor; every rank must hold its part of it."""
     mesh = program.mesh
-    whole: Tensor = x.layout.join(lambda coords: parts[mesh.rank(coords)], mesh)
-    if whole.is_floating_point():
-        slack = 1e-9 if whole.dtype == torch.float64 else 1e-4 if whole.dtype == torch.float32 else 1e-1
-        scale = float(whole.double().abs().max()) if whole.numel() else 0.0
-        for rank, part in enumerate(parts):
-            mine = x.layout.local(whole, mesh, mesh.coords(rank))
-            off = float((part.double() - mine.double()).abs().max()) if part.numel() else 0.0
-            assert not off > slack * max(scale, 1e-6), f"{what}{x.fqn}: rank {rank} holds another value than rank 0's part, by {off:.1e}"
+    whole = x.layout.join(lambda coords: parts[mesh.rank(coords)], mesh)
+    for rank, part in enumerate(parts):
+        _check_replica(x.layout.local(whole, mesh, mesh.coords(rank)), part, f"{what}{x.fqn} on rank {rank}")
     return whole
 
 
-def _explain(program: Program, record: CommRecord) -> Comm:
-    """Join what ran with why the program has it."""
-    if record.tag.startswith("bucket"):
-        bucket = program.buckets[int(record.tag.removeprefix("bucket"))]
-        cause = f"gradients of {len(bucket.params)} parameters"
-    else:
-        found: dict[str, Collective] = {
-            n.name: n.meta["collective"] for s in program.stages for n in s.graph.nodes if "collective" in n.meta
-        }
-        cause = found[record.tag].cause if record.tag in found else record.tag
-    return Comm(record.kind, record.axis, record.bytes, record.direction, cause)
+def _check_replica(expected: Tensor, got: Tensor, what: str) -> None:
+    if torch.equal(expected, got):
+        return
+    wide = torch.promote_types(expected.dtype, torch.float64)
+    one, other = expected.to(wide), got.to(wide)
+    # what is zero but for rounding may differ by as much as its own size, hence the floor; NaN in both is the user's, not ours
+    size = max(float(one.abs().nan_to_num(0.0).max()), 1e-6)
+    slack = SLACK.get(expected.dtype, 1e-1) * size if expected.is_floating_point() or expected.is_complex() else 0.0
+    close = torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True)
+    assert close, f"{what} is another value than on its replica, by {float((one - other).abs().max()):.1e}"
 
 
-__all__ = ["Comm", "Param", "Simulation", "simulate"]
+def _causes(program: Program) -> dict[str, str]:
+    """Tag of a record -> why the program has that collective."""
+    found = {f"bucket{i}": f"gradients of {len(b.params)} parameters" for i, b in enumerate(program.buckets)}
+    found["grad_norm"] = "norm of the gradients"
+    for stage in program.stages:
+        for n in stage.graph.nodes:
+            collective: Collective | None = n.meta.get("collective")
+            if collective is not None:
+                found[n.name] = collective.cause
+    return found

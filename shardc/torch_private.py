@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 __all__ = [
-    "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "fake_mode", "fake_tensor", "replaced_trunc_normal",
+    "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "after_backward", "fake_mode", "fake_tensor", "replaced_trunc_normal",
     "traced_node", "traced_with",
 ]  # fmt: skip
 
@@ -86,3 +86,11 @@ def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextMan
     It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
     """
     return mock.patch("torch.nn.init._no_grad_trunc_normal_", function)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Inside of a backward pass: have `callback` called when all of it is done, before `.backward()` returns.
+
+    DDP and FSDP end their reductions so; a public hook that runs at this point does not exist.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,113 @@
+"""A program as an nn.Module for a user's own loop: this rank's parameters under the model's names, gradients reduced as by DDP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc.program import Program
+from shardc.runtime import inputs, state
+from shardc.runtime.comm import TorchMesh
+from shardc.runtime.engine import groups_of, new_buffers, runnable
+from shardc.runtime.rng import Rng
+from shardc.runtime.zero import Buckets
+from shardc.torch_private import after_backward
+
+
+class _Start(Function):
+    """Identity on the loss, whose backward is the first thing that runs: it opens the buckets, and closes them when all is done."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, buckets: Buckets) -> Tensor:
+        ctx.buckets = buckets
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        buckets: Buckets = ctx.buckets
+        if not buckets.active:  # of two losses in one backward, the first one opens
+            buckets.start()
+            after_backward(buckets.finish)
+        return g, None
+
+
+@dataclass
+class _Running:
+    """What a ShardedModule holds beside parameters and buffers; one attribute, so that no name of the model can clash with it."""
+
+    program: Program
+    model: Any
+    mesh: Any
+    rng: Rng
+    run: fx.GraphModule
+    buckets: Buckets
+
+
+class ShardedModule(nn.Module):
+    """One rank's part of a model. Made by `program.module(model)`; arguments as of shardc.runtime.engine.Engine.
+
+    Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's part of a
+    batch, as the model's forward would, and returns the global loss, 0-dim. When `loss.backward()` returns, the gradients are
+    those of the global loss. The loss may be scaled; but other terms that use parameters directly would be summed over ranks.
+    Dropout draws new masks in every training forward; `eval()` switches it and BatchNorm as usual.
+    """
+
+    def __init__(self, program: Program, model: Any, seed: int = 0, *, mesh: Any = None) -> None:
+        super().__init__()
+        mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
+        params, buffers = state.local_parameters(program, model, mesh, seed)
+        for x in program.params:
+            for fqn in (x.fqn, *x.aliases):
+                parent, name = _home(self, fqn)
+                parent.register_parameter(name, params[x.name])
+        self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
+        for b in program.buffers:
+            for fqn in (b.fqn, *b.aliases) if b.fqn else ():
+                parent, name = _home(self, fqn)
+                parent.register_buffer(name, buffers[b.name], persistent=b.persistent)
+        self._running = _Running(program, model, mesh, Rng(seed), runnable(program, mesh.device), Buckets(program, params, mesh))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The global loss of this rank's part of a batch. Raises ShardcError for another part than was compiled."""
+        r = self._running
+        batch = inputs.from_call(r.program, r.model, args, kwargs)
+        given = inputs.take(r.program, batch, r.mesh, local=True)
+        r.buckets.reset()
+        r.rng.training = self.training
+        params = [self.get_parameter(p.fqn) for p in r.program.params]
+        buffers = [self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in r.program.buffers]
+        loss, news = r.run(r.mesh, r.rng, *params, *buffers, *given)
+        if self.training:
+            r.rng.step += 1
+            for name, new in new_buffers(r.program, news).items():
+                self._replace_buffer(name, new)
+        result: Tensor = _Start.apply(loss, r.buckets) if loss.requires_grad else loss  # type: ignore[no-untyped-call]
+        return result
+
+    def _replace_buffer(self, name: str, new: Tensor) -> None:
+        # replaced, not written to: backward may still need the old value
+        b = next(b for b in self._running.program.buffers if b.name == name)
+        for fqn in (b.fqn, *b.aliases):
+            parent, last = _home(self, fqn)
+            setattr(parent, last, new)
+
+    def extra_repr(self) -> str:
+        r = self._running
+        return f"rank {r.mesh.rank} of {r.program.mesh}"
+
+
+def _home(root: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """The module that holds `fqn` (made if need be), and the last part of the name."""
+    *path, name = fqn.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        found = root._modules[part]
+        assert found is not None
+        root = found
+    return root, name
