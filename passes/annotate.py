@@ -10,7 +10,7 @@ the factor that only the weight and the result have, in-features the one that is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -61,7 +61,7 @@ def _fits(layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: 
         if s.dim < len(shape) and not s.sections and shape[s.dim] % (step := s.split * mesh.size(axis)):
             size = shape[s.dim]
             low, high = size // step * step, -(-size // step) * step
-            sizes = [n for n in range(mesh.size(axis), 0, -1) if size % (s.split * n) == 0]
+            sizes = [n for n in range(mesh.size(axis), 1, -1) if size % (s.split * n) == 0] or [1]
             fix = f"make the size {low} or {high}, or {axis}={sizes[0]}" if low else f"make the size {high}, or {axis}={sizes[0]}"
     errors.add(f"{name} of shape {list(shape)}: {wrong}", where=where, fix=fix)
     return False
@@ -86,6 +86,7 @@ class _Weights:
     spec: Spec
     program: Program
     mesh: Mesh
+    told: set[int] = field(default_factory=set)
 
     def run(self) -> dict[str, Layout]:
         errors = Errors()
@@ -161,6 +162,9 @@ class _Weights:
                 return layout if _fits(layout, p.shape, self.mesh, name, where, errors) else None
         if "bias" in roles or not node.users:
             return Layout()  # a row-parallel layer's bias is added once, whole
+        if i in self.told:  # one error for the pattern, not one for every weight it matches
+            return None
+        self.told.add(i)
         uses = sorted({str(u.target) for u in node.users})
         errors.add(
             f"{name} is not a weight that {rule.style!r} can split: it is used by {', '.join(uses)}", where=where,

@@ -1,0 +1,13 @@
+"""shardc: a declarative model-sharding compiler for PyTorch. `shardc.compile` is where everything begins."""
+
+from __future__ import annotations
+
+from shardc.compile import compile
+from shardc.errors import ShardcError
+from shardc.program import Program
+from shardc.rules.core import rule
+from shardc.simulate import Simulation, simulate
+from shardc.spec import Spec
+
+__all__ = ["Program", "ShardcError", "Simulation", "Spec", "compile", "rule", "simulate"]
+__version__ = "0.1.0"

@@ -25,6 +25,7 @@ from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Place
 from shardc.program import Program, Value
 from shardc.rules import core
 from shardc.rules.core import Call, Choices, Operand, Strategy, needs_vary
+from shardc.rules.views import reshape
 
 # A matmul's flops weigh as many bytes of communication as a device with ~1000 flop per link byte would lose by repeating it
 # (H100: 400 Tflop/s bf16 against 300-450 GB/s NVLink). Touching memory weighs little: it only breaks ties.
@@ -391,4 +392,37 @@ def place(program: Program, mesh: Mesh) -> Program:
         one.run()
         layouts = {p.name: p.layout for p in (*program.params, *program.buffers, *program.inputs)}
         program = program.with_layouts({node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()})
+    refuse_uneven(program, mesh, choices)
     return program
+
+
+def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices]) -> None:
+    """Heads, key-value heads or groups that an axis does not divide: an annotated split that is lost where a dim is taken apart.
+
+    It could be gathered there, but that would undo the annotation unnoticed; one error for every such size and annotation.
+    """
+    errors, told = Errors(), set()
+    for node, c in choices.items():
+        if c.rule.notation is not reshape:
+            continue
+        source, i = result(tensors(node)[0])
+        for axis, n in mesh.axes:
+            why = source.meta["why"].get(axis, "")
+            if n == 1 or not why or source.op != "call_function":
+                continue
+            lies, taken = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
+            if not isinstance(lies, Shard) or isinstance(taken, Shard):
+                continue
+            for factor, (places, _) in c.places.items():
+                place_of, size = places[0], c.signature.sizes[factor]
+                if place_of is None or place_of[0] != lies.dim or lies.split % place_of[1] or size % (lies.split // place_of[1] * n) == 0:
+                    continue
+                if lies.split // place_of[1] >= size or (why, size) in told:
+                    continue
+                told.add((why, size))
+                fits = [str(k) for k in range(1, size + 1) if size % k == 0]
+                errors.add(
+                    f"{size} (of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}) does not divide by {axis}={n}",
+                    where=f"{why}, {node.meta['source']}", fix=f"{axis}={', '.join(fits[:-1])} or {fits[-1]}; or leave that weight whole",
+                )  # fmt: skip
+    errors.raise_any()
