@@ -14,13 +14,15 @@ import json
 import pickle
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from shardc.runtime.weights import check_names
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -30,7 +32,6 @@ from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import Layout
 from shardc.program import Param, Program
-from shardc.runtime.weights import check_names
 
 _FORMAT = 1
 
@@ -41,12 +42,13 @@ class Part:
 
     local: Tensor
     shape: tuple[int, ...]
-    layout: Layout = Layout()
+    layout: Layout = field(default_factory=Layout)
 
     def boxes(self, mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[ChunkStorageMetadata, tuple[slice, ...]]]:
         """(place in the global tensor, where it lies in the local one)."""
         if 0 in self.shape:  # nothing to write, but its name must be known
-            yield ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(self.local.shape)), (slice(None),) * len(self.shape)
+            everything = (slice(None),) * len(self.shape)
+            yield ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(self.local.shape)), everything
             return
         for box in self.layout.boxes(self.shape, mesh, coords):
             place = ChunkStorageMetadata(torch.Size([g for _, g, _ in box]), torch.Size([n for _, _, n in box]))
@@ -57,9 +59,9 @@ class Part:
         sharded = {a for a, _ in self.layout.shards()}
         if any(c for a, c in coords.items() if a not in sharded):
             return []
-        properties = TensorProperties(dtype=self.local.dtype)
+        properties, size = TensorProperties(dtype=self.local.dtype), torch.Size(self.shape)
         return [
-            WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, torch.Size(self.shape)))
+            WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, size))
             for box, _ in self.boxes(mesh, coords)
         ]
 
@@ -119,7 +121,9 @@ def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer
     return [[known[id(x)] for x in group["params"]] for group in optimizer.param_groups]
 
 
-def _optimizer_state(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer) -> tuple[dict[str, Part], dict[str, Any]]:
+def _optimizer_state(
+    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer
+) -> tuple[dict[str, Part], dict[str, Any]]:
     """Tensors of the optimizer's state as parts, and all the rest of it as JSON-able values."""
     parts: dict[str, Part] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -135,8 +139,8 @@ def _optimizer_state(program: Program, params: Mapping[str, Tensor], optimizer: 
                 parts[f"optimizer.{p.fqn}.{name}"] = Part(x, tuple(x.shape))
             else:
                 raise ShardcError(
-                    f"the optimizer's state {name!r} of shape {list(x.shape)} does not lie like its parameter, {list(local.shape)}", where=p.fqn,
-                    fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
+                    f"the optimizer's state {name!r} of shape {list(x.shape)} does not lie like its parameter, {list(local.shape)}",
+                    where=p.fqn, fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
                 )  # fmt: skip
     facts = []
     for group, members in zip(optimizer.param_groups, groups, strict=True):
@@ -157,7 +161,9 @@ def save(
     folder = Path(folder).absolute()
     work = folder.with_name(f".{folder.name}.saving")
     parts = _model_parts(program, params, buffers)
-    manifest: dict[str, Any] = {"format": _FORMAT, "model": program.meta.get("model", ""), "mesh": dict(mesh.layout.axes), "extra": dict(extra or {})}
+    manifest: dict[str, Any] = {
+        "format": _FORMAT, "model": program.meta.get("model", ""), "mesh": dict(mesh.layout.axes), "extra": dict(extra or {})
+    }  # fmt: skip
     if optimizer is not None:
         more, manifest["optimizer"] = _optimizer_state(program, params, optimizer)
         parts |= more
@@ -203,7 +209,10 @@ def _json(manifest: dict[str, Any]) -> str:
     try:
         return json.dumps(manifest, indent=2) + "\n"
     except TypeError as e:
-        raise ShardcError(f"the checkpoint's extra state or the optimizer's settings hold more than plain values: {e}", fix="pass numbers, strings, lists and dicts") from e  # fmt: skip
+        raise ShardcError(
+            f"the checkpoint's extra state or the optimizer's settings hold more than plain values: {e}",
+            fix="pass numbers, strings, lists and dicts",
+        ) from e  # fmt: skip
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -223,7 +232,8 @@ def load(
         reader = FileSystemReader(folder)
         metadata = reader.read_metadata()
     except (FileNotFoundError, NotADirectoryError) as e:
-        raise ShardcError("there is no checkpoint in this folder", where=str(folder), fix="pass a folder that shardc saved to") from e
+        what = "there is no checkpoint in this folder"
+        raise ShardcError(what, where=str(folder), fix="pass a folder that shardc saved to") from e
     stored = {k: x for k, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
     parts = _model_parts(program, params, buffers)
     errors = Errors()
@@ -254,14 +264,15 @@ def _optimizer_parts(
     program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, manifest: Mapping[str, Any],
     stored: Mapping[str, TensorStorageMetadata], parts: dict[str, Part], folder: str,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """New state for every parameter of the optimizer, to be filled: {fqn: {name: tensor or number}}. Adds its tensors to `parts`."""
+    """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to `parts`."""
     facts = manifest.get("optimizer")
     if facts is None:
-        raise ShardcError("the checkpoint has no optimizer state", where=folder, fix="save it with its optimizer, or load it without one")
+        fix = "save it with its optimizer, or load it without one"
+        raise ShardcError("the checkpoint has no optimizer state", where=folder, fix=fix)
     if facts["class"] != type(optimizer).__name__:
         raise ShardcError(
-            f"the checkpoint is of the optimizer {facts['class']}, not {type(optimizer).__name__}", where=folder,
-            fix=f"use {facts['class']}, or load it without an optimizer",
+            f"the checkpoint is of the optimizer {facts['class']}, not {type(optimizer).__name__}",
+            where=folder, fix=f"use {facts['class']}, or load it without an optimizer",
         )  # fmt: skip
     members = {p.fqn: p for group in _groups(program, params, optimizer) for p in group}
     errors = Errors()
@@ -284,8 +295,9 @@ def _optimizer_parts(
 
 
 def _fill_optimizer(
-    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, facts: Mapping[str, Any], states: Mapping[str, dict[str, Any]]
-) -> None:
+    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, facts: Mapping[str, Any],
+    states: Mapping[str, dict[str, Any]],
+) -> None:  # fmt: skip
     """Through the optimizer's own load_state_dict, which knows where its state lies and in which dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []

@@ -11,16 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from shardc.runtime import rng
+from torch import Tensor
 
 Key = tuple[int, int]
 _CHUNK = 1 << 20  # elements computed at once: bounds the float64 temporaries
 
 
 def draw(name: str, out: Tensor, key: Key, args: Mapping[str, Any]) -> None:
-    """Fill `out` as the random op `name` would. args: the op's arguments by their schema names. KeyError on an op that is not known."""
+    """Fill `out` as the random op `name` would. args: its arguments by their schema names. KeyError on an op that is not known."""
     if name == "randperm":
         out.copy_(torch.argsort(rng.bits(key, torch.arange(out.numel(), device=out.device)), stable=True))
         return
@@ -57,7 +56,8 @@ def _normal(args: Mapping[str, Any]) -> Sampler:
     mean, std = args.get("mean", 0.0), args.get("std", 1.0)
 
     def sample(k: Key, i: Tensor, each: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return rng.normal(k, i, torch.float64) * each.get("std", std) + each.get("mean", mean)
+        found: Tensor = rng.normal(k, i, torch.float64) * each.get("std", std) + each.get("mean", mean)
+        return found
 
     return sample
 
@@ -68,7 +68,7 @@ def _log_normal(args: Mapping[str, Any]) -> Sampler:
 
 
 def _uniform(args: Mapping[str, Any]) -> Sampler:
-    low, high = args.get("from", 0.0), args.get("to", 1.0)
+    low, high = float(args.get("from", 0.0)), float(args.get("to", 1.0))
     return lambda k, i, each, dtype: rng.uniform(k, i, _float(dtype)) * (high - low) + low
 
 
@@ -76,7 +76,9 @@ def _bernoulli(args: Mapping[str, Any]) -> Sampler:
     p = args.get("p")
 
     def sample(k: Key, i: Tensor, each: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return (rng.uniform(k, i, torch.float64) < each.get("p", each["self"] if p is None else p)).to(dtype)
+        limit = each.get("p", each["self"] if p is None else p)
+        kept: Tensor = rng.uniform(k, i, torch.float64) < limit
+        return kept.to(dtype)
 
     return sample
 
@@ -91,7 +93,8 @@ def _integers(args: Mapping[str, Any]) -> Sampler:
 
     def sample(k: Key, i: Tensor, each: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         unsigned = rng.bits(k, i).to(torch.int64) + 2**31
-        return ((unsigned * span) >> 32) + low
+        found: Tensor = ((unsigned * span) >> 32) + low
+        return found
 
     return sample
 
@@ -103,10 +106,10 @@ def _inverse(name: str) -> Callable[[Mapping[str, Any]], Sampler]:
         def sample(k: Key, i: Tensor, each: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
             u = rng.uniform(k, i, torch.float64) + 2.0**-33  # in (0, 1)
             if name == "exponential":
-                return -torch.log1p(-u) / args.get("lambd", 1.0)
+                return -torch.log1p(-u) / float(args.get("lambd", 1.0))
             if name == "geometric":
                 return torch.ceil(torch.log1p(-u) / math.log1p(-args["p"])).clamp_(min=1)
-            return args.get("median", 0.0) + args.get("sigma", 1.0) * torch.tan(math.pi * (u - 0.5))
+            return torch.tan(math.pi * (u - 0.5)) * float(args.get("sigma", 1.0)) + float(args.get("median", 0.0))
 
         return sample
 
@@ -124,14 +127,16 @@ def _trunc_normal(args: Mapping[str, Any]) -> Sampler:
 
     def sample(k: Key, i: Tensor, each: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         u = rng.uniform(k, i, torch.float64) + 2.0**-33
-        return (torch.special.ndtri(ends[0] + u * (ends[1] - ends[0])) * (sign * std) + mean).clamp_(a, b)
+        z: Tensor = torch.special.ndtri(ends[0] + u * (ends[1] - ends[0]))
+        return (z * (sign * std) + mean).clamp_(a, b)
 
     return sample
 
 
 #: Random ops by the name of their overload packet; "trunc_normal_" is torch.nn.init's, which loops until its numbers fit.
 SAMPLERS: dict[str, Callable[[Mapping[str, Any]], Sampler]] = {
-    "normal_": _normal, "normal": _normal, "randn": lambda _: _normal({}), "randn_like": lambda _: _normal({}), "log_normal_": _log_normal,
+    "normal_": _normal, "normal": _normal, "log_normal_": _log_normal,
+    "randn": lambda _: _normal({}), "randn_like": lambda _: _normal({}),
     "uniform_": _uniform, "rand": lambda _: _uniform({}), "rand_like": lambda _: _uniform({}),
     "bernoulli": _bernoulli, "bernoulli_": _bernoulli_, "randint": _integers, "randint_like": _integers, "random_": _integers,
     "exponential_": _inverse("exponential"), "geometric_": _inverse("geometric"), "cauchy_": _inverse("cauchy"),

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from shardc.runtime.tape import Recorder, Ref, Tape
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.tape import Recorder, Ref, Tape
 
 Builder = Callable[[], nn.Module]
 _RECORDING = threading.RLock()  # a recording replaces a function of torch.nn.init for a while, which all threads would see
@@ -53,7 +53,10 @@ class Recipe:
         return found.clone(memory_format=torch.contiguous_format) if ref.stride != found.contiguous().stride() else found
 
 
-_EMPTY = {getattr(torch.ops.aten, n) for n in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")}
+_EMPTY = {
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+}
 
 
 def record(builder: Builder) -> tuple[nn.Module, Recipe]:
@@ -106,11 +109,12 @@ def record_reset(model: nn.Module) -> Recipe:
                 for name, x in held.items():
                     if x is not None and x.untyped_storage().device.type == "meta":
                         empty = torch.empty(x.shape, dtype=x.dtype)
-                        held[name] = fresh.setdefault(id(x), nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty)  # type: ignore[assignment]
-        made = {id(x) for x in fresh.values()}
+                        made = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+                        held[name] = fresh.setdefault(id(x), made)  # type: ignore[assignment]
+        changed = {id(x) for x in fresh.values()}
         for module in duplicate.modules():
             reset = _reset_of(module)
-            if reset is not None and any(id(x) in made for x in _own(module)):
+            if reset is not None and any(id(x) in changed for x in _own(module)):
                 reset()
         return duplicate
 
@@ -126,7 +130,9 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
     yield from (x for held in (module._parameters, module._buffers) for x in held.values() if x is not None)
 
 
-def materialise_model(builder: Builder, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+def materialise_model(
+    builder: Builder, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> nn.Module:
     """The plain, unsharded model with exactly the weights that every mesh gets for this seed.
 
     dtype: floating-point parameters and buffers are cast to it afterwards, as `model.to(dtype)` does.
@@ -151,7 +157,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _foreign_randomness() -> tuple[str, str]:
-    return str(random.getstate()), str([*np.random.get_state(legacy=True)])
+    kind, numbers, *rest = np.random.get_state(legacy=True)
+    return str(random.getstate()), str((kind, np.asarray(numbers).tobytes(), rest))
 
 
 def _settle_attributes(model: nn.Module, recorder: Recorder) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from shardc.runtime.checkpoints import load, save
+from shardc.runtime.weights import Weights, check_names, weights
 from torch import Tensor, nn
 
 from shardc.errors import Errors
 from shardc.placement import Layout, unchunk
 from shardc.program import Buffer, Param, Program
-from shardc.runtime.checkpoints import load, save
-from shardc.runtime.weights import Weights, check_names, weights
 
 __all__ = ["export_safetensors", "full_state_dict", "gather", "load", "local_parameters", "save"]
 
@@ -33,7 +33,7 @@ def local_parameters(
 
     source: one of
         nn.Module with weights           cut by the program's layouts; not changed
-        a function that builds the model run without memory; each parameter is computed by itself (shardc.runtime.init), or its `Recipe`
+        a function that builds the model run without memory (or its `Recipe`): each parameter is computed by itself
         nn.Module on the meta device     each module's own reset_parameters, as FSDP does it
         {name: tensor}, or a path        a state_dict; a .safetensors file or a folder of them
     base: such a source again (not a file), for what a state_dict lacks: buffers that are not persistent.
@@ -63,8 +63,8 @@ def local_parameters(
 
 def _check(program: Program, given: Weights, rest: Weights | None) -> None:
     errors = Errors()
-    entries = [x for x in (*program.params, *program.buffers) if x.fqn]
-    wanted = {}
+    entries: list[Param | Buffer] = [x for x in _all(program) if x.fqn]
+    wanted: dict[str, tuple[int, ...]] = {}
     for x in entries:
         present = [n for n in (x.fqn, *x.aliases) if n in given.shapes] or [x.fqn]
         optional = isinstance(x, Buffer) and not x.persistent and given.what != "model"
@@ -78,12 +78,16 @@ def _check(program: Program, given: Weights, rest: Weights | None) -> None:
         wanted |= dict.fromkeys(present, x.shape)
         if not given.tied(present):
             errors.add(
-                f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they differ", where=x.fqn,
-                fix="compile the model that has these weights",
+                f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they differ",
+                where=x.fqn, fix="compile the model that has these weights",
             )  # fmt: skip
     known = {n for x in entries for n in (x.fqn, *x.aliases)}
     check_names(errors, wanted, given.shapes, known, f"the {given.what}")
     errors.raise_any()
+
+
+def _all(program: Program) -> list[Param | Buffer]:
+    return [*program.params, *program.buffers]
 
 
 def gather(x: Tensor, layout: Layout, mesh: Any, tag: str = "") -> Tensor:
@@ -98,7 +102,7 @@ def _entries(
     program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> Iterator[tuple[Param | Buffer, Tensor]]:
     """Every parameter and persistent buffer with its global value on the CPU, one at a time."""
-    for x in (*program.params, *program.buffers):
+    for x in _all(program):
         if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
             continue
         local = params[x.name] if isinstance(x, Param) else buffers[x.name]

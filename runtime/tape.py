@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from shardc.runtime import draw, rng
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from shardc import source
 from shardc.errors import ShardcError
-from shardc.runtime import draw, rng
 from shardc.torch_private import OpOverload, replaced_trunc_normal
 
 _STREAM = 0x1417  # keeps initial weights apart from dropout's streams of the same seed
@@ -88,16 +88,15 @@ class Tape:
         return sorted(needed)
 
     def replay(self, refs: Iterable[Ref], seed: int | None, device: torch.device | str = "cpu") -> list[Tensor]:
-        """The values of these tensors on `device`; they share memory where they did. seed None: random ops are not allowed."""
+        """The values of these tensors on `device`; they share memory where they did. seed None: no random ops."""
         wanted = list(refs)
         memory: dict[int, torch.UntypedStorage] = {}
 
         def real(ref: Ref) -> Tensor:
             if ref.storage not in memory:
-                raise ShardcError(
-                    "a tensor was made on the meta device, which keeps no values", fix="build the model without torch.device('meta')"
-                )
-            return torch.empty(0, dtype=ref.dtype, device=device).set_(memory[ref.storage], ref.offset, ref.shape, ref.stride)  # type: ignore[call-overload,no-any-return]
+                what = "a tensor was made on the meta device, which keeps no values"
+                raise ShardcError(what, fix="build the model without torch.device('meta')")
+            return torch.empty(0, dtype=ref.dtype, device=device).set_(memory[ref.storage], ref.offset, ref.shape, ref.stride)
 
         with torch.no_grad():
             for at in self.closure(r.storage for r in wanted):
@@ -105,8 +104,9 @@ class Tape:
             return [real(r) for r in wanted]
 
     def _run(
-        self, e: Entry, memory: dict[int, torch.UntypedStorage], real: Callable[[Ref], Tensor], seed: int | None, device: torch.device
-    ) -> None:
+        self, e: Entry, memory: dict[int, torch.UntypedStorage], real: Callable[[Ref], Tensor], seed: int | None,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         def argument(x: Any) -> Any:
             return real(x) if isinstance(x, Ref) else device if isinstance(x, torch.device) else x
 
@@ -133,8 +133,8 @@ class Tape:
 
 
 def _empty(ref: Ref, device: torch.device) -> Tensor:
-    size = ref.offset + 1 + sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True)) if 0 not in ref.shape else ref.offset
-    flat = torch.empty(size, dtype=ref.dtype, device=device)
+    last = sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
+    flat = torch.empty(ref.offset if 0 in ref.shape else ref.offset + last + 1, dtype=ref.dtype, device=device)
     return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
 
@@ -170,7 +170,7 @@ class Recorder:
         x = self._meta(x)
         storage = x.untyped_storage()
         self._held[id(storage)] = storage
-        return Ref(id(storage), x.dtype, tuple(x.shape), tuple(x.stride()), x.storage_offset())
+        return Ref(id(storage), x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
     def value(self, x: Tensor) -> Tensor:
         """The real value of a recorded tensor. Raises ShardcError if it depends on random numbers."""
@@ -200,13 +200,13 @@ class Recorder:
 
     def _shadow(self, x: Tensor, storage: torch.UntypedStorage) -> Tensor:
         if id(storage) not in self._shadows:
-            whole = torch.empty(0, dtype=x.dtype, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            whole = torch.empty(0, dtype=x.dtype, device=storage.device).set_(storage)
             shadow = torch.empty(whole.shape, dtype=x.dtype, device="meta")
             self._held[id(storage)], self._shadows[id(storage)] = storage, shadow
             ref = self.ref(shadow)
             self._add(None, "constant", (whole.detach().clone(),), {}, (ref,), {ref.storage}, set())
         like = torch.empty(0, dtype=x.dtype, device="meta")
-        return like.set_(self._shadows[id(storage)].untyped_storage(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload,no-any-return]
+        return like.set_(self._shadows[id(storage)].untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -287,9 +287,9 @@ class Recorder:
         return tree_map(lambda x: self.value(x) if isinstance(x, Tensor) else x, given)
 
 
-class _Dispatch(TorchDispatchMode):
+class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -297,7 +297,7 @@ class _Dispatch(TorchDispatchMode):
 
 
 _PRETENCES: dict[Any, Any] = {
-    torch.Tensor.device.__get__: torch.device("cpu"),  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__: torch.device("cpu"),
     torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
 }

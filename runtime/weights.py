@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from shardc.runtime.init import Recipe, named_tensors, record, record_reset
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.init import Recipe, named_tensors, record, record_reset
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -42,9 +42,8 @@ def weights(source: Any, seed: int) -> Weights:
         return _of_files(Path(source))
     if callable(source):
         return _of_recipe(record(source)[1], seed)
-    raise ShardcError(
-        f"weights cannot come from a {type(source).__name__}", fix="pass a model, a function that builds it, a state_dict or the path of one"
-    )
+    fix = "pass a model, a function that builds it, a state_dict or the path of one"
+    raise ShardcError(f"weights cannot come from a {type(source).__name__}", fix=fix)
 
 
 def _of_tensors(tensors: Mapping[str, Tensor], what: str) -> Weights:
@@ -55,10 +54,11 @@ def _of_tensors(tensors: Mapping[str, Tensor], what: str) -> Weights:
 
 
 def _of_recipe(recipe: Recipe, seed: int) -> Weights:
+    def tied(names: Sequence[str]) -> bool:
+        return len({recipe.names[n] for n in names if n in recipe.names}) <= 1
+
     shapes = {k: r.shape for k, r in recipe.names.items()}
-    return Weights(
-        "model", shapes, lambda name, device: recipe.materialise(name, seed, device), lambda names: len({recipe.names.get(n) for n in names}) == 1
-    )
+    return Weights("model", shapes, lambda name, device: recipe.materialise(name, seed, device), tied)
 
 
 def _of_module(model: nn.Module, seed: int) -> Weights:
@@ -79,12 +79,13 @@ def _of_module(model: nn.Module, seed: int) -> Weights:
 def _of_files(path: Path) -> Weights:
     """A .safetensors file, or a folder with `model.safetensors` or an index of several files."""
     files = _listed(path)
-    handles = {}
+    handles: dict[Path, Any] = {}
     try:
         handles = {f: safe_open(f, framework="pt") for f in dict.fromkeys(files)}
     except (SafetensorError, OSError) as e:
-        raise ShardcError(f"the weights cannot be read: {e}", where=str(path), fix="pass a .safetensors file or a folder that holds them") from e
-    at = {name: h for h in handles.values() for name in h.keys()}  # noqa: SIM118: not a dict
+        fix = "pass a .safetensors file or a folder that holds them"
+        raise ShardcError(f"the weights cannot be read: {e}", where=str(path), fix=fix) from e
+    at = {name: h for h in handles.values() for name in h.keys()}  # noqa: SIM118 (not a dict)
     shapes = {name: tuple(h.get_slice(name).get_shape()) for name, h in at.items()}
 
     def tied(names: Sequence[str]) -> bool:
@@ -103,9 +104,8 @@ def _listed(path: Path) -> list[Path]:
     found = path / "model.safetensors"
     if found.is_file():
         return [found]
-    raise ShardcError(
-        "there are no weights at this path", where=str(path), fix="pass a .safetensors file, or a folder with model.safetensors or its index"
-    )
+    fix = "pass a .safetensors file, or a folder with model.safetensors or its index"
+    raise ShardcError("there are no weights at this path", where=str(path), fix=fix)
 
 
 def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable[str], where: str) -> None:
@@ -115,7 +115,8 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
     for name, shape in wanted.items():
         if name not in present:
             near = difflib.get_close_matches(name, extra or list(present), 1)
-            errors.add(f"{name} is missing in {where}", where=name, fix=f"it has {near[0]}: is it that?" if near else "is it of another model?")
+            fix = f"it has {near[0]}: is it that?" if near else "is it of another model?"
+            errors.add(f"{name} is missing in {where}", where=name, fix=fix)
         elif tuple(present[name]) != tuple(shape):
             errors.add(f"{name} has the shape {list(present[name])} in {where}, and {list(shape)} in the program", where=name)
     for name in extra:
