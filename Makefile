@@ -1,0 +1,38 @@
+# make train | test | lint | bench: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+READY := .venv/.ready
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test lint bench types clean
+.DEFAULT_GOAL := test
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "shardc needs Python >= 3.10: make PYTHON=python3.12"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(READY)   ## the main job: a GPT over dp=2 x tp=2 on 4 processes, checked against the plain model
+	$(BIN)/python examples/check.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+lint: $(READY) types
+	$(BIN)/ruff check .
+
+# mypy cannot follow the package-dir map of an editable install, so it checks a tree of links that looks like the installed package.
+types: $(READY)
+	@rm -rf build/mypy && mkdir -p build/mypy/shardc
+	@for f in shardc/*.py; do ln -s ../../../$$f build/mypy/$$f; done
+	@for d in rules report; do ln -s ../../../shardc/$$d build/mypy/shardc/$$d; done
+	@for d in passes runtime specs; do ln -s ../../../$$d build/mypy/shardc/$$d; done
+	cd build/mypy && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache shardc
+
+bench: $(READY)
+	$(BIN)/python tests/bench/bench.py
+
+clean:
+	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
