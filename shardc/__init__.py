@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardc.artifact import load
 from shardc.compile import compile
 from shardc.errors import ShardcError
 from shardc.program import Program
@@ -9,5 +10,5 @@ from shardc.rules.core import rule
 from shardc.simulate import Simulation, simulate
 from shardc.spec import Spec
 
-__all__ = ["Program", "ShardcError", "Simulation", "Spec", "compile", "rule", "simulate"]
+__all__ = ["Program", "ShardcError", "Simulation", "Spec", "compile", "load", "rule", "simulate"]
 __version__ = "0.1.0"

@@ -46,9 +46,12 @@ class Mesh:
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only in `axes`, in the order of those axes in the mesh."""
-        wanted = set(axes)
-        mine = self.coords(rank)
-        return tuple(r for r in range(self.world) if all(c == mine[a] or a in wanted for a, c in self.coords(r).items()))
+        wanted, mine = set(axes), self.coords(rank)
+        found = [rank - sum(mine[a] * self.stride(a) for a in self.names if a in wanted)]
+        for a in self.names:
+            if a in wanted:
+                found = [r + i * self.stride(a) for r in found for i in range(self.size(a))]
+        return tuple(found)
 
     def __str__(self) -> str:
         return " × ".join(f"{name}={size}" for name, size in self.axes) or "one device"

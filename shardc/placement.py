@@ -97,9 +97,11 @@ class Layout:
             if s.sections and (sum(s.sections) != shape[s.dim] or s.split != 1):
                 return f"sections {list(s.sections)} do not sum to the dim's size {shape[s.dim]}"
             for other, o in self.shards(s.dim):
-                if other != axis and (s.sections or o.sections):
+                if other == axis or n == 1 or mesh.size(other) == 1:  # an axis of one rank takes nothing away
+                    continue
+                if s.sections or o.sections:
                     return f"{axis} and {other} both split dim {s.dim}, and one of them by sections"
-                if other != axis and o.split <= s.split and s.split % (o.split * mesh.size(other)):
+                if o.split <= s.split and s.split % (o.split * mesh.size(other)):
                     return f"{axis} and {other} take the same part of dim {s.dim}"
         return ""
 
@@ -128,16 +130,38 @@ class Layout:
         """This rank's part as boxes, each a tuple per dim of (local start, global start, length)."""
         runs: list[list[tuple[int, int, int]]] = []
         for dim, size in enumerate(shape):
-            index = torch.arange(size)
-            for axis, s in sorted(self.shards(dim), key=lambda item: -item[1].split):
-                index = chunks(index, Shard(0, s.split, s.sections), mesh.size(axis))[coords[axis]]
-            ids = index.tolist()
-            starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1] + 1]
-            runs.append([(a, ids[a], b - a) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)])
+            digits = [(s, mesh.size(axis), coords[axis]) for axis, s in self.shards(dim) if mesh.size(axis) > 1]
+            runs.append(_runs(size, digits))
         yield from _product(runs)
 
     def __str__(self) -> str:
         return " ".join(f"{a}:{p}" for a, p in self.items)
+
+
+def _runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int, int]]:
+    """(local start, global start, length) of the stretches of a dim that one rank holds. digits: (shard, ranks, this rank's)."""
+    found = [(0, size)]
+    before = 1  # product of the digits above the current one
+    for s, n, i in sorted(digits, key=lambda d: d[0].split):
+        if s.sections:
+            starts = [sum(s.sections[:k]) for k in range(len(s.sections))]
+            found = [(start + i * (part // n), part // n) for start, part in zip(starts, s.sections, strict=True)]
+        else:
+            free = s.split // before  # digits between that axis and this one: every value of them is held
+            found = [
+                (start + f * (length // free) + i * (length // free // n), length // free // n)
+                for start, length in found for f in range(free)
+            ]  # fmt: skip
+            before = s.split * n
+    merged: list[tuple[int, int, int]] = []
+    local = 0
+    for start, length in found:
+        if merged and merged[-1][1] + merged[-1][2] == start:
+            merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + length)
+        elif length:
+            merged.append((local, start, length))
+        local += length
+    return merged
 
 
 def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[tuple[tuple[int, int, int], ...]]:
@@ -152,8 +176,10 @@ def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[tuple[tuple[int
 def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
     """Cut x into the n parts of a shard: dim = [split, n, rest], part i keeps digit i. Views where possible."""
     d = shard.dim
+    if n == 1:
+        return [x]
     if shard.sections:
-        pieces = [p.chunk(n, d) for p in x.split(list(shard.sections), d)]
+        pieces = [p.chunk(n, d) for p in x.split_with_sizes(list(shard.sections), d)]
         return [torch.cat([p[i] for p in pieces], d) for i in range(n)]
     if shard.split == 1:
         return list(x.chunk(n, d))
@@ -165,8 +191,10 @@ def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
 def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
     """The inverse of `chunks`."""
     d, n = shard.dim, len(parts)
+    if n == 1:
+        return parts[0]
     if shard.sections:
-        cut = [p.split([s // n for s in shard.sections], d) for p in parts]
+        cut = [p.split_with_sizes([s // n for s in shard.sections], d) for p in parts]
         return torch.cat([c[i] for i in range(len(shard.sections)) for c in cut], d)
     if shard.split == 1:
         return torch.cat(list(parts), d)
@@ -178,7 +206,8 @@ def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool", torch.complex64: "c64",
-    torch.complex128: "c128",
+    torch.complex128: "c128", torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5m2: "f8e5m2", torch.uint16: "u16",
+    torch.uint32: "u32", torch.uint64: "u64",
 }  # fmt: skip
 
 
@@ -186,13 +215,15 @@ def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
     """A value's type as programs print it: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3), `f32[8, 512] +tp ~dp`."""
     dims = []
     for d, size in enumerate(shape):
+        # an axis with sections first: the sizes say what it splits; then by digit, and the first digit is said by the sizes too
+        axes = sorted(layout.shards(d), key=lambda item: (not item[1].sections, item[1].split))
         text = str(size)
-        for axis, s in sorted(layout.shards(d), key=lambda item: item[1].split):
-            if s.sections:
+        for i, (axis, s) in enumerate(axes):
+            if i == 0 and s.sections:
                 text = "|".join(map(str, s.sections))
-            elif s.split > 1 and "@" not in text:
+            elif i == 0 and s.split > 1:
                 text = f"{s.split}·{size // s.split}"
-            text += f"@{axis}" if "@" not in text or s.split == 1 else f"@{axis}/{s.split}"
+            text += f"@{axis}" if i == 0 or s.split == 1 else f"@{axis}/{s.split}"
         dims.append(text)
     marks = [f"+{a}" if p == PARTIAL else f"+{p.op}:{a}" for a, p in layout.items if isinstance(p, Partial)]
     marks += [f"~{a}" for a, p in layout.items if isinstance(p, Varying)]
@@ -200,6 +231,7 @@ def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
 
 
 _TYPE = re.compile(r"(\w+)\[(.*)\]((?: [+~]\S+)*)$")
+_DIM = re.compile(r"(?:(\d+)|([1-9]\d*)·(\d+)|(\d+(?:\|\d+)+))((?:@[^@/\s]+(?:/[1-9]\d*)?)*)$")
 
 
 def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]]:
@@ -209,22 +241,21 @@ def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]
     if not match or match[1] not in names:
         raise ValueError(f"not a type: {text!r}")
     shape: list[int] = []
-    placements: dict[str, Placement] = {}
-    for d, part in enumerate(p for p in match[2].split(", ") if p):
-        size, *axes = part.split("@")
-        split, sections = 1, ()
-        if "|" in size:
-            sections = tuple(int(s) for s in size.split("|"))
-            shape.append(sum(sections))
-        elif "·" in size:
-            split, rest = (int(s) for s in size.split("·"))
-            shape.append(split * rest)
-        else:
-            shape.append(int(size))
-        for i, axis in enumerate(axes):
+    found: list[tuple[str, Placement]] = []
+    for d, part in enumerate(match[2].split(", ") if match[2] else ()):
+        dim = _DIM.match(part)
+        if not dim:
+            raise ValueError(f"not a type: {text!r} (its dim {d})")
+        sections = tuple(int(x) for x in dim[4].split("|")) if dim[4] else ()
+        split = int(dim[2]) if dim[2] else 1
+        shape.append(sum(sections) if sections else split * int(dim[3]) if dim[3] else int(dim[1]))
+        for i, axis in enumerate(dim[5].split("@")[1:]):
             name, _, at = axis.partition("/")
-            placements[name] = Shard(d, int(at) if at else (split if i == 0 else 1), sections)
+            own = split if i == 0 and not at else int(at or 1)
+            found.append((name, Shard(d, own, sections if i == 0 else ())))
     for mark in match[3].split():
         op, _, axis = mark[1:].rpartition(":")
-        placements[axis] = VARYING if mark[0] == "~" else Partial(op or "sum")
-    return tuple(shape), names[match[1]], placements
+        found.append((axis, VARYING if mark[0] == "~" else Partial(op or "sum")))
+    if len({axis for axis, _ in found}) < len(found):
+        raise ValueError(f"not a type: {text!r} (an axis stands there twice)")
+    return tuple(shape), names[match[1]], dict(found)

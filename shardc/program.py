@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import fx
@@ -28,6 +29,7 @@ from shardc.mesh import Mesh
 from shardc.placement import Layout, show
 
 if TYPE_CHECKING:
+    from shardc.verify import Report
     from shardc.runtime.engine import Engine
     from shardc.runtime.module import ShardedModule
     from shardc.spec import Spec
@@ -213,3 +215,29 @@ class Program:
         from shardc.runtime.module import ShardedModule
 
         return ShardedModule(self, model, seed, mesh=mesh)
+
+    # --- looking at it, keeping it, checking it
+
+    def __str__(self) -> str:
+        """Its typed text: how everything is stored, and what a rank runs, with every collective's cause and bytes."""
+        from shardc.emit import text
+
+        return text(self)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the artifact: readable Python, layouts, manifest; no pickle. `shardc.load` reads it. See shardc.artifact."""
+        from shardc.artifact import save
+
+        save(self, folder)
+
+    def verify(self, *, seed: int = 0) -> Report:
+        """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`. See shardc.verify."""
+        from shardc.verify import verify
+
+        return verify(self, seed=seed)
+
+    def cost(self, device: str = "h100-80g") -> NoReturn:
+        """Memory, flops, communication and time per rank: not built yet (issue "Memory"); raises ShardcError."""
+        from shardc.errors import ShardcError
+
+        raise ShardcError("program.cost is not built yet", where="Program.cost", fix="`shardc inspect --comm` shows the bytes of a step by axis and cause")

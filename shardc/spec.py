@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +156,7 @@ class Spec:
             Check(form, document.value, names, resolved, places, errors).run()
         if refuse:
             refuse_unbuilt(form, places, errors)
+        errors.found.sort(key=lambda e: _line(e.where))
         errors.raise_any()
         assert resolved is not None
         return cls._build(form, resolved, places)
@@ -249,6 +252,12 @@ def _resize(document: Document, axis: str, size: object) -> None:
         fix = (f"did you mean {close!r}? " if close else "") + f"its axes are {', '.join(map(str, sizes))}"
         raise ShardcError(f"the spec's mesh has no axis {axis!r}", where=where, fix=fix)
     spec_yaml.put(document, ("mesh", axis), size, where)
+
+
+def _line(where: str) -> tuple[int, int]:
+    """Line and column of a place; what has none comes last."""
+    found = re.search(r":(\d+):(\d+)$", where)
+    return (int(found[1]), int(found[2])) if found else (sys.maxsize, 0)
 
 
 def _text(source: object) -> str:

@@ -14,6 +14,7 @@ from shardc.spec_form import Form
 from shardc.spec_yaml import Document, Path, dotted, flow, reach, say, scalar, without
 
 Details = Any  # pydantic_core.ErrorDetails: type, loc, msg, input, ctx
+Field = tuple[str, FieldInfo | None]
 
 _BY_KEY = ("extra_forbidden", "missing", "invalid_key")  # cited by the key's place, the others by the value's
 _MUST = {
@@ -33,13 +34,13 @@ def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path
         try:
             return Form.model_validate(value), frozenset(cut)
         except ValidationError as e:
-            for details in e.errors():
-                path = reach(value, details["loc"])
-                if first and not any(path[: len(b)] == b for b in document.broken):
-                    what, fix = explain(details, path)
-                    by_value = details["type"] not in _BY_KEY and "[key]" not in details["loc"]
-                    errors.add(what, where=document.places.where(path, value=by_value), fix=fix)
-                cut.add(_cut(value, path))
+            found = [(details, reach(value, details["loc"])) for details in e.errors()]
+        for details, path in found:
+            if first and not any(path[: len(b)] == b for b in document.broken):
+                what, fix = explain(details, path)
+                by_value = details["type"] not in _BY_KEY and "[key]" not in details["loc"]
+                errors.add(what, where=document.places.where(path, value=by_value), fix=fix)
+            cut.add(_cut(value, path))
         first = False  # what goes wrong after cutting is the cut's doing, not the user's
 
 
@@ -47,15 +48,22 @@ def _cut(value: Any, path: Path) -> Path:
     """Take the wrong entry out of the value. Returns what was taken."""
     if path[:1] in (("shard",), ("activations",)):
         path = path[:2]  # half an entry would be another entry
-    while path and isinstance(path[-1], int) and not (len(path) == 2 and path[0] in ("shard", "activations")):
+    path = reach(value, path)  # an error before this one may have taken it out
+    while path and isinstance(_at(value, path[:-1]), list):
         path = path[:-1]  # taking out an item would renumber the others
     if path in ((), ("shardc",)):
         value["shardc"] = 1
     elif len(path) == 2 and path[0] == "mesh" and isinstance(path[1], str) and path[1].isidentifier():
         value["mesh"][path[1]] = 1  # the name stays known
-    elif reach(value, path) == path:
+    else:
         without(value, path)
     return path
+
+
+def _at(value: Any, path: Path) -> Any:
+    for part in path:
+        value = value[part]
+    return value
 
 
 def explain(details: Details, path: Path) -> tuple[str, str]:
@@ -64,66 +72,71 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
     is_key = "[key]" in details["loc"]
     field, section = _grammar(details["loc"][: -1 if kind in ("extra_forbidden", "missing") else None])
     name = f"`{dotted(path)}`" if path else "a spec"
-    key = next((p for p in reversed(path) if isinstance(p, str)), "")
     if kind == "extra_forbidden":
         known = [n for n, f in section.model_fields.items() if not f.validation_alias]
-        close = nearest(str(path[-1]), known)
         inside = f" in `{dotted(path[:-1])}`" if len(path) > 1 else ""
-        return f"unknown {'key' if inside else 'section'} {say(path[-1])}{inside}", _did_you_mean(close, known)
+        return f"unknown {'key' if inside else 'section'} {say(path[-1])}{inside}", _did_you_mean(path[-1], known)
     if kind == "missing":
         missing = str(details["loc"][-1])
         if missing == "shardc":
             return "`shardc` is missing: a spec says which version of the format it is in", "write `shardc: 1` as the first line"
-        return f"{name} needs `{missing}`", f"write {_example(section.model_fields[missing], missing)}"
+        return f"{name} needs `{missing}`", f"add e.g. {_example((missing, section.model_fields[missing]))}"
     if kind in ("literal_error", "word"):
-        known = list(ctx["expected"]) if kind == "word" else [str(v) for v in _words(field)]
-        label = ctx.get("kind", "style" if path[:1] == ("shard",) else key)
-        return f"unknown {label} {say(got)}", _did_you_mean(nearest(str(got), known) if isinstance(got, str) else "", known)
+        known = list(ctx["expected"]) if kind == "word" else _words(field)
+        label = ctx.get("kind") or (("plan" if path[-1] == "use" else "style") if path[:1] == ("shard",) else "")
+        what = f"unknown {label} {say(got)}" if label else f"unknown value {say(got)} for {name}"
+        return what, _did_you_mean(got, known, ctx.get("also", ""))
     if kind == "invalid_key" or (is_key and kind == "string_type"):
         return f"{name}: a name is text, not {say(got)}", "quote it if it is a name"
-    if is_key and kind in ("int_type", "int_parsing"):
+    if is_key and kind == "int_type":
         bare = isinstance(got, str) and got.isdecimal()
         return f"{name}: a dim is a whole number, not {say(got)}", f"write {got} without quotes" if bare else "e.g. {0: tp}"
-    if kind == "greater_than_equal" and is_key:
+    if is_key and kind == "greater_than_equal":
         return f"{name}: dims count from 0, and {say(got)} is below", "use a dim >= 0: 0 is the first, the last of n dims is n - 1"
     if kind in ("greater_than_equal", "less_than_equal"):
-        bound, text = (ctx["ge"], "at least") if "ge" in ctx else (ctx["le"], "at most")
-        return f"{name} must be {text} {bound}, not {say(got)}", f"write {_example(field, key)}"
+        bound = f"at least {ctx['ge']:g}" if "ge" in ctx else f"at most {ctx['le']:g}"
+        return f"{name} must be {bound}, not {say(got)}", f"e.g. {_example(field)}"
     if kind == "form":
         return f"{name} must be {ctx['expected']}, not {say(got)}", str(ctx["fix"])
     if kind in ("wrong", "wrong_here"):
-        return (f"{name} " if kind == "wrong_here" else "") + details["msg"], str(ctx["fix"])
-    if kind in _MUST:
-        return f"{name} must be {_MUST[kind]}, not {say(got)}", _typed(kind, got, field, key)
-    return f"{name}: {details['msg']}", f"write {_example(field, key)}"
+        return (f"{name} " if kind == "wrong_here" else "") + details["msg"], str(ctx["fix"]) or f"e.g. {_example(field)}"
+    must = _MUST.get(kind)
+    return f"{name} must be {must}, not {say(got)}" if must else f"{name}: {details['msg']}", _typed(kind, got, field)
 
 
-def _typed(kind: str, got: Any, field: FieldInfo | None, key: str) -> str:
+def _typed(kind: str, got: Any, field: Field) -> str:
+    """The fix of a value of the wrong type: the value itself, if it only needs other spelling; else an example."""
     if isinstance(got, str) and kind == "bool_type":
-        return f"write true or false: {key}: {'true' if got.lower() in ('yes', 'on', 'y', 'true', '1') else 'false'}"
+        return f"write {'true' if got.lower() in ('yes', 'on', 'y', 'true') else 'false'}"
     if isinstance(got, str) and kind in ("int_type", "float_type") and isinstance(number := scalar(got.strip()), (int, float)):
         return f"write {number} without quotes"
-    if field is not None and field.examples:
-        return f"write {_example(field, key)}"
-    form = {"tuple_type": "[...]", "dict_type": "{...}", "model_type": "{...}"}.get(kind, _MUST[kind])
-    return f"write `{key}: {form}`"
+    return f"e.g. {_example(field)}"
 
 
-def _did_you_mean(close: str, known: list[str]) -> str:
-    every = ", ".join(known)
-    return f"did you mean {close!r}? ({every})" if close else f"one of {every}"
+def _did_you_mean(got: object, known: list[str], also: str = "") -> str:
+    close = nearest(got, known) if isinstance(got, str) else ""
+    every = ", ".join(known) + (f", {also}" if also else "")
+    if not close:
+        return f"one of {every}"
+    return f"did you mean {close!r}?" + (f" ({every})" if len(known) < 8 else "")
 
 
-def _grammar(loc: tuple[str | int, ...]) -> tuple[FieldInfo | None, type[BaseModel]]:
+def _example(field: Field) -> str:
+    name, info = field
+    example = info.examples[0] if info is not None and info.examples else "..."
+    return f"`{name}: {flow(example)}`"
+
+
+def _grammar(loc: tuple[str | int, ...]) -> tuple[Field, type[BaseModel]]:
     """The field that an error's location leads to, and the section that holds what comes next."""
-    field: FieldInfo | None = None
+    found: Field = ("", None)
     section: type[BaseModel] = Form
     for part in loc:
         for name, info in section.model_fields.items():
             if part in (name, info.validation_alias):
-                field, section = info, _section(info.annotation) or section
+                found, section = (name, info), _section(info.annotation) or section
                 break
-    return field, section
+    return found, section
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
@@ -132,14 +145,11 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return next((s for a in get_args(annotation) if (s := _section(a))), None)
 
 
-def _words(field: FieldInfo | None) -> list[Any]:
-    def leaves(annotation: Any) -> list[Any]:
+def _words(field: Field) -> list[str]:
+    """The words that a field's Literal allows."""
+
+    def leaves(annotation: Any) -> list[str]:
         args = get_args(annotation)
         return [w for a in args for w in leaves(a)] if args else [annotation] if isinstance(annotation, str) else []
 
-    return leaves(field.annotation) if field else []
-
-
-def _example(field: FieldInfo | None, key: str) -> str:
-    example = field.examples[0] if field is not None and field.examples else "..."
-    return f"`{key}: {flow(example)}`"
+    return leaves(field[1].annotation) if field[1] else []

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import LiteralString
 
 from shardc.patterns import faults
+from shardc.spec_yaml import say
 
 STYLES = ("column", "row", "vocab", "replicate")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -32,8 +33,9 @@ class Section(BaseModel):
 # --- pieces ------------------------------------------------------------------------------------------------------------
 
 
-def _unknown(value: object, expected: tuple[str, ...], kind: str) -> PydanticCustomError:
-    return PydanticCustomError("word", "unknown word", {"expected": expected, "value": value, "kind": kind})
+def _unknown(kind: str, expected: tuple[str, ...], also: str) -> PydanticCustomError:
+    """An error: none of the expected words. kind: what they are ("" = nothing special); also: what else could stand there."""
+    return PydanticCustomError("word", "unknown word", {"expected": expected, "kind": kind, "also": also})
 
 
 def _wrong(message: LiteralString, fix: str, **ctx: object) -> PydanticCustomError:
@@ -42,7 +44,7 @@ def _wrong(message: LiteralString, fix: str, **ctx: object) -> PydanticCustomErr
 
 
 def _wrong_here(message: LiteralString, fix: str, **ctx: object) -> PydanticCustomError:
-    """An error whose message continues the name of what is wrong."""
+    """An error whose message continues the name of what is wrong. fix: "" = the field's example."""
     return PydanticCustomError("wrong_here", message, {**ctx, "fix": fix})
 
 
@@ -74,7 +76,7 @@ def _pattern(value: str) -> str:
 
 def _finite(value: float) -> float:
     if not math.isfinite(value) or value <= 0:
-        raise _wrong_here("must be a number above 0, not {value}", "e.g. 25", value=value)
+        raise _wrong_here("must be a number above 0, not {value}", "", value=f"{value:g}")
     return value
 
 
@@ -87,7 +89,7 @@ def _number_or(*words: str) -> Callable[[Any], Any]:
         if value is None or value == "none":
             return None
         if not isinstance(value, str) or value not in words:
-            raise _unknown(value, words, "word (a number is right too)")
+            raise _unknown("", words, "or a number")
         return value
 
     return check
@@ -96,13 +98,13 @@ def _number_or(*words: str) -> Callable[[Any], Any]:
 def _place(value: str) -> str:
     """none, cpu, or a directory: a word of any other kind is a slip."""
     if value not in ("none", "cpu") and "/" not in value and not value.startswith((".", "~")):
-        raise _unknown(value, ("none", "cpu"), "place (a directory is written with a /)")
+        raise _unknown("place", ("none", "cpu"), "or a directory, with a / in it")
     return value
 
 
 def _schedule(value: str) -> str:
     if value not in SCHEDULES and "/" not in value and "." not in value:
-        raise _unknown(value, SCHEDULES, "schedule (a file is written with its ending)")
+        raise _unknown("schedule", SCHEDULES, "or the path of a file")
     return value
 
 
@@ -289,7 +291,7 @@ class Data(Section):
         default=0, description="0 all-reduced gradients, 1 +optimizer state split, 2 +gradients, 3 +parameters", examples=[2]
     )
     bucket_mb: Positive = Field(default=25.0, description="size of a gradient bucket in MB", examples=[25])
-    offload: Offload = Offload()
+    offload: Offload = Field(default=Offload(), examples=[{"optimizer": "cpu"}])
 
 
 class Expert(Section):
@@ -328,7 +330,7 @@ class Precision(Section):
 
 def _version(value: Any) -> Any:
     if type(value) is not int or value != 1:  # True == 1.0 == 1
-        raise _wrong("this shardc reads version 1 of the format, not {value}", "write shardc: 1", value=str(value))
+        raise _wrong("this shardc reads version 1 of the format, not {value}", "write shardc: 1", value=say(value))
     return value
 
 
@@ -342,19 +344,23 @@ class Form(Section):
     mesh: dict[Axis, Annotated[int, _SIZE]] = Field(
         default={}, description="axis: size, outermost first; one size may be -1: what the world leaves", examples=[{"dp": 2}]
     )
-    batch: Batch = Batch()
+    batch: Batch = Field(default=Batch(), examples=[{"dims": {"*": 0}}])
     shard: Annotated[ShardForm, BeforeValidator(_shard), WithJsonSchema(_SHARD)] = Field(
         default=ShardForm(), description="weights: pattern: style or {dim: axis}; the first match wins"
     )
     activations: dict[Annotated[str, AfterValidator(_boundary)], Dims] = Field(
         default={}, description='a module\'s output ("name") or input ("name:in"): {dim: axis}', examples=[{"layers.*": {1: "tp"}}]
     )
-    sequence: Sequence | None = None
-    pipeline: Pipeline | None = None
-    data: Data = Data()
-    experts: Annotated[tuple[Expert, ...], BeforeValidator(_tuple)] = ()
-    checkpoint: Annotated[tuple[Checkpoint, ...], BeforeValidator(_tuple)] = ()
-    precision: Precision = Precision()
+    sequence: Sequence | None = Field(default=None, examples=[{"axis": "cp"}])
+    pipeline: Pipeline | None = Field(default=None, examples=[{"axis": "pp", "stages": 4}])
+    data: Data = Field(default=Data(), examples=[{"zero": 2}])
+    experts: Annotated[tuple[Expert, ...], BeforeValidator(_tuple)] = Field(
+        default=(), examples=[[{"match": "*.mlp.experts", "axis": "ep"}]]
+    )
+    checkpoint: Annotated[tuple[Checkpoint, ...], BeforeValidator(_tuple)] = Field(
+        default=(), examples=[[{"match": "model.layers.*", "save": ["linear"]}]]
+    )
+    precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
     batch_norm: Literal["sync", "local"] = Field(default="sync", description="sync = exactly the single device's statistics")
     unknown_ops: Literal["error", "replicate"] = "error"
     strict: bool = Field(default=False, description="true: a collective that no annotation asked for is an error")

@@ -61,7 +61,8 @@ def dotted(path: Path) -> str:
     """A path as people write it: `shard."*.o_proj".0`, `experts[1].axis`."""
     text = ""
     for i, part in enumerate(path):
-        if isinstance(part, int) and not (i == 2 and path[0] in ("shard", "activations")):  # there they are dims
+        item = i >= 2 - (path[0] in ("experts", "checkpoint")) + (path[0] in ("shard", "activations"))  # a list's, no key of a mapping
+        if isinstance(part, int) and item:
             text += f"[{part}]"
         else:
             name = part if isinstance(part, str) and _PLAIN.fullmatch(part) else f'"{part}"' if isinstance(part, str) else str(part)
@@ -105,6 +106,8 @@ class _Reader:
             value: Any = None
             for i, event in enumerate(e for e in self.events if isinstance(e, (yaml.DocumentStartEvent, yaml.StreamEndEvent))):
                 if isinstance(event, yaml.StreamEndEvent):
+                    self.places.keys.setdefault((), self.place(0, 0))
+                    self.places.values.setdefault((), self.place(0, 0))
                     break
                 if i == 0:
                     value = self.node(next(self.events), (), 0)
@@ -154,20 +157,23 @@ class _Reader:
             self.broken.add(path)
             return None
         assert isinstance(event, yaml.NodeEvent)
-        self._check(event)
+        if self._check(event):
+            self.broken.add(path)
         if isinstance(event, yaml.ScalarEvent):
             return scalar(event.value) if event.style is None and event.tag is None else event.value
         if isinstance(event, yaml.SequenceStartEvent):
             return [self.node(e, (*path, i), depth + 1) for i, e in enumerate(self._until(yaml.SequenceEndEvent))]
         return self._mapping(path, depth)
 
-    def _check(self, event: yaml.NodeEvent) -> None:
+    def _check(self, event: yaml.NodeEvent) -> bool:
+        """Report anchors and tags. Returns whether there is a tag, which leaves the value unknown."""
         tag = getattr(event, "tag", None)
         if event.anchor is not None:
             self._add(event, f"YAML anchors are not allowed: &{event.anchor}", "write the value out where it is used")
         if tag is not None:
             name = tag.replace("tag:yaml.org,2002:", "!!")
             self._add(event, f"YAML tags are not allowed: {name}", "delete the tag; quote text, leave numbers bare")
+        return tag is not None
 
     def _until(self, end: type[yaml.Event]) -> Iterator[yaml.Event]:
         while not isinstance(event := next(self.events), end):

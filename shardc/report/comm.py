@@ -1,0 +1,58 @@
+"""The collectives of one training step, by axis and cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardc.emit import human
+from shardc.program import Program
+
+
+@dataclass(frozen=True)
+class Row:
+    """Collectives of one kind over the same axes for one cause: how many a step, and their bytes on one rank."""
+
+    axes: str
+    kind: str
+    direction: str
+    cause: str
+    count: int
+    bytes: int
+
+
+def comm_rows(program: Program) -> list[Row]:
+    """Rows by axes, direction and cause; gradient buckets are the last ones of backward."""
+    found: dict[tuple[str, str, str, str], list[int]] = {}
+
+    def add(axes: tuple[str, ...], kind: str, direction: str, cause: str, nbytes: int) -> None:
+        if kind != "none":
+            found.setdefault(("+".join(axes), direction, kind, cause or "nobody asked for it"), []).append(nbytes)
+
+    for stage in program.stages:
+        for node in stage.graph.nodes:
+            c = node.meta.get("collective")
+            if c is not None:
+                add(c.axes, c.kind, "forward", c.cause, c.bytes)
+                add(c.axes, c.backward, "backward", c.cause, c.bytes)
+    for b in program.buckets:
+        size = sum(program.param(n).value.nbytes(program.mesh) for n in b.params)
+        add(b.axes, "all_reduce", "backward", "gradients, in buckets", size)
+    rank = {"forward": 0, "backward": 1}
+    rows = [Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in found.items()]
+    return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
+
+
+def comm_table(program: Program) -> str:
+    """The rows as a table of plain text, with a sum per axis."""
+    rows = comm_rows(program)
+    if not rows:
+        return "no collectives: one rank"
+    lines = [("axis", "direction", "collective", "a step", "bytes a rank", "cause")]
+    for r in rows:
+        lines.append((r.axes, r.direction, r.kind, str(r.count), human(r.bytes), r.cause))
+    for axes in dict.fromkeys(r.axes for r in rows):
+        mine = [r for r in rows if r.axes == axes]
+        lines.append((axes, "", "in all", str(sum(r.count for r in mine)), human(sum(r.bytes for r in mine)), ""))
+    widths = [max(len(line[i]) for line in lines) for i in range(5)]
+    text = ["  ".join([*(c.rjust(w) if i in (3, 4) else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False))), line[5]]).rstrip() for line in lines]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
