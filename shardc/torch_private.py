@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 __all__ = [
-    "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "after_backward", "fake_mode", "fake_tensor", "replaced_trunc_normal",
-    "traced_node", "traced_with",
+    "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "after_backward", "fake_mode", "fake_tensor",
+    "replaced_trunc_normal", "traced_node", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
