@@ -10,7 +10,7 @@ the factor that only the weight and the result have, in-features the one that is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -44,7 +44,7 @@ class Annotate:
         with errors.collect():
             _activations(self.spec, program, mesh)
         errors.raise_any()
-        return program.with_layouts(layouts)
+        return replace(program.with_layouts(layouts), mesh=mesh)
 
 
 def _quote(spec: Spec, section: str, key: str, text: object) -> str:
