@@ -296,10 +296,10 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
                     pinned[value] = (layout, cause)
                     todo.append((value, inside if rule.at == "input" else None, layout, cause, key))
     errors.raise_any()
-    for value, inside, layout, cause, _ in todo:
+    for value, within, layout, cause, _ in todo:
         with program.graph.inserting_after(value):
             pin = program.graph.call_function(aten.alias.default, (value,))
-        users = [u for u in value.users if u is not pin and (inside is None or u in inside)]
+        users = [u for u in value.users if u is not pin and (within is None or u in within)]
         for user in users:
             user.replace_input_with(value, pin)
         pin.meta = {"value": values(result(value)[0])[result(value)[1]], "source": value.meta.get("source", Source()), "pin": layout}
@@ -329,7 +329,8 @@ def _boundary(nodes: list[fx.Node], module: str, at: str) -> Iterator[tuple[fx.N
                     yield max(found, key=order.__getitem__), inside
             else:
                 order = {n: i for i, n in enumerate(nodes)}
-                taken = [t for n in sorted(inside, key=order.__getitem__) for t in tensors(n) if t not in inside and t.op != "placeholder" and _flows(t)]
+                ordered = sorted(inside, key=order.__getitem__)
+                taken = [t for n in ordered for t in tensors(n) if t not in inside and t.op != "placeholder" and _flows(t)]
                 if taken:
                     yield taken[0], inside
 

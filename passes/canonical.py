@@ -21,6 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
+
+from shardc import values
 from shardc.passes import (  # noqa: F401 (they register)
     canonical_create,
     canonical_loss,
@@ -30,11 +33,8 @@ from shardc.passes import (  # noqa: F401 (they register)
     canonical_views,
 )
 from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
-from shardc.runtime import ops
-from torch import fx
-
-from shardc import values
 from shardc.program import Program, Value
+from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
 #: Arguments that say where and how a tensor lies in memory: not part of what is computed.

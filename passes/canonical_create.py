@@ -8,9 +8,9 @@ So a constant depends on nothing, and no rank gathers a value just to read its s
 from __future__ import annotations
 
 import torch
-from shardc.passes.canonical_emit import Args, Emit, Result, rewrite
 from torch import fx
 
+from shardc.passes.canonical_emit import Args, Emit, Result, rewrite
 from shardc.program import Value
 
 aten = torch.ops.aten

@@ -8,12 +8,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from shardc.runtime import ops
 from torch import Tensor, fx
 
 from shardc import source, values
 from shardc.errors import ShardcError
 from shardc.program import Source, Value
+from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten

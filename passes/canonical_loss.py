@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import torch
-from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
-from shardc.runtime import ops
 from torch import fx
 
+from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
 from shardc.program import Value
+from shardc.runtime import ops
 
 aten = torch.ops.aten
 

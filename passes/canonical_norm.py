@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from shardc.passes.canonical_emit import Args, Emit, Result, rewrite, shape, value
-from shardc.runtime import ops
 from torch import fx
 
+from shardc.passes.canonical_emit import Args, Emit, Result, rewrite, shape, value
 from shardc.program import Value
+from shardc.runtime import ops
 
 aten = torch.ops.aten
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from shardc.passes.canonical_emit import Args, Emit, Result, rewrite, shape, value
 from torch import fx
 
+from shardc.passes.canonical_emit import Args, Emit, Result, rewrite, shape, value
 from shardc.program import Value
 
 aten = torch.ops.aten

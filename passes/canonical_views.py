@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
 from torch import Tensor, fx
 
+from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
 from shardc.program import Value
 
 aten = torch.ops.aten

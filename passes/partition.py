@@ -18,12 +18,11 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.mesh import Mesh
 from shardc.place import call_of, result, tensors, values
-from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, Varying
+from shardc.placement import REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, Varying
 from shardc.program import Collective, Program, Source, Stage, Value
 from shardc.rules import core
 from shardc.rules.core import LocalCall, Strategy, needs_vary
 from shardc.runtime import ops
-
 
 # how a converted value is called: after the value and what became of it
 SUFFIX = {
@@ -60,12 +59,12 @@ class _Writer:
     mesh_node: fx.Node | None = None
 
     def run(self) -> fx.Graph:
-        stored = {p.name: p.layout for p in (*self.program.params, *self.program.buffers, *self.program.inputs)}
+        stored = {p.name: p.layout for p in self.program.stored}
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node, stored.get(node.name, Layout()))
             elif node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], lambda n: self._get(n, Layout(), node)))
+                self.graph.output(fx.node.map_arg(node.args[0], lambda n, last=node: self._get(n, Layout(), last)))
             elif node.target is not operator.getitem:
                 if "pin" in node.meta:  # its strategies only said where its operand goes
                     self._pin(node)
@@ -239,6 +238,8 @@ class _Writer:
         for a in axes:
             new = new.replace(a, after if kind != "vary" else VARYING, self.mesh)
         grad = needs_vary(v)
+        target: Any
+        args: tuple[Any, ...]
         if kind == "all_reduce":
             target, args = ops.all_reduce, (x, mesh, axes)
         elif kind == "vary":
@@ -246,9 +247,11 @@ class _Writer:
         elif kind in ("unvary", "to_partial", "varying_to_partial"):
             target, args = getattr(ops, kind), (x, mesh, axis)
         elif kind == "all_to_all":
-            a, b = old[axis], new[axis]
-            assert isinstance(a, Shard) and isinstance(b, Shard)
-            target, args = ops.all_to_all, (x, mesh, axis, a.dim, old.local_split(axis, self.mesh), b.dim, new.local_split(axis, self.mesh))
+            was, will = old[axis], new[axis]
+            assert isinstance(was, Shard)
+            assert isinstance(will, Shard)
+            splits = old.local_split(axis, self.mesh), new.local_split(axis, self.mesh)
+            target, args = ops.all_to_all, (x, mesh, axis, was.dim, splits[0], will.dim, splits[1])
         else:
             cut = old if isinstance(old[axis], Shard) else new
             s = cut[axis]

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shardc.runtime.weights import check_names
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -32,6 +31,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import Layout
 from shardc.program import Param, Program
+from shardc.runtime.weights import check_names
 
 _FORMAT = 1
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from shardc.runtime import rng
 from torch import Tensor
+
+from shardc.runtime import rng
 
 Key = tuple[int, int]
 _CHUNK = 1 << 20  # elements computed at once: bounds the float64 temporaries

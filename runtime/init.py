@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from shardc.runtime.tape import Recorder, Ref, Tape
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardc.errors import Errors, ShardcError
+from shardc.runtime.tape import Recorder, Ref, Tape
 
 Builder = Callable[[], nn.Module]
 _RECORDING = threading.RLock()  # a recording replaces a function of torch.nn.init for a while, which all threads would see

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from shardc.runtime.checkpoints import load, save
-from shardc.runtime.weights import Weights, check_names, weights
 from torch import Tensor, nn
 
 from shardc.errors import Errors
 from shardc.placement import Layout, unchunk
 from shardc.program import Buffer, Param, Program
+from shardc.runtime.checkpoints import load, save
+from shardc.runtime.weights import Weights, check_names, weights
 
 __all__ = ["export_safetensors", "full_state_dict", "gather", "load", "local_parameters", "save"]
 

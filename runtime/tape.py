@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from shardc.runtime import draw, rng
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from shardc import source
 from shardc.errors import ShardcError
+from shardc.runtime import draw, rng
 from shardc.torch_private import OpOverload, replaced_trunc_normal
 
 _STREAM = 0x1417  # keeps initial weights apart from dropout's streams of the same seed

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from shardc.runtime.init import Recipe, named_tensors, record, record_reset
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
+from shardc.runtime.init import Recipe, named_tensors, record, record_reset
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -101,7 +101,8 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError):
-        raise ShardcError(f"{folder} is no shardc artifact: it has no {MANIFEST}", where=str(folder), fix="make one with `shardc compile -o DIR`") from None
+        what = f"{folder} is no shardc artifact: it has no {MANIFEST}"
+        raise ShardcError(what, where=str(folder), fix="make one with `shardc compile -o DIR`") from None
     except json.JSONDecodeError as e:
         raise ShardcError(f"{MANIFEST} is no JSON: {e.msg}", where=f"{folder / MANIFEST}:{e.lineno}:{e.colno}", fix="compile again") from None
     if manifest.get("format") != FORMAT:

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
     """One graph as the text of a Python function."""
-    about = {x.name: x for x in (*program.params, *program.buffers, *program.inputs)}
+    about = {x.name: x for x in program.stored}
     lines = [f"def {name}("]
     for node in graph.nodes:
         if node.op == "placeholder":

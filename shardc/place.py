@@ -46,7 +46,8 @@ def result(node: fx.Node) -> tuple[fx.Node, int]:
     """The op and the index of its result that a node stands for (getitem looks through)."""
     if node.target is operator.getitem:
         parent = node.args[0]
-        assert isinstance(parent, fx.Node) and isinstance(node.args[1], int)
+        assert isinstance(parent, fx.Node)
+        assert isinstance(node.args[1], int)
         return parent, node.args[1]
     return node, 0
 
@@ -166,7 +167,7 @@ class Axis:
 
     def _leaves(self) -> None:
         """Stored placements of placeholders, and which values derive from parameters alone."""
-        by_name = {p.name: p for p in (*self.program.params, *self.program.buffers, *self.program.inputs)}
+        by_name = {p.name: p for p in self.program.stored}
         params, buffers = {p.name for p in self.program.params}, {b.name for b in self.program.buffers}
         constant: set[fx.Node] = set()
         for node in self.program.graph.nodes:
@@ -339,9 +340,9 @@ class Axis:
     def _hoist(self) -> None:
         """Move `vary` from uses of values that derive from parameters up to the parameters, where it is the gradient's reduction."""
         for node in reversed(list(self._nodes())):
-            if node in self.derived and self.chosen[node].kind == "replicate" and len(values(node)) == 1:
-                if VARYING in self._needs(node):
-                    self.chosen[node] = self.choices[node].varying()
+            plain = node in self.derived and self.chosen[node].kind == "replicate" and len(values(node)) == 1
+            if plain and VARYING in self._needs(node):
+                self.chosen[node] = self.choices[node].varying()
         for node, placement in self.stored.items():
             if node in self.derived and placement == REPLICATE:
                 needs = self._needs(node)
@@ -390,7 +391,7 @@ def place(program: Program, mesh: Mesh) -> Program:
             continue
         one = Axis(program, axis, n, mesh, choices)
         one.run()
-        layouts = {p.name: p.layout for p in (*program.params, *program.buffers, *program.inputs)}
+        layouts = {p.name: p.layout for p in program.stored}
         program = program.with_layouts({node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()})
     refuse_uneven(program, mesh, choices)
     return program

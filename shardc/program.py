@@ -29,10 +29,10 @@ from shardc.mesh import Mesh
 from shardc.placement import Layout, show
 
 if TYPE_CHECKING:
-    from shardc.verify import Report
     from shardc.runtime.engine import Engine
     from shardc.runtime.module import ShardedModule
     from shardc.spec import Spec
+    from shardc.verify import Report
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,11 @@ class Program:
     notes: tuple[str, ...] = ()  # what a user should know: gathers nobody asked for, replicated ops, ...
     meta: dict[str, Any] = field(default_factory=dict)  # JSON-able facts for the manifest: model name, versions, seconds
 
+    @property
+    def stored(self) -> tuple[Param | Buffer | Input, ...]:
+        """Parameters, buffers and inputs: what has a layout of its own, in the order of the graphs' placeholders."""
+        return (*self.params, *self.buffers, *self.inputs)
+
     def param(self, name: str) -> Param:
         """A parameter by placeholder name or by any of its FQNs."""
         for p in self.params:
@@ -240,4 +245,5 @@ class Program:
         """Memory, flops, communication and time per rank: not built yet (issue "Memory"); raises ShardcError."""
         from shardc.errors import ShardcError
 
-        raise ShardcError("program.cost is not built yet", where="Program.cost", fix="`shardc inspect --comm` shows the bytes of a step by axis and cause")
+        fix = "`shardc inspect --comm` shows the bytes of a step by axis and cause"
+        raise ShardcError("program.cost is not built yet", where="Program.cost", fix=fix)

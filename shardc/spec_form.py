@@ -162,7 +162,9 @@ _DIMS: dict[str, Any] = {
 
 
 def _some(value: Any) -> Any:
-    if value == {}:
+    if not isinstance(value, Mapping):
+        raise _form("a mapping from dim to axis", "e.g. {1: tp}")
+    if not value:
         raise _wrong_here("names no dim", "e.g. {0: tp}")
     return value
 

@@ -61,8 +61,9 @@ def dotted(path: Path) -> str:
     """A path as people write it: `shard."*.o_proj".0`, `experts[1].axis`."""
     text = ""
     for i, part in enumerate(path):
-        item = i >= 2 - (path[0] in ("experts", "checkpoint")) + (path[0] in ("shard", "activations"))  # a list's, no key of a mapping
-        if isinstance(part, int) and item:
+        # from how deep a number is an item of a list; before that it is a key, such as a dim
+        items = {"experts": 1, "checkpoint": 1, "shard": 3, "activations": 3}.get(str(path[0]), 2)
+        if isinstance(part, int) and i >= items:
             text += f"[{part}]"
         else:
             name = part if isinstance(part, str) and _PLAIN.fullmatch(part) else f'"{part}"' if isinstance(part, str) else str(part)

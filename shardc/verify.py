@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.interpret import interpret
-from shardc.program import Program, Stage, Value
+from shardc.program import Buffer, Param, Program, Stage, Value
 from shardc.runtime.rng import Rng
 from shardc.simulate import simulate
 
@@ -88,7 +88,7 @@ def verify(program: Program, *, seed: int = 0) -> Report:
         if not off <= TOLERANCE:
             what = "the loss" if name == "loss" else "its gradient" if name in {p.fqn for p in double.params} else "its new value"
             findings.append(
-                Finding(name, f"{what} differs from one device by {off:.1e} relative", "this is a bug in shardc or in a custom rule: `shardc rules --check`")
+                Finding(name, f"{what} differs from one device by {off:.1e} relative", "a bug in shardc or in a rule of your own: please report it")
             )
     return Report(tuple(findings), len(pairs), worst, time.perf_counter() - start)
 
@@ -142,7 +142,8 @@ def random_state(program: Program, seed: int) -> dict[str, Tensor]:
     """Random parameters (scaled as an initialisation would) and buffers, by every FQN they have."""
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
-    for x in (*program.params, *(b for b in program.buffers if b.constant is None)):
+    stored: list[Param | Buffer] = [*program.params, *(b for b in program.buffers if b.constant is None)]
+    for x in stored:
         if not x.dtype.is_floating_point:
             value = torch.zeros(x.shape, dtype=x.dtype)
         else:
@@ -175,7 +176,7 @@ def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:
         seen.add(user)
         name = getattr(user.target, "__name__", str(user.target))
         first = user.args[0] if user.args else None
-        shape = first.meta["value"].shape if isinstance(first, fx.Node) and isinstance(first.meta.get("value"), Value) else ()
+        shape: tuple[int, ...] = first.meta["value"].shape if isinstance(first, fx.Node) and isinstance(first.meta.get("value"), Value) else ()
         if name.startswith("embedding") and node is not first:
             yield shape[0]
         elif name == "nll" and node is not first:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from shardc.passes import canonical
-from shardc.runtime import ops
-from shardc.runtime.rng import Rng
 from torch import Tensor, nn
 
 from shardc.capture import capture, default_loss
 from shardc.errors import ShardcError
 from shardc.interpret import interpret, on_device, tensors_of, widened
+from shardc.passes import canonical
 from shardc.program import Program, Value
+from shardc.runtime import ops
+from shardc.runtime.rng import Rng
 from shardc.torch_private import OpOverload
 from shardc.values import op_name
 from tests import zoo

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shardc.runtime.draw import draw
-from shardc.runtime.init import materialise_model, named_tensors, record, record_reset
 from torch import Tensor, nn
 
 from shardc.errors import ShardcError
+from shardc.runtime.draw import draw
+from shardc.runtime.init import materialise_model, named_tensors, record, record_reset
 
 torch.set_num_threads(1)
 

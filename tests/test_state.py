@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, load_model, save_file
-from shardc.runtime import state
-from shardc.runtime.init import materialise_model, named_tensors, record
-from shardc.runtime.loopback import LoopbackMesh, loopback
 from torch import Tensor, fx, nn
 
 from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import Layout, Placement, Shard
 from shardc.program import Buffer, Param, Program
+from shardc.runtime import state
+from shardc.runtime.init import materialise_model, named_tensors, record
+from shardc.runtime.loopback import LoopbackMesh, loopback
 
 torch.set_num_threads(1)
 

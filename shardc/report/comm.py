@@ -54,5 +54,8 @@ def comm_table(program: Program) -> str:
         mine = [r for r in rows if r.axes == axes]
         lines.append((axes, "", "in all", str(sum(r.count for r in mine)), human(sum(r.bytes for r in mine)), ""))
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
-    text = ["  ".join([*(c.rjust(w) if i in (3, 4) else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False))), line[5]]).rstrip() for line in lines]
+    text = []
+    for line in lines:
+        cells = [c.rjust(w) if i in (3, 4) else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False))]
+        text.append("  ".join([*cells, line[5]]).rstrip())
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
