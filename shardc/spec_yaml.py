@@ -266,10 +266,10 @@ def override(document: Document, setting: str, errors: Errors) -> None:
         quoted, single, bare = part.groups()
         path.append(int(bare) if bare and bare.isdecimal() else bare or single or quoted or "")
         at = part.end()
-        if setting[at : at + 1] != ".":
+        if setting[at : at + 1] != "." or (bare and re.search(r"[*{}]", bare)):  # a pattern's dots are its own
             break
         at += 1
-    if not path or setting[at : at + 1] != "=":
+    if not path or setting[at : at + 1] != "=" or setting[at - 1] == ".":
         example = 'section.key=value, e.g. data.zero=3; quote patterns: shard."*.o_proj"=row'
         errors.add("cannot read this override", where=where, fix=f"write {example}")
         return
@@ -287,6 +287,7 @@ def put(document: Document, path: Path, value: Any, where: str) -> None:
                 node[part] = value
             elif node.get(part) is None:
                 node[part] = {}
+                document.places.put(path[: i + 1], where)
         elif isinstance(node, list) and isinstance(part, int) and part < len(node):
             if last:
                 node[part] = value

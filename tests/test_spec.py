@@ -1,14 +1,13 @@
-"""shardc/spec*.py: what a spec says, and what is said about a wrong one. The grammar is SPEC.md's."""
+"""shardc/spec.py: what a spec says, and how it prints back. The grammar is SPEC.md's; wrong specs: test_spec_errors.py."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
 from shardc.spec import ActivationRule, DimShard, ShardRule, Spec
-from shardc.spec_check import UNBUILT
 from shardc.spec_yaml import dotted, flow, of_mapping, read, scalar
 
 # SPEC.md's example, whole
@@ -84,7 +82,7 @@ unknown_ops: error                       # error | replicate
 strict: false                            # true: a collective that no annotation asked for is an error
 """
 AXES = ("mesh.cp=1", "mesh.ep=1")  # the example names two axes that its mesh leaves out
-HEAD = "shardc: 1\nmesh: {dp: 2, tp: 2}\n"  # wrong specs go on in line 3
+HEAD = "shardc: 1\nmesh: {dp: 2, tp: 2}\n"
 
 
 def errors_of(text: str, **options: Any) -> list[ShardcError]:
@@ -132,7 +130,8 @@ def test_defaults() -> None:
 
 
 def test_empty_and_trivial_sections_pass() -> None:
-    trivial = {"shard": None, "activations": {}, "data": {"zero": 0, "offload": {}}, "precision": {"compute": "float32"}, "experts": []}
+    trivial: dict[str, Any] = {"shard": None, "activations": {}, "data": {"zero": 0, "offload": {}}, "experts": []}
+    trivial["precision"] = {"compute": "float32"}
     assert Spec.load({"shardc": 1, **trivial}) == Spec.load({"shardc": 1})
 
 
@@ -217,188 +216,6 @@ def test_dotted() -> None:
     assert dotted(("pipeline", "balance", 2)) == "pipeline.balance[2]"
 
 
-# --- wrong specs: (text, where, part of what, part of fix) -----------------------------------------------------------------
-
-WHOLE = [  # the whole text
-    ("", "1:1", "`shardc` is missing", "write `shardc: 1`"),
-    ("mesh: {tp: 2}\n", "1:1", "`shardc` is missing", "first line"),
-    ("- a\n", "1:1", "a mapping of sections, not a list", "begin with `shardc: 1`"),
-    ("shardc 1\n", "1:1", "not 'shardc 1'", "begin with"),
-    ("shardc: 2\n", "1:9", "version 1 of the format, not 2", "write shardc: 1"),
-    ("shardc: '1'\n", "1:9", "not '1'", "write shardc: 1"),
-    ("shardc: true\n", "1:9", "not true", "write shardc: 1"),
-    ("shardc: 1\nmesh: 4\n", "2:7", "`mesh` must be a mapping, not 4", "`mesh: {dp: 2}`"),
-    ("shardc: 1\nmesh: {tp: two}\n", "2:12", "`mesh.tp` must be a whole number, not 'two'", "`mesh: {dp: 2}`"),
-    ("shardc: 1\nmesh: {tp: 2.0}\n", "2:12", "must be a whole number, not 2.0", "`mesh: {dp: 2}`"),
-    ("shardc: 1\nmesh: {tp: 0}\n", "2:12", "mesh axis 'tp' cannot have size 0", "sizes are >= 1"),
-    ("shardc: 1\nmesh: {dp: -1, tp: -1}\n", "2:20", "only one size may be -1, and 'dp' is already", "write the size of tp"),
-    ("shardc: 1\nmesh: {dp: -1, tp: 2}\n", "2:12", "the world's size is not known here", "--mesh dp=N"),
-    ("shardc: 1\nmesh: {t-p: 2}\n", "2:8", "'t-p' is no name for an axis", "letters, digits and _"),
-    ("shardc: 1\nmesh: {3: 2}\n", "2:8", "`mesh.3`: a name is text, not 3", "quote it"),
-    ("shardc: 1\nmesh: {tp: 2, tp: 4}\n", "2:15", "duplicate key 'tp'", "the first is in line 2"),
-    ("shardc: 1\nshard:\n  '*.a': row\n", "3:10", "`row` splits over the axis 'tp', which the mesh", "mesh: {tp: N}"),
-    ("shardc: 1\nmesh: {dp: 2}\nshard: {a: row, b: column, c: vocab}\n", "3:12", "(and so do 2 more rules)", "{style: row, axis: dp}"),
-    ("shardc: 1\nstrict: true\n---\nshardc: 1\n", "3:1", "here a second one begins", "a file of its own"),
-]
-SECTIONS = [  # after HEAD
-    ("shrad: {}\n", "3:1", "unknown section 'shrad'", "did you mean 'shard'?"),
-    ("qqq: {}\n", "3:1", "unknown section 'qqq'", "one of shardc, mesh, batch"),
-    ("data: {zeor: 1}\n", "3:8", "unknown key 'zeor' in `data`", "did you mean 'zero'? (axis, zero, bucket_mb, offload)"),
-    ("data: 3\n", "3:7", "`data` must be a mapping, not 3", "`data: {zero: 2}`"),
-    ("data: {zero: two}\n", "3:14", "`data.zero` must be a whole number, not 'two'", "`zero: 2`"),
-    ("data: {zero: '0'}\n", "3:14", "must be a whole number, not '0'", "write 0 without quotes"),
-    ("data: {zero: true}\n", "3:14", "must be a whole number, not true", "`zero: 2`"),
-    ("data: {zero: 4}\n", "3:14", "must be at most 3, not 4", "`zero: 2`"),
-    ("data: {bucket_mb: 0}\n", "3:19", "must be a number above 0, not 0", "`bucket_mb: 25`"),
-    ("data: {offload: cpu}\n", "3:17", "must be a mapping, not 'cpu'", "`offload: {optimizer: cpu}`"),
-    ("data: {offload: {optimizer: gpu}}\n", "3:29", "unknown place 'gpu'", "did you mean 'cpu'? (none, cpu, or a directory"),
-    ("data: {axis: dpp}\n", "3:14", "the mesh has no axis 'dpp'", "did you mean 'dp'?"),
-    ("data: {axis: [dp, dp]}\n", "3:19", "axis 'dp' is listed twice", "list it once"),
-    ("data: {axis: 3}\n", "3:14", "`data.axis` must be a list, not 3", "`axis: dp`"),
-    ("strict: yes\n", "3:9", "`strict` must be true or false, not 'yes'", "write true"),
-    ("unknown_ops: ignore\n", "3:14", "unknown value 'ignore' for `unknown_ops`", "one of error, replicate"),
-    ("batch_norm: Sync\n", "3:13", "unknown value 'Sync' for `batch_norm`", "did you mean 'sync'?"),
-    ("batch: {dims: {'*': -1}}\n", "3:21", "must be at least 0, not -1", '`dims: {"*": 0}`'),
-    ("batch: {dims: 0}\n", "3:15", "`batch.dims` must be a mapping, not 0", '`dims: {"*": 0}`'),
-    ("batch: {axes: [dq]}\n", "3:16", "the mesh has no axis 'dq'", "the mesh's axes are dp, tp"),
-    ("batch: {microbatches: 0}\n", "3:23", "must be at least 1, not 0", "`microbatches: 8`"),
-    ("batch: {dims: {'{a': 0}}\n", "3:16", "the pattern '{a' has braces that do not pair up", '"*.{q,k,v}_proj"'),
-    ("shard: column\n", "3:8", "`shard` must be a mapping from pattern to style or dims", '"*.o_proj": row'),
-    ("shard:\n  0: row\n", "4:3", "`shard.0`: a name is text, not 0", "quote it"),
-    ("shard:\n  '': row\n", "4:3", "the pattern '' is empty", '"*.{q,k,v}_proj"'),
-    ("shard:\n  a: colum\n", "4:6", "unknown style 'colum'", "did you mean 'column'?"),
-    ("shard:\n  a: 3\n", "4:6", "`shard.a` must be a style (column, row, vocab, replicate) or", "{0: tp}"),
-    ("shard:\n  a:\n", "4:5", "or a mapping from dim to axis, not nothing", "{0: tp}"),
-    ("shard:\n  a: {style: row, axs: tp}\n", "4:19", "unknown key 'axs' in `shard.a`", "did you mean 'axis'?"),
-    ("shard:\n  a: {styl: row}\n", "4:7", "unknown key 'styl'", "did you mean 'style'?"),
-    ("shard:\n  a: {axis: tp}\n", "4:6", "names neither a style nor a dim", "{style: column, axis: tp}"),
-    ("shard:\n  a: {style: row, axis: tpp}\n", "4:25", "the mesh has no axis 'tpp'", "did you mean 'tp'?"),
-    ("shard:\n  a: {0: tp, style: row}\n", "4:6", "mixes dims and words", "{0: {axis: tp, split: 3}}"),
-    ("shard:\n  a: {}\n", "4:6", "`shard.a` names no dim", "{0: tp}"),
-    ("shard:\n  a: {0: []}\n", "4:10", "must be an axis, a list of axes or a mapping with `axis`", "{0: tp}"),
-    ("shard:\n  a: {0: tq}\n", "4:10", "the mesh has no axis 'tq'", "the mesh's axes are dp, tp"),
-    ("shard:\n  a: {0: [dp, tq]}\n", "4:15", "the mesh has no axis 'tq'", "the mesh's axes are dp, tp"),
-    ("shard:\n  a: {-1: tp}\n", "4:7", "dims count from 0, and -1 is below", "use a dim >= 0"),
-    ("shard:\n  a: {'0': tp}\n", "4:7", "a dim is a whole number, not '0'", "write 0 without quotes"),
-    ("shard:\n  a: {0: tp, 1: tp}\n", "4:14", "axis 'tp' splits dim 0 and dim 1 of one tensor", "one dim, once"),
-    ("shard:\n  a: {0: tp, 0: dp}\n", "4:14", "duplicate key 0", "the first is in line 4"),
-    ("shard:\n  a: {0: [tp, tp]}\n", "4:7", "axis 'tp' splits dim 0 twice", "one dim, once"),
-    ("shard:\n  a: {0: {split: 3}}\n", "4:7", "`shard.a.0` needs `axis`", "`axis: tp`"),
-    ("shard:\n  a: {0: {axis: tp, split: 0}}\n", "4:28", "must be at least 1, not 0", "`split: 3`"),
-    ("shard:\n  a: {0: {axis: tp, sections: [4, 3]}}\n", "4:31", "the section of 3 does not divide by tp=2", "tp may be 1"),
-    ("shard:\n  a: {0: {axis: tp, sections: [4, x]}}\n", "4:35", "must be a whole number, not 'x'", "sections: [512"),
-    ("shard:\n  a: {0: {axis: tp, sections: [4, 4], split: 2}}\n", "4:7", "both split and sections", "for unequal ones"),
-    ("shard:\n  a: {0: [dp, {axis: tp, sections: [4, 4]}]}\n", "4:7", "split twice, and once by sections", "over one axis only"),
-    ("shard: {use: modle}\n", "3:14", "unknown plan 'modle'", "did you mean 'model'?"),
-    ("activations:\n  'a:out': {1: tp}\n", "4:3", "unknown side ':out' of a module", '"a:in" its input'),
-    ("activations:\n  a: tp\n", "4:6", "`activations.a` must be a mapping from dim to axis", "{1: tp}"),
-    ("activations:\n  a: {1: tpp}\n", "4:10", "the mesh has no axis 'tpp'", "did you mean 'tp'?"),
-    ("sequence: {axis: tp, method: rign}\n", "3:30", "unknown value 'rign' for `sequence.method`", "did you mean 'ring'?"),
-    ("sequence: {method: ring}\n", "3:1", "`sequence` needs `axis`", "`axis: cp`"),
-    ("sequence: {axis: dp}\n", "3:18", "axis 'dp' already splits the batch", "an axis of its own"),
-    ("pipeline: {axis: tp, schedule: 1f1c}\n", "3:32", "unknown schedule '1f1c'", "did you mean '1f1b'?"),
-    ("pipeline: {axis: tp, stages: 3}\n", "3:30", "3 stages do not spread evenly over tp=2", "make it 2 or 4 stages"),
-    ("pipeline: {axis: tp, cut: [a, b]}\n", "3:27", "3 stages do not spread", "make it 2 or 4 stages"),
-    ("pipeline: {axis: tp, stages: 2, cut: [a]}\n", "3:33", "`stages` and `cut` both say where to cut", "keep one"),
-    ("pipeline: {axis: tp, balance: [1, 0]}\n", "3:35", "must be at least 1, not 0", "`balance: [2, 2, 3, 1]`"),
-    ("pipeline: {axis: tp}\nactivations:\n  a: {0: tp}\n", "5:10", "axis 'tp' is the pipeline's", "an axis of its own"),
-    ("experts: {match: a}\n", "3:10", "`experts` must be a list, not a mapping", '`experts: [{match: "*.mlp.experts"'),
-    ("experts:\n  - {match: a, axis: ep}\n", "4:22", "the mesh has no axis 'ep'", "the mesh's axes are dp, tp"),
-    ("experts:\n  - {axis: tp}\n", "4:5", "`experts[0]` needs `match`", '`match: "*.mlp.experts"`'),
-    ("experts:\n  - {match: a, axis: tp, capacity: nnoe}\n", "4:36", "unknown value 'nnoe'", "'none'? (none, or a number)"),
-    ("checkpoint:\n  - {match: a, save: [linaer]}\n", "4:23", "unknown value 'linaer'", "did you mean 'linear'?"),
-    ("checkpoint:\n  - {match: a, budget: 2}\n", "4:24", "must be at most 1, not 2", "`budget: 0.5`"),
-    ("checkpoint:\n  - {match: a, budget: 0.5, save: []}\n", "4:16", "`save` and `budget` both say what is kept", "keep one"),
-    ("checkpoint:\n  - {match: a, offload: disk}\n", "4:25", "unknown value 'disk'", "one of none, cpu"),
-    ("precision: {compute: bf16}\n", "3:22", "unknown value 'bf16' for `precision.compute`", "did you mean 'bfloat16'?"),
-    ("precision: {loss_scale: dynamc}\n", "3:25", "unknown value 'dynamc'", "'dynamic'? (none, dynamic, or a number)"),
-    ("data: {}\ndata: {}\n", "4:1", "duplicate key 'data'", "the first is in line 3"),
-    ("data: &d {}\n", "3:7", "YAML anchors are not allowed: &d", "write the value out"),
-    ("data: *d\n", "3:7", "YAML aliases are not allowed: *d", "write the value out"),
-    ("shard:\n  *proj : row\n", "4:3", "YAML aliases are not allowed: *proj", '"*proj"'),
-    ("<<: {strict: true}\n", "3:1", "YAML merge keys (<<) are not allowed", "write the entries out"),
-    ("strict: !!python/name:os.system x\n", "3:9", "YAML tags are not allowed: !!python/name:os.system", "delete the tag"),
-    ("shard:\n  ~: row\n", "4:3", "a key is text or a whole number, not nothing", "quote it"),
-    ("shard:\n  {q,k}_proj: row\n", "4:3", "a key is text or a whole number, not a mapping", "quote the pattern"),
-    ("shard:\n  *.o_proj: row\n", "4:4", "this is not YAML", 'quote the pattern: "*.o_proj"'),
-    ("shard:\n\ta: row\n", "4:1", "this is not YAML: found character '\\t'", "indent with spaces, not tabs"),
-    ("data: zero: 1\n", "3:11", "this is not YAML: mapping values are not allowed here", "quote text"),
-    ("batch: {axes: [dp\nstrict: true\n", "4:7", "(while parsing a flow sequence in line 3)", "write `name: value`"),
-    ("strict: \x01\n", "3:9", "the character U+0001 is not allowed", "save the file as UTF-8"),
-    ("data: " + "[" * 60 + "]" * 60 + "\n", "3:39", "nested more than 32 deep", "no section of a spec nests so deep"),
-]
-WRONG = WHOLE + [(HEAD + text, *rest) for text, *rest in SECTIONS]
-
-
-@pytest.mark.parametrize(("text", "place", "what", "fix"), WRONG, ids=[w[2][:40] for w in WRONG])
-def test_wrong(text: str, place: str, what: str, fix: str) -> None:
-    found = errors_of(text, refuse=False)
-    assert len(found) == 1, [str(e) for e in found]
-    assert found[0].where == f"spec.yaml:{place}"
-    assert what in found[0].what
-    assert fix in found[0].fix
-    # the same mistake in a file of a real path
-    assert str(found[0]).startswith(f"spec.yaml:{place}: ")
-
-
-def test_every_mistake_at_once_in_the_order_of_the_file() -> None:
-    text = """\
-shardc: 1
-mesh: {dp: 2, tp: 0}
-shard:
-  "*.a": colum
-  "*.b": {0: tq}
-  "*.b": row
-  "*.c": row
-data: {zero: 1, zeor: 2}
-stricct: true
-pipeline: {axis: pp, stages: two}
-"""
-    found = errors_of(text)
-    assert [(e.where.removeprefix("spec.yaml:"), e.what) for e in found] == [
-        ("2:19", "mesh axis 'tp' cannot have size 0"),
-        ("4:10", "unknown style 'colum'"),
-        ("5:14", "the mesh has no axis 'tq'"),
-        ("6:3", "duplicate key '*.b'"),
-        ("8:8", "`data.zero` is not built yet"),
-        ("8:17", "unknown key 'zeor' in `data`"),
-        ("9:1", "unknown section 'stricct'"),
-        ("10:1", "`pipeline` is not built yet"),
-        ("10:18", "the mesh has no axis 'pp'"),
-        ("10:30", "`pipeline.stages` must be a whole number, not 'two'"),
-    ]
-
-
-def test_one_mistake_is_said_once() -> None:
-    """What follows from a mistake is no mistake of its own: a wrong mesh does not make every axis unknown."""
-    text = "shardc: 1\nmesh: {dp: 2, tp: x}\nshard: {a: {0: {axis: tp, sections: [3]}}}\nbatch: {axes: [dp]}\n"
-    assert [e.where for e in errors_of(text)] == ["spec.yaml:2:19"]
-    text = "shardc: 1\nmesh: *m\nshard: {a: row}\nbatch: {axes: [dp]}\n"
-    assert [e.where for e in errors_of(text)] == ["spec.yaml:2:7"]
-
-
-# --- not built yet -----------------------------------------------------------------------------------------------------
-
-ASKED: dict[str, Any] = {
-    "batch.microbatches": {"batch": {"microbatches": 2}}, "shard.use": {"shard": {"use": "structure"}},
-    "sequence": {"sequence": {"axis": "cp"}}, "pipeline": {"pipeline": {"axis": "pp"}}, "data.zero": {"data": {"zero": 3}},
-    "data.offload": {"data": {"offload": {"parameters": "/tmp/x"}}}, "experts": {"experts": [{"match": "a", "axis": "tp"}]},
-    "checkpoint": {"checkpoint": [{"match": "a"}]}, "precision.params": {"precision": {"params": "bfloat16"}},
-    "precision.compute": {"precision": {"compute": "float16"}}, "precision.reduce": {"precision": {"reduce": "bfloat16"}},
-    "precision.loss_scale": {"precision": {"loss_scale": 1024}}, "batch_norm": {"batch_norm": "local"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("path", [dotted(p) for p, _, _ in UNBUILT])
-def test_unbuilt(path: str) -> None:
-    spec = {"shardc": 1, "mesh": {"pp": 1, "dp": 2, "cp": 1, "tp": 2}, **ASKED[path]}
-    with pytest.raises(ShardcError, match=f"`{path}` is not built yet") as e:
-        Spec.load(spec)
-    assert [(x.where, bool(x.fix)) for x in e.value.errors] == [(f"spec: {path}", True)]
-    parsed = Spec.load(spec, refuse=False)
-    assert Spec.parse(str(parsed), refuse=False) == parsed
-
-
 # --- mesh and overrides ------------------------------------------------------------------------------------------------
 
 
@@ -409,4 +226,179 @@ def test_unbuilt(path: str) -> None:
 def test_world(sizes: dict[str, int], world: int, axes: tuple[tuple[str, int], ...]) -> None:
     spec = Spec.load({"shardc": 1, "mesh": sizes}, world=world)
     assert spec.mesh.axes == axes
-    assert Spec.load(str_path(spec)) == spec if False else Spec.parse(str(spec)) == spec
+    assert Spec.parse(str(spec)) == spec
+
+
+def test_mesh_sizes_are_overridden() -> None:
+    text = HEAD + "shard: {a: {0: {axis: tp, sections: [6, 6]}}}\n"
+    assert Spec.parse(text, mesh={"tp": 3}).mesh.axes == (("dp", 2), ("tp", 3))
+    assert Spec.load(Spec.parse(text), mesh={"dp": 1, "tp": 1}).mesh.world == 1
+    assert Spec.load({"shardc": 1}, mesh={"dp": 2, "tp": 2}).mesh.axes == (("dp", 2), ("tp", 2)), "a spec without a mesh takes it whole"
+    found = errors_of(text, mesh={"tp": 4})
+    assert [(e.where, e.what) for e in found] == [("spec.yaml:3:37", "the section of 6 does not divide by tp=4")]
+    found = errors_of(text, mesh={"tpp": 4, "dp": 0})
+    assert [(e.where, e.what, e.fix) for e in found] == [
+        ("--mesh tpp=4", "the spec's mesh has no axis 'tpp'", "did you mean 'tp'? its axes are dp, tp"),
+        ("--mesh dp=0", "mesh axis 'dp' cannot have size 0", "sizes are >= 1; -1 stands for what the world leaves"),
+    ]
+
+
+def test_overrides() -> None:
+    spec = Spec.parse(
+        HEAD + 'shard: {"*.o_proj": row, b: {0: tp}}\nexperts: [{match: a, axis: tp}]\npipeline: {axis: dp}\n',
+        overrides=['shard."*.o_proj"=column', "shard.b.0=[dp, tp]", "shard.'c.w'={1: tp}", "experts.0.capacity=1.5", "data.axis=dp",
+                   "strict=true", "mesh.tp=4", "pipeline=null"],
+        refuse=False,
+    )  # fmt: skip
+    assert [(r.pattern, r.style) for r in spec.shard] == [("*.o_proj", "column"), ("b", None), ("c.w", None)]
+    assert spec.shard[1].dims == {0: (DimShard(axis="dp"), DimShard(axis="tp"))}
+    assert (spec.experts[0].capacity, spec.data.axis, spec.strict, spec.mesh.size("tp"), spec.pipeline) == (1.5, ("dp",), True, 4, None)
+    assert spec.where(("shard", "*.o_proj")) == '--set shard."*.o_proj"=column'
+
+
+# --- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_bytes(b"\xef\xbb\xbf" + HEAD.encode() + "strict: true   # größer\r\n".encode())
+    spec = Spec.load(file)
+    assert spec == Spec.load(str(file))
+    assert (spec.strict, spec.where(("strict",))) == (True, f"{file}:3:1")
+
+
+# --- printing back -----------------------------------------------------------------------------------------------------
+
+
+def test_prints_back() -> None:
+    spec = Spec.parse(EXAMPLE, refuse=False, overrides=AXES)
+    assert Spec.parse(str(spec), refuse=False) == spec
+    assert Spec.load(spec.to_dict(), refuse=False) == spec
+    assert Spec.load(spec, refuse=False) == spec
+    assert str(Spec.load({"shardc": 1, "mesh": {"tp": 2}, "shard": {"a": "row"}, "strict": True})) == (
+        "shardc: 1\nmesh: {tp: 2}\n\nshard:\n  a: row\n\nstrict: true\n"
+    )
+
+
+WORD = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="{}:"), min_size=1, max_size=8)
+ONE_AXIS = st.sampled_from(["dp", "tp"])
+DIM = st.one_of(
+    ONE_AXIS, st.builds(lambda a, n: {"axis": a, "split": n}, ONE_AXIS, st.integers(1, 9)), st.just(["dp", "tp"]),
+    st.builds(lambda a, s: {"axis": a, "sections": [4 * n for n in s]}, ONE_AXIS, st.lists(st.integers(1, 5), min_size=1, max_size=3)),
+)  # fmt: skip
+DIMS = st.dictionaries(st.integers(0, 5), DIM, min_size=1, max_size=1)
+STYLE = st.sampled_from(["column", "row", "vocab", "replicate"])
+NUMBER = st.floats(0.0001, 1e9)
+SPECS = st.fixed_dictionaries(
+    {"shardc": st.just(1), "mesh": st.fixed_dictionaries({"dp": st.sampled_from([1, 2]), "tp": st.sampled_from([1, 4]), "cp": st.just(2)})},
+    optional={
+        "batch": st.fixed_dictionaries(
+            {}, optional={"dims": st.dictionaries(WORD, st.none() | st.integers(0, 3), max_size=2), "axes": st.just(["dp"])}
+        ),
+        "shard": st.dictionaries(
+            WORD.filter(lambda w: w != "use"), STYLE | DIMS | st.builds(lambda s, a: {"style": s, "axis": a}, STYLE, ONE_AXIS), max_size=4
+        ),
+        "activations": st.dictionaries(WORD | WORD.map(lambda w: w + ":in"), DIMS, max_size=3),
+        "sequence": st.fixed_dictionaries({"axis": st.just("cp")}, optional={"method": st.sampled_from(["ring", "gather"])}),
+        "data": st.fixed_dictionaries(
+            {}, optional={"axis": ONE_AXIS | st.just(["dp"]), "zero": st.integers(0, 3), "bucket_mb": NUMBER}
+        ),
+        "experts": st.lists(st.fixed_dictionaries({"match": WORD, "axis": ONE_AXIS}, optional={"capacity": NUMBER | st.just("none")}), max_size=2),
+        "checkpoint": st.lists(st.fixed_dictionaries({"match": WORD}, optional={"budget": st.floats(0, 1)}), max_size=2),
+        "precision": st.fixed_dictionaries({}, optional={"loss_scale": NUMBER | st.sampled_from(["none", "dynamic"])}),
+        "strict": st.booleans(),
+    },
+)  # fmt: skip
+
+
+@given(SPECS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_spec_prints_back(written: dict[str, Any]) -> None:
+    spec = Spec.load(written, refuse=False)
+    assert Spec.parse(str(spec), refuse=False) == spec
+    assert Spec.load(spec, refuse=False) == spec
+    jsonschema.validate(json.loads(json.dumps(spec.to_dict())), Spec.json_schema())
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**17), 10**17) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT | st.integers(-99, 99), inner, max_size=3), max_leaves=8,
+)  # fmt: skip
+
+
+@given(VALUES)
+@settings(max_examples=150, deadline=None)
+def test_any_value_prints_back(value: Any) -> None:
+    errors = Errors()
+    assert read(flow(value), "x", errors).value == value
+    assert errors.found == []
+
+
+@given(st.text("shardc: 1mesh{}[]\n'\"*&!<-|,", max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_no_text_gives_anything_but_a_spec_or_a_user_error(text: str) -> None:
+    found: tuple[ShardcError, ...] = ()
+    try:
+        Spec.parse(text)
+    except ShardcError as e:
+        found = e.errors
+    assert all(e.what and e.where for e in found)
+
+
+@given(st.dictionaries(st.sampled_from([*Spec.json_schema()["properties"], "x"]), VALUES, max_size=5))
+@settings(max_examples=150, deadline=None)
+def test_no_dict_gives_anything_but_a_spec_or_a_user_error(written: dict[str, Any]) -> None:
+    found: tuple[ShardcError, ...] = ()
+    try:
+        Spec.load({"shardc": 1, **written})
+    except ShardcError as e:
+        found = e.errors
+    assert all(e.what and e.where for e in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1), ("-3", -3), ("012", "012"), ("1_000", "1_000"), ("1.5", 1.5), ("1e3", 1000.0), ("1.0e-05", 1e-5), (".5", 0.5), ("1.", 1.0),
+        ("yes", "yes"), ("on", "on"), ("true", True), ("False", False), ("~", None), ("null", None), ("none", "none"), ("1:30", "1:30"),
+        ("2001-01-01", "2001-01-01"), ("0x1f", "0x1f"), ("9" * 5000, "9" * 5000), ("e3", "e3"), (".", "."),
+    ],
+)  # fmt: skip
+def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
+    assert scalar(text) == value
+    assert type(scalar(text)) is type(value)
+
+
+# --- the schema for editors --------------------------------------------------------------------------------------------
+
+
+def test_schema() -> None:
+    schema = Spec.json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    example = json.loads(json.dumps(read(EXAMPLE, "x", Errors()).value))
+    jsonschema.validate(example, schema)
+    assert "2 +gradients" in schema["$defs"]["Data"]["properties"]["zero"]["description"]
+    assert json.loads(json.dumps(schema)) == schema
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shrad": {}}, {"data": {"zero": 4}}, {"shard": {"a": "colum"}}, {"shard": {"a": {"0": {"split": 3}}}}, {"mesh": {"tp": 0}},
+        {"activations": {"a": {"x": "tp"}}}, {"experts": [{"axis": "tp"}]}, {"shard": {"use": "modle"}}, {"strict": "yes"},
+        {"precision": {"loss_scale": "dynamc"}}, {"batch": {"dims": {"*": -1}}}, {"shardc": 2},
+    ],
+)  # fmt: skip
+def test_schema_refuses(wrong: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"shardc": 1, **wrong}, Spec.json_schema())
+    with pytest.raises(ShardcError):
+        Spec.load({"shardc": 1, **wrong})
+
+
+def test_of_mapping_copies() -> None:
+    inner = {"dp": 2}
+    copy = of_mapping({"mesh": inner, "axes": ("a",)})
+    copy["mesh"]["dp"] = 3
+    assert (inner, copy["axes"]) == ({"dp": 2}, ["a"])
