@@ -1,0 +1,149 @@
+"""Start one process a rank on this machine, and end them together.
+
+torchrun's agent restarts and rendezvouses across nodes, but it shows every rank's traceback, and when one rank dies the others'
+"connection closed by peer" come with it. Here the rank that failed first speaks and the others are silent: that is what a person needs
+on one machine. Under torchrun or Slurm `shardc run` joins the world it is given instead (see `in_world`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardc.mesh import Mesh
+
+POLL = 0.05  # seconds between looks at the ranks
+GRACE = 1.0  # seconds in which ranks that fail because another did are still told apart from it; then in which a SIGTERM is heeded
+
+
+def in_world() -> bool:
+    """Whether torchrun, or Slurm through `srun`, has started this process as one of a world."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return True
+    return "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def join_slurm() -> None:
+    """Say in torch.distributed's words what Slurm says in its own. The first node's name is the meeting point."""
+    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
+        return
+    nodes = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True)
+    os.environ |= {
+        "RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": os.environ["SLURM_NTASKS"], "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "MASTER_ADDR": nodes.stdout.split()[0], "MASTER_PORT": str(20000 + int(os.environ["SLURM_JOB_ID"]) % 20000),
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: the kernel kills it when the launcher is gone, however it went (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class Stopped(BaseException):
+    """The launcher was told to stop by a signal."""
+
+
+def launch(command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True) -> int:
+    """Run `command` once for every rank of a mesh, with torch.distributed's environment; return 0, 2 if a rank found the input wrong, 1 if it failed.
+
+    Rank 0 writes to this terminal. If a rank fails, all end within seconds, and the standard error of the rank that failed first is
+    shown, with its rank and coordinates. Ctrl-C and SIGTERM end all ranks: then the signal's own exit status (130, 143) is returned.
+    """
+    world = mesh.world
+    threads = str(max(1, (os.cpu_count() or 1) // world))
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    env.setdefault("OMP_NUM_THREADS", threads)
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(number)
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="shardc-") as folder:
+        logs = [Path(folder) / f"rank{r}.err" for r in range(world)]
+        try:
+            for r in range(world):
+                mine = {**env, "RANK": str(r), "LOCAL_RANK": str(r)}
+                out = None if r == 0 or not quiet_others else subprocess.DEVNULL
+                # sessions of their own: a Ctrl-C reaches the launcher alone, which ends them in order
+                with logs[r].open("wb") as err:
+                    ranks.append(
+                        subprocess.Popen(command, env=mine, stdout=out, stderr=err, start_new_session=True, preexec_fn=_die_with_parent)
+                    )
+            while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+                time.sleep(POLL)
+            failed = [r for r, p in enumerate(ranks) if p.poll()]
+            if not failed:
+                return 0
+            culprit = _culprit(ranks, logs, failed)
+            code = ranks[culprit].returncode
+            _report(culprit, code, mesh, logs[culprit])
+            return 2 if code == 2 else 1
+        except Stopped as e:
+            return 128 + int(e.args[0])
+        finally:
+            _end(ranks)
+            for s, handler in before.items():
+                signal.signal(s, handler)
+
+
+def _culprit(ranks: list[subprocess.Popen[bytes]], logs: list[Path], failed: list[int]) -> int:
+    """The rank that failed first. Ranks that died of a signal have nothing to say but come before those that lost their peer."""
+    killed = [r for r in failed if ranks[r].returncode < 0]
+    if killed:
+        return killed[0]
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline and len(failed) < len(ranks):
+        time.sleep(POLL)
+        late = [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
+        killed = [r for r in late if ranks[r].returncode < 0]
+        if killed and all(_lost_peer(logs[r]) for r in failed):
+            return killed[0]
+        failed = [*failed, *late]
+    own = [r for r in failed if not _lost_peer(logs[r])]
+    return (own or failed)[0]
+
+
+def _lost_peer(log: Path) -> bool:
+    """Whether a rank's last words are those of one whose peer went away."""
+    last = log.read_text(errors="replace").strip().rpartition("\n")[2].lower()
+    return any(w in last for w in ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "remote process exited"))
+
+
+def _report(rank: int, code: int, mesh: Mesh, log: Path) -> None:
+    at = ", ".join(f"{a}={c}" for a, c in mesh.coords(rank).items())
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
+    sys.stdout.flush()
+    if code != 2:  # wrong input is the user's: the message alone says it
+        print(f"rank {rank} ({at}) {how}; all ranks were ended" if at else f"the process {how}", file=sys.stderr)
+    print(log.read_text(errors="replace").rstrip(), file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM, a moment, SIGKILL, to each rank and whatever it started itself."""
+    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
+        for p in ranks:
+            if p.poll() is None:
+                try:
+                    os.killpg(p.pid, number)
+                except ProcessLookupError:
+                    continue
+        deadline = time.monotonic() + patience
+        while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
+            time.sleep(POLL)

@@ -1,0 +1,155 @@
+"""What every process of `shardc run` does: load the program, make its part of the weights, train, save, evaluate.
+
+Started by shardc.runtime.launch, torchrun or Slurm as `python -m shardc.runtime.train JOB.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardc.errors import ShardcError
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run. program: artifact folder. model: model reference. save, resume, log: folders, or "". quiet: no lines (--json).
+
+    result: file into which rank 0 writes the summary. trust: run an edited artifact.
+    """
+
+    program: str
+    model: str
+    batch: int | None = None
+    seq: int | None = None
+    steps: int = 100
+    seed: int = 0
+    save: str = ""
+    resume: str = ""
+    log: str = ""
+    quiet: bool = False
+    result: str = ""
+    trust: bool = False
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train. Returns the summary: steps, losses, held-out loss, seconds. Collective over the world."""
+    from shardc import modelfile
+    from shardc.artifact import load
+    from shardc.runtime import state
+    from shardc.runtime.engine import adamw
+
+    file = modelfile.load(job.model, batch=job.batch, seq=job.seq)
+    program = load(job.program, trust=job.trust)
+    engine = program.engine(file.build, optimizer=file.optimizer or adamw, seed=job.seed)
+    if job.resume:
+        engine.load(Path(job.resume) / "checkpoint")
+    rank = engine.mesh.rank
+    train = file.data("train") if file.data else itertools.repeat(file.batch)
+    batches = itertools.islice(iter(train), engine.step_count, engine.step_count + job.steps)  # a resumed run sees what comes next
+    tokens = next((x.shape[0] * x.shape[1] for x in program.inputs if len(x.shape) > 1 and not x.dtype.is_floating_point), 0)
+    tokens = tokens or (program.inputs[0].shape[0] if program.inputs and program.inputs[0].shape else 1)
+
+    lines, begin = [], time.perf_counter()
+    for line in _shown(_steps(engine, batches, tokens), job, rank):
+        lines.append(line)
+    seconds = time.perf_counter() - begin
+    if job.log and rank == 0:
+        Path(job.log).mkdir(parents=True, exist_ok=True)
+        with (Path(job.log) / "steps.jsonl").open("a") as f:
+            f.writelines(json.dumps(line) + "\n" for line in lines)
+    held_out = _held_out(engine, file.data("valid") if file.data else None)
+    if job.save:
+        engine.save(Path(job.save) / "checkpoint")
+        state.export_safetensors(Path(job.save) / "model.safetensors", program, engine.mesh, engine.params, engine.buffers)
+    return {
+        "model": program.meta.get("model"), "mesh": dict(program.mesh.axes), "steps": len(lines), "seconds": round(seconds, 3),
+        "losses": [line["loss"] for line in lines], "held_out": held_out, "tokens_per_second": round(tokens * len(lines) / seconds, 1),
+        "peak_memory_mb": lines[-1]["memory_mb"] if lines else 0, "saved": job.save or None,
+    }  # fmt: skip
+
+
+def _steps(engine: Any, batches: Iterable[Any], tokens: int) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        start = time.perf_counter()
+        loss = engine.step(batch)
+        value, norm = float(loss), float(engine.grad_norm) if engine.grad_norm is not None else 0.0
+        yield {
+            "step": engine.step_count, "loss": value, "grad_norm": norm, "tokens_per_second": round(tokens / (time.perf_counter() - start), 1),
+            "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
+        }  # fmt: skip
+
+
+def _memory(device: torch.device) -> float:
+    """Peak bytes: of the device's allocator, or of the process on the CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak) * (1 if sys.platform == "darwin" else 1024)
+
+
+def _text(line: dict[str, Any]) -> str:
+    return (
+        f"step {line['step']:>5}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  {line['tokens_per_second']:>9,.0f} tokens/s  "
+        f"{line['memory_mb']:,.0f} MiB"
+    )
+
+
+def _shown(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dict[str, Any]]:
+    """Rank 0 shows a bar with the step line on a terminal, and a line every so often elsewhere."""
+    if rank != 0 or job.quiet:
+        yield from lines
+    elif sys.stdout.isatty():
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        with Progress(BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()) as bar:
+            task = bar.add_task("", total=job.steps)
+            for line in lines:
+                bar.update(task, advance=1, description=_text(line))
+                yield line
+    else:
+        every = max(1, job.steps // 20)
+        for i, line in enumerate(lines):
+            if i % every == 0 or i + 1 == job.steps:
+                print(_text(line), flush=True)
+            yield line
+
+
+def _held_out(engine: Any, batches: Iterable[Any] | None) -> float | None:
+    """Mean loss over the held-out batches, each weighing the same; None without any."""
+    losses = [float(engine.evaluate(b)) for b in batches] if batches is not None else []
+    return sum(losses) / len(losses) if losses else None
+
+
+def main(file: str) -> None:
+    """Run a job, and leave at once if it fails: a rank that waits in a destructor for its peers would hide the cause."""
+    job = Job(**json.loads(Path(file).read_text()))
+    try:
+        summary = run(job)
+    except ShardcError as e:
+        print(e, file=sys.stderr, flush=True)
+        os._exit(2)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    if job.result and int(os.environ.get("RANK", "0")) == 0:
+        Path(job.result).write_text(json.dumps(summary))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

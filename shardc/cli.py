@@ -1,0 +1,275 @@
+"""The command line: compile | inspect | verify | run | spec. Exit status 0 = done, 1 = the check or run failed, 2 = the input is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from shardc.errors import ShardcError
+
+app = typer.Typer(
+    name="shardc", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    help="A declarative model-sharding compiler for PyTorch: an unmodified model and a YAML spec become the program of every rank.",
+)  # fmt: skip
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Source = Annotated[str, typer.Argument(help="model.py, model.py:builder, hf:config.json, or a compiled DIR", show_default=False)]
+SpecFile = Annotated[Path | None, typer.Argument(help="spec.yaml (not with a compiled DIR)", show_default=False)]
+MeshOption = Annotated[list[str] | None, typer.Option("--mesh", help="sizes instead of the spec's: dp=4,tp=1")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="a setting instead of the spec's: data.bucket_mb=50")]
+JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on stdout, nothing else there")]
+BatchOption = Annotated[int | None, typer.Option(help="batch size of an hf: model's example batch")]
+SeqOption = Annotated[int | None, typer.Option(help="sequence length of an hf: model's example batch")]
+TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+
+
+@contextmanager
+def _told(debug: bool) -> Iterator[None]:
+    """Errors as a person reads them; the exit status says whose they are."""
+    try:
+        yield
+    except ShardcError as e:
+        if debug:
+            traceback.print_exc()
+        for one in e.errors:
+            errors.print("[bold red]error[/] ", end="")
+            errors.print(str(one), markup=False)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        errors.print("stopped")
+        raise typer.Exit(130) from None
+
+
+def _mesh(given: list[str] | None) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for pair in (p for text in given or [] for p in text.split(",") if p):
+        name, _, size = pair.partition("=")
+        if not name or not size.lstrip("-").isdigit():
+            raise ShardcError(f"{pair!r} is no axis=size", where="--mesh", fix="write e.g. --mesh dp=4,tp=1")
+        sizes[name] = int(size)
+    return sizes
+
+
+def _is_artifact(source: str) -> bool:
+    return Path(source).is_dir()
+
+
+def _program(
+    source: str, spec: Path | None, mesh: list[str] | None, sets: list[str] | None, batch: int | None, seq: int | None, *,
+    trust: bool = False, quiet: bool = False, dump: Path | None = None,
+) -> Any:  # fmt: skip
+    """A program from a compiled folder, or compiled now with its passes shown as they run."""
+    if _is_artifact(source):
+        if spec is not None or mesh or sets:
+            raise ShardcError("a compiled DIR has its spec inside", where=source, fix="leave the spec and overrides out, or compile the model again")
+        from shardc.artifact import load
+
+        return load(source, trust=trust)
+    if spec is None:
+        raise ShardcError("no spec given", where=source, fix="add one: shardc ... model.py spec.yaml")
+    import shardc
+    from shardc import modelfile
+
+    file = modelfile.load(source, batch=batch, seq=seq)
+    with errors.status("compiling") as status:
+        program = shardc.compile(
+            file.on_meta(), file.batch, spec, mesh=_mesh(mesh), overrides=tuple(sets or ()), loss=file.loss, dump=dump,
+            on_pass=None if quiet else lambda name: status.update(f"compiling: {name}"),
+        )  # fmt: skip
+    program.meta |= {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}}
+    return program
+
+
+def _print(text: str) -> None:
+    """Plain text, as it is: program texts are no markup."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def _summary(program: Any) -> str:
+    from shardc.emit import human
+    from shardc.report import comm_rows
+
+    whole = sum(p.value.nbytes() for p in program.params)
+    mine = sum(p.value.nbytes(program.mesh) for p in program.params)
+    sent = sum(r.bytes for r in comm_rows(program))
+    lines = [
+        f"{program.meta.get('model')} on {program.mesh}: {program.mesh.world} ranks, compiled in {program.meta.get('compile_seconds')} s",
+        f"parameters {human(whole)}, {human(mine)} a rank; collectives of {human(sent)} a step and rank",
+    ]
+    return "\n".join([*lines, *(f"note: {n}" for n in program.notes)])
+
+
+@app.command()
+def compile(
+    model: Source, spec: SpecFile = None, output: Annotated[Path | None, typer.Option("-o", "--output", help="folder for the artifact")] = None,
+    mesh: MeshOption = None, set_: SetOption = None, dump: Annotated[Path | None, typer.Option(help="folder for the text after every pass")] = None,
+    batch: BatchOption = None, seq: SeqOption = None, as_json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
+    """Compile a model and a spec; write the artifact with -o, else print the program."""
+    with _told(debug):
+        if _is_artifact(model):
+            raise ShardcError(f"{model} is a folder", where=model, fix="name a model file; `shardc inspect DIR` shows a compiled one")
+        program = _program(model, spec, mesh, set_, batch, seq, quiet=as_json, dump=dump)
+        if output:
+            program.save(output)
+        if as_json:
+            from shardc.report import to_json
+
+            print(json.dumps({**to_json(program), "output": str(output) if output else None}))
+        elif output:
+            _print(f"{_summary(program)}\nwritten to {output}")
+        else:
+            _print(str(program))
+
+
+@app.command()
+def inspect(
+    model: Source, spec: SpecFile = None, stage: Annotated[int | None, typer.Option(help="only this stage")] = None,
+    before: Annotated[bool, typer.Option("--before", help="the captured graph: the model as one device runs it")] = False,
+    diff: Annotated[str | None, typer.Option(help="what a pass changed: canonical | annotate | place | partition | data")] = None,
+    comm: Annotated[bool, typer.Option("--comm", help="collectives of a step by axis and cause")] = False,
+    html: Annotated[Path | None, typer.Option(help="write one HTML file")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="not built yet")] = False,
+    schedule: Annotated[bool, typer.Option("--schedule", help="not built yet")] = False,
+    mesh: MeshOption = None, set_: SetOption = None, batch: BatchOption = None, seq: SeqOption = None, trust: TrustOption = False,
+    as_json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
+    """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
+    from shardc import emit, report
+
+    with _told(debug), tempfile.TemporaryDirectory() as folder:
+        for asked, name, issue in ((memory, "--memory", "Memory"), (schedule, "--schedule", "Pipelines")):
+            if asked:
+                raise ShardcError(f"{name} is not built yet (issue {issue!r})", where=name, fix="leave it out; --comm shows what is sent")
+        program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, dump=Path(folder) if diff else None)
+        if stage is not None and not 0 <= stage < len(program.stages):
+            raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"the program has stages 0 to {len(program.stages) - 1}")
+        if html:
+            html.write_text(report.html(program))
+        if as_json:
+            print(json.dumps(report.to_json(program)))
+        elif diff:
+            _print(_difference(Path(folder), diff, model))
+        elif before:
+            _print(report.before(program))
+        elif comm:
+            _print(report.comm_table(program))
+        elif stage is not None:
+            _print(emit.function(program.stages[stage].graph, program, program.stages[stage].name))
+        elif html:
+            _print(f"written to {html}")
+        else:
+            _print(str(program))
+
+
+def _difference(folder: Path, name: str, model: str) -> str:
+    found = {p.stem.partition("-")[2]: p for p in sorted(folder.glob("*.diff"))}
+    if not found:
+        raise ShardcError("--diff needs a model and a spec: a compiled DIR keeps no passes", where=model, fix="shardc inspect model.py spec.yaml --diff PASS")
+    if name not in found:
+        raise ShardcError(f"there is no pass {name}", where="--diff", fix=f"one of {', '.join(found)}")
+    return found[name].read_text() or f"{name} changed nothing"
+
+
+@app.command()
+def verify(
+    model: Source, spec: SpecFile = None, mesh: MeshOption = None, set_: SetOption = None, batch: BatchOption = None, seq: SeqOption = None,
+    seed: Annotated[int, typer.Option(help="of the random weights and inputs")] = 0, trust: TrustOption = False,
+    as_json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
+    """Run one step on all ranks in this process, in float64, and compare loss and every gradient with one device."""
+    with _told(debug):
+        program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json)
+        with errors.status(f"running {program.mesh.world} ranks in float64"):
+            report = program.verify(seed=seed)
+        if as_json:
+            findings = [{"where": f.where, "what": f.what, "fix": f.fix} for f in report.findings]
+            print(json.dumps({"ok": report.ok, "checked": report.checked, "worst": report.worst, "seconds": report.seconds, "findings": findings}))
+        else:
+            _print(str(report))
+        raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def run(
+    model: Source, spec: SpecFile = None, steps: Annotated[int, typer.Option(min=0, help="optimizer steps")] = 100,
+    nproc: Annotated[int | None, typer.Option(min=1, help="processes on this machine; default: what the mesh needs")] = None,
+    save: Annotated[Path | None, typer.Option(help="folder for the checkpoint and model.safetensors")] = None,
+    resume: Annotated[Path | None, typer.Option(help="folder that --save wrote, on any mesh")] = None,
+    seed: Annotated[int, typer.Option(help="of initial weights and dropout")] = 0,
+    log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
+    mesh: MeshOption = None, set_: SetOption = None, batch: BatchOption = None, seq: SeqOption = None, trust: TrustOption = False,
+    as_json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
+    """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
+    from shardc.runtime import launch, train
+
+    with _told(debug), tempfile.TemporaryDirectory(prefix="shardc-run-") as folder:
+        program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json)
+        if resume and not (resume / "checkpoint").is_dir():
+            raise ShardcError(f"there is no checkpoint in {resume}", where="--resume", fix="name a folder that --save wrote")
+        if nproc is not None and nproc != program.mesh.world:
+            raise ShardcError(f"the mesh {program.mesh} has {program.mesh.world} ranks, not {nproc}", where="--nproc", fix="change --mesh, or leave --nproc out")
+        ref = program.meta.get("model_ref")
+        if not ref:
+            raise ShardcError("this artifact does not say which model file it came from", where=model, fix="compile it with `shardc compile -o DIR`")
+        example = program.meta.get("example", {})
+        artifact = Path(model) if _is_artifact(model) else Path(folder) / "program"
+        if not _is_artifact(model):
+            program.save(artifact)
+        job = train.Job(
+            program=str(artifact), model=ref, batch=example.get("batch"), seq=example.get("seq"), steps=steps, seed=seed,
+            save=str(save or ""), resume=str(resume or ""), log=str(log or ""), quiet=as_json, result=str(Path(folder) / "result.json"), trust=trust,
+        )  # fmt: skip
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(vars(job)))
+        if launch.in_world():
+            launch.join_slurm()
+            train.main(str(file))
+            status = 0
+        else:
+            status = launch.launch([sys.executable, "-m", "shardc.runtime.train", str(file)], program.mesh)
+        result = Path(job.result)
+        if status == 0 and result.exists():
+            _tell(json.loads(result.read_text()), as_json)
+        raise typer.Exit(status)
+
+
+def _tell(summary: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary))
+        return
+    held = f", held-out loss {summary['held_out']:.4f}" if summary["held_out"] is not None else ""
+    last = f"loss {summary['losses'][-1]:.4f}" if summary["losses"] else "no steps"
+    _print(f"{summary['steps']} steps in {summary['seconds']:.1f} s, {summary['tokens_per_second']:,.0f} tokens/s: {last}{held}")
+    if summary["saved"]:
+        _print(f"saved to {summary['saved']}: checkpoint/ (loads on any mesh), model.safetensors (the plain model's weights)")
+
+
+@app.command()
+def spec(schema: Annotated[bool, typer.Option("--schema", help="the JSON Schema of specs, for editors")] = False) -> None:
+    """About the spec format: --schema prints its JSON Schema."""
+    from shardc.spec import Spec
+
+    if not schema:
+        errors.print("shardc spec --schema prints the JSON Schema of specs; ready specs are in shardc.specs")
+        raise typer.Exit(2)
+    print(json.dumps(Spec.json_schema(), indent=1))
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
