@@ -73,11 +73,14 @@ def run(job: Job) -> dict[str, Any]:
     if job.save:
         engine.save(Path(job.save) / "checkpoint")
         state.export_safetensors(Path(job.save) / "model.safetensors", program, engine.mesh, engine.params, engine.buffers)
-    return {
+    summary = {
         "model": program.meta.get("model"), "mesh": dict(program.mesh.axes), "steps": len(lines), "seconds": round(seconds, 3),
         "losses": [line["loss"] for line in lines], "held_out": held_out, "tokens_per_second": round(tokens * len(lines) / seconds, 1),
         "peak_memory_mb": lines[-1]["memory_mb"] if lines else 0, "saved": job.save or None,
     }  # fmt: skip
+    if job.log and rank == 0:
+        (Path(job.log) / "summary.json").write_text(json.dumps(summary, indent=1))
+    return summary
 
 
 def _steps(engine: Any, batches: Iterable[Any], tokens: int) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import traceback
@@ -66,7 +67,7 @@ def _is_artifact(source: str) -> bool:
 
 def _program(
     source: str, spec: Path | None, mesh: list[str] | None, sets: list[str] | None, batch: int | None, seq: int | None, *,
-    trust: bool = False, quiet: bool = False, dump: Path | None = None,
+    trust: bool = False, quiet: bool = False, dump: Path | None = None, world: int | None = None,
 ) -> Any:  # fmt: skip
     """A program from a compiled folder, or compiled now with its passes shown as they run."""
     if _is_artifact(source):
@@ -83,7 +84,7 @@ def _program(
     file = modelfile.load(source, batch=batch, seq=seq)
     with errors.status("compiling") as status:
         program = shardc.compile(
-            file.on_meta(), file.batch, spec, mesh=_mesh(mesh), overrides=tuple(sets or ()), loss=file.loss, dump=dump,
+            file.on_meta(), file.batch, spec, mesh=_mesh(mesh), overrides=tuple(sets or ()), loss=file.loss, dump=dump, world=world,
             on_pass=None if quiet else lambda name: status.update(f"compiling: {name}"),
         )  # fmt: skip
     program.meta |= {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}}
@@ -215,11 +216,13 @@ def run(
     from shardc.runtime import launch, train
 
     with _told(debug), tempfile.TemporaryDirectory(prefix="shardc-run-") as folder:
-        program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json)
+        launch.join_slurm()
+        world = int(os.environ["WORLD_SIZE"]) if launch.in_world() else nproc
+        program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world)
         if resume and not (resume / "checkpoint").is_dir():
             raise ShardcError(f"there is no checkpoint in {resume}", where="--resume", fix="name a folder that --save wrote")
-        if nproc is not None and nproc != program.mesh.world:
-            raise ShardcError(f"the mesh {program.mesh} has {program.mesh.world} ranks, not {nproc}", where="--nproc", fix="change --mesh, or leave --nproc out")
+        if world is not None and world != program.mesh.world:
+            raise ShardcError(f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}", where="--nproc", fix="change --mesh, or leave --nproc out")
         ref = program.meta.get("model_ref")
         if not ref:
             raise ShardcError("this artifact does not say which model file it came from", where=model, fix="compile it with `shardc compile -o DIR`")
@@ -234,7 +237,6 @@ def run(
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(vars(job)))
         if launch.in_world():
-            launch.join_slurm()
             train.main(str(file))
             status = 0
         else:

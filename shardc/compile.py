@@ -33,6 +33,7 @@ def compile(
     mesh: Mapping[str, int] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     overrides: tuple[str, ...] = (),
+    world: int | None = None,
     prove: bool = True,
     dump: str | Path | None = None,
     on_pass: Callable[[str], None] | None = None,
@@ -42,13 +43,14 @@ def compile(
     model: in the mode (train) and dtype in which it is to run; may be on the meta device: only shapes are needed.
     batch: one *global* batch, as a single device would get it: dict (keyword arguments), tuple or tensor, real or fake.
     spec: path, dict or Spec. mesh: sizes that override the spec's; overrides: dotted settings such as "data.zero=0".
+    world: number of ranks, where known: it fills in an axis of size -1, and has to be what the mesh needs.
     loss: (model's output, batch) -> scalar; default: the output itself, its `.loss`, or its first element.
     prove: run the captured graph once against the model on small real numbers. dump: folder for the text after every pass.
     on_pass: called with each stage's name as it begins.
     Raises ShardcError for everything that is wrong with the input, all independent mistakes at once.
     """
     steps = runner.Runner(dump=Path(dump) if dump else None, on_pass=on_pass)
-    asked = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides)
+    asked = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides, world=world)
     start = time.perf_counter()
 
     program = steps.run("capture", lambda: capture(model, batch, loss=loss, prove=prove))

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.errors import ShardcError
 from shardc.placement import show
-from shardc.program import Bucket, Collective, Param, Program, Source, Value
+from shardc.program import Bucket, Buffer, Collective, Input, Param, Program, Source, Value
+from shardc.torch_private import OpOverload
 
 HEADER = '''import torch
 
@@ -30,33 +32,49 @@ from shardc.runtime import ops
 
 aten = torch.ops.aten
 '''
+#: Names that the text itself uses; fx keeps its own names off Python's keywords and builtins, and off `torch`.
+RESERVED = {"ops", "aten"}
 
 
 def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
-    """One graph as the text of a Python function."""
+    """One graph as the text of a Python function.
+
+    Raises ShardcError where a name of the model hides one that the text needs, TypeError for an argument with no written form.
+    """
     about = {x.name: x for x in program.stored}
     lines = [f"def {name}("]
     for node in graph.nodes:
         if node.op == "placeholder":
             x = about.get(node.name)
-            what = "" if x is None else getattr(x, "fqn", "") or "input " + ".".join(map(str, getattr(x, "path", ()))) if x else ""
-            kind = f"  # {value_text(node.meta['value'])}  {what}".rstrip() if x is not None else ""
+            if node.name in RESERVED:
+                fix = "rename it in the model: programs call their ops by that name"
+                raise ShardcError(f"{node.name!r} cannot be the name of a parameter, buffer or input", where=what_is(x) if x else "", fix=fix)
+            kind = f"  # {value_text(node.meta['value'])}  {what_is(x)}".rstrip() if x is not None else ""
             lines.append(f"    {node.name},{kind}")
     lines.append("):")
     last = _last_uses(graph)
-    said = Source()
+    said, source_said = source_text(Source()), Source()
     for node in graph.nodes:
         if node.op == "output":
             lines.append(f"    return {_arg(node.args[0])}")
         elif node.op == "call_function":
             source = node.meta.get("source", Source())
-            if source != said:
-                lines.append(f"    # {source_text(source)}".rstrip())
-                said = source
+            if source != source_said:
+                source_said = source
+                if (now := source_text(source)) != said:  # two sources may read the same
+                    said = now
+                    lines.append(f"    # {said}")
             lines.append(f"    {node.name} = {_call(node)}  # {comment(node)}")
             if node in last:
                 lines.append(f"    del {', '.join(last[node])}")
     return "\n".join(lines) + "\n"
+
+
+def what_is(x: Param | Buffer | Input) -> str:
+    """What a placeholder stands for: the model's name of it, or its place in the batch."""
+    if isinstance(x, Input):
+        return plain(f"input {'.'.join(map(str, x.path))}").rstrip()
+    return plain(x.fqn) or "constant"
 
 
 def module(graph: fx.Graph, program: Program, doc: str) -> str:
@@ -77,28 +95,46 @@ def text(program: Program) -> str:
 
 def _head(program: Program) -> Iterator[str]:
     mesh = program.mesh
-    yield f"# {program.meta.get('model', 'program')} on {mesh}: {mesh.world} rank{'s' if mesh.world != 1 else ''}, {len(program.stages)} stage"
+    yield f"# {program.meta.get('model', 'program')} on {mesh}: {plural(mesh.world, 'rank')}, {plural(len(program.stages), 'stage')}"
     whole = sum(p.value.nbytes() for p in program.params)
     mine = sum(p.value.nbytes(mesh) for p in program.params)
     count = sum(math.prod(p.shape) for p in program.params)
-    yield f"# {len(program.params)} parameters, {count:,} numbers, {human(whole)}; {human(mine)} a rank"
-    yield from (f"# note: {n}" for n in program.notes)
+    yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {human(whole)}; {human(mine)} a rank"
+    yield from (f"# note: {plain(n)}" for n in program.notes)
     yield "# parameters: name, type, axes its gradient is summed over, bucket"
-    for p in program.params:
-        yield f"#   {param_text(p)}"
+    yield from (f"#   {param_text(p)}" for p in program.params)
+    if program.buffers:
+        yield "# buffers: name, type"
+        yield from (f"#   {buffer_text(b)}" for b in program.buffers)
+    yield "# inputs: place in the batch, type"
+    yield from (f"#   {what_is(i)}  {i.value}" for i in program.inputs)
     for i, b in enumerate(program.buckets):
         yield f"# bucket {i}: {bucket_text(b, program)}"
 
 
 def param_text(p: Param) -> str:
-    names = " = ".join((p.fqn, *p.aliases))
+    names = plain(" = ".join((p.fqn, *p.aliases)))
     reduced = f"  sum over {'+'.join(p.reduce)}, bucket {p.bucket}" if p.reduce else ""
     return f"{names}  {show(p.shape, p.dtype, p.layout)}{reduced}{'' if p.requires_grad else '  frozen'}"
+
+
+def buffer_text(b: Buffer) -> str:
+    names = plain(" = ".join((b.fqn, *b.aliases))) if b.constant is None else f"constant {b.name}"
+    return f"{names}  {b.value}{'  updated' if b.updated else ''}{'' if b.persistent or b.constant is not None else '  not saved'}"
 
 
 def bucket_text(b: Bucket, program: Program) -> str:
     size = sum(program.param(n).value.nbytes(program.mesh) for n in b.params)
     return f"all_reduce over {'+'.join(b.axes)} of {len(b.params)} gradients, {human(size)}, from {b.params[0]} to {b.params[-1]}"
+
+
+def plural(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def plain(text: str) -> str:
+    """Text for a comment: on one line, whatever stands in it. (Form feeds and Unicode's line ends count as lines to some readers.)"""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def human(nbytes: float) -> str:
@@ -114,9 +150,9 @@ def human(nbytes: float) -> str:
 
 
 def source_text(source: Source) -> str:
-    """`module (file.py:31): code`."""
-    code = source.code.replace("\n", " ").strip()
-    return f"{source.module or '·'} ({source.line})" + (f": {code}" if code else "")
+    """`module (file.py:31): code`; the root module is `·`."""
+    code = plain(source.code).strip()
+    return f"{plain(source.module) or '·'} ({plain(source.line)})" + (f": {code}" if code else "")
 
 
 def value_text(value: Value | tuple[Value, ...] | None) -> str:
@@ -135,7 +171,7 @@ def comment(node: fx.Node) -> str:
 
 
 def collective_text(c: Collective) -> str:
-    return f"{c.kind}/{c.backward} {'+'.join(c.axes)} {c.bytes} {'' if c.asked else 'unasked '}{json.dumps(c.cause, ensure_ascii=False)}"
+    return f"{c.kind}/{c.backward} {'+'.join(c.axes)} {c.bytes} {'' if c.asked else 'unasked '}{json.dumps(plain(c.cause), ensure_ascii=False)}"
 
 
 def _call(node: fx.Node) -> str:
@@ -147,7 +183,7 @@ def _call(node: fx.Node) -> str:
 
 def target_text(target: Any) -> str:
     """`aten.add.Tensor`, `torch.ops.lib.op.default`, `ops.all_reduce`."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         name = str(target)
         return name if name.startswith("aten.") else f"torch.ops.{name}"
     return f"ops.{target.__name__}"
@@ -162,10 +198,12 @@ def _arg(a: Any) -> str:
         return f"[{', '.join(map(_arg, a))}]"
     if isinstance(a, float) and not math.isfinite(a):
         return f"float('{a}')"
-    if a is None or isinstance(a, (bool, int, float, str, torch.dtype)):
+    if a is None or isinstance(a, (bool, int, float, str, torch.dtype, torch.layout, torch.memory_format)):
         return repr(a)
-    if isinstance(a, (torch.device, torch.layout, torch.memory_format)):  # only before canonical: `shardc.parse` refuses them
-        return repr(a)
+    if isinstance(a, torch.device):
+        return f"torch.device({str(a)!r})"
+    if isinstance(a, complex):
+        return f"complex({str(a)!r})"
     raise TypeError(f"{a!r} of type {type(a).__name__} cannot stand in a program")
 
 

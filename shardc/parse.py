@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import ast
-import io
+import contextlib
 import json
 import operator
 import re
-import tokenize
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardc.emit import HEADER
 from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import Layout
 from shardc.placement import parse as parse_type
 from shardc.program import Collective, Source, Value
 from shardc.runtime import ops
+from shardc.torch_private import OpOverload
 
-_SOURCE = re.compile(r"# (\S+) \(([^)]*)\)(?:: (.*))?$")
+_SOURCE = re.compile(r"# (.+?) \((.*?)\)(?:: (.*))?$")
 _COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d+) (unasked )?(\".*\")$")
+_PREAMBLE = [ast.unparse(s) for s in ast.parse(HEADER).body]
 
 
 def graph_of(text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "program") -> fx.Graph:
-    """The graph of the one function in a text. types: of the placeholders, by name (from the artifact's layouts).
+    """The graph of the one function in a text.
 
+    types: of params, buffers and inputs, in order, by name (from the artifact's layouts): the text's own for them are for readers.
     Raises ShardcError with file and line for anything that `shardc.emit` would not have written.
     """
     return _Reader(text, mesh, types, file).run()
@@ -36,81 +39,121 @@ def graph_of(text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "pro
 class _Reader:
     def __init__(self, text: str, mesh: Mesh, types: Mapping[str, Value], file: str) -> None:
         self.text, self.mesh, self.types, self.file = text, mesh, types, file
+        self.lines = text.split("\n")
         self.graph = fx.Graph()
         self.env: dict[str, fx.Node] = {}
+        self.gone: dict[str, int] = {}  # deleted name -> line
         self.seen: dict[str, Value | tuple[Value, ...]] = {}
+        self.targets: dict[tuple[str, ...], Any] = {}
 
     def wrong(self, line: int, what: str) -> ShardcError:
         return ShardcError(what, where=f"{self.file}:{line}", fix="keep to the form in which shardc writes programs, or compile again")
 
+    def unreadable(self, node: ast.AST, line: int, what: str = "") -> ShardcError:
+        return self.wrong(line, f"cannot read {what}{ast.unparse(node)[:60]!r}")
+
     def run(self) -> fx.Graph:
+        function = self._function()
+        source, read, returned = Source(), function.lineno, False  # lines up to `read` are done with
+        for statement in function.body:
+            line = statement.lineno
+            if returned:
+                raise self.wrong(line, "nothing can follow the return")
+            for comment in self.lines[read : line - 1]:
+                if m := _SOURCE.match(comment.strip()):
+                    source = Source("" if m[1] == "·" else m[1], m[2], m[3] or "")
+            read = statement.end_lineno or line
+            match statement:
+                case ast.Return(value=ast.expr() as value):
+                    self.graph.output(self._arg(value))
+                    returned = True
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self._op(name, value, self._comment(statement), source, line)
+                case ast.Delete(targets=targets):
+                    self._delete(targets, line)
+                case _:
+                    raise self.unreadable(statement, line)
+        if not returned:
+            raise self.wrong(read, "the function returns nothing")
+        self.graph.lint()
+        return self.graph
+
+    def _function(self) -> ast.FunctionDef:
+        """The function in the text, its placeholders made; nothing else may stand beside it."""
         try:
             tree = ast.parse(self.text)
         except SyntaxError as e:
             raise self.wrong(e.lineno or 1, f"not Python: {e.msg}") from None
-        functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+        except ValueError as e:  # a null byte, before Python 3.12
+            raise self.wrong(1, f"not Python: {e}") from None
+        functions = [s for s in tree.body if isinstance(s, ast.FunctionDef)]
         if len(functions) != 1:
             raise self.wrong(1, f"{len(functions)} functions, not one")
-        comments = {
-            t.start[0]: t.string for t in tokenize.generate_tokens(io.StringIO(self.text).readline) if t.type == tokenize.COMMENT
-        }
-        sources = {line: c for line, c in comments.items() if not self.text_before(line)}
-        for a in functions[0].args.args:
-            node = self.graph.placeholder(a.arg)
-            node.meta = {"value": self.types.get(a.arg), "source": Source()}
-            self.env[a.arg] = node
-        source, said = Source(), sorted(sources)
-        for statement in functions[0].body:
-            line = statement.lineno
-            while said and said[0] < line:
-                source = self._source(sources[said.pop(0)], source)
-            if isinstance(statement, ast.Return):
-                assert statement.value is not None
-                self.graph.output(self._arg(statement.value))
-            elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                self._op(statement.targets[0].id, statement.value, comments.get(line, ""), source, line)
-            elif not isinstance(statement, ast.Delete):
-                raise self.wrong(line, f"cannot read {ast.unparse(statement)[:60]!r}")
-        self.graph.lint()
-        return self.graph
+        function = functions[0]
+        others = [s for s in tree.body if s is not function]
+        if others and isinstance(others[0], ast.Expr) and isinstance(others[0].value, ast.Constant):
+            del others[0]  # the docstring
+        for s in others:
+            if ast.unparse(s) not in _PREAMBLE:
+                raise self.unreadable(s, s.lineno)
+        names = ["mesh", "rng", *self.types]
+        a = function.args
+        if a.posonlyargs or a.vararg or a.kwonlyargs or a.kwarg or a.defaults or [x.arg for x in a.args] != names:
+            found = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
+            off = [f"no {n!r}" for n in names if n not in found] + [f"{n!r} too much" for n in sorted(found - set(names))]
+            raise self.wrong(function.lineno, f"the function does not take what the layouts list: {', '.join(off[:5]) or 'another order or form'}")
+        for name in names:
+            node = self.graph.placeholder(name)
+            node.meta = {"value": self.types.get(name), "source": Source()}
+            self.env[name] = node
+        return function
 
-    def text_before(self, line: int) -> str:
-        return self.text.splitlines()[line - 1].partition("#")[0].strip()
+    def _comment(self, statement: ast.stmt) -> str:
+        """What stands behind a statement on its last line. (ast counts bytes, hence the detour.)"""
+        assert statement.end_lineno and statement.end_col_offset
+        line = self.lines[statement.end_lineno - 1]
+        rest = line[statement.end_col_offset :] if line.isascii() else line.encode()[statement.end_col_offset :].decode()
+        return rest.strip().removeprefix("# ")
 
-    def _source(self, comment: str, before: Source) -> Source:
-        m = _SOURCE.match(comment)
-        return Source("" if m[1] == "·" else m[1], m[2], m[3] or "") if m else before
+    def _delete(self, targets: Iterable[ast.expr], line: int) -> None:
+        for t in targets:
+            if not isinstance(t, ast.Name) or t.id not in self.env:
+                raise self.unreadable(t, line, "the deletion of ")
+            del self.env[t.id]
+            self.gone[t.id] = line
 
     def _op(self, name: str, value: ast.expr, comment: str, source: Source, line: int) -> None:
-        if isinstance(value, ast.Subscript):
-            target: Any = operator.getitem
-            args: tuple[Any, ...] = (self._arg(value.value), self._arg(value.slice))
-            kwargs: dict[str, Any] = {}
-        elif isinstance(value, ast.Call):
-            target = self._target(value.func, line)
-            args = tuple(self._arg(a) for a in value.args)
-            kwargs = {k.arg: self._arg(k.value) for k in value.keywords if k.arg}
-        else:
-            raise self.wrong(line, f"cannot read {ast.unparse(value)[:60]!r}")
+        match value:
+            case ast.Subscript():
+                target: Any = operator.getitem
+                args: tuple[Any, ...] = (self._arg(value.value), self._arg(value.slice))
+                kwargs: dict[str, Any] = {}
+            case ast.Call() if all(k.arg for k in value.keywords):
+                target = self._target(value.func)
+                args = tuple([self._arg(a) for a in value.args])
+                kwargs = {str(k.arg): self._arg(k.value) for k in value.keywords}
+            case _:
+                raise self.unreadable(value, line)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         if node.name != name:
-            raise self.wrong(line, f"{name} is assigned twice")
-        typed, _, collective = comment.removeprefix("# ").partition(" | ")
+            raise self.wrong(line, f"{name} is assigned twice, or is a name that Python uses")
+        typed, _, collective = comment.partition(" | ")
         node.meta = {"value": self._types(typed, line), "source": source}
         if collective:
             m = _COLLECTIVE.match(collective)
             if not m:
                 raise self.wrong(line, f"cannot read the collective {collective!r}")
-            node.meta["collective"] = Collective(m[1], m[2], tuple(m[3].split("+")), int(m[4]), json.loads(m[6]), not m[5])
+            try:
+                cause = json.loads(m[6])
+            except json.JSONDecodeError as e:
+                raise self.wrong(line, f"cannot read the cause {m[6]}: {e.msg}") from None
+            node.meta["collective"] = Collective(m[1], m[2], tuple(m[3].split("+")), int(m[4]), cause, not m[5])
         self.env[name] = node
 
     def _types(self, text: str, line: int) -> Value | tuple[Value, ...]:
         if text not in self.seen:
             try:
-                if text.startswith("("):
-                    self.seen[text] = tuple(self._type(t) for t in text[1:-1].split(" ; "))
-                else:
-                    self.seen[text] = self._type(text)
+                self.seen[text] = tuple(map(self._type, text[1:-1].split(" ; "))) if text.startswith("(") else self._type(text)
             except ValueError as e:
                 raise self.wrong(line, str(e)) from None
         return self.seen[text]
@@ -118,37 +161,63 @@ class _Reader:
     def _type(self, text: str) -> Value:
         bare = text.removesuffix(" grad")
         shape, dtype, placements = parse_type(bare)
+        if unknown := set(placements) - set(self.mesh.names):
+            raise ValueError(f"the mesh has no axis {', '.join(sorted(unknown))}")
         return Value(shape, dtype, bare != text, Layout.of(placements, self.mesh))
 
-    def _target(self, func: ast.expr, line: int) -> Any:
-        path = ast.unparse(func).split(".")
-        at: Any = {"aten": torch.ops.aten, "torch": torch, "ops": ops}.get(path[0])
-        known = path[0] == "aten" or path[:2] == ["torch", "ops"] or (path[0] == "ops" and len(path) == 2 and path[1] in ops.__all__)
-        if not known:
-            raise self.wrong(line, f"{'.'.join(path)} is no op that programs call")
+    def _target(self, func: ast.expr) -> Any:
+        """The op that `aten.add.Tensor`, `torch.ops.lib.op.default` or `ops.all_reduce` names. Nothing else is ever called."""
+        path: tuple[str, ...] = ()
+        at = func
+        while isinstance(at, ast.Attribute):
+            path, at = (at.attr, *path), at.value
+        path = (at.id, *path) if isinstance(at, ast.Name) else ()
+        if path not in self.targets:
+            self.targets[path] = self._resolve(path, func)
+        return self.targets[path]
+
+    def _resolve(self, path: tuple[str, ...], func: ast.expr) -> Any:
+        text = ast.unparse(func)[:60]
+        if path[:1] == ("ops",) and len(path) == 2 and path[1] in ops.__all__:
+            return getattr(ops, path[1])
+        if path[:1] == ("aten",):
+            path = ("torch", "ops", *path)
+        if path[:2] != ("torch", "ops"):
+            raise self.wrong(func.lineno, f"{text} is no op that programs call")
+        found: Any = torch.ops
         try:
-            for name in path[1:]:
-                at = getattr(at, name)
+            for name in path[2:]:
+                found = getattr(found, name)
         except AttributeError:
-            raise self.wrong(line, f"there is no op {'.'.join(path)} in this version of torch") from None
-        return at
+            raise self.wrong(func.lineno, f"there is no op {text} in this version of torch") from None
+        if not isinstance(found, OpOverload):
+            raise self.wrong(func.lineno, f"{text} is no op that programs call: name an op with its overload, such as aten.add.Tensor")
+        return found
 
     def _arg(self, a: ast.expr) -> Any:
         match a:
-            case ast.Name():
-                if a.id not in self.env:
-                    raise self.wrong(a.lineno, f"{a.id} is not defined")
-                return self.env[a.id]
-            case ast.Constant():
+            case ast.Name(id=name):
+                if name in self.env:
+                    return self.env[name]
+                why = f"was deleted in line {self.gone[name]}" if name in self.gone else "is not defined"
+                raise self.wrong(a.lineno, f"{name} {why}")
+            case ast.Constant(value=None | bool() | int() | float() | str()):
                 return a.value
             case ast.Tuple():
-                return tuple(map(self._arg, a.elts))
+                return tuple([self._arg(x) for x in a.elts])
             case ast.List():
-                return list(map(self._arg, a.elts))
-            case ast.UnaryOp(op=ast.USub()):
-                return -self._arg(a.operand)
-            case ast.Attribute(value=ast.Name(id="torch")) if isinstance(getattr(torch, a.attr, None), torch.dtype):
-                return getattr(torch, a.attr)
-            case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(text))]):
+                return [self._arg(x) for x in a.elts]
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return -number
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name):
+                found = getattr(torch, name, None)
+                if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+                    return found
+            case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "-inf" | "nan" as text)], keywords=[]):
                 return float(text)
-        raise self.wrong(a.lineno, f"cannot read the argument {ast.unparse(a)[:60]!r}")
+            case ast.Call(func=func, args=[ast.Constant(value=str(text))], keywords=[]):
+                make: Any = {"complex": complex, "torch.device": torch.device}.get(ast.unparse(func))
+                with contextlib.suppress(ValueError, RuntimeError):  # of a text that is no complex number, or no device
+                    if make is not None:
+                        return make(text)
+        raise self.unreadable(a, a.lineno, "the argument ")
