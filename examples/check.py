@@ -41,7 +41,7 @@ def held_out() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--compare", type=int, default=10, help="steps of the run on one process")
     args = parser.parse_args()
     out = HERE.parent / "runs" / "gpt"
@@ -66,7 +66,8 @@ def main() -> int:
     print(f"\nheld-out loss: {summary['held_out']:.5f} nats/byte on 4 processes, {plain:.5f} in the plain model with the saved weights")
     same = abs(plain - summary["held_out"]) < 1e-5 * plain
     low = plain < GOAL
-    for good, what in ((equal, "losses of 4 processes and 1 are equal"), (same, "held-out losses are equal"), (low, f"held-out loss is below {GOAL}")):
+    checks = ((equal, "losses of 4 processes and 1 are equal"), (same, "held-out losses are equal"), (low, f"held-out loss is below {GOAL}"))
+    for good, what in checks:
         print(f"{'yes' if good else 'NO '}  {what}")
     return 0 if equal and same and low else 1
 

@@ -107,7 +107,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    return torch.optim.AdamW(params, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def text(split: str) -> Tensor:

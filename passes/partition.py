@@ -64,7 +64,7 @@ class _Writer:
             if node.op == "placeholder":
                 self._placeholder(node, stored.get(node.name, Layout()))
             elif node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], lambda n, last=node: self._get(n, Layout(), last)))
+                self._output(node)
             elif node.target is not operator.getitem:
                 if "pin" in node.meta:  # its strategies only said where its operand goes
                     self._pin(node)
@@ -73,6 +73,10 @@ class _Writer:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
+
+    def _output(self, node: fx.Node) -> None:
+        """The loss and new buffers are whole on every rank."""
+        self.graph.output(fx.node.map_arg(node.args[0], lambda n: self._get(n, Layout(), node)))
 
     def _placeholder(self, node: fx.Node, layout: Layout) -> None:
         new = self.graph.placeholder(node.name)

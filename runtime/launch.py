@@ -122,7 +122,8 @@ def _culprit(ranks: list[subprocess.Popen[bytes]], logs: list[Path], failed: lis
 def _lost_peer(log: Path) -> bool:
     """Whether a rank's last words are those of one whose peer went away."""
     last = log.read_text(errors="replace").strip().rpartition("\n")[2].lower()
-    return any(w in last for w in ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "remote process exited"))
+    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "remote process exited")
+    return any(sign in last for sign in signs)
 
 
 def _report(rank: int, code: int, mesh: Mesh, log: Path) -> None:

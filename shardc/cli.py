@@ -18,7 +18,8 @@ from rich.console import Console
 from shardc.errors import ShardcError
 
 app = typer.Typer(
-    name="shardc", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    name="shardc", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="A declarative model-sharding compiler for PyTorch: an unmodified model and a YAML spec become the program of every rank.",
 )  # fmt: skip
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -176,7 +177,8 @@ def inspect(
 def _difference(folder: Path, name: str, model: str) -> str:
     found = {p.stem.partition("-")[2]: p for p in sorted(folder.glob("*.diff"))}
     if not found:
-        raise ShardcError("--diff needs a model and a spec: a compiled DIR keeps no passes", where=model, fix="shardc inspect model.py spec.yaml --diff PASS")
+        what = "--diff needs a model and a spec: a compiled DIR keeps no passes"
+        raise ShardcError(what, where=model, fix="shardc inspect model.py spec.yaml --diff PASS")
     if name not in found:
         raise ShardcError(f"there is no pass {name}", where="--diff", fix=f"one of {', '.join(found)}")
     return found[name].read_text() or f"{name} changed nothing"
@@ -222,7 +224,8 @@ def run(
         if resume and not (resume / "checkpoint").is_dir():
             raise ShardcError(f"there is no checkpoint in {resume}", where="--resume", fix="name a folder that --save wrote")
         if world is not None and world != program.mesh.world:
-            raise ShardcError(f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}", where="--nproc", fix="change --mesh, or leave --nproc out")
+            what = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
+            raise ShardcError(what, where="--nproc", fix="change --mesh, or leave --nproc out")
         ref = program.meta.get("model_ref")
         if not ref:
             raise ShardcError("this artifact does not say which model file it came from", where=model, fix="compile it with `shardc compile -o DIR`")

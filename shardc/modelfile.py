@@ -53,7 +53,8 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> Model
     if ref.startswith("hf:"):
         return _transformers(ref, batch or 8, seq or 128)
     if batch is not None or seq is not None:
-        raise ShardcError("--batch and --seq belong to hf: models; a model file's batch() says its own", where=ref, fix="leave them out, or edit batch()")
+        what = "--batch and --seq belong to hf: models; a model file's batch() says its own"
+        raise ShardcError(what, where=ref, fix="leave them out, or edit batch()")
     name, _, builder = ref.partition(":") if not ref.endswith(".py") else (ref, "", "")
     path = Path(name)
     if not path.is_file():
@@ -76,9 +77,10 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> Model
     with _users(path, "batch()"):
         example = make_batch()
     if not isinstance(example, (dict, tuple, list, Tensor)):
-        raise ShardcError(f"batch() returns a {type(example).__name__}", where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
+        what = f"batch() returns a {type(example).__name__}"
+        raise ShardcError(what, where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
     optional = {n: _function(module, path, n) for n in ("loss", "data", "optimizer")}
-    return ModelFile(f"{path.resolve()}{':' + builder if builder else ''}", checked, example, **optional)  # type: ignore[arg-type]
+    return ModelFile(f"{path.resolve()}{':' + builder if builder else ''}", checked, example, **optional)
 
 
 def _import(path: Path) -> ModuleType:
@@ -108,14 +110,16 @@ def _users(path: Path, doing: str) -> Iterator[None]:
     except Exception as e:  # any of the user's exceptions, whatever it is; the cause is kept for --debug
         frames = [f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).resolve() == path.resolve()]
         where = f"{path}:{frames[-1].lineno}" if frames else str(path)
-        raise ShardcError(f"{doing} raises {type(e).__name__}: {e}", where=where, fix="make it run on its own: `python -i` on the file shows it") from e
+        what = f"{doing} raises {type(e).__name__}: {e}"
+        raise ShardcError(what, where=where, fix="make it run on its own: `python -i` on the file shows it") from e
 
 
 def _function(module: ModuleType, path: Path, name: str, needed: str = "") -> Callable[..., Any] | None:
     found = getattr(module, name, None)
     if found is None and needed:
         near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")], 1, 0.5)
-        raise ShardcError(f"the file has no {name}()", where=str(path), fix=f"define {name}(): it {needed}" + (f"; there is {near[0]}()" if near else ""))
+        fix = f"define {name}(): it {needed}" + (f"; there is {near[0]}()" if near else "")
+        raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
     if found is not None and not callable(found):
         raise ShardcError(f"{name} is a {type(found).__name__}, not a function", where=str(path), fix=f"write `def {name}(...)`")
     return found
@@ -143,12 +147,13 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     try:
         config = transformers.AutoConfig.for_model(**values)
     except (ValueError, TypeError, KeyError) as e:
-        raise ShardcError(f"transformers refuses the config: {e}", where=file, fix="make it a config that this version of transformers reads") from None
+        fix = "make it a config that this version of transformers reads"
+        raise ShardcError(f"transformers refuses the config: {e}", where=file, fix=fix) from None
 
     def build() -> nn.Module:
         if cls:
             return getattr(transformers, cls)(config)  # type: ignore[no-any-return]
-        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
 
     ids = torch.randint(0, config.get_text_config().vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0))
     full = f"hf:{cls + ':' if cls else ''}{path.resolve()}"

@@ -408,7 +408,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
             continue
         source, i = result(tensors(node)[0])
         for axis, n in mesh.axes:
-            why = source.meta["why"].get(axis, "")
+            why = source.meta.get("why", {}).get(axis, "")
             if n == 1 or not why or source.op != "call_function":
                 continue
             lies, taken = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
