@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import fx
 
 from shardc import emit
-from shardc.errors import ShardcError
+from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
 from shardc.parse import graph_of
 from shardc.placement import Layout, parse, show
@@ -29,45 +30,65 @@ from shardc.program import Bucket, Buffer, Input, Param, Program, Stage, Value
 from shardc.spec import Spec
 
 FORMAT = 1
-MANIFEST = "manifest.json"
+MANIFEST, LAYOUTS, SPEC, CONSTANTS = "manifest.json", "layouts.json", "spec.yaml", "constants.safetensors"
 
 
 def save(program: Program, folder: str | Path) -> None:
-    """Write a program to a folder, whole or not at all. An artifact that is there is replaced; any other folder is left alone."""
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]) and not (folder / MANIFEST).exists():
-        raise ShardcError(f"{folder} exists and is no shardc artifact", where=str(folder), fix="name a new or empty folder")
+    """Write a program to a folder, whole or not at all. An artifact that is there is replaced; any other folder is left alone.
+
+    Raises ShardcError for a folder that holds anything else than an artifact. Constants are written as they lie on the CPU.
+    """
+    given, folder = folder, Path(folder).resolve()
+    _check_free(folder, str(given))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
+        made, old = Path(work, "new"), Path(work, "old")
+        made.mkdir()
         _write(program, made)
-        made.chmod(0o755)
         if folder.exists():
-            shutil.rmtree(folder)
-        made.rename(folder)
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
+            folder.rename(old)
+        try:
+            made.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
+
+
+def _check_free(folder: Path, given: str) -> None:
+    """May the folder be written, and what is in it be deleted?"""
+    fix = "name a new or empty folder"
+    if not folder.exists():
+        return
+    found = {f.name for f in folder.iterdir()} if folder.is_dir() else {folder.name}
+    try:
+        ours = {MANIFEST, "__pycache__", *json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]} if found else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ShardcError(f"{given} exists and is no shardc artifact", where=given, fix=fix) from None
+    if others := sorted(found - ours):
+        what = f"{given} would be replaced, but holds files that are not the artifact's: {', '.join(others[:5])}"
+        raise ShardcError(what, where=given, fix=f"move them, or {fix}")
 
 
 def _write(program: Program, folder: Path) -> None:
     files = {"single.py": emit.module(program.graph, program, "The model as one device runs it.")}
     for i, stage in enumerate(program.stages):
         files[f"stage{i}.py"] = emit.module(stage.graph, program, f"{stage.name}: what every rank of {program.mesh} runs.")
-    files["layouts.json"] = json.dumps(_layouts(program), indent=1, ensure_ascii=False)
+    files[LAYOUTS] = json.dumps(_layouts(program), indent=1, ensure_ascii=False)
     if program.spec is not None:
-        files["spec.yaml"] = str(program.spec)
+        files[SPEC] = str(program.spec)
     for name, content in files.items():
-        (folder / name).write_text(content)
-    constants = {b.name: b.constant.contiguous() for b in program.buffers if b.constant is not None}
+        (folder / name).write_text(content, encoding="utf-8")
+    # copies: safetensors writes no tensors that share memory
+    constants = {b.name: b.constant.detach().to("cpu", copy=True).contiguous() for b in program.buffers if b.constant is not None}
     if constants:
-        save_file(constants, folder / "constants.safetensors")
+        save_file(constants, folder / CONSTANTS)
     manifest = {
-        "format": FORMAT, "shardc": "0.1.0", "torch": str(torch.__version__), "mesh": dict(program.mesh.axes),
+        "format": FORMAT, "shardc": version("shardc"), "torch": str(torch.__version__), "mesh": dict(program.mesh.axes),
         "stages": [s.name for s in program.stages], "notes": list(program.notes), "meta": program.meta,
         "sha256": {f.name: _hash(f) for f in sorted(folder.iterdir())},
     }  # fmt: skip
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False))
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def _hash(file: Path) -> str:
@@ -93,29 +114,65 @@ def _layouts(program: Program) -> dict[str, Any]:
 
 
 def load(folder: str | Path, *, trust: bool = False) -> Program:
-    """Read a program that `save` wrote. trust: accept files that were edited since.
+    """Read a program that `save` wrote. Nothing that is read is executed.
 
-    Raises ShardcError for what is no artifact, is damaged, edited, or of another format.
+    trust: accept files that were edited since, and artifacts of another torch.
+    Raises ShardcError for what is no artifact, is damaged, edited, or of another version; all damaged files at once.
     """
     folder = Path(folder)
+    manifest = _manifest(folder, trust)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        program = _tables(folder, manifest)
+        stages = [str(name) for name in manifest["stages"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as e:  # tables that someone edited: shardc's own have every entry
+        what = f"the artifact's tables cannot be read: {type(e).__name__}: {e}"
+        raise ShardcError(what, where=str(folder), fix=f"undo the changes in {LAYOUTS} and {MANIFEST}, or compile again") from e
+    local = {x.name: x.value for x in program.stored}
+    whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
+
+    def graph(name: str, types: dict[str, Value]) -> fx.Graph:
+        return graph_of((folder / name).read_text(encoding="utf-8"), program.mesh, types, str(folder / name))
+
+    program.graph = graph("single.py", whole)
+    program.stages = tuple(Stage(graph(f"stage{i}.py", local), name) for i, name in enumerate(stages))
+    program.spec = Spec.load(folder / SPEC) if SPEC in manifest["sha256"] else None
+    return program
+
+
+def _manifest(folder: Path, trust: bool) -> dict[str, Any]:
+    """The manifest, once it is known that the files are those it lists."""
+    at = folder / MANIFEST
+    try:
+        manifest = json.loads(at.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         what = f"{folder} is no shardc artifact: it has no {MANIFEST}"
         raise ShardcError(what, where=str(folder), fix="make one with `shardc compile -o DIR`") from None
     except json.JSONDecodeError as e:
-        raise ShardcError(f"{MANIFEST} is no JSON: {e.msg}", where=f"{folder / MANIFEST}:{e.lineno}:{e.colno}", fix="compile again") from None
-    if manifest.get("format") != FORMAT:
-        raise ShardcError(f"artifact of format {manifest.get('format')}, this shardc reads {FORMAT}", where=str(folder), fix="compile again")
+        raise ShardcError(f"{MANIFEST} is no JSON: {e.msg}", where=f"{at}:{e.lineno}:{e.colno}", fix="compile again") from None
+    if not isinstance(manifest, dict) or not {"format", "torch", "sha256"} <= manifest.keys():
+        raise ShardcError(f"{MANIFEST} is not the manifest of a shardc artifact", where=str(at), fix="make one with `shardc compile -o DIR`")
+    if manifest["format"] != FORMAT:
+        raise ShardcError(f"artifact of format {manifest['format']}, this shardc reads {FORMAT}", where=str(folder), fix="compile again")
+    errors = Errors()
+    made, here = (".".join(str(v).split(".")[:2]) for v in (manifest["torch"], torch.__version__))
+    if made != here and not trust:
+        what = f"compiled with torch {made}, and this is torch {here}, whose ops may differ"
+        errors.add(what, where=str(folder), fix="compile again, or load it with trust=True (--trust)")
     for name, expected in manifest["sha256"].items():
         file = folder / name
-        if not file.exists():
-            raise ShardcError(f"{name} is missing", where=str(file), fix="compile again")
-        if _hash(file) != expected and not trust:
-            raise ShardcError(f"{name} was edited after it was written", where=str(file), fix="compile again, or load it with trust=True (--trust)")
+        if not file.is_file():
+            errors.add(f"{name} is missing", where=str(file), fix="compile again")
+        elif _hash(file) != expected and not trust:
+            errors.add(f"{name} was edited after it was written", where=str(file), fix="compile again, or load it with trust=True (--trust)")
+    errors.raise_any()
+    return manifest
+
+
+def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
+    """The program without its graphs and its spec."""
     mesh = Mesh.of(manifest["mesh"])
-    tables = json.loads((folder / "layouts.json").read_text())
-    constants = load_file(folder / "constants.safetensors") if (folder / "constants.safetensors").exists() else {}
+    tables = json.loads((folder / LAYOUTS).read_text(encoding="utf-8"))
+    constants = load_file(folder / CONSTANTS) if CONSTANTS in manifest["sha256"] else {}
 
     def typed(x: dict[str, Any]) -> dict[str, Any]:
         shape, dtype, placements = parse(x["type"])
@@ -137,14 +194,4 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
     )  # fmt: skip
     inputs = tuple(Input(**typed(i), path=tuple(i["path"])) for i in tables["inputs"])
     buckets = tuple(Bucket(tuple(b["axes"]), getattr(torch, b["dtype"].removeprefix("torch.")), tuple(b["params"])) for b in tables["buckets"])
-    local = {x.name: x.value for xs in (params, buffers, inputs) for x in xs}
-    whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
-
-    def graph(name: str, types: dict[str, Value]) -> Any:
-        return graph_of((folder / name).read_text(), mesh, types, str(folder / name))
-
-    stages = tuple(Stage(graph(f"stage{i}.py", local), name) for i, name in enumerate(manifest["stages"]))
-    spec = Spec.load(folder / "spec.yaml") if (folder / "spec.yaml").exists() else None
-    return Program(
-        mesh, graph("single.py", whole), params, buffers, inputs, stages, buckets, spec, tuple(manifest["notes"]), manifest["meta"]
-    )  # fmt: skip
+    return Program(mesh, fx.Graph(), params, buffers, inputs, (), buckets, None, tuple(manifest["notes"]), manifest["meta"])

@@ -95,7 +95,8 @@ def text(program: Program) -> str:
 
 def _head(program: Program) -> Iterator[str]:
     mesh = program.mesh
-    yield f"# {program.meta.get('model', 'program')} on {mesh}: {plural(mesh.world, 'rank')}, {plural(len(program.stages), 'stage')}"
+    stages = f", {plural(len(program.stages), 'stage')}" if program.stages else ""
+    yield f"# {program.meta.get('model', 'program')} on {mesh}: {plural(mesh.world, 'rank')}{stages}"
     whole = sum(p.value.nbytes() for p in program.params)
     mine = sum(p.value.nbytes(mesh) for p in program.params)
     count = sum(math.prod(p.shape) for p in program.params)
@@ -211,6 +212,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
     """Op -> the values that nothing after it reads: deleting them there keeps memory as eager code would."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
+        last[node] = node  # until something reads it
         for used in node.all_input_nodes:
             last[used] = node
     gone: dict[fx.Node, list[str]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.emit import HEADER
+from shardc.emit import HEADER, value_text
 from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import Layout
@@ -30,7 +30,7 @@ _PREAMBLE = [ast.unparse(s) for s in ast.parse(HEADER).body]
 def graph_of(text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "program") -> fx.Graph:
     """The graph of the one function in a text.
 
-    types: of params, buffers and inputs, in order, by name (from the artifact's layouts): the text's own for them are for readers.
+    types: of params, buffers and inputs, in order, by name (from the artifact's layouts); what the text says of them has to agree.
     Raises ShardcError with file and line for anything that `shardc.emit` would not have written.
     """
     return _Reader(text, mesh, types, file).run()
@@ -68,7 +68,7 @@ class _Reader:
                     self.graph.output(self._arg(value))
                     returned = True
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    self._op(name, value, self._comment(statement), source, line)
+                    self._op(name, value, self._behind(statement).strip().removeprefix("# "), source, line)
                 case ast.Delete(targets=targets):
                     self._delete(targets, line)
                 case _:
@@ -102,18 +102,20 @@ class _Reader:
             found = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
             off = [f"no {n!r}" for n in names if n not in found] + [f"{n!r} too much" for n in sorted(found - set(names))]
             raise self.wrong(function.lineno, f"the function does not take what the layouts list: {', '.join(off[:5]) or 'another order or form'}")
-        for name in names:
-            node = self.graph.placeholder(name)
-            node.meta = {"value": self.types.get(name), "source": Source()}
-            self.env[name] = node
+        for x in a.args:
+            self.env[x.arg] = node = self.graph.placeholder(x.arg)
+            node.meta = {"value": self.types.get(x.arg), "source": Source()}
+            said = self._behind(x).removeprefix(",").strip().removeprefix("# ").partition("  ")[0]
+            if said and x.arg in self.types and said != value_text(self.types[x.arg]):
+                raise self.wrong(x.lineno, f"{x.arg} is {said} here, but {value_text(self.types[x.arg])} in the layouts")
         return function
 
-    def _comment(self, statement: ast.stmt) -> str:
-        """What stands behind a statement on its last line. (ast counts bytes, hence the detour.)"""
-        assert statement.end_lineno and statement.end_col_offset
-        line = self.lines[statement.end_lineno - 1]
-        rest = line[statement.end_col_offset :] if line.isascii() else line.encode()[statement.end_col_offset :].decode()
-        return rest.strip().removeprefix("# ")
+    def _behind(self, node: ast.stmt | ast.arg) -> str:
+        """What stands behind a piece of code on its last line. (ast counts bytes, hence the detour.)"""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        line = self.lines[node.end_lineno - 1]
+        return line[node.end_col_offset :] if line.isascii() else line.encode()[node.end_col_offset :].decode()
 
     def _delete(self, targets: Iterable[ast.expr], line: int) -> None:
         for t in targets:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import shardc
 from shardc import report
-from tests import zoo
+from tests import written, zoo
 from tests.test_emit import program
 from tests.test_equal import spec_of
 
@@ -70,6 +71,28 @@ def test_html_is_whole_and_needs_nothing_else() -> None:
     Check().feed(text)
     assert not opened
     assert "reduce_scatter" in text
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_html_shows_what_the_program_holds() -> None:
+    p = written.program()
+    p.meta["model"] = "<MLP>"
+    text = report.html(p)
+    assert "<h1>&lt;MLP&gt; on dp=2 × tp=2</h1>" in text
+    assert "<MLP>" not in text
+    assert "<li>new: all_reduce that nobody asked for</li>" in text
+    assert "<td>scale = tied.scale</td><td>f64[6] ~dp</td><td class=\"n\">48 B</td><td>dp</td>" in text
+    assert text.count('<span class="x">') == 4  # its collectives
+    assert "<p>None.</p>" in report.html(replace(p, stages=(), buckets=()))
+
+
+def test_a_difference_shows_what_a_pass_did() -> None:
+    p = written.program()
+    old = report.before(p)
+    assert report.diff(old, old) == ""
+    found = report.diff(old, str(p)).splitlines()
+    assert "-    pre = aten.mul.Tensor(x, scale)  # f64[8, 6] grad" in found
+    assert "+    pre = aten.mul.Tensor(x, scale)  # f64[8@dp, 6] grad" in found
 
 
 def test_dump_writes_a_text_for_every_pass_and_the_differences(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from shardc.report.comm import Row, comm_rows, comm_table
 from shardc.report.dump import dump
-from shardc.report.views import before, diff, html, to_json
+from shardc.report.page import html
+from shardc.report.views import before, diff, to_json
 
 __all__ = ["Row", "before", "comm_rows", "comm_table", "diff", "dump", "html", "to_json"]

@@ -1,17 +1,15 @@
-"""The program before partition, differences between texts, JSON, and one HTML file to look at."""
+"""The program before partition, differences between texts, and JSON."""
 
 from __future__ import annotations
 
 import difflib
-import html as escape
-import re
 from dataclasses import asdict, replace
 from typing import Any
 
 from shardc import emit
 from shardc.placement import show
 from shardc.program import Program
-from shardc.report.comm import comm_rows, comm_table
+from shardc.report.comm import comm_rows
 
 
 def before(program: Program) -> str:
@@ -47,36 +45,3 @@ def to_json(program: Program) -> dict[str, Any]:
         ],
         "per_step": [asdict(r) for r in comm_rows(program)],
     }  # fmt: skip
-
-
-_STYLE = """
-:root{color-scheme:light dark;--back:#fbfaf7;--ink:#23241f;--soft:#77786f;--line:#e2e0d8;--mark:#b4501e;--tint:#f6e7dc}
-@media(prefers-color-scheme:dark){:root{--back:#191a17;--ink:#e4e3db;--soft:#92938a;--line:#33342f;--mark:#f0a070;--tint:#33261d}}
-body{background:var(--back);color:var(--ink);font:15px/1.5 system-ui,sans-serif;margin:2.5rem auto;max-width:1200px;padding:0 1.5rem}
-h1{font-size:1.5rem;font-weight:600}h2{font-size:1.05rem;margin-top:2.2rem}
-pre{font:12.5px/1.55 ui-monospace,monospace;overflow-x:auto;border:1px solid var(--line);border-radius:6px;padding:1rem}
-.c{color:var(--soft)}.x{background:var(--tint);color:var(--mark);display:inline-block;min-width:100%}.s{font-weight:600}
-"""
-
-
-def html(program: Program) -> str:
-    """One file that needs no other: the collectives of a step, and the program with its collectives marked."""
-    shown = []
-    for line in emit.text(program).splitlines():
-        text = escape.escape(line)
-        if re.search(r" \| \w+/\w+ ", line):
-            text = f'<span class="x">{text}</span>'
-        elif line.lstrip().startswith("# "):
-            text = f'<span class="s">{text}</span>'
-        else:
-            code, mark, rest = text.partition("  # ")
-            text = f'{code}<span class="c">{mark}{rest}</span>' if mark else text
-        shown.append(text)
-    title = escape.escape(f"{program.meta.get('model', 'program')} on {program.mesh}")
-    notes = "".join(f"<li>{escape.escape(n)}</li>" for n in program.notes)
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>'
-        + (f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "")
-        + f"<h2>Collectives of one training step, on one rank</h2><pre>{escape.escape(comm_table(program))}</pre>"
-        + f"<h2>Program</h2><pre>{chr(10).join(shown)}</pre></html>"
-    )

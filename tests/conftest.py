@@ -1,0 +1,36 @@
+"""What all tests share: one thread, and golden texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the texts in tests/golden anew instead of comparing with them")
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # tests run side by side
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden("name.txt", text)`: the text is the one in tests/golden. A missing file fails; `--update-golden` writes it."""
+    update = bool(request.config.getoption("--update-golden"))
+
+    def check(name: str, text: str) -> None:
+        file = GOLDEN / name
+        if update:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            return
+        assert file.exists(), f"no golden text {file}: run pytest --update-golden, and read what it wrote"
+        assert text == file.read_text(encoding="utf-8"), f"{name} changed: if it should, run pytest --update-golden"
+
+    return check
