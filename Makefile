@@ -1,11 +1,11 @@
-# make train | test | lint | bench: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | test | lint | bench | table: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint bench types clean
+.PHONY: train test lint bench table types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -33,6 +33,9 @@ types: $(READY)
 
 bench: $(READY)
 	$(BIN)/python tests/bench/bench.py
+
+table: $(READY)   ## docs/models.md
+	$(BIN)/python tests/bench/models.py
 
 clean:
 	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
