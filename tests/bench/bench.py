@@ -27,7 +27,7 @@ BEGIN, END = "<!-- bench: written by `make bench` -->", "<!-- /bench -->"
 
 def parent(rounds: int, steps: int, out: Path | None) -> int:
     import contenders
-    import models
+    import llama
     import torch
     from safetensors.torch import save_file
 
@@ -39,12 +39,12 @@ def parent(rounds: int, steps: int, out: Path | None) -> int:
     with tempfile.TemporaryDirectory(prefix="shardc-bench-") as folder:
         files = Path(folder)
         torch.manual_seed(0)
-        model = models.model()
+        model = llama.model()
         save_file({k: x.contiguous() for k, x in model.state_dict().items()}, files / "weights.safetensors")
         parameters = sum(p.numel() for p in model.parameters())
         for name, (spec, mesh) in contenders.SHARDC.items():
             sizes = {a: int(n) for a, _, n in (pair.partition("=") for pair in mesh.split(","))}
-            shardc.compile(model, models.batch(), specs.path(spec), mesh=sizes, prove=False).save(files / name)
+            shardc.compile(model, llama.batch(), specs.path(spec), mesh=sizes, prove=False).save(files / name)
 
         def world(*args: str, env: dict[str, str] | None = None) -> None:
             os.environ |= {"OMP_NUM_THREADS": "1", **(env or {})}
@@ -62,8 +62,8 @@ def parent(rounds: int, steps: int, out: Path | None) -> int:
     result = summary(timed, memory, contenders.PAIRS, contenders.NAMES)
     result |= {
         "date": datetime.date.today().isoformat(), "machine": machine(), "torch": torch.__version__, "rounds": rounds, "steps": steps,
-        "model": f"Llama, {models.LAYERS} layers, hidden {models.HIDDEN}, vocabulary {models.VOCAB}, {parameters / 1e6:.1f} M parameters",
-        "batch": f"{models.BATCH} x {models.SEQ} tokens",
+        "model": f"Llama, {llama.LAYERS} layers, hidden {llama.HIDDEN}, vocabulary {llama.VOCAB}, {parameters / 1e6:.1f} M parameters",
+        "batch": f"{llama.BATCH} x {llama.SEQ} tokens",
     }  # fmt: skip
     text = table(result)
     print(text)
@@ -96,7 +96,7 @@ def table(r: dict[str, Any]) -> str:
     """The result as Markdown."""
     lines = [
         f"{r['model']}, batch {r['batch']}, AdamW, 2 processes x 1 thread, gloo; {r['date']}, {r['machine']}, torch {r['torch']}.",
-        f"Contenders take turns: {r['rounds']} rounds of {r['steps']} steps each. Losses of the first steps agree to {r['worst_loss_difference']:.0e}.",
+        f"Contenders take turns: {r['rounds']} rounds of {r['steps']} steps each. First losses agree to {r['worst_loss_difference']:.0e}.",
         "", "| | step, ms | peak memory, MiB |", "|---|---:|---:|",
         *(f"| {n} | {v['ms']:.0f} | {v['mib']:.0f} |" for n, v in r["contenders"].items()),
         "", "| | against | time | rounds | target | memory |", "|---|---|---:|---:|---:|---:|",
@@ -145,19 +145,19 @@ def worker(args: argparse.Namespace) -> None:
 
 def take_turns(files: Path, rounds: int, steps: int) -> dict[str, Any]:
     import contenders
-    import models
+    import llama
     import torch.distributed as dist
 
     say = print if dist.get_rank() == 0 else (lambda *_, **__: None)
     run = {name: contenders.build(name, files) for name in contenders.NAMES}
-    losses = {name: [step(models.batch(i)) for i in range(2)] for name, step in run.items()}  # these warm up, too
+    losses = {name: [step(llama.batch(i)) for i in range(2)] for name, step in run.items()}  # these warm up, too
     times: list[dict[str, list[float]]] = []
     for r in range(rounds):
         times.append({})
         for name in list(run)[r % len(run) :] + list(run)[: r % len(run)]:  # nobody is always first
             took = times[-1][name] = []
             for i in range(steps):
-                batch = models.batch(i)
+                batch = llama.batch(i)
                 dist.barrier()
                 start = time.perf_counter()
                 run[name](batch)
@@ -170,7 +170,7 @@ def take_turns(files: Path, rounds: int, steps: int) -> dict[str, Any]:
 def peak(name: str, files: Path) -> float:
     """MiB: the largest over ranks of resident memory's peak during steps, less what was resident after imports."""
     import contenders
-    import models
+    import llama
     import torch
     import torch.distributed as dist
 
@@ -178,10 +178,10 @@ def peak(name: str, files: Path) -> float:
 
     before = _resident("VmRSS")
     step = contenders.build(name, files)
-    step(models.batch())
+    step(llama.batch())
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: building is not stepping
     for i in range(3):
-        step(models.batch(i))
+        step(llama.batch(i))
     found = torch.tensor(_resident("VmHWM") - before)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found) / 1024

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
+import llama
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -42,7 +42,7 @@ PAIRS = {
 
 def build(name: str, files: Path) -> Step:
     """files: where the parent has put the compiled artifacts and the weights, `weights.safetensors`."""
-    model = models.model()
+    model = llama.model()
     model.load_state_dict(load_file(files / "weights.safetensors"))
     if name in SHARDC:
         return _shardc(files / name, model)
@@ -52,13 +52,13 @@ def build(name: str, files: Path) -> Step:
 def _shardc(artifact: Path, model: Any) -> Step:
     from shardc import load
 
-    engine = load(artifact).engine(model, optimizer=models.optimizer)
+    engine = load(artifact).engine(model, optimizer=llama.optimizer)
     return lambda batch: float(engine.step(batch))
 
 
 def _ddp(model: Any) -> Step:
     wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = models.optimizer(wrapped.parameters())
+    optimizer = llama.optimizer(wrapped.parameters())
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def step(batch: dict[str, Tensor]) -> float:
@@ -99,9 +99,9 @@ def _tensor_parallel(model: Any, *, sequence: bool, loss: bool) -> Step:
     parallelize_module(model, mesh, outer)
     for layer in model.model.layers:
         parallelize_module(layer, mesh, block)
-    optimizer = models.optimizer(model.parameters())
+    optimizer = llama.optimizer(model.parameters())
     # the embedding gives a rank its part of the sequence: positions have to be told
-    positions = {"position_ids": torch.arange(models.SEQ).unsqueeze(0)} if sequence else {}
+    positions = {"position_ids": torch.arange(llama.SEQ).unsqueeze(0)} if sequence else {}
 
     def step(batch: dict[str, Tensor]) -> float:
         with loss_parallel() if loss else contextlib.nullcontext():
