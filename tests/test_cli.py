@@ -125,9 +125,8 @@ def test_run_trains_saves_and_resumes_on_another_mesh(files: Path) -> None:
 
 def test_a_rank_that_raises_shows_the_users_line_and_ends_the_run(files: Path) -> None:
     (files / "model.py").write_text(MODEL + "\ndef data(split):\n    yield batch()\n    raise OSError('the disk is gone')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--mesh", "dp=2,tp=1"], capture_output=True, text=True, cwd=files, timeout=120
-    )
+    command = [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--mesh", "dp=2,tp=1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=files, timeout=120)
     assert done.returncode == 1
     assert "OSError: the disk is gone" in done.stderr
     assert re.search(r"rank \d \(dp=\d, tp=0\) failed", done.stderr)
@@ -141,7 +140,8 @@ BATCH = "def batch():\n    return {'x': torch.ones(4, 8)}\n"
 
 
 def net(forward: str, init: str = "self.a = nn.Linear(8, 8)") -> str:
-    return f"{HEAD}class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        {init}\n    def forward(self, x):\n{forward}\ndef model():\n    return Net()\n{BATCH}"
+    head = f"{HEAD}class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        {init}\n    def forward(self, x):\n"
+    return f"{head}{forward}\ndef model():\n    return Net()\n{BATCH}"
 
 
 WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
@@ -162,7 +162,10 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
     ("wrong keyword", net("        return self.a(x).sum()").replace("{'x'", "{'y'"), "", "unexpected keyword argument 'y'", ""),
     ("shapes do not fit", net("        return self.a(x[:, :4]).sum()"), "model.py:8", "", ""),
     ("branch on values", net("        return self.a(x).sum() if x.sum() > 0 else x.sum()"), "model.py:8", "", ""),
-    ("loop over values", net("        y = self.a(x)\n        for i in range(int(x.sum())):\n            y = y + i\n        return y.sum()"), "model.py:9", "", ""),
+    (
+        "loop over values", net("        y = self.a(x)\n        for i in range(int(x.sum())):\n            y = y + i\n        return y.sum()"),
+        "model.py:9", "", "",
+    ),
     ("item", net("        return self.a(x).sum() * x.max().item()"), "model.py:8", "", ""),
     ("random op", net("        return (self.a(x) + torch.rand(4, 8)).sum()"), "model.py:8", "", ""),
     (

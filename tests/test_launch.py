@@ -20,9 +20,8 @@ WAIT = "import time; time.sleep(60)"
 def script(tmp_path: Path, body: str) -> list[str]:
     """A command whose ranks note their process ids and then run `body` (which knows `rank`)."""
     file = tmp_path / "rank.py"
-    file.write_text(
-        f"import os, sys, pathlib\nrank = int(os.environ['RANK'])\npathlib.Path({str(tmp_path)!r}, f'pid{{rank}}').write_text(str(os.getpid()))\n{body}\n"
-    )
+    note = f"pathlib.Path({str(tmp_path)!r}, f'pid{{rank}}').write_text(str(os.getpid()))"
+    file.write_text(f"import os, sys, pathlib\nrank = int(os.environ['RANK'])\n{note}\n{body}\n")
     return [sys.executable, str(file)]
 
 
