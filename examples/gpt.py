@@ -77,7 +77,7 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 scale = (2 * c.layers) ** -0.5 if name.endswith(("proj.weight", "down.weight")) else 1.0
-                nn.init.normal_(p, std=0.02 * scale)
+                nn.init.normal_(p, std=0.05 * scale)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
         self.head.weight = self.embed.weight

@@ -7,8 +7,10 @@ on one machine. Under torchrun or Slurm `shardc run` joins the world it is given
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 
 POLL = 0.05  # seconds between looks at the ranks
@@ -28,17 +31,33 @@ def in_world() -> bool:
     """Whether torchrun, or Slurm through `srun`, has started this process as one of a world."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return True
-    return "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return _slurm_tasks() > 1
+
+
+def _slurm_tasks() -> int:
+    """Processes of this job step. Only `srun` says it: SLURM_NTASKS also stands in a batch script, which runs once."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) if "SLURM_PROCID" in os.environ else 1
 
 
 def join_slurm() -> None:
-    """Say in torch.distributed's words what Slurm says in its own. The first node's name is the meeting point."""
-    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
+    """Say in torch.distributed's words what Slurm says in its own. The step's first node is the meeting point.
+
+    MASTER_ADDR and MASTER_PORT are kept where they are set. Raises ShardcError if the node's name cannot be found out.
+    """
+    if "RANK" in os.environ or _slurm_tasks() == 1:
         return
-    nodes = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True)
-    os.environ |= {
-        "RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": os.environ["SLURM_NTASKS"], "LOCAL_RANK": os.environ["SLURM_LOCALID"],
-        "MASTER_ADDR": nodes.stdout.split()[0], "MASTER_PORT": str(20000 + int(os.environ["SLURM_JOB_ID"]) % 20000),
+    given = os.environ
+    if "MASTER_ADDR" not in given:
+        try:
+            nodes = subprocess.run(["scontrol", "show", "hostnames", given["SLURM_STEP_NODELIST"]], capture_output=True, text=True, check=True)
+        except (OSError, KeyError, subprocess.CalledProcessError) as e:
+            raise ShardcError(f"the step's first node is unknown: {e}", where="Slurm", fix="set MASTER_ADDR to its name before srun") from e
+        given["MASTER_ADDR"] = nodes.stdout.split()[0]
+    given.setdefault("MASTER_PORT", str(20000 + (int(given["SLURM_JOB_ID"]) + int(given.get("SLURM_STEP_ID", "0"))) % 20000))
+    here = given.get("SLURM_STEP_TASKS_PER_NODE", given["SLURM_STEP_NUM_TASKS"])  # "4", "4(x2)", "4,3": the fullest node decides
+    given |= {
+        "RANK": given["SLURM_PROCID"], "WORLD_SIZE": given["SLURM_STEP_NUM_TASKS"], "LOCAL_RANK": given["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(max(int(n) for n in re.findall(r"(?:^|,)(\d+)", here))),
     }  # fmt: skip
 
 
@@ -72,7 +91,7 @@ def launch(command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True) -> 
     def stop(number: int, _: object) -> None:
         raise Stopped(number)
 
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="shardc-") as folder:
         logs = [Path(folder) / f"rank{r}.err" for r in range(world)]
@@ -89,6 +108,7 @@ def launch(command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True) -> 
                 time.sleep(POLL)
             failed = [r for r, p in enumerate(ranks) if p.poll()]
             if not failed:
+                _repeat(logs[0])
                 return 0
             culprit = _culprit(ranks, logs, failed)
             code = ranks[culprit].returncode
@@ -97,6 +117,8 @@ def launch(command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True) -> 
         except Stopped as e:
             return 128 + int(e.args[0])
         finally:
+            for s in before:
+                signal.signal(s, signal.SIG_IGN)  # a second Ctrl-C must not leave the ranks half ended
             _end(ranks)
             for s, handler in before.items():
                 signal.signal(s, handler)
@@ -136,15 +158,18 @@ def _report(rank: int, code: int, mesh: Mesh, log: Path) -> None:
     sys.stderr.flush()
 
 
+def _repeat(log: Path) -> None:
+    """What rank 0 wrote to its standard error in a run that went well: the user's own words and warnings."""
+    sys.stdout.flush()
+    print(log.read_text(errors="replace"), file=sys.stderr, end="", flush=True)
+
+
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM, a moment, SIGKILL, to each rank and whatever it started itself."""
+    """SIGTERM, a moment, SIGKILL, to each rank and whatever it started itself, also where the rank is gone already."""
     for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
         for p in ranks:
-            if p.poll() is None:
-                try:
-                    os.killpg(p.pid, number)
-                except ProcessLookupError:
-                    continue
+            with contextlib.suppress(ProcessLookupError):  # nobody is left in its session
+                os.killpg(p.pid, number)
         deadline = time.monotonic() + patience
         while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
             time.sleep(POLL)

@@ -62,17 +62,13 @@ def run(job: Job) -> dict[str, Any]:
     tokens = tokens or (program.inputs[0].shape[0] if program.inputs and program.inputs[0].shape else 1)
 
     lines, begin = [], time.perf_counter()
-    for line in _shown(_steps(engine, batches, tokens), job, rank):
+    for line in _shown(_logged(_steps(engine, batches, tokens), job, rank), job, rank):
         lines.append(line)
     seconds = time.perf_counter() - begin
-    if job.log and rank == 0:
-        Path(job.log).mkdir(parents=True, exist_ok=True)
-        with (Path(job.log) / "steps.jsonl").open("a") as f:
-            f.writelines(json.dumps(line) + "\n" for line in lines)
-    held_out = _held_out(engine, file.data("valid") if file.data else None)
     if job.save:
         engine.save(Path(job.save) / "checkpoint")
         state.export_safetensors(Path(job.save) / "model.safetensors", program, engine.mesh, engine.params, engine.buffers)
+    held_out = _held_out(engine, file.data("valid") if file.data else None)
     summary = {
         "model": program.meta.get("model"), "mesh": dict(program.mesh.axes), "steps": len(lines), "seconds": round(seconds, 3),
         "losses": [line["loss"] for line in lines], "held_out": held_out, "tokens_per_second": round(tokens * len(lines) / seconds, 1),
@@ -92,6 +88,18 @@ def _steps(engine: Any, batches: Iterable[Any], tokens: int) -> Iterator[dict[st
             "step": engine.step_count, "loss": value, "grad_norm": norm, "tokens_per_second": round(tokens / (time.perf_counter() - start), 1),
             "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
         }  # fmt: skip
+
+
+def _logged(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dict[str, Any]]:
+    """Rank 0 appends each step to LOG/steps.jsonl at once: a run that is stopped keeps what it has seen."""
+    if rank != 0 or not job.log:
+        yield from lines
+        return
+    Path(job.log).mkdir(parents=True, exist_ok=True)
+    with (Path(job.log) / "steps.jsonl").open("a", buffering=1) as f:
+        for line in lines:
+            f.write(json.dumps(line) + "\n")
+            yield line
 
 
 def _memory(device: torch.device) -> float:

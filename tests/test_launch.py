@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 from shardc.runtime import launch
 
@@ -112,15 +114,75 @@ def test_stopping_the_launcher_leaves_no_process_behind(tmp_path: Path, number: 
     assert not alive(tmp_path)
 
 
+def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
+    """Also where the rank itself is gone before the others are ended."""
+    body = (
+        f"import subprocess\nif rank == 1:\n    child = subprocess.Popen([sys.executable, '-c', {WAIT!r}])\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'pid_child').write_text(str(child.pid))\n    os._exit(1)\n{WAIT}"
+    )
+    assert launch.launch(script(tmp_path, body), MESH) == 1
+    time.sleep(0.3)
+    assert (tmp_path / "pid_child").exists()
+    assert not alive(tmp_path)
+
+
+def test_a_second_ctrl_c_does_not_leave_ranks_half_ended(tmp_path: Path) -> None:
+    body = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", LAUNCHER, *script(tmp_path, body)])
+    deadline = time.monotonic() + 30
+    while len(alive(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(timeout=10) == 130
+    time.sleep(0.3)
+    assert not alive(tmp_path)
+
+
+def test_what_rank_0_says_is_repeated_when_all_went_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch.launch(script(tmp_path, "print('a warning of', rank, file=sys.stderr)"), MESH) == 0
+    assert capfd.readouterr().err == "a warning of 0\n"
+
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2"}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No world is described in the environment, and what a test puts there goes again."""
+    wiped = [n for n in os.environ if n.startswith("SLURM_")]
+    for name in (*wiped, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("alone")
 def test_worlds_that_others_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
     assert not launch.in_world()
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert not launch.in_world()  # one task: it starts its own ranks
-    monkeypatch.setenv("SLURM_NTASKS", "8")
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert not launch.in_world()  # a batch script: one process, whatever the job may have
+    launch.join_slurm()
+    assert "RANK" not in os.environ
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     assert launch.in_world()
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert launch.in_world()
+
+
+@pytest.mark.usefixtures("alone")
+def test_joining_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "node[03-04]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ShardcError, match="first node is unknown") as caught:
+        launch.join_slurm()
+    assert "MASTER_ADDR" in caught.value.fix
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node03\necho node04\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    launch.join_slurm()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [os.environ[n] for n in names] == ["3", "8", "1", "4", "node03", "20079"]

@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-BEGIN, END = "<!-- bench: written by `make bench` -->", "<!-- /bench -->"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
 def parent(rounds: int, steps: int, out: Path | None) -> int:
