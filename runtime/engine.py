@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from shardc.runtime import inputs, state
 from shardc.runtime.comm import TorchMesh
 from shardc.runtime.rng import Rng
 from shardc.runtime.zero import Buckets, GradNorm
+
+# fx writes a graph's code with notes on its nodes: ranks that are threads of one process must not do so at the same time
+_WRITING = threading.Lock()
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -40,7 +44,8 @@ def runnable(program: Program, device: torch.device) -> fx.GraphModule:
         from shardc.interpret import on_device
 
         graph = on_device(graph, device)
-    return fx.GraphModule(nn.Module(), graph)
+    with _WRITING:
+        return fx.GraphModule(nn.Module(), graph)
 
 
 class Engine:
