@@ -1,63 +1,31 @@
-"""Write docs/models.md: every model of the test zoo on every mesh, compared with one device. Run by `make table`."""
+"""What the benchmark trains: a Llama of transformers, 8 layers, hidden 512, sequence 256, and the weights that every contender starts from.
+
+`shardc.modelfile` could read this file too: it has `model()` and `batch()`.
+"""
 
 from __future__ import annotations
 
-import collections
-import sys
-import time
-from pathlib import Path
-
 import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import shardc
-from tests import zoo
-from tests.test_equal import MESHES, MODELS, reference, spec_of
-
-OUT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
+LAYERS, HIDDEN, HEADS, INTER, VOCAB = 8, 512, 8, 1408, 8192
+BATCH, SEQ = 4, 256
 
 
-def row(name: str, label: str, mesh: dict[str, int], *, sequence: bool) -> str:
-    model, batch, loss, grads = reference(name)
-    with zoo.Wide():
-        start = time.perf_counter()
-        program = shardc.compile(model, batch, spec_of(name, mesh, sequence=sequence), prove=False)
-        seconds = time.perf_counter() - start
-    sim = shardc.simulate(program, model, batch)
-    floor = 1e-3 * float(torch.stack([g.norm() for g in grads.values()]).norm())
-    worst = max(float((sim.grads[n] - g).norm()) / max(float(g.norm()), floor) for n, g in grads.items())
-    off = abs(float((sim.loss - loss) / loss))
-    counts = collections.Counter((c.axis, c.direction, SHORT[c.kind]) for c in sim.comms if not c.cause.startswith("gradients of"))
-    shown = [
-        f"{axis} {way}: " + ", ".join(f"{n} {kind}" for (a, d, kind), n in sorted(counts.items()) if (a, d) == (axis, way))
-        for axis, way in sorted({(a, d) for a, d, _ in counts}, key=lambda x: (x[0], x[1] != "forward"))
-    ]
-    return f"| {name} | {label} | {off:.0e} | {worst:.0e} | {'; '.join(shown)} | {seconds:.2f} |"
+def model() -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INTER, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, max_position_embeddings=SEQ, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    lines = [
-        "# Models, meshes and what is sent",
-        "",
-        "Made by `make table` from the models of tests/zoo (two layers each, float64, 8 × 16 tokens, labels of -100 unevenly on the rows).",
-        "Loss and the worst gradient as relative difference from the eager model; collectives of one step without the bucketed gradient",
-        "sums (AR all_reduce, AG all_gather, RS reduce_scatter); seconds to compile. `sp`: one annotation on the embedding's output.",
-        "",
-        "| model | mesh | loss | gradients | collectives | compile (s) |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in MODELS:
-        for label, mesh in MESHES.items():
-            lines.append(row(name, label, mesh, sequence=False))
-        for dp in (1, 2):
-            lines.append(row(name, f"{'dp=2 ' if dp == 2 else ''}tp=2 sp", {"dp": dp, "tp": 2}, sequence=True))
-        print(lines[-1], flush=True)
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text("\n".join(lines) + "\n")
+def batch(step: int = 0) -> dict[str, Tensor]:
+    """A global batch of random tokens: i64[4, 256] ids and labels, the same on every rank and for every contender."""
+    ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
-if __name__ == "__main__":
-    main()
+def optimizer(params: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=3e-4)  # type: ignore[arg-type]
