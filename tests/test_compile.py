@@ -47,7 +47,8 @@ def test_a_70b_model_compiles_from_the_meta_device_whatever_the_number_of_ranks(
 def test_the_model_is_left_as_it_was() -> None:
     model, batch = zoo.gpt()
     before = {n: p.clone() for n, p in model.state_dict().items()}
-    shardc.simulate(shardc.compile(model, batch, spec_of("gpt", {"dp": 1, "tp": 2})), model, batch, steps=2, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    program = shardc.compile(model, batch, spec_of("gpt", {"dp": 1, "tp": 2}))
+    shardc.simulate(program, model, batch, steps=2, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
