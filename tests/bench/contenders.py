@@ -109,6 +109,6 @@ def _tensor_parallel(model: Any, *, sequence: bool, loss: bool) -> Step:
             optimizer.zero_grad()
             value.backward()
         optimizer.step()
-        return float(value.full_tensor() if isinstance(value, DTensor) else value)
+        return float((value.full_tensor() if isinstance(value, DTensor) else value).detach())
 
     return step
