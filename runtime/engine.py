@@ -55,20 +55,21 @@ class Engine:
            shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
     optimizer: params -> torch optimizer; None: no update, for evaluation and gradients only.
     seed: of dropout and of weights that are computed. clip_norm: gradients are scaled down to this global 2-norm.
+    norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
 
     .params, .buffers: this rank's parts by placeholder name. .grad_norm: 2-norm of the whole gradient in the last step, before
-    clipping; 0-dim, on every rank; None before the first step.
+    clipping; 0-dim, on every rank; None before the first step, and without `norm` and `clip_norm`.
     """
 
     def __init__(
         self, program: Program, model: Any, optimizer: OptimizerOf | None = adamw, seed: int = 0, *,
-        clip_norm: float | None = None, mesh: Any = None,
+        clip_norm: float | None = None, norm: bool = False, mesh: Any = None,
     ) -> None:  # fmt: skip
         self.program = program
         self.mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
         self.rng = Rng(seed)
-        self.clip_norm = clip_norm
+        self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
         self.params, self.buffers = state.local_parameters(program, model, self.mesh, seed)
         trained = [p for p in self.params.values() if p.requires_grad]
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
@@ -105,15 +106,16 @@ class Engine:
         self._buckets.start()
         if loss.requires_grad:
             loss.backward()
-        self._buckets.finish(self._norm.add if self.optimizer is not None else None)
+        self._buckets.finish(self._norm.add if self._wants_norm else None)
         self.buffers |= new_buffers(self.program, news)
         return loss.detach()  # type: ignore[no-any-return]
 
     def update(self) -> None:
         """The second half of `step`: clip, and step the optimizer."""
         if self.optimizer is not None:
-            self.grad_norm = self._norm.total()
-            if self.clip_norm is not None:
+            if self._wants_norm:
+                self.grad_norm = self._norm.total()
+            if self.clip_norm is not None and self.grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
             self.optimizer.step()
         self.rng.step += 1

@@ -52,7 +52,7 @@ def run(job: Job) -> dict[str, Any]:
 
     file = modelfile.load(job.model, batch=job.batch, seq=job.seq)
     program = load(job.program, trust=job.trust)
-    engine = program.engine(file.build, optimizer=file.optimizer or adamw, seed=job.seed)
+    engine = program.engine(file.build, optimizer=file.optimizer or adamw, seed=job.seed, norm=True)
     if job.resume:
         engine.load(Path(job.resume) / "checkpoint")
     rank = engine.mesh.rank
