@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardc.mesh import Mesh
-from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Shard
+from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Placement, Shard
 from shardc.program import Value
 from shardc.rules.notation import Signature, parse
 
@@ -289,23 +288,3 @@ class Choices:
             if self.signature.sizes[factor] % (digit * n) == 0 and (not placement.sections or len(operand[place[0]]) == 1):
                 return self.split(factor, digit, n, placement.sections)
         return None
-
-
-def no_gradient(values: Iterable[Value]) -> bool:
-    return not any(needs_vary(v) for v in values)
-
-
-def sharded(p: Placement) -> bool:
-    return isinstance(p, Shard)
-
-
-def partial(p: Placement) -> bool:
-    return isinstance(p, Partial)
-
-
-def tensor_bytes(v: Value) -> int:
-    return v.nbytes()
-
-
-def numel(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())
