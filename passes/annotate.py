@@ -19,11 +19,12 @@ from shardc.errors import Errors
 from shardc.mesh import Mesh
 from shardc.patterns import first_match, match, nearest
 from shardc.place import call_of, result, tensors, values
-from shardc.placement import Layout, Placement, Shard
+from shardc.placement import REPLICATE, Layout, Placement, Shard
 from shardc.program import Input, Param, Program, Source
 from shardc.rules import core
 from shardc.rules.core import Choices
-from shardc.spec import DimShard, Spec
+from shardc.passes import heads
+from shardc.spec import DimShard, ShardRule, Spec
 
 aten = torch.ops.aten
 
@@ -37,14 +38,21 @@ class Annotate:
     def run(self, program: Program, mesh: Mesh) -> Program:
         errors = Errors()
         layouts: dict[str, Layout] = {}
+        shared = heads.shared(program.graph)
+        for axis in sorted({a for r in self.spec.shard for a in _axes(r)} & set(mesh.names)):
+            mesh = heads.refine(mesh, axis, shared.values())
         with errors.collect():
-            layouts |= _Weights(self.spec, program, mesh).run()
+            layouts |= _Weights(self.spec, program, mesh, shared).run()
         with errors.collect():
             layouts |= _inputs(self.spec, program, mesh)
         with errors.collect():
             _activations(self.spec, program, mesh)
         errors.raise_any()
         return replace(program.with_layouts(layouts), mesh=mesh)
+
+
+def _axes(rule: ShardRule) -> set[str]:
+    return {s.axis for shards in rule.dims.values() for s in shards} if rule.dims is not None else {rule.axis}
 
 
 def _quote(spec: Spec, section: str, key: str, text: object) -> str:
@@ -86,6 +94,7 @@ class _Weights:
     spec: Spec
     program: Program
     mesh: Mesh
+    shared: dict[fx.Node, heads.Shared]
     told: set[int] = field(default_factory=set)
 
     def run(self) -> dict[str, Layout]:
@@ -148,7 +157,7 @@ class _Weights:
         rule = self.spec.shard[i]
         where = self.spec.where(("shard", rule.pattern))
         if rule.dims is not None:
-            layout = _layout(rule.dims, self.mesh)
+            layout = self._split(rule.dims, node)
             return layout if _fits(layout, p.shape, self.mesh, name, where, errors) else None
         assert rule.style is not None
         if rule.style == "replicate":
@@ -158,7 +167,7 @@ class _Weights:
         wanted = {"column": ("out", "bias"), "row": ("in", "rows"), "vocab": ("rows", "out", "bias")}[rule.style]
         for role in wanted:
             if role in roles:
-                layout = _layout({roles.index(role): (DimShard(axis=axis),)}, self.mesh)
+                layout = self._split({roles.index(role): (DimShard(axis=axis),)}, node)
                 return layout if _fits(layout, p.shape, self.mesh, name, where, errors) else None
         if "bias" in roles or not node.users:
             return Layout()  # a row-parallel layer's bias is added once, whole
@@ -171,6 +180,16 @@ class _Weights:
             fix="name dims instead, e.g. {0: " + axis + "}, or narrow the pattern",
         )  # fmt: skip
         return None
+
+
+    def _split(self, dims: dict[int, tuple[DimShard, ...]], node: fx.Node) -> Layout:
+        """A layout by dims; ranks that share a key-value head all hold it."""
+        layout = _layout(dims, self.mesh)
+        if node in self.shared:
+            for axis in {s.axis for shards in dims.values() for s in shards}:
+                for digit in heads.shares(self.mesh, axis, self.shared[node]):
+                    layout = layout.replace(digit, REPLICATE, self.mesh)
+        return layout
 
 
 def _dims_text(dims: dict[int, tuple[DimShard, ...]]) -> str:

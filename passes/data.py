@@ -39,7 +39,7 @@ class Data:
 
         def reduced(p: Param) -> Param:
             axes = tuple(a for a, placement in p.layout.items if isinstance(placement, Varying)) if p.requires_grad else ()
-            return replace(p, reduce=axes, order=order[p.name])
+            return replace(p, reduce=mesh.collapse(axes), order=order[p.name])
 
         params = tuple(reduced(p) for p in program.params)
         buckets: list[Bucket] = []

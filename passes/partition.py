@@ -222,20 +222,34 @@ class _Writer:
             "shard", "shard_varying", "reduce_scatter", "all_to_all", "all_reduce", "unvary", "all_gather", "shard again",
             "all_gather_varying", "unshard_partial", "vary", "to_partial", "varying_to_partial",
         )  # fmt: skip
-        fused = ("all_reduce", "vary")
         steps: list[tuple[str, tuple[str, ...]]] = []
         for kind in order:
-            axes = tuple(kinds.get(kind, ()))
-            steps += [(kind, axes)] if axes and kind in fused else [(kind, (a,)) for a in axes]
+            axes = kinds.get(kind, [])
+            if axes and kind in ("all_reduce", "vary"):
+                steps.append((kind, self.mesh.collapse(axes)))
+            else:
+                steps += [(kind, (a,)) for a in self._whole(axes, old, new)]
         return steps
+
+    def _whole(self, axes: list[str], old: Layout, new: Layout) -> list[str]:
+        """These axes, those that are all digits of one axis, next to each other before and after, as that one."""
+        found: list[str] = []
+        for axis in dict.fromkeys(a.partition(".")[0] for a in axes):
+            digits = [a for a in axes if a.partition(".")[0] == axis]
+            together = digits == list(self.mesh.parts(axis)) and all(
+                Layout.of({axis: layout[digits[0]]}, self.mesh) == Layout(tuple(i for i in layout.items if i[0] in digits)) for layout in (old, new)
+            )
+            found += [axis] if together else digits
+        return found
 
     def _step(
         self, kind: str, axes: tuple[str, ...], old: Layout, need: Layout, x: fx.Node, v: Value, producer: fx.Node, user: fx.Node
     ) -> tuple[Layout, fx.Node]:
         mesh, axis = self.mesh_node, axes[0]
+        digit = self.mesh.parts(axis)[0]  # the outermost of an axis that is converted as one
         if kind == "shard again":
             kind = "shard"
-        after: Placement = need[axis]
+        after: Placement = need[digit]
         if kind in ("all_reduce", "unvary") or (kind == "all_gather" and isinstance(after, Shard)):
             after = REPLICATE
         new = old
@@ -251,16 +265,16 @@ class _Writer:
         elif kind in ("unvary", "to_partial", "varying_to_partial"):
             target, args = getattr(ops, kind), (x, mesh, axis)
         elif kind == "all_to_all":
-            was, will = old[axis], new[axis]
+            was, will = old[digit], new[digit]
             assert isinstance(was, Shard)
             assert isinstance(will, Shard)
-            splits = old.local_split(axis, self.mesh), new.local_split(axis, self.mesh)
+            splits = old.local_split(digit, self.mesh), new.local_split(digit, self.mesh)
             target, args = ops.all_to_all, (x, mesh, axis, was.dim, splits[0], will.dim, splits[1])
         else:
-            cut = old if isinstance(old[axis], Shard) else new
-            s = cut[axis]
+            cut = old if isinstance(old[digit], Shard) else new
+            s = cut[digit]
             assert isinstance(s, Shard)
-            target, args = getattr(ops, kind), (x, mesh, axis, s.dim, cut.local_split(axis, self.mesh), s.sections)
+            target, args = getattr(ops, kind), (x, mesh, axis, s.dim, cut.local_split(digit, self.mesh), s.sections)
         whole = old if kind in ("all_reduce", "reduce_scatter", "vary", "shard", "to_partial") else new
         nbytes = replace(v, layout=whole).nbytes(self.mesh)
         runs = {  # kind -> what runs forward, backward
@@ -285,7 +299,7 @@ class _Writer:
         """The annotations behind a conversion: for sums the producer's, for gathers the user's, for a pin its own."""
         first, second = (producer, user) if kind in ("all_reduce", "reduce_scatter") else (user, producer)
         found: list[str] = []
-        for axis in axes:
+        for axis in (part for a in axes for part in self.mesh.parts(a)):
             strategy = user.meta.get("strategies", {}).get(axis)
             if kind.startswith("all_gather") and (strategy is None or strategy.kind in ("replicate", "varying", "partial")):
                 continue  # the op cannot be split: no annotation asked for that

@@ -55,6 +55,7 @@ class RankMesh(ABC):
     """What both meshes share: coordinates, records, and groups of one rank, over which nothing is sent or recorded.
 
     layout: the mesh; rank: this one's number in it; device: where its tensors live; record: keep a list of what ran in `.records`.
+    The name of an axis that is seen as several digits (shardc.mesh) stands for all of them.
     Gathers and exchanges take and return *stacks* [ranks of the axis, ...] (shardc.runtime.digits).
     """
 
@@ -62,6 +63,9 @@ class RankMesh(ABC):
         self.layout, self.rank, self.device = layout, rank, torch.device(device)
         self._coords = layout.coords(rank)
         self._sizes = dict(layout.axes)
+        for axis in {n.partition(".")[0] for n in layout.names} - set(layout.names):
+            self._sizes[axis] = layout.size(axis)
+            self._coords[axis] = layout.group(rank, (axis,)).index(rank)
         self.records: list[CommRecord] = []
         self.recording = record
 
@@ -175,7 +179,7 @@ class TorchMesh(RankMesh):
                 self._make(names)
 
     def _split(self, axes: Iterable[str]) -> frozenset[str]:
-        return frozenset(a for a in axes if self.size(a) > 1)
+        return frozenset(part for a in axes for part in self.layout.parts(a) if self.size(part) > 1)
 
     def _make(self, names: frozenset[str]) -> None:
         # new_group is collective: every rank makes all groups, also those it is not in, in one order

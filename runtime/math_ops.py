@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,27 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 Mesh = Any
+Digits = Sequence[tuple[str, int]]
+
+
+def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
+    """Where this rank keeps entries of a dim of `size`, and whether it has them. index: global, an int or a tensor of them.
+
+    digits: (axis, split) of each shard of the dim (shardc.placement.Shard). Where `has` is False the local index means nothing.
+    """
+    has: Any = True
+    for axis, split in sorted(digits, key=lambda d: -d[1]):  # inner digits first: taking one out leaves the outer ones alone
+        n = mesh.size(axis)
+        rest = size // (split * n)
+        if split == 1:  # the outermost digit: a range
+            local = index - mesh.coordinate(axis) * rest
+            has = has & (local >= 0) & (local < rest)
+        else:
+            high = index // rest
+            local = high // n * rest + index % rest
+            has = has & (high % n == mesh.coordinate(axis))
+        index, size = local, size // n
+    return index, has
 
 
 def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:
@@ -35,11 +57,10 @@ def nll_max(logits: Tensor) -> Tensor:
 
 class _NllParts(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, maximum: Tensor, first: int, ignore_index: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, maximum: Tensor, local: Tensor, here: Tensor) -> Tensor:
         c = 1 if logits.dim() > 1 else 0
         shifted = logits - maximum.unsqueeze(c)
-        here = (target >= first) & (target < first + logits.shape[c]) & (target != ignore_index)
-        local = torch.where(here, target - first, 0).unsqueeze(c)
+        local = local.masked_fill(~here, 0).unsqueeze(c)
         picked = shifted.gather(c, local).squeeze(c).masked_fill_(~here, 0)
         exps = shifted.exp_()
         ctx.save_for_backward(exps, local, here)
@@ -57,16 +78,17 @@ class _NllParts(Function):
         return grad, None, None, None, None
 
 
-def nll_parts(logits: Tensor, target: Tensor, maximum: Tensor, mesh: Mesh, axis: str, ignore_index: int = -100) -> Tensor:
+def nll_parts(
+    logits: Tensor, target: Tensor, maximum: Tensor, mesh: Mesh, digits: Digits, classes: int, ignore_index: int = -100
+) -> Tensor:  # fmt: skip
     """This rank's summands of the loss: [2, n, ...] = (sum of exp(logit - maximum) over its classes; target's logit - maximum,
     or 0 if another rank has that class).
 
-    logits [n, c/ranks, ...]: this rank's classes; target [n, ...]: global class indices; maximum [n, ...]: over all classes.
-    Saves one buffer of the size of the logits. Backward works on it in place, so it can run once.
+    logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `held`); target [n, ...]: global class indices;
+    maximum [n, ...]: over all classes. Saves one buffer of the size of the logits. Backward works on it in place, so it can run once.
     """
-    c = 1 if logits.dim() > 1 else 0
-    first = mesh.coordinate(axis) * logits.shape[c]
-    parts: Tensor = _NllParts.apply(logits, target, maximum, first, ignore_index)  # type: ignore[no-untyped-call]
+    local, here = held(target, classes, digits, mesh)
+    parts: Tensor = _NllParts.apply(logits, target, maximum, local, here & (target != ignore_index))  # type: ignore[no-untyped-call]
     return parts
 
 
@@ -75,12 +97,13 @@ def nll_join(parts: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
     return (parts[0].log() - parts[1]).masked_fill(target == ignore_index, 0)
 
 
-def embedding_partial(weight: Tensor, ids: Tensor, mesh: Mesh, axis: str, padding_idx: int = -1) -> Tensor:
-    """Look-up in this rank's rows of a table: weight [v/ranks, d], ids global -> [..., d], zeros for rows of other ranks."""
-    first = mesh.coordinate(axis) * weight.shape[0]
-    away = (ids < first) | (ids >= first + weight.shape[0])
-    local = (ids - first).masked_fill_(away, 0)
-    padding = padding_idx - first if 0 <= padding_idx - first < weight.shape[0] else -1
-    found: Tensor = torch.ops.aten.embedding.default(weight, local, padding)
+def embedding_partial(weight: Tensor, ids: Tensor, mesh: Mesh, digits: Digits, rows: int, padding_idx: int = -1) -> Tensor:
+    """Look-up in this rank's rows of a table of `rows`: ids global -> [..., d], zeros for rows of other ranks.
+
+    weight [rows/ranks, d]: split by `digits` (see `held`).
+    """
+    local, here = held(ids, rows, digits, mesh)
+    padding, mine = held(padding_idx, rows, digits, mesh)
     # padding's row gets no gradient in `embedding`, and rows of other ranks none through the mask
-    return found.masked_fill(away.unsqueeze(-1), 0)
+    found: Tensor = torch.ops.aten.embedding.default(weight, local.masked_fill(~here, 0), padding if mine and padding_idx >= 0 else -1)
+    return found.masked_fill(~here.unsqueeze(-1), 0)

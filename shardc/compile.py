@@ -57,9 +57,9 @@ def compile(
     program = steps.run("canonical", lambda: Canonical().run(program))
     notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
     program = steps.run("annotate", lambda: Annotate(asked).run(program, asked.mesh))
-    program = steps.run("place", lambda: place(program, asked.mesh))
-    program = steps.run("partition", lambda: Partition(strict=asked.strict).run(program, asked.mesh))
-    program = steps.run("data", lambda: Data(bucket_mb=asked.data.bucket_mb).run(program, asked.mesh))
+    program = steps.run("place", lambda: place(program, program.mesh))
+    program = steps.run("partition", lambda: Partition(strict=asked.strict).run(program, program.mesh))
+    program = steps.run("data", lambda: Data(bucket_mb=asked.data.bucket_mb).run(program, program.mesh))
 
     program.spec, program.notes = asked, (*notes, *program.notes)
     program.meta |= {

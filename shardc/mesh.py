@@ -14,6 +14,12 @@ class Mesh:
     >>> m = Mesh((("dp", 2), ("tp", 4)))
     >>> m.world, m.size("tp"), m.coords(5), m.rank({"dp": 1, "tp": 1})
     (8, 4, {'dp': 1, 'tp': 1}, 5)
+
+    An axis may be seen as several digits ("tp" as "tp.0" × "tp.1", outermost first; see `refine`): its own name then stands
+    for all of them wherever an axis is named.
+
+    >>> m.refine("tp", 2).axes
+    (('dp', 2), ('tp.0', 2), ('tp.1', 2))
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -30,8 +36,30 @@ class Mesh:
     def world(self) -> int:
         return math.prod(size for _, size in self.axes)
 
+    def parts(self, axis: str) -> tuple[str, ...]:
+        """The digits that a named axis consists of: itself, if it is seen whole. Raises KeyError on an unknown one."""
+        found = tuple(name for name in self.names if name == axis or name.startswith(f"{axis}."))
+        if not found:
+            raise KeyError(axis)
+        return found
+
+    def refine(self, axis: str, *outer: int) -> Mesh:
+        """`axis` seen in digits: of these sizes, outermost first, and of what then remains."""
+        rest = self.size(axis) // math.prod(outer)
+        assert math.prod(outer) * rest == self.size(axis), f"{outer} does not divide {axis}={self.size(axis)}"
+        digits = [(f"{axis}.{i}", n) for i, n in enumerate((*outer, rest))]
+        return Mesh(tuple(new for old in self.axes for new in (digits if old[0] == axis else [old])))
+
+    def collapse(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The same axes, in the mesh's order, with one name for those of which all digits are there."""
+        given = {part for a in axes for part in self.parts(a)}
+        whole = {n: n.partition(".")[0] for n in given}
+        names = {n: parent if set(self.parts(parent)) <= given else n for n, parent in whole.items()}
+        return tuple(dict.fromkeys(names[n] for n in self.names if n in given))
+
     def size(self, axis: str) -> int:
-        return dict(self.axes)[axis]
+        sizes = dict(self.axes)
+        return sizes[axis] if axis in sizes else math.prod(sizes[part] for part in self.parts(axis))
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along `axis`."""
@@ -46,7 +74,7 @@ class Mesh:
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only in `axes`, in the order of those axes in the mesh."""
-        wanted, mine = set(axes), self.coords(rank)
+        wanted, mine = {part for a in axes for part in self.parts(a)}, self.coords(rank)
         found = [rank - sum(mine[a] * self.stride(a) for a in self.names if a in wanted)]
         for a in self.names:
             if a in wanted:

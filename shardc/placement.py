@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,7 +60,9 @@ class Layout:
 
     @classmethod
     def of(cls, placements: Mapping[str, Placement], mesh: Mesh) -> Layout:
-        return cls(tuple((a, placements[a]) for a in mesh.names if a in placements and placements[a] != REPLICATE))
+        """The layout with these placements. On an axis that is seen as several digits each of them gets its own."""
+        every = {part: p for a, placed in placements.items() for part, p in _digits(a, placed, mesh)}
+        return cls(tuple((a, every[a]) for a in mesh.names if a in every and every[a] != REPLICATE))
 
     def __getitem__(self, axis: str) -> Placement:
         return dict(self.items).get(axis, REPLICATE)
@@ -136,6 +138,14 @@ class Layout:
 
     def __str__(self) -> str:
         return " ".join(f"{a}:{p}" for a, p in self.items)
+
+
+def _digits(axis: str, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, Placement]]:
+    """What a placement on an axis means for each of the digits that it consists of."""
+    outer = 1
+    for part in mesh.parts(axis):
+        yield part, replace(placement, split=placement.split * outer) if isinstance(placement, Shard) and outer > 1 else placement
+        outer *= mesh.size(part)
 
 
 def _runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int, int]]:

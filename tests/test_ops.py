@@ -165,7 +165,7 @@ def test_the_loss_on_split_classes(shape: tuple[int, ...], n: int) -> None:
     def work(mesh: LoopbackMesh) -> tuple[Tensor, Tensor]:
         mine = logits.detach().chunk(n, c)[mesh.rank].clone().requires_grad_()
         top = ops.all_reduce_max(ops.nll_max(mine), mesh, ("a",))
-        parts = ops.nll_parts(mine, target, top, mesh, "a", -7)
+        parts = ops.nll_parts(mine, target, top, mesh, (("a", 1),), logits.shape[c], -7)
         out = ops.nll_join(ops.all_reduce(parts, mesh, ("a",)), target, -7)
         return out.detach(), torch.autograd.grad(out, mine, weight)[0]
 
@@ -181,8 +181,8 @@ def test_the_loss_on_split_classes_saves_one_buffer_of_the_logits_size() -> None
 
     def work(mesh: LoopbackMesh) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            ops.nll_parts(logits, target, ops.nll_max(logits), mesh, "a")
-        total = ops.nll_parts(logits, target, ops.nll_max(logits), mesh, "a").sum()
+            ops.nll_parts(logits, target, ops.nll_max(logits), mesh, (), logits.shape[1])
+        total = ops.nll_parts(logits, target, ops.nll_max(logits), mesh, (), logits.shape[1]).sum()
         total.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # the buffer has become the gradient
             total.backward()  # type: ignore[no-untyped-call]
@@ -201,7 +201,7 @@ def test_look_ups_in_a_part_of_a_table(padding: int, n: int) -> None:
 
     def work(mesh: LoopbackMesh) -> tuple[Tensor, Tensor]:
         mine = table.detach().chunk(n)[mesh.rank].clone().requires_grad_()
-        out = ops.embedding_partial(mine, ids, mesh, "a", padding)
+        out = ops.embedding_partial(mine, ids, mesh, (("a", 1),), table.shape[0], padding)
         return out.detach(), torch.autograd.grad(out, mine, weight)[0]
 
     outs, grads = zip(*loopback(Mesh((("a", n),)), work), strict=True)

@@ -18,17 +18,19 @@ aten = torch.ops.aten
 
 def by_vocabulary(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Rows of the table split: a rank looks up what it holds, other rows give zeros, the sum over ranks is the look-up."""
-    if call.operands[0].shape[0] % n == 0 and Shard(0) in available[0] and not _by_frequency(call):
-        yield Strategy("vocabulary", (Shard(0), REPLICATE), (PARTIAL,))
+    for rows in sorted(available[0], key=repr):
+        fits = isinstance(rows, Shard) and rows.dim == 0 and not rows.sections and call.operands[0].shape[0] % (rows.split * n) == 0
+        if fits and not _by_frequency(call):
+            yield Strategy("vocabulary", (rows, REPLICATE), (PARTIAL,))
 
 
 def local_embedding(call: LocalCall) -> fx.Node:
     axes = call.axes("vocabulary")
     if not axes:
         return call.same()
-    assert len(axes) == 1, "the vocabulary is split over one axis"
+    digits = tuple((a, s.split) for a, s in call.inputs[0].shards(0))
     padding = call.call.arg(2, "padding_idx", -1)
-    return call.emit(ops.embedding_partial, (*call.args[:2], call.mesh_node, axes[0], padding), {})
+    return call.emit(ops.embedding_partial, (*call.args[:2], call.mesh_node, digits, call.call.operands[0].shape[0], padding), {})
 
 
 def embedding(call: Call) -> Signature:

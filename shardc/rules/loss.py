@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
+from shardc.mesh import Mesh
 from shardc.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.program import Collective, Value
 from shardc.rules.core import Call, LocalCall, Strategy, rule
@@ -27,36 +28,43 @@ def nll(call: Call) -> Signature:
 
 def by_classes(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Vocabulary-parallel cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3)."""
-    c = Shard(_class_dim(call))
-    if call.operands[0].shape[c.dim] % n == 0 and c in available[0]:
-        yield Strategy("classes", (c, REPLICATE), (REPLICATE,))
+    d = _class_dim(call)
+    for c in sorted(available[0], key=repr):
+        if isinstance(c, Shard) and c.dim == d and not c.sections and call.operands[0].shape[d] % (c.split * n) == 0:
+            yield Strategy("classes", (c, REPLICATE), (REPLICATE,))
 
 
 def local_nll(call: LocalCall) -> fx.Node:
     """Per position: the maximum over all classes, then in one sum over ranks the normaliser and the target's logit."""
-    axes = call.axes("classes")
-    if not axes:
+    split = call.axes("classes")
+    if not split:
         return call.same()
-    assert len(axes) == 1, "the classes are split over one axis"
-    axis = axes[0]
+    axes, c = call.mesh.collapse(split), _class_dim(call.call)
+    digits = tuple((a, s.split) for a, s in call.inputs[0].shards(c))
     logits, target, ignore = call.args
     out = call.call.results[0]
     layout = call.outputs[0]
-    flat = Value(out.shape, out.dtype, False, layout.replace(axis, Partial("max"), call.mesh))
-    pair = Value((2, *out.shape), out.dtype, True, _shifted(layout).replace(axis, PARTIAL, call.mesh))
+    flat = Value(out.shape, out.dtype, False, _on(layout, split, Partial("max"), call.mesh))
+    pair = Value((2, *out.shape), out.dtype, True, _on(_shifted(layout), split, PARTIAL, call.mesh))
     size = Value(out.shape, out.dtype, False, layout).nbytes(call.mesh)
     top = call.emit(ops.nll_max, (logits,), {}, value=flat)
     top = call.emit(
-        ops.all_reduce_max, (top, call.mesh_node, (axis,)), {}, value=Value(out.shape, out.dtype, False, layout),
-        collective=Collective("all_reduce", "none", (axis,), size, "loss over split classes: the largest logit"),
+        ops.all_reduce_max, (top, call.mesh_node, axes), {}, value=Value(out.shape, out.dtype, False, layout),
+        collective=Collective("all_reduce", "none", axes, size, "loss over split classes: the largest logit"),
     )  # fmt: skip
-    parts = call.emit(ops.nll_parts, (logits, target, top, call.mesh_node, axis, ignore), {}, value=pair)
+    parts = call.emit(ops.nll_parts, (logits, target, top, call.mesh_node, digits, call.call.operands[0].shape[c], ignore), {}, value=pair)
     whole = Value((2, *out.shape), out.dtype, True, _shifted(layout))
     parts = call.emit(
-        ops.all_reduce, (parts, call.mesh_node, (axis,)), {}, value=whole,
-        collective=Collective("all_reduce", "none", (axis,), 2 * size, "loss over split classes: normaliser and target logit"),
+        ops.all_reduce, (parts, call.mesh_node, axes), {}, value=whole,
+        collective=Collective("all_reduce", "none", axes, 2 * size, "loss over split classes: normaliser and target logit"),
     )  # fmt: skip
     return call.emit(ops.nll_join, (parts, target, ignore), {})
+
+
+def _on(layout: Layout, axes: Sequence[str], placement: Placement, mesh: Mesh) -> Layout:
+    for axis in axes:
+        layout = layout.replace(axis, placement, mesh)
+    return layout
 
 
 def _shifted(layout: Layout) -> Layout:
