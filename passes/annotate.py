@@ -189,6 +189,7 @@ class _Weights:
             for axis in {s.axis for shards in dims.values() for s in shards}:
                 for digit in heads.shares(self.mesh, axis, self.shared[node]):
                     layout = layout.replace(digit, REPLICATE, self.mesh)
+                    node.meta.setdefault("shared", set()).add(digit)
         return layout
 
 

@@ -152,6 +152,7 @@ class Axis:
     stored: dict[fx.Node, Placement] = field(default_factory=dict)
     derived: set[fx.Node] = field(default_factory=set)
     pinned: set[fx.Node] = field(default_factory=set)
+    shared: set[fx.Node] = field(default_factory=set)
 
     def run(self) -> None:
         self._leaves()
@@ -179,6 +180,8 @@ class Axis:
                     constant.add(node)
                 if self.stored[node] != REPLICATE:
                     self.pinned.add(node)
+                if self.name in node.meta.get("shared", ()):
+                    self.shared.add(node)
             elif node.op == "call_function":
                 sources = [result(s)[0] for s in tensors(node)]
                 if all(s in constant for s in sources):
@@ -187,6 +190,8 @@ class Axis:
                     self.derived.add(node)
                     if any(s in self.pinned for s in sources):
                         self.pinned.add(node)
+                    if any(s in self.shared for s in sources):
+                        self.shared.add(node)
 
     # --- sweeps
 
@@ -223,6 +228,10 @@ class Axis:
             yield Strategy("pin", (pin,), (pin,))
             return
         choices = self.choices[node]
+        if any(o[0] in self.shared for o in operands) and node not in self.shared:
+            # every rank computes the heads it shares, as a part of its own work: what is split otherwise would have to be gathered
+            yield choices.varying()
+            return
         seen: set[Strategy] = set()
         for i, operand in enumerate(operands):
             for placement in (*self.have[operand], *(self.want.get(operand, ()) if operand[0] in self.derived else ())):
@@ -239,7 +248,7 @@ class Axis:
         if choices.rule.extra:
             yield from choices.rule.extra(choices.call, self.n, [frozenset(self.have[o]) for o in operands])
         yield choices.replicate()
-        if any(self.have[o][0] == VARYING for o in operands):
+        if any(VARYING in self.have[o] for o in operands):
             yield choices.varying()
         if any(isinstance(p, Partial) for o in operands for p in self.have[o]):
             yield from choices.partials()
@@ -304,17 +313,26 @@ class Axis:
         for node in reversed(list(self._nodes())):
             strategy = self.chosen[node]
             wanted = self.want.get((node, 0), set())
-            if strategy.kind == "replicate" and len(strategy.outputs) == 1 and len(wanted) == 1:
-                other = self.choices[node].from_result(0, next(iter(wanted)), self.n)
-                flops = self.choices[node].rule.flops
-                if other is not None and flops is None and self._fits(node, other):
-                    now = transfer(values(node)[0], REPLICATE, next(iter(wanted)), self.n, self._bytes((node, 0)))
-                    operands = [result(t) for t in tensors(node)]
-                    now += sum(self._convert(o, need, fresh=True) for o, need in zip(operands, strategy.inputs, strict=True))
-                    if sum(self._convert(o, need, fresh=True) for o, need in zip(operands, other.inputs, strict=True)) <= now:
-                        strategy = other
+            if len(strategy.outputs) == 1 and len(wanted) == 1:
+                strategy = self._obliging(node, strategy, next(iter(wanted)))
             for t, need in zip(tensors(node), strategy.inputs, strict=True):
                 self.want.setdefault(result(t), set()).add(need)
+
+    def _obliging(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
+        """The strategy that makes the result as users want it, if that costs no more than converting it; else the chosen one."""
+        choices = self.choices[node]
+        if wanted == chosen.outputs[0] or chosen.kind not in ("replicate", "split") or choices.rule.flops is not None:
+            return chosen
+        other = choices.varying() if wanted == VARYING else choices.from_result(0, wanted, self.n)
+        if other is None or not self._fits(node, other):
+            return chosen
+        operands = [result(t) for t in tensors(node)]
+
+        def cost(strategy: Strategy) -> float:
+            return sum(self._convert(o, need, fresh=True) for o, need in zip(operands, strategy.inputs, strict=True))
+
+        now = transfer(values(node)[0], chosen.outputs[0], wanted, self.n, self._bytes((node, 0)))
+        return other if cost(other) <= now + cost(chosen) else chosen
 
     # --- after the sweeps
 
