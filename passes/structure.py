@@ -1,0 +1,130 @@
+"""Structure: which weights to split, found in the graph alone (`shard: {use: structure}`).
+
+    before   fc: f32[256, 64]       out: f32[64, 256]              whole
+    after    fc: f32[256@tp, 64]    out: f32[64, 256@tp]           a column-parallel and a row-parallel layer (Shoeybi et al. 2019)
+
+Every dim of a weight that a matrix product sums over, or that only the product's result has, is followed through the graph
+(`follow`). What comes back as a region, with no value needed both whole and split, is a candidate: attention between its projections,
+an MLP, a gated MLP, a pair of convolutions, a head and its loss. Candidates that share an op exclude each other; the one that does more
+work per byte it communicates wins. Last, tables that are looked up by the batch's ids and are as long as a vocabulary are split by rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import fx
+
+from shardc.passes.follow import Blocked, Follower, Key, Region, uses
+from shardc.place import result, tensors, values
+from shardc.placement import Shard
+from shardc.program import Program, Source
+
+aten = torch.ops.aten
+
+
+def choose(program: Program, fixed: Mapping[str, Shard | None], n: int) -> tuple[dict[str, tuple[Shard, str]], list[str]]:
+    """The weights to split over an axis of n ranks: parameter's name -> (how, why), and notes on what was left whole.
+
+    fixed: parameters that the user has placed (None = whole on this axis). A region that needs one of them otherwise is left out.
+    """
+    follower = Follower(program)
+    found: dict[str, tuple[Shard, str]] = {}
+    notes: list[str] = []
+    taken: set[fx.Node] = set()
+    for region in _ranked(follower, _candidates(follower, program)):
+        if taken.isdisjoint(region.ops) and all(fixed.get(p.name, s) == s for p, s in region.params.items()):
+            taken |= region.ops.keys()
+            if odd := _uneven(region, n):
+                notes.append(odd)
+                continue
+            why = _story(follower, region)
+            found |= {p.name: (s, why) for p, s in region.params.items() if p.name not in fixed}
+    for p in program.params:
+        node = next(x for x in program.graph.nodes if x.name == p.name)
+        if p.name not in found and p.name not in fixed and not taken.intersection(node.users) and _vocabulary(follower, node):
+            if p.shape[0] % n:
+                notes.append(f"{p.fqn} is left whole: {p.shape[0]} rows do not divide by {n}")
+            else:
+                found[p.name] = (Shard(0), "rows that the batch's ids look up")
+    return found, notes
+
+
+def _candidates(follower: Follower, program: Program) -> Iterator[Region]:
+    """A region for every dim of every weight of a matrix product; each is followed once."""
+    seen: set[tuple[Key, Shard]] = set()
+    for node in program.graph.nodes:
+        if node not in _products(follower, [node]):
+            continue
+        for i, t in enumerate(tensors(node)):
+            key = result(t)
+            if key[0] not in follower.derived:
+                continue
+            for d in range(len(values(key[0])[key[1]].shape)):
+                start = (key, Shard(d))
+                if start in seen or follower.by_operand(node, i, Shard(d)) is None:
+                    continue
+                region = follower.follow(*start)
+                if isinstance(region, Blocked):
+                    continue
+                seen |= set(region.values.items())
+                if _worthwhile(follower, region):
+                    yield region
+
+
+def _products(follower: Follower, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The matrix products and convolutions among some nodes."""
+    ops = (n for n in nodes if n.op == "call_function" and n.target is not operator.getitem)
+    return [n for n in ops if follower.choices(n).rule.flops is not None]
+
+
+def _worthwhile(follower: Follower, region: Region) -> bool:
+    """A pair, or one weight that is as long as a vocabulary: splitting a small head alone sums more than it saves."""
+    products = [n for n in _products(follower, region.ops) if any(result(t)[0] in follower.derived for t in tensors(n))]
+    shapes = [(values(p)[0].shape, s.dim) for p, s in region.params.items()]
+    return len(products) > 1 or any(len(shape) > 1 and shape[d] == max(shape) for shape, d in shapes)
+
+
+def _ranked(follower: Follower, regions: Iterator[Region]) -> list[Region]:
+    """Most work per byte first; equals in the order of the graph."""
+
+    def density(region: Region) -> float:
+        moved = region.bytes()
+        return follower.flops(region) / moved if moved else float("inf")
+
+    return sorted(regions, key=lambda r: -density(r))
+
+
+def _uneven(region: Region, n: int) -> str:
+    """Why a region cannot be split over n ranks, "" if it can. Key-value heads may be fewer than ranks: ranks then share them."""
+    for (node, i), s in region.values.items():
+        shape = values(node)[i].shape
+        for size in s.sections or (shape[s.dim] // s.split,):
+            if size % n and n % size:
+                where = str(node.meta.get("source", Source())) or node.name
+                names = ", ".join(p.name for p in region.params)
+                return f"{where}: {size} (of {list(shape)}) does not divide by {n}: left whole are {names}"
+    return ""
+
+
+def _vocabulary(follower: Follower, node: fx.Node) -> bool:
+    """Whether a table is looked up by ids that come with the batch, and has at least as many rows as its rows have numbers."""
+    shape = values(node)[0].shape
+    lookups = [(u, i) for u, i in uses((node, 0))]
+    if len(shape) != 2 or shape[0] < shape[1] or not lookups:
+        return False
+    for user, i in lookups:
+        if user.target is not aten.embedding.default or i != 0 or follower.by_operand(user, 0, Shard(0)) is None:
+            return False
+        if result(tensors(user)[1])[0] in follower.constant:
+            return False
+    return True
+
+
+def _story(follower: Follower, region: Region) -> str:
+    """A region in a few words: from the modules that begin it to those that end it."""
+    ins = dict.fromkeys(u.meta["source"].module for k in region.entries for u, _ in uses(k) if u in region.ops and "source" in u.meta)
+    outs = dict.fromkeys(n.meta["source"].module for n, _ in region.exits if "source" in n.meta)
+    return f"{', '.join(ins) or 'input'} -> {', '.join(outs) or 'loss'}"
