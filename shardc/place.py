@@ -247,6 +247,9 @@ class Axis:
                     yield s
         if choices.rule.extra:
             yield from choices.rule.extra(choices.call, self.n, [frozenset(self.have[o]) for o in operands])
+        # at equal cost a value goes on as it is
+        if any(self.have[o][0] == VARYING for o in operands):
+            yield choices.varying()
         yield choices.replicate()
         if any(VARYING in self.have[o] for o in operands):
             yield choices.varying()

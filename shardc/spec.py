@@ -56,13 +56,15 @@ class ActivationRule:
 class Spec:
     """A spec that is right in itself (whether it fits a model is seen later). Equal if it says the same, wherever it was written.
 
-    mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: start from this plan.
+    mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: the other weights are split
+    by this plan, over the axis shard_axis.
     """
 
     mesh: Mesh
     batch: Batch = field(default_factory=Batch)
     shard: tuple[ShardRule, ...] = ()
     shard_use: Literal["model", "structure"] | None = None
+    shard_axis: str = "tp"
     activations: tuple[ActivationRule, ...] = ()
     sequence: Sequence | None = None
     pipeline: Pipeline | None = None
@@ -169,7 +171,8 @@ class Spec:
         return cls(
             mesh=mesh,
             shard=tuple(ShardRule(p, r.style, r.axis or "tp", r.dims) for p, r in form.shard.rules.items()),
-            shard_use=form.shard.use,
+            shard_use=form.shard.use.plan if form.shard.use else None,
+            shard_axis=(form.shard.use and form.shard.use.axis) or "tp",
             activations=tuple(boundary(key, dims) for key, dims in form.activations.items()),
             places=places,
             **{n: getattr(form, n) for n in _SECTIONS},
@@ -187,7 +190,9 @@ class Spec:
     def to_dict(self) -> dict[str, Any]:
         """The spec as plain values, without what is default. `Spec.load` of it is equal to this spec."""
         out: dict[str, Any] = {"shardc": 1, "mesh": dict(self.mesh.axes)}
-        shard: dict[str, Any] = {"use": self.shard_use} if self.shard_use else {}
+        shard: dict[str, Any] = {}
+        if self.shard_use:
+            shard["use"] = self.shard_use if self.shard_axis == "tp" else {"plan": self.shard_use, "axis": self.shard_axis}
         for r in self.shard:
             plain = r.style if r.axis == "tp" else {"style": r.style, "axis": r.axis}
             shard[r.pattern] = plain if r.dims is None else _dims(r.dims)

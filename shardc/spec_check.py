@@ -97,6 +97,8 @@ class Check:
             yield axis, ("batch", "axes", i), "the batch"
         for i, axis in enumerate(f.data.axis):
             yield axis, ("data", "axis", i), "the batch"
+        if f.shard.use and f.shard.use.axis is not None:
+            yield f.shard.use.axis, ("shard", "use", "axis"), "weights"
         for pattern, rule in f.shard.rules.items():
             if rule.axis is not None:
                 yield rule.axis, ("shard", pattern, "axis"), "weights"
@@ -123,6 +125,9 @@ class Check:
                 self.add(path, f"the mesh has no axis {axis!r}", f"did you mean {close!r}? {known}" if close else known)
 
     def default_axis(self) -> None:
+        if (use := self.form.shard.use) and use.axis is None and "tp" not in self.names:
+            fix = f"write use: {{plan: {use.plan}, axis: {self.names[-1]}}}, or add tp to the mesh" if self.names else "write mesh: {tp: N}"
+            self.add(("shard", "use"), f"`use: {use.plan}` splits over the axis 'tp', which the mesh does not have", fix)
         styled = [(p, r.style) for p, r in self.form.shard.rules.items() if r.style and r.style != "replicate" and r.axis is None]
         if not styled or "tp" in self.names:
             return
@@ -206,7 +211,6 @@ _FLOAT32 = "float32"
 _OUT = "leave the section out"
 UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
     (("batch", "microbatches"), lambda f: f.batch.microbatches > 1, "write microbatches: 1"),
-    (("shard", "use"), lambda f: f.shard.use is not None, "name the weights by patterns"),
     (("sequence",), lambda f: f.sequence is not None, _OUT),
     (("pipeline",), lambda f: f.pipeline is not None, _OUT),
     (("data", "zero"), lambda f: f.data.zero > 0, "write zero: 0"),

@@ -83,7 +83,7 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
         return f"{name} needs `{missing}`", f"add e.g. {_example((missing, section.model_fields[missing]))}"
     if kind in ("literal_error", "word"):
         known = list(ctx["expected"]) if kind == "word" else _words(field)
-        label = ctx.get("kind") or (("plan" if path[-1] == "use" else "style") if path[:1] == ("shard",) else "")
+        label = ctx.get("kind") or (("plan" if path[1:2] == ("use",) else "style") if path[:1] == ("shard",) else "")
         what = f"unknown {label} {say(got)}" if label else f"unknown value {say(got)} for {name}"
         return what, _did_you_mean(got, known, ctx.get("also", ""))
     if kind == "invalid_key" or (is_key and kind == "string_type"):

@@ -215,10 +215,24 @@ def _shard(value: Any) -> Any:
     return {" rules": {k: v for k, v in value.items() if k != "use"}, **({"use": value["use"]} if "use" in value else {})}
 
 
+def _use(value: Any) -> Any:
+    """`model` or `{plan: model, axis: tp}` -> a mapping."""
+    if isinstance(value, (str, Mapping)):
+        return {"plan": value} if isinstance(value, str) else dict(value)
+    raise _form(f"a plan ({', '.join(USES)})", "e.g. use: model, or use: {plan: model, axis: tp}")
+
+
+class UseForm(Section):
+    """Where the weights' splits come from: the plan that the model carries, or the structure of its graph."""
+
+    plan: Literal["model", "structure"] = Field(examples=["model"])
+    axis: Axis | None = Field(default=None, examples=["tp"])
+
+
 class ShardForm(Section):
     """The section `shard`."""
 
-    use: Literal["model", "structure"] | None = None
+    use: Annotated[UseForm | None, BeforeValidator(_use)] = Field(default=None, examples=["model"])
     rules: dict[Pattern, Rule] = Field(default={}, validation_alias=" rules")
 
 
@@ -229,9 +243,15 @@ _STYLED: dict[str, Any] = {
 }  # fmt: skip
 _SHARD: dict[str, Any] = {
     "type": "object",
-    "properties": {"use": {"enum": list(USES), "description": "start from the model's own plan; entries beside it override"}},
+    "properties": {"use": {
+        "description": "start from the model's own plan, or from the structure of its graph; entries beside it override",
+        "anyOf": [{"enum": list(USES)}, {
+            "type": "object", "required": ["plan"], "additionalProperties": False,
+            "properties": {"plan": {"enum": list(USES)}, "axis": {"type": "string"}},
+        }],
+    }},
     "additionalProperties": {"anyOf": [_STYLE, _DIMS, _STYLED]},
-}
+}  # fmt: skip
 
 
 def _boundary(value: str) -> str:

@@ -42,6 +42,7 @@ WHOLE = [  # the whole text
     ("shardc: 1\nmesh: {3: 2}\n", "2:8", "`mesh.3`: a name is text, not 3", "quote it"),
     ("shardc: 1\nmesh: {tp: 2, tp: 4}\n", "2:15", "duplicate key 'tp'", "the first is in line 2"),
     ("shardc: 1\nshard:\n  '*.a': row\n", "3:10", "`row` splits over the axis 'tp', which the mesh", "mesh: {tp: N}"),
+    ("shardc: 1\nmesh: {dp: 2}\nshard: {use: model}\n", "3:14", "`use: model` splits over the axis 'tp'", "{plan: model, axis: dp}"),
     ("shardc: 1\nmesh: {dp: 2}\nshard: {a: row, b: column, c: vocab}\n", "3:12", "(and so do 2 more rules)", "{style: row, axis: dp}"),
     ("shardc: 1\nstrict: true\n---\nshardc: 1\n", "3:1", "here a second one begins", "a file of its own"),
 ]
@@ -95,6 +96,10 @@ SECTIONS = [  # after HEAD
     ("shard:\n  a: {0: {axis: tp, sections: [4, 4], split: 2}}\n", "4:7", "both split and sections", "for unequal ones"),
     ("shard:\n  a: {0: [dp, {axis: tp, sections: [4, 4]}]}\n", "4:7", "split twice, and once by sections", "over one axis only"),
     ("shard: {use: modle}\n", "3:14", "unknown plan 'modle'", "did you mean 'model'?"),
+    ("shard: {use: {plan: modle}}\n", "3:21", "unknown plan 'modle'", "did you mean 'model'?"),
+    ("shard: {use: {plan: model, axis: tq}}\n", "3:34", "the mesh has no axis 'tq'", "the mesh's axes are dp, tp"),
+    ("shard: {use: {axis: tp}}\n", "3:9", "`shard.use` needs `plan`", "`plan: model`"),
+    ("shard: {use: 3}\n", "3:14", "`shard.use` must be a plan (model, structure), not 3", "{plan: model, axis: tp}"),
     ("activations:\n  'a:out': {1: tp}\n", "4:3", "unknown side ':out' of a module", '"a:in" its input'),
     ("activations:\n  a: tp\n", "4:6", "`activations.a` must be a mapping from dim to axis", "{1: tp}"),
     ("activations:\n  a: {1: tpp}\n", "4:10", "the mesh has no axis 'tpp'", "did you mean 'tp'?"),
@@ -185,7 +190,7 @@ def test_one_mistake_is_said_once() -> None:
 # --- not built yet -----------------------------------------------------------------------------------------------------
 
 ASKED: dict[str, Any] = {
-    "batch.microbatches": {"batch": {"microbatches": 2}}, "shard.use": {"shard": {"use": "structure"}},
+    "batch.microbatches": {"batch": {"microbatches": 2}},
     "sequence": {"sequence": {"axis": "cp"}}, "pipeline": {"pipeline": {"axis": "pp"}}, "data.zero": {"data": {"zero": 3}},
     "data.offload": {"data": {"offload": {"parameters": "/tmp/x"}}}, "experts": {"experts": [{"match": "a", "axis": "tp"}]},
     "checkpoint": {"checkpoint": [{"match": "a"}]}, "precision.params": {"precision": {"params": "bfloat16"}},
