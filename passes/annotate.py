@@ -9,21 +9,22 @@ the factor that only the weight and the result have, in-features the one that is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.errors import Errors
 from shardc.mesh import Mesh
+from shardc.passes import explicit, heads, plans, structure
+from shardc.passes.plan import Plan
+from shardc.passes.roles import styled
 from shardc.patterns import first_match, match, nearest
-from shardc.place import call_of, result, tensors, values
+from shardc.place import result, tensors, values
 from shardc.placement import REPLICATE, Layout, Placement, Shard
 from shardc.program import Input, Param, Program, Source
-from shardc.rules import core
-from shardc.rules.core import Choices
-from shardc.passes import heads
 from shardc.spec import DimShard, ShardRule, Spec
 
 aten = torch.ops.aten
@@ -31,24 +32,51 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Annotate:
-    """Puts layouts on parameters and inputs, and `pin` nodes behind annotated activations. spec: the user's spec."""
+    """Puts layouts on parameters and inputs, and `pin` nodes behind annotated activations.
+
+    spec: the user's spec. carried: the plan that the model carries ({pattern: word}), for `use: model`.
+    """
 
     spec: Spec
+    carried: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, program: Program, mesh: Mesh) -> Program:
         errors = Errors()
         layouts: dict[str, Layout] = {}
         shared = heads.shared(program.graph)
-        for axis in sorted({a for r in self.spec.shard for a in _axes(r)} & set(mesh.names)):
+        split_by = {a for r in self.spec.shard for a in _axes(r)} | ({self.spec.shard_axis} if self.spec.shard_use else set())
+        for axis in sorted(split_by & set(mesh.names)):
             mesh = heads.refine(mesh, axis, shared.values())
+        weights = _Weights(self.spec, program, mesh, shared)
         with errors.collect():
-            layouts |= _Weights(self.spec, program, mesh, shared).run()
+            layouts |= weights.run()
+            if self.spec.shard_use and mesh.size(self.spec.shard_axis) > 1:
+                plan = self._plan(program, mesh, weights.named, layouts)
+                layouts |= weights.planned(plan)
+                program = replace(program, notes=(*program.notes, *plan.notes), meta={**program.meta, **self._written(program, plan, weights.named)})
         with errors.collect():
             layouts |= _inputs(self.spec, program, mesh)
         with errors.collect():
             _activations(self.spec, program, mesh)
         errors.raise_any()
         return replace(program.with_layouts(layouts), mesh=mesh)
+
+    def _plan(self, program: Program, mesh: Mesh, named: set[str], layouts: dict[str, Layout]) -> Plan:
+        """How the model's plan, or the structure of its graph, splits the weights that the spec's entries leave open."""
+        axis, where = self.spec.shard_axis, self.spec.where(("shard", "use"))
+        if self.spec.shard_use == "model":
+            return plans.resolve(self.carried, program, axis, named, where)
+        given: dict[str, Shard | None] = {}
+        for name in named:
+            on = [s for part, s in layouts.get(name, Layout()).shards() if part in mesh.parts(axis)]
+            given[name] = min(on, key=lambda s: s.split) if on else None
+        return structure.choose(program, given, axis, mesh.size(axis), where)
+
+    def _written(self, program: Program, plan: Plan, named: set[str]) -> dict[str, Any]:
+        """The entries that `use` came to, as a user would write them: {"shard": lines of YAML}."""
+        rules = explicit.entries(program, {name: s for name, (s, _) in plan.splits.items()}, plan.axis, named)
+        text = str(replace(self.spec, shard=(*self.spec.shard, *rules), shard_use=None))
+        return {"shard": [line for line in text.partition("\nshard:\n")[2].partition("\n\n")[0].splitlines() if line.startswith("  ")]}
 
 
 def _axes(rule: ShardRule) -> set[str]:
@@ -96,6 +124,7 @@ class _Weights:
     mesh: Mesh
     shared: dict[fx.Node, heads.Shared]
     told: set[int] = field(default_factory=set)
+    named: set[str] = field(default_factory=set)  # parameters that the spec's own entries name
 
     def run(self) -> dict[str, Layout]:
         errors = Errors()
@@ -128,6 +157,8 @@ class _Weights:
                             fix=f"name the parameter: {rule.pattern + '.' + name.rpartition('.')[2]!r}",
                         )  # fmt: skip
                         break
+            if found:
+                self.named.add(p.name)
             made: dict[Layout, tuple[int, str]] = {}
             for i, name in found.items():
                 layout = self._one(p, nodes[p.name], i, name, errors)
@@ -160,27 +191,34 @@ class _Weights:
             layout = self._split(rule.dims, node)
             return layout if _fits(layout, p.shape, self.mesh, name, where, errors) else None
         assert rule.style is not None
-        if rule.style == "replicate":
-            return Layout()
-        axis = rule.axis
-        roles = [r for d in range(len(p.shape)) for r in [role_of(node, d)]]
-        wanted = {"column": ("out", "bias"), "row": ("in", "rows"), "vocab": ("rows", "out", "bias")}[rule.style]
-        for role in wanted:
-            if role in roles:
-                layout = self._split({roles.index(role): (DimShard(axis=axis),)}, node)
-                return layout if _fits(layout, p.shape, self.mesh, name, where, errors) else None
-        if "bias" in roles or not node.users:
-            return Layout()  # a row-parallel layer's bias is added once, whole
+        dim = styled(node, rule.style)
+        if dim is not None:
+            layout = self._split({dim: (DimShard(axis=rule.axis),)} if dim >= 0 else {}, node)
+            return layout if _fits(layout, p.shape, self.mesh, name, where, errors) else None
         if i in self.told:  # one error for the pattern, not one for every weight it matches
             return None
         self.told.add(i)
         uses = sorted({str(u.target) for u in node.users})
         errors.add(
             f"{name} is not a weight that {rule.style!r} can split: it is used by {', '.join(uses)}", where=where,
-            fix="name dims instead, e.g. {0: " + axis + "}, or narrow the pattern",
+            fix="name dims instead, e.g. {0: " + rule.axis + "}, or narrow the pattern",
         )  # fmt: skip
         return None
 
+    def planned(self, plan: Plan) -> dict[str, Layout]:
+        """The layouts that a plan gives to the parameters it names."""
+        errors = Errors()
+        layouts: dict[str, Layout] = {}
+        for node in self.program.graph.nodes:
+            if node.op != "placeholder" or node.name not in plan.splits:
+                continue
+            p, (s, cause) = self.program.param(node.name), plan.splits[node.name]
+            layout = self._split({s.dim: (DimShard(axis=plan.axis, split=s.split, sections=s.sections),)}, node)
+            if _fits(layout, p.shape, self.mesh, p.fqn, cause, errors):
+                layouts[p.name] = layout
+                node.meta["cause"] = {axis: cause for axis, _ in layout.shards()}
+        errors.raise_any()
+        return layouts
 
     def _split(self, dims: dict[int, tuple[DimShard, ...]], node: fx.Node) -> Layout:
         """A layout by dims; ranks that share a key-value head all hold it."""
@@ -198,47 +236,6 @@ def _dims_text(dims: dict[int, tuple[DimShard, ...]]) -> str:
         return s.axis + (f"/{s.split}" if s.split > 1 else "") + (f"{list(s.sections)}" if s.sections else "")
 
     return "{" + ", ".join(f"{d}: {'+'.join(map(one, s))}" for d, s in dims.items()) + "}"
-
-
-def role_of(node: fx.Node, dim: int) -> str:
-    """What a parameter's dim is to the first op that uses it together with an activation.
-
-    "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked up), or "".
-    """
-    for user, i in _uses(node):
-        if user.op != "call_function" or core.find(user.target) is None:
-            continue
-        rule = core.find(user.target)
-        assert rule is not None
-        call = call_of(user)
-        if user.target is aten.embedding.default and i == 0:
-            return ("rows", "out")[dim]
-        signature = rule.signature(call)
-        choices = Choices(rule, call, signature)
-        s = choices.from_operand(i, Shard(dim), 1)
-        if s is None:
-            continue
-        if len(call.operands) == 1 and isinstance(out := s.outputs[0], Shard):
-            found = role_of(user, out.dim)
-            if found:
-                return found
-            continue
-        factor = s.factor.partition("/")[0]
-        if i in rule.added:
-            return "bias"
-        if factor in signature.summed:
-            return "in"
-        others = [o for j, o in enumerate(signature.inputs) if j != i and j not in rule.added]
-        if rule.flops is not None and not any(factor in d for o in others for d in o):
-            return "out"
-    return ""
-
-
-def _uses(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    for user in node.users:
-        for i, t in enumerate(tensors(user)):
-            if t is node and user.op != "output":
-                yield user, i
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Follower:
 
     def __init__(self, program: Program) -> None:
         self.graph = program.graph
-        self.params = {p.name for p in program.params}
+        self.placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
         self.inputs = {i.name for i in program.inputs}
         self.derived, self.constant = _origins(program)
         self.blocked: dict[tuple[Key, Shard], Blocked] = {}

@@ -17,18 +17,22 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import fx
 
+from shardc.errors import ShardcError
 from shardc.passes.follow import Blocked, Follower, Key, Region, uses
+from shardc.passes.plan import Plan
 from shardc.place import result, tensors, values
 from shardc.placement import Shard
-from shardc.program import Program, Source
+from shardc.program import Program
+from shardc.rules.core import needs_vary
 
 aten = torch.ops.aten
 
 
-def choose(program: Program, fixed: Mapping[str, Shard | None], n: int) -> tuple[dict[str, tuple[Shard, str]], list[str]]:
-    """The weights to split over an axis of n ranks: parameter's name -> (how, why), and notes on what was left whole.
+def choose(program: Program, fixed: Mapping[str, Shard | None], axis: str, n: int, where: str) -> Plan:
+    """The weights to split over an axis of n ranks, with notes on what was left whole.
 
     fixed: parameters that the user has placed (None = whole on this axis). A region that needs one of them otherwise is left out.
+    where: the spec's line, for causes. Raises ShardcError if there is nothing to split.
     """
     follower = Follower(program)
     found: dict[str, tuple[Shard, str]] = {}
@@ -37,19 +41,21 @@ def choose(program: Program, fixed: Mapping[str, Shard | None], n: int) -> tuple
     for region in _ranked(follower, _candidates(follower, program)):
         if taken.isdisjoint(region.ops) and all(fixed.get(p.name, s) == s for p, s in region.params.items()):
             taken |= region.ops.keys()
-            if odd := _uneven(region, n):
-                notes.append(odd)
+            if odd := _uneven(program, region, axis, n):
+                notes.append(f"{where} use: structure: {odd}")
                 continue
-            why = _story(follower, region)
+            why = f"{where} use: structure '{_story(region)}'"
             found |= {p.name: (s, why) for p, s in region.params.items() if p.name not in fixed}
-    for p in program.params:
-        node = next(x for x in program.graph.nodes if x.name == p.name)
-        if p.name not in found and p.name not in fixed and not taken.intersection(node.users) and _vocabulary(follower, node):
+    for p, node in ((p, follower.placeholders[p.name]) for p in program.params if p.name not in found and p.name not in fixed):
+        if taken.isdisjoint(node.users) and _vocabulary(follower, node):
             if p.shape[0] % n:
-                notes.append(f"{p.fqn} is left whole: {p.shape[0]} rows do not divide by {n}")
+                notes.append(f"{where} use: structure: {p.fqn} is left whole: its {p.shape[0]} rows do not divide by {axis}={n}")
             else:
-                found[p.name] = (Shard(0), "rows that the batch's ids look up")
-    return found, notes
+                found[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
+    if not found and not fixed:
+        why = "; ".join(notes) or "no weight's split can be followed to another weight, or to the loss"
+        raise ShardcError(f"`use: structure` finds nothing to split: {why}", where=where, fix="name the weights by patterns")
+    return Plan(axis, found, tuple(notes))
 
 
 def _candidates(follower: Follower, program: Program) -> Iterator[Region]:
@@ -97,15 +103,15 @@ def _ranked(follower: Follower, regions: Iterator[Region]) -> list[Region]:
     return sorted(regions, key=lambda r: -density(r))
 
 
-def _uneven(region: Region, n: int) -> str:
+def _uneven(program: Program, region: Region, axis: str, n: int) -> str:
     """Why a region cannot be split over n ranks, "" if it can. Key-value heads may be fewer than ranks: ranks then share them."""
     for (node, i), s in region.values.items():
         shape = values(node)[i].shape
         for size in s.sections or (shape[s.dim] // s.split,):
             if size % n and n % size:
-                where = str(node.meta.get("source", Source())) or node.name
-                names = ", ".join(p.name for p in region.params)
-                return f"{where}: {size} (of {list(shape)}) does not divide by {n}: left whole are {names}"
+                names = ", ".join(program.param(p.name).fqn for p in region.params)
+                at = str(node.meta.get("source", "")) or names
+                return f"{at}: {size} (of {list(shape)}) does not divide by {axis}={n}; {names} are left whole"
     return ""
 
 
@@ -123,8 +129,25 @@ def _vocabulary(follower: Follower, node: fx.Node) -> bool:
     return True
 
 
-def _story(follower: Follower, region: Region) -> str:
+def _story(region: Region) -> str:
     """A region in a few words: from the modules that begin it to those that end it."""
-    ins = dict.fromkeys(u.meta["source"].module for k in region.entries for u, _ in uses(k) if u in region.ops and "source" in u.meta)
-    outs = dict.fromkeys(n.meta["source"].module for n, _ in region.exits if "source" in n.meta)
-    return f"{', '.join(ins) or 'input'} -> {', '.join(outs) or 'loss'}"
+    reads = (u for key in region.entries if needs_vary(values(key[0])[key[1]]) for u, _ in uses(key) if u in region.ops)
+    ins = dict.fromkeys(_module(u) for u in reads)
+    outs = dict.fromkeys(_module(node) for node, _ in region.exits)
+    return f"{_few(ins, 'input')} -> {_few(outs, 'loss')}"
+
+
+def _few(names: Iterable[str], none: str) -> str:
+    """The first of some names and its siblings: `attn.{q,k,v}`; `...` for those of other modules."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        groups.setdefault(parent, []).append(last)
+    for parent, lasts in groups.items():
+        last = lasts[0] if len(lasts) == 1 else "{" + ",".join(lasts) + "}"
+        return (f"{parent}.{last}" if parent else last) + (", ..." if len(groups) > 1 else "")
+    return none
+
+
+def _module(node: fx.Node) -> str:
+    return str(node.meta["source"].module or node.name)

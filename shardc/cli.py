@@ -108,6 +108,8 @@ def _summary(program: Any) -> str:
         f"{program.meta.get('model')} on {program.mesh}: {program.mesh.world} ranks, compiled in {program.meta.get('compile_seconds')} s",
         f"parameters {human(whole)}, {human(mine)} a rank; collectives of {human(sent)} a step and rank",
     ]
+    if written := program.meta.get("shard"):
+        lines += ["shard:  # what `use` came to", *written]
     return "\n".join([*lines, *(f"note: {n}" for n in program.notes)])
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardc.capture import capture
-from shardc.passes import runner
+from shardc.passes import plans, runner
 from shardc.passes.annotate import Annotate
 from shardc.passes.canonical import Canonical
 from shardc.passes.data import Data
@@ -51,12 +51,13 @@ def compile(
     """
     steps = runner.Runner(dump=Path(dump) if dump else None, on_pass=on_pass)
     asked = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides, world=world)
+    carried = plans.read(model) if asked.shard_use == "model" else {}
     start = time.perf_counter()
 
     program = steps.run("capture", lambda: capture(model, batch, loss=loss, prove=prove))
     program = steps.run("canonical", lambda: Canonical().run(program))
     notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
-    program = steps.run("annotate", lambda: Annotate(asked).run(program, asked.mesh))
+    program = steps.run("annotate", lambda: Annotate(asked, carried).run(program, asked.mesh))
     program = steps.run("place", lambda: place(program, program.mesh))
     program = steps.run("partition", lambda: Partition(strict=asked.strict).run(program, program.mesh))
     program = steps.run("data", lambda: Data(bucket_mb=asked.data.bucket_mb).run(program, program.mesh))

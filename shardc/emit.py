@@ -102,6 +102,9 @@ def _head(program: Program) -> Iterator[str]:
     count = sum(math.prod(p.shape) for p in program.params)
     yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {human(whole)}; {human(mine)} a rank"
     yield from (f"# note: {plain(n)}" for n in program.notes)
+    if program.meta.get("shard"):
+        yield "# shard: what `use` came to, as entries of a spec"
+        yield from (f"# {plain(line)}" for line in program.meta["shard"])
     yield "# parameters: name, type, axes its gradient is summed over, bucket"
     yield from (f"#   {param_text(p)}" for p in program.params)
     if program.buffers:

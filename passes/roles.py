@@ -1,0 +1,60 @@
+"""What a parameter's dims are to the op that uses it: what `column`, `row` and `vocab` mean is read off the rules, not off module classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardc.passes.follow import uses
+from shardc.place import call_of
+from shardc.placement import Shard
+from shardc.rules import core
+from shardc.rules.core import Choices
+
+aten = torch.ops.aten
+ROLES = {"column": ("out", "bias"), "row": ("in", "rows"), "vocab": ("rows", "out", "bias")}
+
+
+def role_of(node: fx.Node, dim: int) -> str:
+    """What a parameter's dim is to the first op that uses it together with an activation.
+
+    "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked up), or "".
+    """
+    for user, i in uses((node, 0)):
+        if user.op != "call_function" or core.find(user.target) is None:
+            continue
+        rule = core.find(user.target)
+        assert rule is not None
+        call = call_of(user)
+        if user.target is aten.embedding.default and i == 0:
+            return ("rows", "out")[dim]
+        signature = rule.signature(call)
+        choices = Choices(rule, call, signature)
+        s = choices.from_operand(i, Shard(dim), 1)
+        if s is None:
+            continue
+        if len(call.operands) == 1 and len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
+            found = role_of(user, out.dim)
+            if found:
+                return found
+            continue
+        factor = s.factor.partition("/")[0]
+        if i in rule.added:
+            return "bias"
+        if factor in signature.summed:
+            return "in"
+        others = [o for j, o in enumerate(signature.inputs) if j != i and j not in rule.added]
+        if rule.flops is not None and not any(factor in d for o in others for d in o):
+            return "out"
+    return ""
+
+
+def styled(node: fx.Node, style: str) -> int | None:
+    """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word means nothing for it."""
+    if style == "replicate":
+        return -1
+    roles = [role_of(node, d) for d in range(len(node.meta["value"].shape))]
+    for role in ROLES[style]:
+        if role in roles:
+            return roles.index(role)
+    return -1 if "bias" in roles or not node.users else None  # a row-parallel layer's bias is added once, whole
