@@ -33,6 +33,7 @@ from shardc.passes import (  # noqa: F401 (they register)
     canonical_views,
 )
 from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
+from shardc.passes.canonical_slices import join_slices
 from shardc.program import Program, Value
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
@@ -63,6 +64,7 @@ class Canonical:
             elif node in alive:
                 assert emit is not None, "no placeholder named rng"
                 env[node] = _rewritten(emit, node, env)
+        join_slices(graph)
         _erase_dead(graph)
         _number_dropouts(graph)
         graph.lint()
