@@ -18,7 +18,7 @@ from torch import fx
 
 from shardc.errors import Errors
 from shardc.mesh import Mesh
-from shardc.passes import explicit, heads, plans, structure
+from shardc.passes import explicit, heads, plans, structure, uneven
 from shardc.passes.plan import Plan
 from shardc.passes.roles import styled
 from shardc.patterns import first_match, match, nearest
@@ -54,6 +54,8 @@ class Annotate:
                 plan = self._plan(program, mesh, weights.named, layouts)
                 layouts |= weights.planned(plan)
                 program = replace(program, notes=(*program.notes, *plan.notes), meta={**program.meta, **self._written(program, plan, weights.named)})
+        if self.spec.uneven == "pad":
+            layouts = uneven.pad_weights(program, layouts, mesh)
         with errors.collect():
             layouts |= _inputs(self.spec, program, mesh)
         with errors.collect():
@@ -70,7 +72,7 @@ class Annotate:
         for name in named:
             on = [s for part, s in layouts.get(name, Layout()).shards() if part in mesh.parts(axis)]
             given[name] = min(on, key=lambda s: s.split) if on else None
-        return structure.choose(program, given, axis, mesh.size(axis), where)
+        return structure.choose(program, given, axis, mesh.size(axis), where, pad=self.spec.uneven == "pad")
 
     def _written(self, program: Program, plan: Plan, named: set[str]) -> dict[str, Any]:
         """The entries that `use` came to, as a user would write them: {"shard": lines of YAML}."""
@@ -87,9 +89,9 @@ def _quote(spec: Spec, section: str, key: str, text: object) -> str:
     return f"{spec.where((section, key))} {key!r}: {text}"
 
 
-def _fits(layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: str, errors: Errors) -> bool:
-    """Report a layout that a shape cannot have, with the nearest sizes that fit."""
-    wrong = layout.fits(shape, mesh)
+def _fits(layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: str, errors: Errors, *, pad: bool = False) -> bool:
+    """Report a layout that a shape cannot have, with the nearest sizes that fit. pad: what is only a matter of padding is right."""
+    wrong = (uneven.padded(layout, shape, mesh) if pad else layout).fits(shape, mesh)
     if not wrong:
         return True
     fix = "split another dim, or change the axis' size"
@@ -99,6 +101,7 @@ def _fits(layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: 
             low, high = size // step * step, -(-size // step) * step
             sizes = [n for n in range(mesh.size(axis), 1, -1) if size % (s.split * n) == 0] or [1]
             fix = f"make the size {low} or {high}, or {axis}={sizes[0]}" if low else f"make the size {high}, or {axis}={sizes[0]}"
+            fix += ", or set `uneven: pad`" if not pad else ""
     errors.add(f"{name} of shape {list(shape)}: {wrong}", where=where, fix=fix)
     return False
 
@@ -189,12 +192,12 @@ class _Weights:
         where = self.spec.where(("shard", rule.pattern))
         if rule.dims is not None:
             layout = self._split(rule.dims, node)
-            return layout if _fits(layout, p.shape, self.mesh, name, where, errors) else None
+            return layout if _fits(layout, p.shape, self.mesh, name, where, errors, pad=self.spec.uneven == "pad") else None
         assert rule.style is not None
         dim = styled(node, rule.style)
         if dim is not None:
             layout = self._split({dim: (DimShard(axis=rule.axis),)} if dim >= 0 else {}, node)
-            return layout if _fits(layout, p.shape, self.mesh, name, where, errors) else None
+            return layout if _fits(layout, p.shape, self.mesh, name, where, errors, pad=self.spec.uneven == "pad") else None
         if i in self.told:  # one error for the pattern, not one for every weight it matches
             return None
         self.told.add(i)
@@ -214,7 +217,7 @@ class _Weights:
                 continue
             p, (s, cause) = self.program.param(node.name), plan.splits[node.name]
             layout = self._split({s.dim: (DimShard(axis=plan.axis, split=s.split, sections=s.sections),)}, node)
-            if _fits(layout, p.shape, self.mesh, p.fqn, cause, errors):
+            if _fits(layout, p.shape, self.mesh, p.fqn, cause, errors, pad=self.spec.uneven == "pad"):
                 layouts[p.name] = layout
                 node.meta["cause"] = {axis: cause for axis, _ in layout.shards()}
         errors.raise_any()
@@ -260,6 +263,8 @@ def _inputs(spec: Spec, program: Program, mesh: Mesh) -> dict[str, Layout]:
         if dim is None or not axes or not x.shape:
             continue
         layout = _layout({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)
+        if spec.uneven == "pad":
+            layout = uneven.padded(layout, x.shape, mesh)
         if _fits(layout, x.shape, mesh, f"input {name!r} (batch dim {dim})", spec.where(("batch", "dims")), errors):
             layouts[x.name] = layout
             nodes[x.name].meta["cause"] = dict.fromkeys(axes, f"{spec.where(('batch',))} batch dim {dim} of {name!r}")
@@ -297,10 +302,12 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
         if hits and not mine:
             errors.add(f"pattern {key!r} never wins: earlier patterns match all that it matches", where=where, fix="delete it, or move it up")
         claimed |= {(m, rule.at) for m in mine}
-        layout = _layout(rule.dims, mesh)
         for module in mine:
             for value, inside in _boundary(nodes, module, rule.at):
                 v = values(result(value)[0])[result(value)[1]]
+                layout = _layout(rule.dims, mesh)
+                if spec.uneven == "pad":
+                    layout = uneven.padded(layout, v.shape, mesh)
                 cause = _quote(spec, "activations", key, _dims_text(rule.dims))
                 if not _fits(layout, v.shape, mesh, f"{rule.at} of {module}", where, errors):
                     continue

@@ -57,6 +57,7 @@ class _Writer:
     made: dict[tuple[fx.Node, int], dict[Layout, fx.Node]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     mesh_node: fx.Node | None = None
+    cleaned: dict[tuple[fx.Node, Shard], fx.Node] = field(default_factory=dict)
 
     def run(self) -> fx.Graph:
         stored = {p.name: p.layout for p in self.program.stored}
@@ -102,7 +103,7 @@ class _Writer:
             if n.meta.get("value") is None:
                 return next(iter(self.made[n, 0].values()))
             i = next(order)
-            return self._get(n, need[i], node)
+            return self._summable(n, self._get(n, need[i], node), i, need[i], strategies)
 
         args = fx.node.map_arg(node.args, put)
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), put))
@@ -139,6 +140,30 @@ class _Writer:
             new.meta["collective"] = collective
         new.meta |= {"value": value, "source": cause.meta.get("source", Source())}
         return new
+
+    def _summable(self, node: fx.Node, local: fx.Node, i: int, layout: Layout, strategies: dict[str, Strategy]) -> fx.Node:
+        """Operand i with zeros in the padding of dims that the op sums away. Weights have them already."""
+        sums = {s.inputs[i] for s in strategies.values() if s.kind == "split" and any(isinstance(o, Partial) for o in s.outputs)}
+        if not any(isinstance(s, Shard) and s.padding for s in sums) or self._is_weight(node):
+            return local
+        op, index = result(node)
+        value = replace(values(op)[index], layout=layout)
+        for s in layout.paddings():
+            if s.dim in {p.dim for p in sums if isinstance(p, Shard)}:
+
+                def emit(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, value: Value, named: str = f"{local.name}_zeros") -> fx.Node:
+                    return self._emit(target, args, kwargs, value, node, None, named)
+
+                if (local, s) not in self.cleaned:
+                    self.cleaned[local, s] = core.fill_padding(emit, local, value, s.dim, self.mesh_node, 0.0)
+                local = self.cleaned[local, s]
+        return local
+
+    def _is_weight(self, node: fx.Node) -> bool:
+        """A parameter, or a view of one: its padding is zero."""
+        while node.op == "call_function" and len(tensors(node)) == 1 and (rule := core.find(node.target)) and rule.linear == ((0,),):
+            (node,) = tensors(node)
+        return node.name in {p.name for p in self.program.params}
 
     # --- conversions
 
@@ -269,14 +294,19 @@ class _Writer:
             assert isinstance(was, Shard)
             assert isinstance(will, Shard)
             splits = old.local_split(digit, self.mesh), new.local_split(digit, self.mesh)
-            target, args = ops.all_to_all, (x, mesh, axis, was.dim, splits[0], will.dim, splits[1])
+            pads = (*self._padding(was, new), *self._padding(will, old)) if was.padding or will.padding else ()
+            target, args = ops.all_to_all, (x, mesh, axis, was.dim, splits[0], will.dim, splits[1], *pads)
         else:
             cut = old if isinstance(old[digit], Shard) else new
             s = cut[digit]
             assert isinstance(s, Shard)
-            target, args = getattr(ops, kind), (x, mesh, axis, s.dim, cut.local_split(digit, self.mesh), s.sections)
+            pads = self._padding(s, new if cut is old else old) if s.padding else ()
+            target, args = getattr(ops, kind), (x, mesh, axis, s.dim, cut.local_split(digit, self.mesh), s.sections, *pads)
         whole = old if kind in ("all_reduce", "reduce_scatter", "vary", "shard", "to_partial") else new
         nbytes = replace(v, layout=whole).nbytes(self.mesh)
+        for s in old.paddings() or new.paddings():  # what is sent is padded
+            if not whole.shards(s.dim):
+                nbytes = nbytes // v.shape[s.dim] * s.padded(v.shape[s.dim])
         runs = {  # kind -> what runs forward, backward
             "all_reduce": ("all_reduce", "none"), "vary": ("none", "all_reduce"), "all_gather": ("all_gather", "none"),
             "all_gather_varying": ("all_gather", "reduce_scatter"), "reduce_scatter": ("reduce_scatter", "all_gather"),
@@ -294,6 +324,10 @@ class _Writer:
         cause = producer if kind in ("all_reduce", "reduce_scatter") else user
         local = self._emit(target, args, {}, replace(v, layout=new), cause, collective, f"{producer.name}_{SUFFIX.get(kind, kind)}")
         return new, local
+
+    def _padding(self, s: Shard, whole: Layout) -> tuple[int, int]:
+        """The padding that a conversion puts on or takes off: none while another axis still splits the dim."""
+        return (0, 1) if whole.shards(s.dim) else (s.padding, s.blocks)
 
     def _why(self, kind: str, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
         """The annotations behind a conversion: for sums the producer's, for gathers the user's, for a pin its own."""

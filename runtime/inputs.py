@@ -53,10 +53,14 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
             )  # fmt: skip
     found = []
     for x in program.inputs:
+        if local and x.layout.paddings():
+            what = f"its size {list(x.shape)} does not divide over the ranks, so no rank's part says what the whole is"
+            errors.add(what, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide")
+            continue
         want = x.layout.local_shape(x.shape, program.mesh) if local else x.shape
         leaf = given.get(x.path)
         if isinstance(leaf, Tensor) and tuple(leaf.shape) == want and leaf.dtype == x.dtype:
-            part = leaf if local else x.layout.local(leaf, program.mesh, program.mesh.coords(mesh.rank))
+            part = leaf if local else x.layout.local(leaf, program.mesh, program.mesh.coords(mesh.rank), copies=True)
             found.append(part.to(mesh.device, non_blocking=True).contiguous())
         else:
             errors.add(_mismatch(x, given, want, local), where=name_of(x.path), fix=_fix(x, leaf, local))

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardc.placement import Shard, chunks, widen
+
 Mesh = Any
 Digits = Sequence[tuple[str, int]]
 
@@ -33,6 +35,19 @@ def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
             has = has & (high % n == mesh.coordinate(axis))
         index, size = local, size // n
     return index, has
+
+
+def fill_padding(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, padding: int, blocks: int = 1, fill: float = 0.0) -> Tensor:
+    """x with `fill` where its dim is padding (shardc.placement.Shard); the gradient there is zero. x itself on ranks without any.
+
+    digits: (axis, split) of each shard of the dim, whose global size is `size` without padding.
+    """
+    real = widen(torch.ones(size, dtype=torch.bool), Shard(0, 1, (), padding, blocks))
+    for axis, split in sorted(digits, key=lambda d: -d[1]):
+        real = chunks(real, Shard(0, split), mesh.size(axis))[mesh.coordinate(axis)]
+    if bool(real.all()):
+        return x
+    return x.masked_fill(~real.to(x.device).view(-1, *[1] * (x.dim() - 1 - dim)), fill)
 
 
 def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:

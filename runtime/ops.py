@@ -1,7 +1,8 @@
 """What a local program calls: conversions between placements, each with its transpose (DESIGN 2.3), and the loss on split classes.
 
 x is this rank's tensor, mesh the runtime mesh (shardc.runtime.comm), axis / axes name mesh axes. `dim`, `split`, `sections` say
-which digit of the *local* dim is cut or gathered (shardc.placement.Shard). tag: the graph node's name, for the record of what ran.
+which digit of the *local* dim is cut or gathered (shardc.placement.Shard); padding, blocks: what the whole dim lacks of its padded size
+(0 where another axis still splits it). tag: the graph node's name, for the record of what ran.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardc.placement import Shard
+from shardc.placement import Shard, trim, widen
 from shardc.runtime import digits
-from shardc.runtime.math_ops import batch_stat, embedding_partial, nll, nll_join, nll_max, nll_parts, partial_mean
+from shardc.runtime.math_ops import batch_stat, embedding_partial, fill_padding, nll, nll_join, nll_max, nll_parts, partial_mean
 from shardc.runtime.rng import dropout
 
 __all__ = [
     "all_gather", "all_gather_varying", "all_reduce", "all_reduce_max", "all_to_all", "batch_stat", "dropout", "embedding_partial",
-    "nll", "nll_join", "nll_max", "nll_parts", "partial_mean", "reduce_scatter", "shard", "shard_varying", "to_partial",
+    "fill_padding", "nll", "nll_join", "nll_max", "nll_parts", "partial_mean", "reduce_scatter", "shard", "shard_varying", "to_partial",
     "unshard_partial", "unvary", "vary", "varying_to_partial",
 ]  # fmt: skip
 
@@ -32,19 +33,19 @@ Sections = tuple[int, ...]
 
 
 def _gather(x: Tensor, mesh: Mesh, axis: str, s: Shard, direction: str, tag: str) -> Tensor:
-    return digits.unstack(mesh.all_gather(x, axis, direction=direction, tag=tag), s)
+    return trim(digits.unstack(mesh.all_gather(x, axis, direction=direction, tag=tag), s), s)
 
 
 def _scatter(x: Tensor, mesh: Mesh, axis: str, s: Shard, direction: str, tag: str) -> Tensor:
-    return mesh.reduce_scatter(digits.stack(x, s, mesh.size(axis)), axis, direction=direction, tag=tag)  # type: ignore[no-any-return]
+    return mesh.reduce_scatter(digits.stack(widen(x, s), s, mesh.size(axis)), axis, direction=direction, tag=tag)  # type: ignore[no-any-return]
 
 
 def _cut(x: Tensor, mesh: Mesh, axis: str, s: Shard, direction: str, tag: str) -> Tensor:
-    return digits.cut(x, s, mesh.size(axis), mesh.coordinate(axis))
+    return digits.cut(widen(x, s), s, mesh.size(axis), mesh.coordinate(axis))
 
 
 def _pad(x: Tensor, mesh: Mesh, axis: str, s: Shard, direction: str, tag: str) -> Tensor:
-    return digits.pad(x, s, mesh.size(axis), mesh.coordinate(axis))
+    return trim(digits.pad(x, s, mesh.size(axis), mesh.coordinate(axis)), s)
 
 
 #: conversion of one digit -> (what forward does, its transpose)
@@ -81,7 +82,8 @@ class _AllToAll(Function):
 
 
 def _exchange(x: Tensor, mesh: Mesh, axis: str, cut: Shard, join: Shard, direction: str, tag: str) -> Tensor:
-    return digits.unstack(mesh.all_to_all(digits.stack(x, cut, mesh.size(axis)), axis, direction=direction, tag=tag), join)
+    got = mesh.all_to_all(digits.stack(widen(x, cut), cut, mesh.size(axis)), axis, direction=direction, tag=tag)
+    return trim(digits.unstack(got, join), join)
 
 
 class _AllReduce(Function):
@@ -137,39 +139,54 @@ def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") 
     return mesh.all_reduce(x.detach(), axes, op="max", direction="forward", tag=tag)  # type: ignore[no-any-return]
 
 
-def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), tag: str = "") -> Tensor:
+def all_gather(
+    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
+) -> Tensor:  # fmt: skip
     """shard -> replicated. Backward: local slice."""
-    return _apply(_Digit, x, "all_gather", mesh, axis, Shard(dim, split, tuple(sections)), tag)
+    return _apply(_Digit, x, "all_gather", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
-def all_gather_varying(x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), tag: str = "") -> Tensor:
+def all_gather_varying(
+    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
+) -> Tensor:  # fmt: skip
     """shard -> varying. Backward: reduce_scatter."""
-    return _apply(_Digit, x, "all_gather_varying", mesh, axis, Shard(dim, split, tuple(sections)), tag)
+    return _apply(_Digit, x, "all_gather_varying", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
-def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), tag: str = "") -> Tensor:
+def reduce_scatter(
+    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
+) -> Tensor:  # fmt: skip
     """partial -> shard. Backward: all_gather."""
-    return _apply(_Digit, x, "reduce_scatter", mesh, axis, Shard(dim, split, tuple(sections)), tag)
+    return _apply(_Digit, x, "reduce_scatter", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
-def shard(x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), tag: str = "") -> Tensor:
+def shard(
+    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
+) -> Tensor:  # fmt: skip
     """replicated -> shard: local slice. Backward: all_gather."""
-    return _apply(_Digit, x, "shard", mesh, axis, Shard(dim, split, tuple(sections)), tag)
+    return _apply(_Digit, x, "shard", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
-def shard_varying(x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), tag: str = "") -> Tensor:
+def shard_varying(
+    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
+) -> Tensor:  # fmt: skip
     """varying -> shard: local slice. Backward: placed among zeros."""
-    return _apply(_Digit, x, "shard_varying", mesh, axis, Shard(dim, split, tuple(sections)), tag)
+    return _apply(_Digit, x, "shard_varying", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
-def unshard_partial(x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), tag: str = "") -> Tensor:
+def unshard_partial(
+    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
+) -> Tensor:  # fmt: skip
     """shard -> partial: placed among zeros. Backward: local slice."""
-    return _apply(_Digit, x, "unshard_partial", mesh, axis, Shard(dim, split, tuple(sections)), tag)
+    return _apply(_Digit, x, "unshard_partial", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
-def all_to_all(x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, to_dim: int, to_split: int, tag: str = "") -> Tensor:
+def all_to_all(
+    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, to_dim: int, to_split: int,
+    padding: int = 0, blocks: int = 1, to_padding: int = 0, to_blocks: int = 1, *, tag: str = "",
+) -> Tensor:  # fmt: skip
     """shard(dim) -> shard(to_dim). Backward: the reverse."""
-    return _apply(_AllToAll, x, mesh, axis, Shard(dim, split), Shard(to_dim, to_split), tag)
+    return _apply(_AllToAll, x, mesh, axis, Shard(dim, split, (), padding, blocks), Shard(to_dim, to_split, (), to_padding, to_blocks), tag)
 
 
 def vary(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor:

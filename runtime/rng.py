@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardc.placement import Shard, chunks
+from shardc.placement import Shard, chunks, widen
 
 Digits = Sequence[tuple[int, str, int, tuple[int, ...]]]
+Paddings = Sequence[tuple[int, int, int]]
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
 _BLOCK = 1 << 18  # int32 numbers hashed at a time on the CPU: with the spare buffer 2 MiB, which halves the time of large tensors
 
@@ -103,13 +104,20 @@ def normal(k: tuple[int, int], indices: Tensor, dtype: torch.dtype = torch.float
     return ((-2 * torch.log1p(-one)).sqrt_() * torch.cos(2 * math.pi * two)).to(dtype)
 
 
-def indices(shape: Sequence[int], digits: Digits = (), mesh: Any = None, device: torch.device | str | None = None) -> Tensor:
-    """Linear indices, within a tensor of the global `shape`, of the elements that this rank holds; of its local shape."""
+def indices(
+    shape: Sequence[int], digits: Digits = (), mesh: Any = None, device: torch.device | str | None = None, paddings: Paddings = ()
+) -> Tensor:  # fmt: skip
+    """Linear indices, within a tensor of the global `shape`, of the elements that this rank holds; of its local shape.
+
+    paddings: (dim, padding, blocks) of each padded dim (shardc.placement.Shard); padding has the index of some real element.
+    """
     wide = math.prod(shape) >= 2**31
     total = torch.zeros((), dtype=torch.int64 if wide else torch.int32, device=device)
     stride = 1
     for d in reversed(range(len(shape))):
         own = torch.arange(shape[d], dtype=total.dtype, device=device)
+        for _, padding, blocks in (p for p in paddings if p[0] == d):
+            own = widen(own, Shard(0, 1, (), padding, blocks))
         # inner digits first, as in Layout.local
         for _, axis, split, sections in sorted((x for x in digits if x[0] == d), key=lambda x: -x[2]):
             own = chunks(own, Shard(0, split, tuple(sections)), mesh.size(axis))[mesh.coordinate(axis)]
@@ -135,17 +143,18 @@ class _Dropout(Function):
 
 
 def dropout(
-    x: Tensor, p: float, rng: Rng | None, index: int, mesh: Any = None, shape: Sequence[int] | None = None, digits: Digits = ()
-) -> Tensor:
+    x: Tensor, p: float, rng: Rng | None, index: int, mesh: Any = None, shape: Sequence[int] | None = None, digits: Digits = (),
+    paddings: Paddings = (),
+) -> Tensor:  # fmt: skip
     """Zero each element with probability p, scale the others by 1 / (1 - p). Identity when rng is not training.
 
     index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits: (dim, axis, split, sections)
-    of every shard, in global digits, telling which elements x holds. Saves one byte an element for backward.
+    of every shard, in global digits, telling which elements x holds; paddings: as in `indices`. Saves one byte an element for backward.
     """
     if rng is None or not rng.training or p == 0:
         return x
     if p == 1:
         return x * 0
-    where = indices(shape if shape is not None else x.shape, digits, mesh, x.device)
+    where = indices(shape if shape is not None else x.shape, digits, mesh, x.device, paddings)
     kept: Tensor = _Dropout.apply(x, p, rng.key(index), where)  # type: ignore[no-untyped-call]
     return kept

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardc.errors import Errors
-from shardc.placement import Layout, unchunk
+from shardc.placement import Layout, trim, unchunk
 from shardc.program import Buffer, Param, Program
 from shardc.runtime.checkpoints import load, save
 from shardc.runtime.weights import Weights, check_names, weights
@@ -95,6 +95,8 @@ def gather(x: Tensor, layout: Layout, mesh: Any, tag: str = "") -> Tensor:
     x = x.detach()
     for axis, shard in sorted(layout.shards(), key=lambda item: item[1].split):  # outer digits first, as Layout.join
         x = unchunk(mesh.all_gather(x.contiguous(), axis, direction="state", tag=tag), shard)
+    for shard in layout.paddings():
+        x = trim(x, shard)
     return x
 
 

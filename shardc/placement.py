@@ -29,11 +29,20 @@ class Shard:
     dim: dimension of the global tensor, >= 0.
     split: product of the major digits; 1 is the plain case, 3 a fused q|k|v weight.
     sections: sizes of concatenated parts of the dim, each of which is split on its own (then split is 1).
+    padding, blocks: for sizes that do not divide. The dim is seen as [blocks, size/blocks], and so many elements are put behind
+    each block; split counts in the padded dim. Parameters are padded by zeros, inputs by copies of their first entries, and the
+    gradient of padding is zero; elsewhere padding may hold any finite number: what sums it away sets it to zero first.
     """
 
     dim: int
     split: int = 1
     sections: tuple[int, ...] = ()
+    padding: int = 0
+    blocks: int = 1
+
+    def padded(self, size: int) -> int:
+        """The dim's size with its padding."""
+        return size + self.blocks * self.padding
 
 
 @dataclass(frozen=True)
@@ -76,9 +85,15 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         local = list(shape)
+        for s in self.paddings():
+            local[s.dim] = s.padded(local[s.dim])
         for axis, s in self.shards():
             local[s.dim] //= mesh.size(axis)
         return tuple(local)
+
+    def paddings(self) -> list[Shard]:
+        """One shard of every dim that is padded: all shards of a dim have the same padding."""
+        return list({s.dim: s for _, s in self.shards() if s.padding}.values())
 
     def local_split(self, axis: str, mesh: Mesh) -> int:
         """`split` of this axis' shard as seen by a tensor that all *other* axes have already cut."""
@@ -93,7 +108,9 @@ class Layout:
             n = mesh.size(axis)
             if s.dim >= len(shape):
                 return f"dim {s.dim} does not exist in a tensor of {len(shape)} dims"
-            for part in s.sections or (shape[s.dim],):
+            if s.padding and (s.sections or s.split % s.blocks or shape[s.dim] % s.blocks):
+                return f"padding of {s.blocks} blocks does not fit {s}"
+            for part in s.sections or (s.padded(shape[s.dim]),):
                 if part % (s.split * n):
                     return f"{part} does not divide by {axis}={n}" + (f" in {s.split} parts" if s.split > 1 else "")
             if s.sections and (sum(s.sections) != shape[s.dim] or s.split != 1):
@@ -101,14 +118,21 @@ class Layout:
             for other, o in self.shards(s.dim):
                 if other == axis or n == 1 or mesh.size(other) == 1:  # an axis of one rank takes nothing away
                     continue
+                if (s.padding, s.blocks) != (o.padding, o.blocks):
+                    return f"{axis} and {other} pad dim {s.dim} differently"
                 if s.sections or o.sections:
                     return f"{axis} and {other} both split dim {s.dim}, and one of them by sections"
                 if o.split <= s.split and s.split % (o.split * mesh.size(other)):
                     return f"{axis} and {other} take the same part of dim {s.dim}"
         return ""
 
-    def local(self, tensor: torch.Tensor, mesh: Mesh, coords: Mapping[str, int]) -> torch.Tensor:
-        """This rank's part of a global tensor (a view where possible). Ignores Partial and Varying."""
+    def local(self, tensor: torch.Tensor, mesh: Mesh, coords: Mapping[str, int], *, copies: bool = False) -> torch.Tensor:
+        """This rank's part of a global tensor (a view where possible). Ignores Partial and Varying.
+
+        Padding is zeros, or copies of what the dim begins with.
+        """
+        for s in self.paddings():
+            tensor = widen(tensor, s, copies=copies)
         # inner digits first: cutting an inner digit leaves the outer ones' absolute position alone
         for axis, s in sorted(self.shards(), key=lambda item: -item[1].split):
             tensor = chunks(tensor, s, mesh.size(axis))[coords[axis]]
@@ -126,10 +150,13 @@ class Layout:
 
         # outermost level of the recursion joins last: inner digits are joined last, mirror image of `local`
         order = sorted(self.shards(), key=lambda item: -item[1].split)
-        return build(order, dict.fromkeys(mesh.names, 0))
+        whole = build(order, dict.fromkeys(mesh.names, 0))
+        for s in self.paddings():
+            whole = trim(whole, s)
+        return whole
 
     def boxes(self, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[tuple[int, int, int], ...]]:
-        """This rank's part as boxes, each a tuple per dim of (local start, global start, length)."""
+        """This rank's part as boxes, each a tuple per dim of (local start, global start, length). Padding is in none."""
         runs: list[list[tuple[int, int, int]]] = []
         for dim, size in enumerate(shape):
             digits = [(s, mesh.size(axis), coords[axis]) for axis, s in self.shards(dim) if mesh.size(axis) > 1]
@@ -150,7 +177,9 @@ def _digits(axis: str, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, 
 
 def _runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int, int]]:
     """(local start, global start, length) of the stretches of a dim that one rank holds. digits: (shard, ranks, this rank's)."""
-    found = [(0, size)]
+    pad = digits[0][0] if digits else Shard(0)
+    block = size // pad.blocks + pad.padding
+    found = [(0, pad.padded(size))]
     before = 1  # product of the digits above the current one
     for s, n, i in sorted(digits, key=lambda d: d[0].split):
         if s.sections:
@@ -165,12 +194,14 @@ def _runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, in
             before = s.split * n
     merged: list[tuple[int, int, int]] = []
     local = 0
-    for start, length in found:
-        if merged and merged[-1][1] + merged[-1][2] == start:
+    for padded_start, held in found:
+        inside = padded_start % block  # a stretch lies within one block
+        start, length = padded_start - padded_start // block * pad.padding, max(0, min(held, block - pad.padding - inside))
+        if merged and merged[-1][1] + merged[-1][2] == start and merged[-1][0] + merged[-1][2] == local:
             merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + length)
         elif length:
             merged.append((local, start, length))
-        local += length
+        local += held
     return merged
 
 
@@ -183,8 +214,30 @@ def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[tuple[tuple[int
             yield (head, *tail)
 
 
+def widen(x: torch.Tensor, s: Shard, *, copies: bool = False) -> torch.Tensor:
+    """x with the padding of a shard: zeros, or copies of what the dim begins with. x itself where there is none."""
+    if not s.padding:
+        return x
+    d, size = s.dim, x.shape[s.dim]
+    if copies:
+        assert s.blocks == 1, "inputs are padded at their end"
+        return x.index_select(d, torch.arange(size + s.padding, device=x.device) % size)
+    seen = x.reshape(*x.shape[:d], s.blocks, size // s.blocks, *x.shape[d + 1 :])
+    wide = torch.nn.functional.pad(seen, (*[0, 0] * (x.dim() - 1 - d), 0, s.padding))
+    return wide.reshape(*x.shape[:d], s.padded(size), *x.shape[d + 1 :])
+
+
+def trim(x: torch.Tensor, s: Shard) -> torch.Tensor:
+    """The inverse of `widen`."""
+    if not s.padding:
+        return x
+    d, block = s.dim, x.shape[s.dim] // s.blocks
+    seen = x.reshape(*x.shape[:d], s.blocks, block, *x.shape[d + 1 :]).narrow(d + 1, 0, block - s.padding)
+    return seen.reshape(*x.shape[:d], s.blocks * (block - s.padding), *x.shape[d + 1 :])
+
+
 def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
-    """Cut x into the n parts of a shard: dim = [split, n, rest], part i keeps digit i. Views where possible."""
+    """Cut x, padded already, into the n parts of a shard: dim = [split, n, rest], part i keeps digit i. Views where possible."""
     d = shard.dim
     if n == 1:
         return [x]
@@ -199,7 +252,7 @@ def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
 
 
 def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """The inverse of `chunks`."""
+    """The inverse of `chunks`: padding stays."""
     d, n = shard.dim, len(parts)
     if n == 1:
         return parts[0]
@@ -222,7 +275,7 @@ DTYPES = {
 
 
 def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
-    """A value's type as programs print it: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3), `f32[8, 512] +tp ~dp`."""
+    """A value's type as programs print it: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3), `f32[8, 510+2@tp]`, `f32[8, 512] +tp ~dp`."""
     dims = []
     for d, size in enumerate(shape):
         # an axis with sections first: the sizes say what it splits; then by digit, and the first digit is said by the sizes too
@@ -231,6 +284,10 @@ def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
         for i, (axis, s) in enumerate(axes):
             if i == 0 and s.sections:
                 text = "|".join(map(str, s.sections))
+            elif i == 0 and s.padding:
+                text = (f"{s.blocks}·{size // s.blocks}" if s.blocks > 1 else str(size)) + f"+{s.padding}"
+                text += f"@{axis}/{s.split}" if s.split != s.blocks else f"@{axis}"
+                continue
             elif i == 0 and s.split > 1:
                 text = f"{s.split}·{size // s.split}"
             text += f"@{axis}" if i == 0 or s.split == 1 else f"@{axis}/{s.split}"
@@ -241,7 +298,7 @@ def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
 
 
 _TYPE = re.compile(r"(\w+)\[(.*)\]((?: [+~]\S+)*)$")
-_DIM = re.compile(r"(?:(\d+)|([1-9]\d*)·(\d+)|(\d+(?:\|\d+)+))((?:@[^@/\s]+(?:/[1-9]\d*)?)*)$")
+_DIM = re.compile(r"(?:(\d+)|([1-9]\d*)·(\d+)|(\d+(?:\|\d+)+))(?:\+([1-9]\d*))?((?:@[^@/\s]+(?:/[1-9]\d*)?)*)$")
 
 
 def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]]:
@@ -259,10 +316,11 @@ def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]
         sections = tuple(int(x) for x in dim[4].split("|")) if dim[4] else ()
         split = int(dim[2]) if dim[2] else 1
         shape.append(sum(sections) if sections else split * int(dim[3]) if dim[3] else int(dim[1]))
-        for i, axis in enumerate(dim[5].split("@")[1:]):
+        pad = (int(dim[5]), split) if dim[5] else ()
+        for i, axis in enumerate(dim[6].split("@")[1:]):
             name, _, at = axis.partition("/")
             own = split if i == 0 and not at else int(at or 1)
-            found.append((name, Shard(d, own, sections if i == 0 else ())))
+            found.append((name, Shard(d, own, sections if i == 0 else (), *pad)))
     for mark in match[3].split():
         op, _, axis = mark[1:].rpartition(":")
         found.append((axis, VARYING if mark[0] == "~" else Partial(op or "sum")))

@@ -74,6 +74,7 @@ class Spec:
     precision: Precision = field(default_factory=Precision)
     batch_norm: Literal["sync", "local"] = "sync"
     unknown_ops: Literal["error", "replicate"] = "error"
+    uneven: Literal["error", "pad"] = "error"
     strict: bool = False
     places: Places = field(default_factory=Places, compare=False, repr=False)
 
@@ -224,7 +225,7 @@ class Spec:
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "shardc sharding spec, version 1"}
 
 
-_SECTIONS = ("batch", "sequence", "pipeline", "data", "experts", "checkpoint", "precision", "batch_norm", "unknown_ops", "strict")
+_SECTIONS = ("batch", "sequence", "pipeline", "data", "experts", "checkpoint", "precision", "batch_norm", "unknown_ops", "uneven", "strict")
 
 
 def _tidy(schema: Any) -> Any:

@@ -385,4 +385,5 @@ class Form(Section):
     precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
     batch_norm: Literal["sync", "local"] = Field(default="sync", description="sync = exactly the single device's statistics")
     unknown_ops: Literal["error", "replicate"] = "error"
+    uneven: Literal["error", "pad"] = Field(default="error", description="sizes that an axis does not divide: pad = the last ranks hold less")
     strict: bool = Field(default=False, description="true: a collective that no annotation asked for is an error")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardc.mesh import Mesh
-from shardc.placement import PARTIAL, REPLICATE, VARYING, Partial, Placement, Replicate, Shard, Varying, chunks, unchunk
+from shardc.placement import PARTIAL, REPLICATE, VARYING, Partial, Placement, Replicate, Shard, Varying, chunks, trim, unchunk, widen
 from shardc.runtime import digits, ops
 from shardc.runtime.comm import CommRecord
 from shardc.runtime.loopback import LoopbackMesh, loopback
@@ -34,7 +34,7 @@ def summands(x: Tensor, n: int) -> list[Tensor]:
 def lay(x: Tensor, placement: Placement, n: int, *, gradient: bool) -> list[Tensor]:
     """A global value (or gradient) as the ranks hold it."""
     if isinstance(placement, Shard):
-        return [p.contiguous() for p in chunks(x, placement, n)]
+        return [p.contiguous() for p in chunks(widen(x, placement), placement, n)]
     if isinstance(placement, Varying if gradient else Partial):
         return summands(x, n)
     return [x.clone() for _ in range(n)]
@@ -42,7 +42,7 @@ def lay(x: Tensor, placement: Placement, n: int, *, gradient: bool) -> list[Tens
 
 def join(parts: list[Tensor], placement: Placement, *, gradient: bool) -> Tensor:
     if isinstance(placement, Shard):
-        return unchunk(parts, placement)
+        return trim(unchunk(parts, placement), placement)
     if isinstance(placement, Varying if gradient else Partial):
         return torch.stack(parts).sum(0)
     assert all(torch.equal(p, parts[0]) for p in parts)
@@ -50,6 +50,7 @@ def join(parts: list[Tensor], placement: Placement, *, gradient: bool) -> Tensor
 
 
 DIGITS = [Shard(0), Shard(1), Shard(2), Shard(1, 3), Shard(2, 2), Shard(1, 1, (24, 12))]
+PADDED = [Shard(0, 1, (), 12), Shard(1, 3, (), 12, 3), Shard(2, 2, (), 12, 2)]  # to sizes that 1, 2, 3 and 4 ranks divide
 WITH_DIGIT: dict[str, tuple[Callable[..., Tensor], Any, Any, str, str]] = {
     # name: (op, placement before, after (SHARD stands for the digit), what runs forward, what runs backward)
     "all_gather": (ops.all_gather, "digit", REPLICATE, "all_gather", ""),
@@ -65,8 +66,8 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], Placement, Placement, str, str]] 
     "unvary": (lambda x, m, tag: ops.unvary(x, m, "a", tag), VARYING, REPLICATE, "", ""),
     "to_partial": (lambda x, m, tag: ops.to_partial(x, m, "a", tag), REPLICATE, PARTIAL, "", ""),
     "varying_to_partial": (lambda x, m, tag: ops.varying_to_partial(x, m, "a", tag), VARYING, PARTIAL, "", ""),
-    "all_to_all": (lambda x, m, tag: ops.all_to_all(x, m, "a", 0, 1, 2, 2, tag), Shard(0), Shard(2, 2), "all_to_all", "all_to_all"),
-    "all_to_all inner": (lambda x, m, tag: ops.all_to_all(x, m, "a", 1, 3, 0, 1, tag), Shard(1, 3), Shard(0), "all_to_all", "all_to_all"),
+    "all_to_all": (lambda x, m, tag: ops.all_to_all(x, m, "a", 0, 1, 2, 2, tag=tag), Shard(0), Shard(2, 2), "all_to_all", "all_to_all"),
+    "all_to_all inner": (lambda x, m, tag: ops.all_to_all(x, m, "a", 1, 3, 0, 1, tag=tag), Shard(1, 3), Shard(0), "all_to_all", "all_to_all"),
 }  # fmt: skip
 
 
@@ -84,19 +85,21 @@ def check(op: Callable[[Tensor, LoopbackMesh, str], Tensor], before: Placement, 
     outs, grads, records = zip(*loopback(Mesh((("a", n),)), work), strict=True)
     torch.testing.assert_close(join(list(outs), after, gradient=False), x)
     torch.testing.assert_close(join(list(grads), before, gradient=True), g)
-    sent = x.nbytes // n if forward == "all_to_all" else x.nbytes
+    pads = [p for p in (before, after) if isinstance(p, Shard) and p.padding]
+    size = x.nbytes // x.shape[pads[0].dim] * pads[0].padded(x.shape[pads[0].dim]) if pads else x.nbytes
+    sent = size // n if forward == "all_to_all" else size
     want = [CommRecord(k, ("a",), sent, d, "node") for k, d in ((forward, "forward"), (backward, "backward")) if k and n > 1]
     assert all(r == want for r in records)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("s", DIGITS, ids=str)
+@pytest.mark.parametrize("s", [*DIGITS, *PADDED], ids=str)
 @pytest.mark.parametrize("name", WITH_DIGIT)
 def test_a_conversion_of_a_digit_and_its_transpose(name: str, s: Shard, n: int) -> None:
     op, before, after, forward, backward = WITH_DIGIT[name]
 
     def call(x: Tensor, mesh: LoopbackMesh, tag: str) -> Tensor:
-        return op(x, mesh, "a", s.dim, s.split, s.sections, tag)
+        return op(x, mesh, "a", s.dim, s.split, s.sections, s.padding, s.blocks, tag=tag)
 
     check(call, s if before == "digit" else before, s if after == "digit" else after, n, forward, backward)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardc.mesh import Mesh
-from shardc.placement import DTYPES, REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, chunks, parse, show, unchunk
+from shardc.placement import DTYPES, REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, chunks, parse, show, trim, unchunk, widen
 
 torch.set_num_threads(1)
 settings.register_profile("shardc", deadline=None, max_examples=150, derandomize=True)
@@ -38,12 +38,16 @@ def cases(draw: st.DrawFn, marks: bool = False) -> Case:
             placements[axes[0]] = Shard(d, 1, sections)
             shape.append(sum(sections))
             continue
-        split = 1
+        split, blocks, digits = 1, 0, {}
         for a in axes:  # digits from the major one down, with free digits between them
             split *= draw(st.integers(1, 3))
-            placements[a] = Shard(d, split)
+            blocks = blocks or split
+            digits[a] = split
             split *= mesh.size(a)
-        shape.append(split * draw(st.integers(1, 3)))
+        size = split * draw(st.integers(1, 3))
+        padding = draw(st.integers(0, size // blocks - 1)) if any(mesh.size(a) > 1 for a in axes) and draw(st.booleans()) else 0
+        placements |= {a: Shard(d, at, (), padding, blocks if padding else 1) for a, at in digits.items()}
+        shape.append(size - blocks * padding)
     if marks:
         for n in names:
             if where[n] < 0:
@@ -73,22 +77,22 @@ def test_join_is_the_inverse_of_local(case: Case) -> None:
 @given(cases())
 def test_every_element_lies_on_as_many_ranks_as_replicate_it(case: Case) -> None:
     mesh, shape, layout = case
-    seen = torch.zeros(math.prod(shape), dtype=torch.int64)
+    seen = torch.zeros(1 + math.prod(shape), dtype=torch.int64)
     for r in range(mesh.world):
-        seen[layout.local(numbered(shape), mesh, mesh.coords(r)).flatten()] += 1
-    assert seen.eq(mesh.world // math.prod(mesh.size(a) for a, _ in layout.shards())).all()
+        seen += torch.bincount(layout.local(1 + numbered(shape), mesh, mesh.coords(r)).flatten(), minlength=len(seen))
+    assert seen[1:].eq(mesh.world // math.prod(mesh.size(a) for a, _ in layout.shards())).all()
 
 
 @given(cases())
 def test_boxes_are_what_local_cuts(case: Case) -> None:
     mesh, shape, layout = case
-    whole = numbered(shape)
+    whole = 1 + numbered(shape)
     for r in range(mesh.world):
         local = layout.local(whole, mesh, mesh.coords(r))
-        found = torch.full(layout.local_shape(shape, mesh), -1)
+        found = torch.zeros(layout.local_shape(shape, mesh), dtype=torch.int64)  # as padding is
         for box in layout.boxes(shape, mesh, mesh.coords(r)):
             here = tuple(slice(a, a + n) for a, _, n in box)
-            assert (found[here] == -1).all(), "boxes overlap"
+            assert (found[here] == 0).all(), "boxes overlap"
             found[here] = whole[tuple(slice(g, g + n) for _, g, n in box)]
         assert torch.equal(found, local)
 
@@ -99,7 +103,7 @@ def test_boxes_are_as_few_as_can_be(case: Case) -> None:
     for r in range(mesh.world):
         for d in range(len(shape)):
             runs = sorted({box[d] for box in layout.boxes(shape, mesh, mesh.coords(r))})
-            assert all(a[1] + a[2] != b[1] for a, b in itertools.pairwise(runs)), "neighbours are not merged"
+            assert all((a[1] + a[2], a[0] + a[2]) != (b[1], b[0]) for a, b in itertools.pairwise(runs)), "neighbours are not merged"
 
 
 @given(cases(marks=True), st.sampled_from(list(DTYPES)))
@@ -117,9 +121,32 @@ def test_an_axis_cut_by_another_first_is_found_at_its_local_split(case: Case) ->
     for axis, shard in layout.shards():
         others = Layout.of({a: p for a, p in layout.items if a != axis}, mesh)
         cut = Shard(shard.dim, layout.local_split(axis, mesh), shard.sections)
-        parts = chunks(others.local(whole, mesh, coords), cut, mesh.size(axis))
+        rest = others.local(whole, mesh, coords)
+        rest = rest if others.shards(shard.dim) else widen(rest, shard)
+        parts = chunks(rest, cut, mesh.size(axis))
         assert torch.equal(parts[coords[axis]], layout.local(whole, mesh, coords))
-        assert torch.equal(unchunk(parts, cut), others.local(whole, mesh, coords))
+        assert torch.equal(unchunk(parts, cut), rest)
+
+
+@pytest.mark.parametrize("s", [Shard(0, 1, (), 2), Shard(1, 3, (), 1, 3), Shard(1, 2, (), 3, 2)], ids=str)
+def test_trim_is_the_inverse_of_widen(s: Shard) -> None:
+    x = 1 + numbered((4, 6, 5))
+    wide = widen(x, s)
+    assert wide.shape[s.dim] == s.padded(x.shape[s.dim]) == x.shape[s.dim] + s.blocks * s.padding
+    assert torch.equal(trim(wide, s), x)
+    assert int((wide == 0).sum()) == wide.numel() - x.numel()
+
+
+def test_inputs_are_padded_by_copies() -> None:
+    assert widen(torch.tensor([5, 6]), Shard(0, 1, (), 3), copies=True).tolist() == [5, 6, 5, 6, 5]
+
+
+def test_a_layout_says_what_padding_does_not_fit() -> None:
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    assert Layout.of({"tp": Shard(0, 1, (), 1)}, mesh).fits((7,), mesh) == ""
+    assert "does not divide" in Layout.of({"tp": Shard(0, 1, (), 2)}, mesh).fits((7,), mesh)
+    assert "differently" in Layout.of({"dp": Shard(0, 1), "tp": Shard(0, 2, (), 1)}, mesh).fits((8,), mesh)
+    assert "blocks" in Layout.of({"tp": Shard(0, 1, (), 1, 2)}, mesh).fits((8,), mesh)
 
 
 def test_chunks_are_views_where_nothing_has_to_move() -> None:

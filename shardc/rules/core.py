@@ -15,7 +15,7 @@ extra   further strategies that no factor expresses (a vocabulary, unequal secti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,9 @@ from torch import fx
 from shardc.mesh import Mesh
 from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Placement, Shard
 from shardc.program import Value
+from shardc.rules import notation
 from shardc.rules.notation import Signature, parse
+from shardc.runtime import ops
 
 
 @dataclass(frozen=True)
@@ -109,16 +111,27 @@ class LocalCall:
     def split(self, factor: str) -> list[str]:
         return [a for a, s in self.strategies.items() if s.kind == "split" and s.base == factor]
 
-    def same(self, **replace: Any) -> fx.Node:
+    def without_padding(self, x: fx.Node, operand: int, dim: int, fill: float) -> fx.Node:
+        """x, which is the operand as this rank has it, with `fill` in the padding of a dim."""
+        return fill_padding(self.emit, x, replace(self.call.operands[operand], layout=self.inputs[operand]), dim, self.mesh_node, fill)
+
+    def same(self, **other: Any) -> fx.Node:
         """The same call with some positional (`_0=`, `_1=`, ...) or named arguments replaced."""
         args = list(self.args)
         kwargs = dict(self.kwargs)
-        for name, value in replace.items():
+        for name, value in other.items():
             if name.startswith("_") and int(name[1:]) < len(args):
                 args[int(name[1:])] = value
             elif not name.startswith("_"):
                 kwargs[name] = value
         return self.emit(self.call.target, tuple(args), kwargs)
+
+
+def fill_padding(emit: Callable[..., fx.Node], x: fx.Node, value: Value, dim: int, mesh_node: fx.Node, fill: float) -> fx.Node:
+    """A call that sets the padding of one dim of a rank's value, and of its gradient to zero."""
+    shards = value.layout.shards(dim)
+    digits, (_, s) = tuple((a, s.split) for a, s in shards), shards[0]
+    return emit(ops.fill_padding, (x, mesh_node, dim, digits, value.shape[dim], s.padding, s.blocks, fill), {}, value=value)
 
 
 SignatureOf = Callable[[Call], Signature]
@@ -240,51 +253,76 @@ class Choices:
                 made.append(Strategy("partial", ins, (PARTIAL,) * len(self.call.results)))
         return made
 
-    def split(self, factor: str, digit: int, n: int, sections: tuple[int, ...] = ()) -> Strategy | None:
-        """Split a factor at an inner digit (or in sections) over n ranks; None if it does not divide."""
+    def split(
+        self, factor: str, digit: int, n: int, sections: tuple[int, ...] = (), padding: int = 0, blocks: int = 1
+    ) -> Strategy | None:  # fmt: skip
+        """Split a factor at an inner digit (or in sections, or padded) over n ranks; None if it does not divide.
+
+        padding, blocks: as in `Shard`, counted in this factor. What sums a padded factor away gets operands whose padding is zero.
+        """
         sig = self.signature
-        size = sig.sizes[factor]
+        if padding and (sections or digit % blocks or sig.sizes[factor] % blocks):
+            return None
+        size = sig.sizes[factor] + blocks * padding
         if size % (digit * n) or any(s % n for s in sections):
             return None
+
+        def shard(v: Value, operand: notation.Operand, place: tuple[int, int]) -> Shard | None:
+            dim, major = place
+            if sections and len(operand[dim]) != 1:
+                return None
+            if not padding:
+                return Shard(dim, major * digit, sections)
+            return Shard(dim, major * digit, (), padding * (v.shape[dim] // (major * sig.sizes[factor])), major * blocks)
+
         ins: list[Placement] = []
-        for i, (v, place) in enumerate(zip(self.call.operands, self.places[factor][0], strict=True)):
+        for i, (v, operand, place) in enumerate(zip(self.call.operands, sig.inputs, self.places[factor][0], strict=True)):
             if place is not None:
-                if sections and len(sig.inputs[i][place[0]]) != 1:
+                if (placed := shard(v, operand, place)) is None:
                     return None
-                ins.append(Shard(place[0], place[1] * digit, sections))
+                ins.append(placed)
             elif i in self.rule.added and factor in sig.summed:
                 ins.append(PARTIAL)
             else:
                 ins.append(VARYING if needs_vary(v) else REPLICATE)
         outs: list[Placement] = []
-        for o, place in zip(sig.outputs, self.places[factor][1], strict=True):
-            if place is None:
-                if factor not in sig.summed:
+        for v, operand, place in zip(self.call.results, sig.outputs, self.places[factor][1], strict=True):
+            if place is not None:
+                if (placed := shard(v, operand, place)) is None:
                     return None
-                outs.append(PARTIAL)
-            elif sections and len(o[place[0]]) != 1:
+                outs.append(placed)
+            elif factor not in sig.summed:
                 return None
             else:
-                outs.append(Shard(place[0], place[1] * digit, sections))
-        name = factor if digit == 1 and not sections else f"{factor}/{digit}" if not sections else f"{factor} by sections"
+                outs.append(PARTIAL)
+        name = f"{factor} by sections" if sections else factor if digit == 1 else f"{factor}/{digit}"
         return Strategy("split", tuple(ins), tuple(outs), name)
 
     def from_operand(self, i: int, placement: Placement, n: int) -> Strategy | None:
         """The split that takes operand i as it lies."""
-        return self._matching(self.signature.inputs[i], 0, i, placement, n)
+        return self._matching(self.signature.inputs[i], self.call.operands[i].shape, 0, i, placement, n)
 
     def from_result(self, i: int, placement: Placement, n: int) -> Strategy | None:
         """The split that makes result i lie so."""
-        return self._matching(self.signature.outputs[i], 1, i, placement, n)
+        return self._matching(self.signature.outputs[i], self.call.results[i].shape, 1, i, placement, n)
 
-    def _matching(self, operand: Any, side: int, i: int, placement: Placement, n: int) -> Strategy | None:
+    def _matching(
+        self, operand: notation.Operand, shape: tuple[int, ...], side: int, i: int, placement: Placement, n: int
+    ) -> Strategy | None:  # fmt: skip
         if not isinstance(placement, Shard):
             return None
+        sizes, p = self.signature.sizes, placement
         for factor, places in self.places.items():
             place = places[side][i]
-            if place is None or place[0] != placement.dim or placement.split % place[1]:
+            if place is None or place[0] != p.dim or p.split % place[1] or (p.sections and len(operand[p.dim]) != 1):
                 continue
-            digit = placement.split // place[1]
-            if self.signature.sizes[factor] % (digit * n) == 0 and (not placement.sections or len(operand[place[0]]) == 1):
-                return self.split(factor, digit, n, placement.sections)
+            digit = p.split // place[1]
+            padding, blocks = 0, 1
+            if p.padding:
+                inner = shape[p.dim] // (place[1] * sizes[factor])
+                if p.blocks % place[1] or p.padding % inner:
+                    continue
+                padding, blocks = p.padding // inner, p.blocks // place[1]
+            if (sizes[factor] + blocks * padding) % (digit * n) == 0:
+                return self.split(factor, digit, n, p.sections, padding, blocks)
         return None

@@ -19,8 +19,9 @@ aten = torch.ops.aten
 def by_vocabulary(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Rows of the table split: a rank looks up what it holds, other rows give zeros, the sum over ranks is the look-up."""
     for rows in sorted(available[0], key=repr):
-        fits = isinstance(rows, Shard) and rows.dim == 0 and not rows.sections and call.operands[0].shape[0] % (rows.split * n) == 0
-        if fits and not _by_frequency(call):
+        if not isinstance(rows, Shard) or rows.dim != 0 or rows.sections or _by_frequency(call):
+            continue
+        if rows.padded(call.operands[0].shape[0]) % (rows.split * n) == 0:
             yield Strategy("vocabulary", (rows, REPLICATE), (PARTIAL,))
 
 
@@ -28,9 +29,9 @@ def local_embedding(call: LocalCall) -> fx.Node:
     axes = call.axes("vocabulary")
     if not axes:
         return call.same()
-    digits = tuple((a, s.split) for a, s in call.inputs[0].shards(0))
-    padding = call.call.arg(2, "padding_idx", -1)
-    return call.emit(ops.embedding_partial, (*call.args[:2], call.mesh_node, digits, call.call.operands[0].shape[0], padding), {})
+    shards = call.inputs[0].shards(0)
+    digits, rows = tuple((a, s.split) for a, s in shards), shards[0][1].padded(call.call.operands[0].shape[0])
+    return call.emit(ops.embedding_partial, (*call.args[:2], call.mesh_node, digits, rows, call.call.arg(2, "padding_idx", -1)), {})
 
 
 def embedding(call: Call) -> Signature:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -30,7 +32,7 @@ def by_classes(call: Call, n: int, available: Sequence[frozenset[Placement]]) ->
     """Vocabulary-parallel cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3)."""
     d = _class_dim(call)
     for c in sorted(available[0], key=repr):
-        if isinstance(c, Shard) and c.dim == d and not c.sections and call.operands[0].shape[d] % (c.split * n) == 0:
+        if isinstance(c, Shard) and c.dim == d and not c.sections and c.padded(call.operands[0].shape[d]) % (c.split * n) == 0:
             yield Strategy("classes", (c, REPLICATE), (REPLICATE,))
 
 
@@ -40,8 +42,12 @@ def local_nll(call: LocalCall) -> fx.Node:
     if not split:
         return call.same()
     axes, c = call.mesh.collapse(split), _class_dim(call.call)
-    digits = tuple((a, s.split) for a, s in call.inputs[0].shards(c))
+    shards = call.inputs[0].shards(c)
+    digits, classes = tuple((a, s.split) for a, s in shards), call.call.operands[0].shape[c]
     logits, target, ignore = call.args
+    if shards[0][1].padding:
+        logits = call.without_padding(logits, 0, c, -math.inf)
+        classes = shards[0][1].padded(classes)
     out = call.call.results[0]
     layout = call.outputs[0]
     flat = Value(out.shape, out.dtype, False, _on(layout, split, Partial("max"), call.mesh))
@@ -52,7 +58,7 @@ def local_nll(call: LocalCall) -> fx.Node:
         ops.all_reduce_max, (top, call.mesh_node, axes), {}, value=Value(out.shape, out.dtype, False, layout),
         collective=Collective("all_reduce", "none", axes, size, "loss over split classes: the largest logit"),
     )  # fmt: skip
-    parts = call.emit(ops.nll_parts, (logits, target, top, call.mesh_node, digits, call.call.operands[0].shape[c], ignore), {}, value=pair)
+    parts = call.emit(ops.nll_parts, (logits, target, top, call.mesh_node, digits, classes, ignore), {}, value=pair)
     whole = Value((2, *out.shape), out.dtype, True, _shifted(layout))
     parts = call.emit(
         ops.all_reduce, (parts, call.mesh_node, axes), {}, value=whole,
@@ -69,7 +75,7 @@ def _on(layout: Layout, axes: Sequence[str], placement: Placement, mesh: Mesh) -
 
 def _shifted(layout: Layout) -> Layout:
     """The layout of the result under one more leading dim."""
-    return Layout(tuple((a, Shard(p.dim + 1, p.split, p.sections) if isinstance(p, Shard) else p) for a, p in layout.items))
+    return Layout(tuple((a, replace(p, dim=p.dim + 1) if isinstance(p, Shard) else p) for a, p in layout.items))
 
 
 rule(ops.nll, nll, local=local_nll, extra=by_classes)

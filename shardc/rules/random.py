@@ -13,7 +13,9 @@ def local_dropout(call: LocalCall) -> fx.Node:
     shape = call.call.results[0].shape
     layout = call.outputs[0]
     digits = tuple((s.dim, axis, s.split, s.sections) for axis, s in layout.shards())
-    return call.emit(call.call.target, (*call.args[:4], call.mesh_node, shape, digits), {}) if digits else call.same()
+    paddings = tuple((s.dim, s.padding, s.blocks) for s in layout.paddings())
+    args = (*call.args[:4], call.mesh_node, shape, digits, *((paddings,) if paddings else ()))
+    return call.emit(call.call.target, args, {}) if digits else call.same()
 
 
 rule(ops.dropout, broadcast, linear="0", local=local_dropout)
