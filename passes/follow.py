@@ -3,7 +3,7 @@
     fc: linear(x, w1[n k])   ->  gelu  ->  out: linear(y, w2[m n])
     follow w2's dim n        ->  y split, gelu split, fc's result split, w1's dim n split; reads x whole, hands out a partial sum
 
-A `Region` is the closure: every op that the split reaches, backward through `Choices.from_result`, forward through `from_operand`.
+A `Region` is the closure: every op that the split reaches, backward and forward through the ops' factors.
 It ends where an op reads a value whole (an entry: its gradient is summed) and where the factor is summed away (an exit: the sum
 of forward). Names, module classes and models play no part. Sizes of axes play none either: the digit is what is followed.
 """
@@ -141,7 +141,7 @@ class Follower:
     def by_result(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
         """The way of running an op that makes result i lie so."""
         choices = self.choices(node)
-        if (found := choices.from_result(i, p, _SAME)) is not None:
+        if (found := _matching(choices, 1, i, p)) is not None:
             return found
         # an op of several results may cut its operand by sections: one for each
         parts = tuple(v.shape[p.dim] for v in choices.call.results if p.dim < len(v.shape))
@@ -150,7 +150,7 @@ class Follower:
     def by_operand(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
         """The way of running an op that takes operand i as it lies."""
         choices = self.choices(node)
-        return choices.from_operand(i, p, _SAME) or next((s for s in self._extra(choices, p) if s.inputs[i] == p), None)
+        return _matching(choices, 0, i, p) or next((s for s in self._extra(choices, p) if s.inputs[i] == p), None)
 
     def _extra(self, choices: Choices, *lie: Placement) -> Iterable[Strategy]:
         """The strategies that no factor expresses, if the operands may lie so."""
@@ -164,6 +164,19 @@ class Follower:
             choices = self.choices(node)
             found += choices.rule.flops(choices.call) if choices.rule.flops else 0
         return found
+
+
+def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:
+    """The split of the factor whose digit a placement of operand (side 0) or result (side 1) i names, whatever number of ranks."""
+    dims = (choices.signature.inputs, choices.signature.outputs)[side][i]
+    for factor, places in choices.places.items():
+        place = places[side][i]
+        if place is None or place[0] != p.dim or p.split % place[1] or (p.sections and len(dims[p.dim]) != 1):
+            continue
+        digit, size = p.split // place[1], choices.signature.sizes[factor]
+        if digit < size and size % digit == 0:
+            return choices.split(factor, digit, _SAME, p.sections)
+    return None
 
 
 def uses(key: Key) -> Iterator[tuple[fx.Node, int]]:

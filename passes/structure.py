@@ -28,11 +28,11 @@ from shardc.rules.core import needs_vary
 aten = torch.ops.aten
 
 
-def choose(program: Program, fixed: Mapping[str, Shard | None], axis: str, n: int, where: str) -> Plan:
+def choose(program: Program, fixed: Mapping[str, Shard | None], axis: str, n: int, where: str, *, pad: bool = False) -> Plan:
     """The weights to split over an axis of n ranks, with notes on what was left whole.
 
     fixed: parameters that the user has placed (None = whole on this axis). A region that needs one of them otherwise is left out.
-    where: the spec's line, for causes. Raises ShardcError if there is nothing to split.
+    where: the spec's line, for causes. pad: sizes that n does not divide are split as well, and padded. Raises ShardcError if there is nothing to split.
     """
     follower = Follower(program)
     found: dict[str, tuple[Shard, str]] = {}
@@ -41,14 +41,14 @@ def choose(program: Program, fixed: Mapping[str, Shard | None], axis: str, n: in
     for region in _ranked(follower, _candidates(follower, program)):
         if taken.isdisjoint(region.ops) and all(fixed.get(p.name, s) == s for p, s in region.params.items()):
             taken |= region.ops.keys()
-            if odd := _uneven(program, region, axis, n):
+            if odd := "" if pad else _uneven(program, region, axis, n):
                 notes.append(f"{where} use: structure: {odd}")
                 continue
             why = f"{where} use: structure '{_story(region)}'"
             found |= {p.name: (s, why) for p, s in region.params.items() if p.name not in fixed}
     for p, node in ((p, follower.placeholders[p.name]) for p in program.params if p.name not in found and p.name not in fixed):
         if taken.isdisjoint(node.users) and _vocabulary(follower, node):
-            if p.shape[0] % n:
+            if p.shape[0] % n and not pad:
                 notes.append(f"{where} use: structure: {p.fqn} is left whole: its {p.shape[0]} rows do not divide by {axis}={n}")
             else:
                 found[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
