@@ -215,15 +215,16 @@ def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[tuple[tuple[int
 
 
 def widen(x: torch.Tensor, s: Shard, *, copies: bool = False) -> torch.Tensor:
-    """x with the padding of a shard: zeros, or copies of what the dim begins with. x itself where there is none."""
+    """x with the padding of a shard: zeros, or copies of what each block begins with. x itself where there is none."""
     if not s.padding:
         return x
     d, size = s.dim, x.shape[s.dim]
+    block = size // s.blocks
+    seen = x.reshape(*x.shape[:d], s.blocks, block, *x.shape[d + 1 :])
     if copies:
-        assert s.blocks == 1, "inputs are padded at their end"
-        return x.index_select(d, torch.arange(size + s.padding, device=x.device) % size)
-    seen = x.reshape(*x.shape[:d], s.blocks, size // s.blocks, *x.shape[d + 1 :])
-    wide = torch.nn.functional.pad(seen, (*[0, 0] * (x.dim() - 1 - d), 0, s.padding))
+        wide = seen.index_select(d + 1, torch.arange(block + s.padding, device=x.device) % block)
+    else:
+        wide = torch.nn.functional.pad(seen, (*[0, 0] * (x.dim() - 1 - d), 0, s.padding))
     return wide.reshape(*x.shape[:d], s.padded(size), *x.shape[d + 1 :])
 
 

@@ -99,15 +99,15 @@ def summands(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
     return [*some, x - sum(some)] if some else [x]
 
 
-def spread(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> list[Tensor]:
-    """A global tensor as every rank holds it: its part, or a random summand, or all of it."""
+def spread(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator, *, filled: bool = True) -> list[Tensor]:
+    """A global tensor as every rank holds it: its part, or a random summand, or all of it. Padding holds numbers that must not count."""
     axes = partial_axes(layout)
     terms = summands(x, len(mesh.group(0, axes)), generator)
     mine = [terms[mesh.group(rank, axes).index(rank)] for rank in range(mesh.world)]
-    return [layout.local(m, mesh, mesh.coords(rank)).clone() for rank, m in enumerate(mine)]
+    return [layout.local(m, mesh, mesh.coords(rank), copies=filled).clone() for rank, m in enumerate(mine)]
 
 
-def differs(parts: Sequence[Tensor], layout: Layout, mesh: Mesh, expected: Tensor, rtol: float | None) -> str:
+def differs(parts: Sequence[Tensor], layout: Layout, mesh: Mesh, expected: Tensor, rtol: float | None, *, gradient: bool = False) -> str:
     """What is wrong with parts that should make up `expected`; "" if nothing. rtol None: only shapes and dtypes count."""
     axes = partial_axes(layout)
     for rank in range(mesh.world):
@@ -117,6 +117,8 @@ def differs(parts: Sequence[Tensor], layout: Layout, mesh: Mesh, expected: Tenso
         for term in more:
             found = found + term
         want = layout.local(expected, mesh, mesh.coords(rank))
+        if not gradient and layout.paddings():  # a result's padding may be anything, a gradient's is zero
+            found = found.masked_fill(layout.local(torch.ones_like(expected, dtype=torch.bool), mesh, mesh.coords(rank)).logical_not(), 0)
         if found.shape != want.shape or found.dtype != want.dtype:
             return f"rank {rank} has {found.dtype}{list(found.shape)}, not {want.dtype}{list(want.shape)}"
         if rtol is None or found.numel() == 0:
@@ -212,7 +214,7 @@ class Case:
         )
         self.node.meta["strategies"] = strategies
         held = [spread(x, layout, mesh, self.generator) for x, layout in zip(self.tensors, ins, strict=True)]
-        weights = [w if w is None else spread(w, dual(o), mesh, self.generator) for w, o in zip(self.weights, outs, strict=True)]
+        weights = [w if w is None else spread(w, dual(o), mesh, self.generator, filled=False) for w, o in zip(self.weights, outs, strict=True)]
 
         def one_rank(rank: int, runtime: Any) -> tuple[list[Tensor], list[Tensor | None]]:
             leaves = [h[rank].requires_grad_(h[rank].is_floating_point()) for h in held]
@@ -228,7 +230,7 @@ class Case:
             if what := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol):
                 return f"result {i}: {what}"
         for i, (grad, layout) in enumerate(zip(self.grads, ins, strict=True)):
-            if grad is not None and (what := differs([grads[i] for _, grads in ranks], dual(layout), mesh, grad, self.rtol)):
+            if grad is not None and (what := differs([grads[i] for _, grads in ranks], dual(layout), mesh, grad, self.rtol, gradient=True)):
                 return f"gradient of operand {i}: {what}"
         return ""
 
@@ -253,6 +255,8 @@ def strategies(choices: Choices, n: int) -> Iterator[Strategy]:
         tried = [choices.split(factor, d, n) for d in digits]
         if digits and size > n:
             tried.append(choices.split(factor, 1, n, (n, size - n)))
+        if size % n and size > 1:
+            tried.append(choices.split(factor, 1, n, (), -size % n))
         yield from (s for s in tried if s is not None)
     if choices.rule.extra:
         yield from choices.rule.extra(choices.call, n, [Anything()] * len(choices.call.operands))

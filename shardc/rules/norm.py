@@ -43,9 +43,8 @@ def group_norm(call: Call) -> Signature:
 
 
 def local_group_norm(call: LocalCall) -> fx.Node:
-    groups: int = call.call.arg(1, "num_groups")
-    for axis in call.split("g"):
-        groups //= call.mesh.size(axis)
+    whole, groups = call.call.operands[0].shape, call.call.arg(1, "num_groups")
+    groups = call.inputs[0].local_shape(whole, call.mesh)[1] // (whole[1] // groups)
     return call.same(_1=groups)
 
 
