@@ -1,0 +1,91 @@
+"""Key-value heads that ranks share: fewer of them than ranks, down to one, without a gather of keys or values."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+
+import shardc
+from shardc.mesh import Mesh
+from shardc.passes import heads
+from shardc.passes.heads import Shared
+from tests import zoo
+from tests.test_equal import SHARD, assert_equal
+
+
+def llama(kv: int, attention: str = "sdpa") -> zoo.Built:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=zoo.VOCAB, hidden_size=zoo.HIDDEN, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=kv, attn_implementation=attention,
+    )  # fmt: skip
+    return zoo.ready(LlamaForCausalLM(config), torch.float64), {"input_ids": zoo.tokens(), "labels": zoo.labels()}
+
+
+def equal(built: zoo.Built, spec: dict[str, Any]) -> tuple[shardc.Program, Any]:
+    model, batch = built
+    with zoo.Wide():
+        loss = model(**batch).loss
+        loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        program = shardc.compile(model, batch, spec)
+    sim = shardc.simulate(program, model, batch)
+    assert_equal(sim, loss.detach(), grads)
+    return program, sim
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("kv", "tp"), [(2, 4), (2, 8), (4, 8), (1, 2), (1, 4)])
+def test_fewer_key_value_heads_than_ranks(kv: int, tp: int, attention: str) -> None:
+    program, sim = equal(llama(kv, attention), {"shardc": 1, "mesh": {"tp": tp}, "shard": SHARD["llama"]})
+    count = collections.Counter((c.kind, c.axis, c.direction) for c in sim.comms)
+    forward = count.pop(("all_reduce", "tp", "forward"))
+    assert forward == 4 + 1 + 2  # two a layer, the embedding, the loss
+    gradients = ("all_reduce", "tp.1" if kv > 1 else "tp", "backward")
+    assert count == collections.Counter({("all_reduce", "tp", "backward"): 5}) + collections.Counter({gradients: 1}), "one bucket for k and v"
+    assert not program.notes
+    k = program.param("model.layers.0.self_attn.k_proj.weight")
+    assert k.value.local_shape(program.mesh)[0] == 8  # one head of 8
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_shared_heads_between_sequence_parallel_blocks(attention: str) -> None:
+    spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 4}, "shard": SHARD["llama"], "activations": {"model.embed_tokens": {1: "tp"}}}
+    program, sim = equal(llama(2, attention), spec)
+    count = collections.Counter((c.kind, c.axis) for c in sim.comms if c.direction == "forward")
+    assert count == {("reduce_scatter", "tp"): 5, ("all_gather", "tp"): 5, ("all_reduce", "tp"): 2, ("all_reduce", "dp"): 2}
+    assert not program.notes
+
+
+def test_an_axis_is_seen_in_digits_only_where_heads_need_it() -> None:
+    mesh = Mesh((("dp", 2), ("tp", 8)))
+    assert heads.refine(mesh, "tp", [Shared(8, 32)]) == mesh
+    assert heads.refine(mesh, "tp", [Shared(1, 32)]) == mesh
+    assert heads.refine(mesh, "tp", [Shared(3, 24)]) == mesh  # 3 does not divide 8
+    assert heads.refine(mesh, "tp", [Shared(2, 12)]) == mesh  # 12 queries' heads do not either
+    assert heads.refine(mesh, "tp", [Shared(2, 8)]).axes == (("dp", 2), ("tp.0", 2), ("tp.1", 4))
+    assert heads.refine(mesh, "tp", [Shared(2, 8), Shared(4, 8)]).axes == (("dp", 2), ("tp.0", 2), ("tp.1", 2), ("tp.2", 2))
+
+
+def test_digits_whose_ranks_share_a_head() -> None:
+    mesh = Mesh((("tp", 8),)).refine("tp", 2, 2)
+    assert heads.shares(mesh, "tp", Shared(2, 8)) == ["tp.1", "tp.2"]
+    assert heads.shares(mesh, "tp", Shared(4, 8)) == ["tp.2"]
+    assert heads.shares(mesh, "tp", Shared(1, 8)) == ["tp.0", "tp.1", "tp.2"]
+    assert heads.shares(mesh, "tp", Shared(8, 8)) == []
+
+
+def test_the_name_of_an_axis_stands_for_its_digits() -> None:
+    mesh = Mesh((("dp", 2), ("tp", 8))).refine("tp", 2)
+    assert mesh.size("tp") == 8
+    assert mesh.parts("tp") == ("tp.0", "tp.1")
+    assert mesh.collapse(["tp.1", "dp", "tp.0"]) == ("dp", "tp")
+    assert mesh.collapse(["tp.1", "dp"]) == ("dp", "tp.1")
+    assert mesh.group(9, ["tp"]) == tuple(range(8, 16))
+    with pytest.raises(KeyError):
+        mesh.parts("cp")
