@@ -27,7 +27,7 @@ def join_slices(graph: fx.Graph) -> None:
         slices: dict[int, list[fx.Node]] = {}
         for user in node.users:
             if user.target is aten.slice.Tensor and len(user.args) == 4 and user.args[0] is node:
-                slices.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
+                slices.setdefault(int(user.args[1]), []).append(user)
         for d, cuts in slices.items():
             _join(graph, node, d, cuts)
 

@@ -91,7 +91,7 @@ class Follower:
             clash = next((k for k in (*region.entries, *region.exits) if k in region.values), None)
             stopped = Blocked(clash[0], "is needed whole and split") if clash else None
         if stopped is not None:  # whatever leads here is blocked as well
-            self.blocked |= {(k, p): stopped for k, p in region.values.items()}
+            self.blocked |= dict.fromkeys(region.values.items(), stopped)
             return stopped
         return region
 

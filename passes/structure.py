@@ -32,7 +32,8 @@ def choose(program: Program, fixed: Mapping[str, Shard | None], axis: str, n: in
     """The weights to split over an axis of n ranks, with notes on what was left whole.
 
     fixed: parameters that the user has placed (None = whole on this axis). A region that needs one of them otherwise is left out.
-    where: the spec's line, for causes. pad: sizes that n does not divide are split as well, and padded. Raises ShardcError if there is nothing to split.
+    where: the spec's line, for causes. pad: sizes that n does not divide are split as well, and padded.
+    Raises ShardcError if there is nothing to split.
     """
     follower = Follower(program)
     found: dict[str, tuple[Shard, str]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
-from tests import zoo
 from shardc.program import Program
+from tests import zoo
 from tests.zoo import Built
 
 USE = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}}
@@ -108,7 +109,7 @@ class Convs(nn.Module):
 class Plain(nn.Module):
     def __init__(self, *sizes: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
