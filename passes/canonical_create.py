@@ -25,3 +25,11 @@ def filled(emit: Emit, a: Args, out: Value) -> Result:
         if isinstance(fill, fx.Node):
             return emit(a.op, *a.named.values())
     return emit(aten.full.default, list(out.shape), fill, dtype=out.dtype)
+
+
+@rewrite("eye", "linspace", "logspace", "scalar_tensor", "zeros", "ones", "full", "arange")
+def made(emit: Emit, a: Args, out: Value) -> Result:
+    """A floating dtype is written down: left out it would be the default dtype of the process that runs the program."""
+    positional = [a.named[x.name] for x in a.op._schema.arguments if not x.kwarg_only]
+    dtype = out.dtype if a.get("dtype") is not None or out.dtype.is_floating_point or out.dtype.is_complex else None
+    return emit.typed(out, a.op, *positional, **({} if dtype is None else {"dtype": dtype}))

@@ -49,8 +49,18 @@ def ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 class Wide(TorchFunctionMode):
     """`with Wide():` what a model casts to float32 (for stability in low precision) stays float64, in eager and in capture.
 
-    transformers' norms and losses do so; without this a float64 comparison would see float32 noise.
+    transformers' norms and losses do so; without this a float64 comparison would see float32 noise. Tensors that are made without
+    a dtype are float64 too: a mask filled with float32's least number among float64 scores is an error in some models.
     """
+
+    def __enter__(self) -> Any:
+        self.default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_default_dtype(self.default)
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
