@@ -21,7 +21,6 @@ from shardc.place import result, tensors, values
 from shardc.rules import core
 
 aten = torch.ops.aten
-_PARTS = ("split", "slice", "select", "unbind", "narrow", "chunk", "getitem")
 
 
 @dataclass(frozen=True)
@@ -106,22 +105,26 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _weights(heads: fx.Node) -> Iterator[fx.Node]:
-    """The operands of the matrix products that a value comes from, with nothing but views and pointwise ops in between."""
+    """The operands of the matrix products that a value comes from, with nothing but views, parts and pointwise ops in between."""
     todo, seen = [(heads, False)], {heads}
     while todo:
         node, part = todo.pop()
-        if node.op != "call_function":
+        op, _ = result(node)
+        if op.op != "call_function":
             continue
-        part = part or any(word in str(node.target) for word in _PARTS)
-        rule = core.find(node.target)
+        rule = core.find(op.target)
         if rule is not None and rule.flops is not None:
-            if part or math.prod(_shape(node)) == math.prod(_shape(heads)):  # just these heads, or a fused weight with others
-                yield from _operands(node)
+            if part or _numel(node) == _numel(heads):  # a fused weight that makes other heads too, or just these
+                yield from _operands(op)
             continue
-        for source in tensors(node):
+        for source in tensors(op):
             if source not in seen:
                 seen.add(source)
-                todo.append((source, part))
+                todo.append((source, part or _numel(node) < _numel(source)))
+
+
+def _numel(node: fx.Node) -> int:
+    return math.prod(_shape(node))
 
 
 def _operands(product: fx.Node) -> Iterator[fx.Node]:

@@ -62,6 +62,47 @@ def test_shared_heads_between_sequence_parallel_blocks(attention: str) -> None:
     assert not program.notes
 
 
+def fused(name: str) -> tuple[Any, dict[str, Any]]:
+    """(model, spec) with one weight for queries, keys and values: in thirds by sections, in groups, per head, for one key head."""
+    import transformers
+
+    common = {"vocab_size": zoo.VOCAB, "hidden_size": zoo.HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 8}
+    falcon = {"hidden_dropout": 0, "attention_dropout": 0, "bias": False, **common}
+    neox = {"*.query_key_value": "column", "*.dense": "row", "*.dense_h_to_4h": "column", "*.dense_4h_to_h": "row"}
+    if name.startswith("phi3"):
+        kv = int(name[-1])
+        config = transformers.Phi3Config(intermediate_size=128, num_key_value_heads=kv, pad_token_id=0, eos_token_id=1, **common)
+        return transformers.Phi3ForCausalLM(config), {
+            "*.qkv_proj.weight": {0: {"axis": "tp", "sections": [64, 8 * kv, 8 * kv]}}, "*.gate_up_proj.weight": {0: {"axis": "tp", "split": 2}},
+            "*.{o,down}_proj": "row",
+        }  # fmt: skip
+    if name == "neox":
+        config = transformers.GPTNeoXConfig(intermediate_size=128, **common)
+        return transformers.GPTNeoXForCausalLM(config), neox
+    if name == "bigcode":
+        config = transformers.GPTBigCodeConfig(
+            vocab_size=zoo.VOCAB, n_positions=64, n_embd=zoo.HIDDEN, n_layer=2, n_head=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            bos_token_id=1, eos_token_id=1,
+        )  # fmt: skip
+        return transformers.GPTBigCodeForCausalLM(config), {"*.c_attn": "column", "*.c_proj": "row", "*.c_fc": "column"}
+    options = {"grouped 4": (4, True, False, False), "grouped 2": (2, True, False, False), "one": (1, False, True, False), "alibi": (8, False, False, True)}
+    kv, grouped, one, alibi = options[name]
+    config = transformers.FalconConfig(num_kv_heads=kv, new_decoder_architecture=grouped, multi_query=one, alibi=alibi, **falcon)
+    return transformers.FalconForCausalLM(config), neox
+
+
+@pytest.mark.parametrize("name", ["phi3 4", "phi3 2", "grouped 4", "grouped 2", "one", "alibi", "neox", "bigcode"])
+def test_fused_weights_in_every_layout(name: str) -> None:
+    model, shard = fused(name)
+    batch = {"input_ids": zoo.tokens(), "labels": zoo.labels()}
+    program, sim = equal((zoo.ready(model, torch.float64), batch), {"shardc": 1, "mesh": {"tp": 4}, "shard": shard})
+    count = collections.Counter((c.kind, c.direction) for c in sim.comms if c.axis == "tp")
+    two = name.startswith("phi3") or name in ("alibi", "bigcode") and not getattr(model.config, "parallel_attn", False)
+    assert count["all_reduce", "forward"] == (4 if two else 2), "one of attention and MLP, or one of both where they are parallel"
+    assert set(count) == {("all_reduce", "forward"), ("all_reduce", "backward")}
+    assert not program.notes
+
+
 def test_an_axis_is_seen_in_digits_only_where_heads_need_it() -> None:
     mesh = Mesh((("dp", 2), ("tp", 8)))
     assert heads.refine(mesh, "tp", [Shared(8, 32)]) == mesh
