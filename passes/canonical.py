@@ -11,13 +11,15 @@ before                                              after
     scaled_dot_product_attention(q, k, v, None, 0.1)    matmul, softmax, dropout, matmul; one op without dropout
     arange(16, device=cpu)                              arange(16)                       the program says where it runs
 
-The rewrites stand in canonical_*.py, one file per kind of op. Random ops other than dropout are refused, naming the model's line.
+The rewrites stand in canonical_*.py, one file per kind of op. What has neither a rewrite nor a rule is taken apart by torch's own
+decompositions (canonical_decompose.py). Random ops other than dropout are refused, naming the model's line.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from shardc.passes import (  # noqa: F401 (they register)
     canonical_random,
     canonical_views,
 )
+from shardc.passes.canonical_decompose import decompose, needed
 from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
 from shardc.passes.canonical_slices import join_slices
 from shardc.program import Program, Value
@@ -85,19 +88,34 @@ def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
         assert isinstance(part, fx.Node)
         return part
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+    result = _canonical_call(emit, node.target, args, kwargs, node.meta["value"], node.name)
     if isinstance(node.target, OpOverload):
-        if (change := TABLE.get(values.op_name(node.target))) is not None:
-            result = change(emit, Args(node.target, args, kwargs), node.meta["value"])
-            _same_type(node, result)
-            return result
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise emit.refuse(
-                f"{node.target} draws random numbers, which differ on every mesh",
-                "draw them outside of the model and pass them in with the batch",
-            )
-        kwargs = {k: v for k, v in kwargs.items() if k not in _PLACE}
-    copy = emit.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-    copy.meta = {"source": emit.source, "value": _regraded(node.meta["value"], copy)}
+        _same_type(node, result)
+    return result
+
+
+def _canonical_call(
+    emit: Emit, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = None, name: str | None = None
+) -> Result:  # fmt: skip
+    """One call of an op, rewritten; taken apart if it has no rule. value: its type, where that is known."""
+    if value is None:
+        value = values.infer(op, args, {k: v for k, v in kwargs.items() if k not in _PLACE})
+    if not isinstance(op, OpOverload):
+        return _copied(emit, op, args, kwargs, value, name)
+    if (change := TABLE.get(values.op_name(op))) is not None:
+        return change(emit, Args(op, args, kwargs), value)
+    if needed(op) and (parts := decompose(emit, op, args, kwargs, partial(_canonical_call, emit))) is not None:
+        return parts
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        raise emit.refuse(
+            f"{op} draws random numbers, which differ on every mesh", "draw them outside of the model and pass them in with the batch"
+        )
+    return _copied(emit, op, args, {k: v for k, v in kwargs.items() if k not in _PLACE}, value, name)
+
+
+def _copied(emit: Emit, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, name: str | None) -> fx.Node:
+    copy = emit.graph.create_node("call_function", target, args, kwargs, name=name)
+    copy.meta = {"source": emit.source, "value": _regraded(value, copy)}
     return copy
 
 

@@ -91,6 +91,7 @@ class Emit:
         self.graph, self.rng = graph, rng
         self.source = Source()
         self.known: dict[fx.Node, Tensor | None] = {}
+        self.decomposed: dict[str, fx.GraphModule | None] = {}  # calls that were taken apart (canonical_decompose.py)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of an aten op, its type inferred."""

@@ -5,13 +5,14 @@ Everything else in shardc uses torch's public API. Add a name here with the reas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch._decomp import decomposition_table  # torch's own decompositions, by op
 from torch._ops import HigherOrderOperator, OpOverload  # types of export's wrappers around regions of code, and of ops
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -19,12 +20,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 __all__ = [
-    "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "after_backward", "fake_mode", "fake_tensor",
-    "replaced_trunc_normal", "traced_node", "traced_with",
+    "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "after_backward", "decompositions", "fake_mode",
+    "fake_tensor", "replaced_trunc_normal", "traced_functional", "traced_node", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -57,6 +59,26 @@ def traced_node(x: Tensor) -> fx.Node | None:
         return None
     slot: Any = get_proxy_slot(x, mode.tracer, None)
     return slot.proxy.node if slot is not None else None
+
+
+def decompositions(op: OpOverload) -> list[Callable[..., Any]]:
+    """How torch takes an op apart: by its own code, if it is composed of other ops by definition; by its entry in torch's table."""
+    own = [op.decompose] if op._can_decompose() else []  # type: ignore[no-untyped-call]
+    return own + ([decomposition_table[op]] if op in decomposition_table else [])
+
+
+def traced_functional(
+    function: Callable[..., Any], types: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]
+) -> fx.GraphModule | None:
+    """The graph of a function on tensors of such shapes, dtypes and need of a gradient, in functional aten ops without composed
+    ones; None where it cannot be traced."""
+    with FakeTensorMode():
+        fakes = [torch.empty(shape, dtype=dtype, requires_grad=grad) for shape, dtype, grad in types]
+    try:
+        with torch.enable_grad():
+            return make_fx(dispatch_functionalize(function), tracing_mode="fake")(*fakes)
+    except Exception:  # torch's own Python, which raises anything on calls that it was not written for: then it is of no use
+        return None
 
 
 @contextmanager
