@@ -147,6 +147,7 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
         assert training == {name: m.training for name, m in model.named_modules()}
         gm = exported.graph_module
         cut = functional.inline_regions(gm)
+        functional.drop_checks(gm.graph)
         _check(gm.graph)
         signature = exported.graph_signature
         nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}

@@ -42,7 +42,7 @@ def ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     with torch.no_grad():
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            p.copy_(1 + 0.1 * noise if p.dim() == 1 else noise * p.shape[-1] ** -0.5)
+            p.copy_(1 + 0.1 * noise if p.dim() < 2 else noise * p.shape[-1] ** -0.5)
     return model.to(dtype).train()
 
 
@@ -63,6 +63,8 @@ class Wide(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty_strided:  # export copies constants with it, dtype by dtype
+            return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
         return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 
