@@ -35,6 +35,7 @@ def compile(
     overrides: tuple[str, ...] = (),
     world: int | None = None,
     prove: bool = True,
+    captured: Program | None = None,
     dump: str | Path | None = None,
     on_pass: Callable[[str], None] | None = None,
 ) -> Program:
@@ -45,7 +46,8 @@ def compile(
     spec: path, dict or Spec. mesh: sizes that override the spec's; overrides: dotted settings such as "data.zero=0".
     world: number of ranks, where known: it fills in an axis of size -1, and has to be what the mesh needs.
     loss: (model's output, batch) -> scalar; default: the output itself, its `.loss`, or its first element.
-    prove: run the captured graph once against the model on small real numbers. dump: folder for the text after every pass.
+    prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture` made of
+        the same model and batch, for trying several specs. dump: folder for the text after every pass.
     on_pass: called with each stage's name as it begins.
     Raises ShardcError for everything that is wrong with the input, all independent mistakes at once.
     """
@@ -54,7 +56,7 @@ def compile(
     carried = plans.read(model) if asked.shard_use == "model" else {}
     start = time.perf_counter()
 
-    program = steps.run("capture", lambda: capture(model, batch, loss=loss, prove=prove))
+    program = steps.run("capture", lambda: captured or capture(model, batch, loss=loss, prove=prove))
     program = steps.run("canonical", lambda: Canonical().run(program))
     notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
     program = steps.run("annotate", lambda: Annotate(asked, carried).run(program, asked.mesh))
@@ -63,7 +65,7 @@ def compile(
     program = steps.run("data", lambda: Data(bucket_mb=asked.data.bucket_mb).run(program, program.mesh))
 
     program.spec, program.notes = asked, (*notes, *program.notes)
-    program.meta |= {
+    program.meta = program.meta | {
         "model": type(model).__name__, "torch": str(torch.__version__), "compile_seconds": round(time.perf_counter() - start, 3),
         "pass_seconds": steps.seconds,
     }  # fmt: skip
