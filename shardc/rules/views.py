@@ -162,15 +162,22 @@ rule(aten.broadcast_to.default, expand, linear="0", local=local_size(1))
 
 
 def repeat(call: Call) -> Signature:
-    """Every dim comes out as (repeats, dim): major digits are copies."""
+    """Every dim comes out as (repeats, dim): major digits are copies, of which each rank may make some."""
     x, times = call.operands[0].shape, call.arg(1, "repeats")
     skip = len(times) - len(x)
     sizes = {f"d{skip + i}": s for i, s in enumerate(x)} | {f"r{i}": t for i, t in enumerate(times)}
     out = [tuple(f for f in ((f"r{i}",) if t > 1 else ()) + ((f"d{i}",) if i >= skip else ())) for i, t in enumerate(times)]
-    return _signature(call, [_names(len(times))[skip:]], [out], sizes, {f"r{i}" for i in range(len(times))})
+    return _signature(call, [_names(len(times))[skip:]], [out], sizes)
 
 
-rule(aten.repeat.default, repeat, linear="0")
+def local_repeat(call: LocalCall) -> fx.Node:
+    """As many copies as this rank makes."""
+    x, times = call.call.operands[0].shape, call.call.arg(1, "repeats")
+    own = (1,) * (len(times) - len(x)) + call.inputs[0].local_shape(x, call.mesh)
+    return call.same(_1=[t if not s else o // s for t, s, o in zip(times, own, call.out_shape, strict=True)])
+
+
+rule(aten.repeat.default, repeat, linear="0", local=local_repeat)
 
 
 def repeat_interleave(call: Call) -> Signature:
@@ -179,10 +186,17 @@ def repeat_interleave(call: Call) -> Signature:
         return _signature(call, [_names(len(x))], [[("o",)]], {**_sizes(x), "o": call.results[0].shape[0]}, {*_sizes(x), "o"})
     d, out = call.dim(dim), _names(len(x))
     out[d] = (f"d{d}", "r")
-    return _signature(call, [_names(len(x))], [out], {**_sizes(x), "r": call.arg(1, "repeats")}, {"r"})
+    return _signature(call, [_names(len(x))], [out], {**_sizes(x), "r": call.arg(1, "repeats")})
 
 
-rule(aten.repeat_interleave.self_int, repeat_interleave, linear="0")
+def local_repeat_interleave(call: LocalCall) -> fx.Node:
+    if not call.split("r"):
+        return call.same()
+    x, d = call.call.operands[0].shape, call.call.dim(call.call.arg(2, "dim"))
+    return call.same(_1=call.out_shape[d] // call.inputs[0].local_shape(x, call.mesh)[d])
+
+
+rule(aten.repeat_interleave.self_int, repeat_interleave, linear="0", local=local_repeat_interleave)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -194,7 +208,7 @@ def whole_dims(*dims_of: tuple[int, str, Any]) -> Any:
     def some_dims_whole(call: Call) -> Signature:
         x = call.operands[0].shape
         whole: set[int] = set()
-        for position, name, default in dims_of:
+        for position, name, default in dims_of if x else ():
             d = call.arg(position, name, default)
             whole |= {call.dim(i) for i in ([d] if isinstance(d, int) else d or range(len(x)))}
         names = _names(len(x))
@@ -335,3 +349,38 @@ def last_two_whole(call: Call) -> Signature:
 rule(aten.tril.default, last_two_whole, linear="0")
 rule(aten.triu.default, last_two_whole, linear="0")
 
+
+def diagonal(call: Call) -> Signature:
+    """x.diagonal(offset, dim1, dim2): both dims stay whole and become one, the last."""
+    x, y = call.operands[0].shape, call.results[0].shape
+    a, b = call.dim(call.arg(2, "dim1", 0)), call.dim(call.arg(3, "dim2", 1))
+    names = _names(len(x))
+    out = [*(n for i, n in enumerate(names) if i not in (a, b)), ("o",)]
+    return _signature(call, [names], [out], {**_sizes(x), "o": y[-1]}, {f"d{a}", f"d{b}", "o"})
+
+
+rule(aten.diagonal.default, diagonal, linear="0")
+
+
+def diag_embed(call: Call) -> Signature:
+    """The last dim becomes two, which stay whole."""
+    x, y = call.operands[0].shape, call.results[0].shape
+    a, b = (call.arg(i, n, d) % len(y) for i, n, d in ((2, "dim1", -2), (3, "dim2", -1)))
+    names, rest = _names(len(x)), iter(_names(len(x) - 1))
+    out: list[Dim] = [(f"o{i}",) if i in (a, b) else next(rest) for i in range(len(y))]
+    sizes = _sizes(x) | {f"o{i}": y[i] for i in (a, b)}
+    return _signature(call, [names], [out], sizes, {f"d{len(x) - 1}", f"o{a}", f"o{b}"})
+
+
+rule(aten.diag_embed.default, diag_embed, linear="0")
+
+
+def unfold(call: Call) -> Signature:
+    """x.unfold(dim, size, step): windows along a dim, their elements in a new last dim."""
+    x, y, d = call.operands[0].shape, call.results[0].shape, call.dim(call.arg(1, "dimension"))
+    names = _names(len(x))
+    out = [*names[:d], ("o",), *names[d + 1 :], ("w",)]
+    return _signature(call, [names], [out], {**_sizes(x), "o": y[d], "w": y[-1]}, {f"d{d}", "o", "w"})
+
+
+rule(aten.unfold.default, unfold, linear="0")
