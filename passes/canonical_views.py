@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -191,7 +192,34 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
     known = [emit.constant(i) if i is not None else None for i in indices]
     if _keeps_order(shape(x), out.shape, indices, known):
         return emit.reshape(x, out.shape)
-    return emit(aten.index.Tensor, x, indices)
+    rows = _picked_per_row(emit, x, indices, known, out)
+    return emit(aten.index.Tensor, x, indices) if rows is None else rows
+
+
+def _picked_per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | None], out: Value) -> fx.Node | None:
+    """`x[arange(b), i]`, a pooled token of every row, is a gather along the second dim: rows stay apart, and can be split.
+
+    Any number of whole `arange`s, each along a dim of its own, and behind them one index. None for all else.
+    """
+    at = [d for d, i in enumerate(indices) if i is not None]
+    *counted, d = at
+    if not counted or at != list(range(at[0], at[-1] + 1)):
+        return None
+    picked = shape(indices[d])
+    ndim = max(len(shape(indices[i])) for i in at)
+    for nth, i in enumerate(counted):
+        k = known[i]
+        wide = tuple(shape(x)[i] if j == nth else 1 for j in range(ndim))
+        if k is None or ((1,) * (ndim - k.dim()) + tuple(k.shape)) != wide or not torch.equal(k.flatten(), torch.arange(k.numel())):
+            return None
+    before, rows, rest = shape(x)[: at[0]], shape(x)[at[0] : d], shape(x)[d + 1 :]
+    own = ((1,) * (ndim - len(picked)) + picked)[len(counted) :]
+    index, where = indices[d], known[d]
+    if where is None or bool((where < 0).any()):
+        index = emit(aten.remainder.Scalar, index, shape(x)[d])  # negative indices count from the end
+    index = emit.expand(emit.reshape(index, (1,) * (ndim - len(picked)) + picked), (*rows, *own))
+    index = emit.reshape(index, (*[1] * len(before), *rows, math.prod(own), *[1] * len(rest)))
+    return emit.reshape(emit(aten.gather.default, x, d, emit.expand(index, (*before, *rows, math.prod(own), *rest))), out.shape)
 
 
 def _keeps_order(old: tuple[int, ...], new: tuple[int, ...], indices: list[Any], known: list[Tensor | None]) -> bool:
