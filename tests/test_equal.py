@@ -6,7 +6,6 @@ masks are not counter-based). `zoo.Wide` keeps transformers' float32 casts in fl
 
 from __future__ import annotations
 
-import collections
 import functools
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 import shardc
-from shardc.simulate import Simulation
 from tests import zoo
+from tests.equality import assert_equal, collectives
 
 MESHES: dict[str, dict[str, int]] = {
     "tp=2": {"dp": 1, "tp": 2}, "tp=4": {"dp": 1, "tp": 4}, "dp=2": {"dp": 2, "tp": 1}, "dp=4": {"dp": 4, "tp": 1},
@@ -65,14 +64,6 @@ def reference(name: str) -> tuple[Any, Any, Tensor, dict[str, Tensor]]:
     return model, batch, loss.detach(), grads
 
 
-def assert_equal(sim: Simulation, loss: Tensor, grads: dict[str, Tensor]) -> None:
-    assert abs(float(sim.loss - loss)) <= 1e-12 * abs(float(loss))
-    # a gradient that is zero in exact arithmetic (a key's bias) is rounding on both sides: measured against the whole
-    floor = 1e-3 * float(torch.stack([g.norm() for g in grads.values()]).norm())
-    off = {n: float((sim.grads[n] - g).norm()) / max(float(g.norm()), floor) for n, g in grads.items()}
-    assert not {n: e for n, e in off.items() if not e <= 1e-12}
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_one_device(name: str, mesh: str) -> None:
@@ -111,12 +102,6 @@ def test_dropout_does_not_know_the_mesh(name: str, mesh: str) -> None:
         program = shardc.compile(model, batch, spec_of(name, MESHES[mesh], sequence="tp" in mesh and mesh != "tp=4"))
     assert_equal(shardc.simulate(program, model, batch, seed=7), one.loss, one.grads)
     assert float((shardc.simulate(program, model, batch, seed=8).loss - one.loss).abs()) > 1e-6  # another seed, other masks
-
-
-def collectives(sim: Simulation, direction: str, axis: str = "tp") -> dict[str, int]:
-    """Kind -> count on one axis, without gradient buckets."""
-    found = [c.kind for c in sim.comms if c.direction == direction and c.axis == axis and not c.cause.startswith("gradients of")]
-    return dict(collections.Counter(found))
 
 
 @pytest.mark.parametrize("name", MODELS)

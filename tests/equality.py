@@ -1,0 +1,101 @@
+"""What tests of equality share: one device's loss and gradients in eager mode, what a mesh's differ by, and what it sent.
+
+    one = equality.reference(model, batch)
+    sim = one.on({"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}})
+    equality.assert_equal(sim, one.loss, one.grads)
+
+A reference is captured once; every spec is compiled from that.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.capture import capture
+from shardc.program import Program
+from shardc.simulate import Simulation
+from tests import zoo
+
+RTOL = 1e-12
+SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model and batch on one device in float64: loss, gradients by FQN, and the captured graph."""
+
+    model: nn.Module
+    batch: Any
+    loss: Tensor
+    grads: dict[str, Tensor]
+    captured: Program
+
+    def compile(self, spec: dict[str, Any]) -> Program:
+        with zoo.Wide():
+            return shardc.compile(self.model, self.batch, spec, captured=self.captured)
+
+    def on(self, spec: dict[str, Any]) -> Simulation:
+        return shardc.simulate(self.compile(spec), self.model, self.batch)
+
+
+def reference(build: Callable[[], tuple[nn.Module, Any]]) -> Reference:
+    """Build a model and run it in eager mode. Its loss: the output itself, `.loss`, or the first element."""
+    with zoo.Wide(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model's own
+        model, batch = build()
+        output = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else output.loss
+        loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return Reference(model, batch, loss.detach(), grads, capture(model, batch))
+
+
+def differences(sim: Simulation, loss: Tensor, grads: dict[str, Tensor]) -> tuple[float, dict[str, float]]:
+    """Relative differences of the loss and of every gradient.
+
+    A gradient that is zero in exact arithmetic (a key's bias) is rounding on both sides: measured against 1e-3 of the whole.
+    """
+    floor = 1e-3 * float(torch.stack([g.norm() for g in grads.values()]).norm())
+    off = {n: float((sim.grads[n] - g).norm()) / max(float(g.norm()), floor) for n, g in grads.items()}
+    return abs(float(sim.loss - loss)) / abs(float(loss)), off
+
+
+def assert_equal(sim: Simulation, loss: Tensor, grads: dict[str, Tensor], rtol: float = RTOL) -> None:
+    of_loss, of_grads = differences(sim, loss, grads)
+    assert of_loss <= rtol
+    assert not {n: e for n, e in of_grads.items() if not e <= rtol}
+
+
+def collectives(sim: Simulation, direction: str, axis: str = "tp") -> dict[str, int]:
+    """Kind -> count on one axis, without gradient buckets."""
+    found = [c.kind for c in sim.comms if c.direction == direction and c.axis == axis and not c.cause.startswith("gradients of")]
+    return dict(collections.Counter(found))
+
+
+def gathered(program: Program) -> list[str]:
+    """What the program gathers though nobody asked for it."""
+    return [n for n in program.notes if "gathered" in n]
+
+
+def record(
+    record_property: Callable[[str, object], None], model: str, mesh: str, one: Reference, program: Program, sim: Simulation
+) -> None:  # fmt: skip
+    """Leave a row for docs/models.md in the test's report (tests/bench/models.py reads it)."""
+    of_loss, of_grads = differences(sim, one.loss, one.grads)
+    sent = collections.Counter((c.axis, c.direction, SHORT[c.kind]) for c in sim.comms if not c.cause.startswith("gradients of"))
+    row = {
+        "model": model, "mesh": mesh, "loss": of_loss, "gradients": max(of_grads.values()),
+        "collectives": [[*key, n] for key, n in sorted(sent.items())],
+        "export": one.captured.meta["capture_seconds"], "compile": program.meta["compile_seconds"],
+    }  # fmt: skip
+    record_property("row", json.dumps(row))

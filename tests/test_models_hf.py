@@ -1,0 +1,115 @@
+"""transformers' models on meshes: loss and every gradient equal one device's, with no collective that a good engineer would not accept.
+
+Every listed family is tried with data and tensor parallelism, and its activations split by sequence; its weights are split as its
+own plan says, or, where it brings none, as its structure says. Many others (zoo/hf_more.py) are tried with data parallelism.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import shardc
+from shardc.passes import plans
+from tests import equality
+from tests.zoo import hf, hf_more
+
+Property = Callable[[str, object], None]
+MESHES: dict[str, dict[str, int]] = {
+    "dp=2": {"dp": 2, "tp": 1}, "dp=2 tp=2": {"dp": 2, "tp": 2}, "tp=4": {"dp": 1, "tp": 4}, "dp=2 tp=2 sp": {"dp": 2, "tp": 2},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """What tensor parallelism sends. forward, backward: all_reduces over tp of a step, without sequence parallelism.
+
+    first: activations whose sequence dim is split, the rest follows; gathers, scatters: what forward then sends over tp instead.
+    batch: gathers over dp, which the model's own loss needs. pooled: the head picks one token of a split sequence, which is gathered.
+    """
+
+    forward: int
+    backward: int
+    first: dict[str, dict[int, str]]
+    gathers: int = 0
+    scatters: int = 0
+    batch: int = 0
+    pooled: bool = False
+
+
+def at(pattern: str, dim: int = 1) -> dict[str, dict[int, str]]:
+    return {pattern: {dim: "tp"}}
+
+
+# Two layers. Forward: two sums a layer (attention, MLP; one for both in blocks where they are parallel; three in decoders with
+# cross-attention), one per vocabulary that is split, two for the loss over split classes. Backward: one for each input of column-parallel
+# weights: two a layer, the head's, one for all that read an encoder's output.
+DECODER = Megatron(forward=4 + 1 + 2, backward=4 + 1, first=at("model.embed_tokens"), gathers=5, scatters=5)
+LISTED: dict[str, Megatron] = {
+    "mistral": DECODER, "qwen2": DECODER, "qwen3": DECODER, "gemma2": DECODER, "phi3": DECODER, "persimmon": DECODER,
+    "gpt_neox": Megatron(2 + 2, 4 + 1, at("gpt_neox.embed_in"), 5, 2),  # parallel blocks with two norms; the plan splits no embedding
+    "opt": Megatron(4 + 1 + 2, 4 + 1, at("model.decoder.embed_tokens"), 5, 5),
+    "falcon": Megatron(2 + 1 + 2, 4 + 1, at("transformer.word_embeddings"), 5, 3),
+    "falcon_7b": Megatron(2 + 1 + 2, 2 + 1, at("transformer.word_embeddings"), 7, 3),  # the one key and value are gathered, not all heads
+    "falcon_alibi": Megatron(2 + 1 + 2, 2 + 1, at("transformer.word_embeddings"), 3, 3),
+    "mpt": Megatron(4 + 1 + 2, 4 + 1, at("transformer.wte"), 5, 5),
+    "bart": Megatron(10 + 2 + 2, 10 + 2, at("model.{encoder,decoder}.layernorm_embedding"), 12, 12),
+    "roberta": Megatron(4 + 2 + 2, 4 + 1, at("roberta.embeddings"), 5, 6),
+    "distilbert": Megatron(4 + 1 + 2, 4 + 1, at("distilbert.embeddings"), 5, 5),
+    "electra": Megatron(4 + 1 + 2, 4 + 1, at("electra.embeddings"), 5, 5),
+    "deberta_v2": Megatron(4 + 1 + 2, 4 + 1, at("deberta.embeddings"), 5, 5),
+    "vit": Megatron(4, 4, at("vit.embeddings"), 5, 4, pooled=True),
+    "deit": Megatron(4, 4, at("deit.embeddings"), 5, 4, pooled=True),
+    "swin": Megatron(8, 8, {}),
+    "convnext": Megatron(2, 2, {}),
+    "clip": Megatron(12, 12, {}, batch=1),  # text and images of the whole batch are compared with one another
+    "wav2vec2": Megatron(4, 4, at("wav2vec2.encoder.layer_norm"), 5, 4),
+    "whisper": Megatron(10 + 2 + 2, 10 + 2, at("model.decoder.embed_tokens") | at("model.encoder.conv2", 2), 12, 12),
+}  # fmt: skip
+CASES = [(name, mesh) for name, m in LISTED.items() for mesh in MESHES if m.first or not mesh.endswith("sp")]
+
+
+@functools.lru_cache(maxsize=2)  # cases stand in the order of models
+def reference(name: str) -> equality.Reference:
+    family = hf.FAMILIES.get(name) or hf_more.FAMILIES[name]
+    return equality.reference(lambda: hf.build(family))
+
+
+def spec_of(one: equality.Reference, mesh: str, first: dict[str, dict[int, str]]) -> dict[str, Any]:
+    use = "model" if plans.read(one.model) else "structure"
+    spec: dict[str, Any] = {"shardc": 1, "mesh": MESHES[mesh], "shard": {"use": use}}
+    return spec | ({"activations": first} if mesh.endswith("sp") else {})
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_equals_one_device(name: str, mesh: str, record_property: Property) -> None:
+    one, megatron = reference(name), LISTED[name]
+    program = one.compile(spec_of(one, mesh, megatron.first))
+    sim = shardc.simulate(program, one.model, one.batch)
+    equality.record(record_property, name, mesh, one, program, sim)
+    equality.assert_equal(sim, one.loss, one.grads)
+
+    wanted = ({"all_reduce": megatron.forward}, {"all_reduce": megatron.backward})
+    if mesh.endswith("sp"):
+        loss = {"all_reduce": 2} if megatron.forward % 2 or name in ("gpt_neox",) else {}
+        wanted = ({"all_gather": megatron.gathers, "reduce_scatter": megatron.scatters} | loss, {})
+    forward, backward = equality.collectives(sim, "forward"), equality.collectives(sim, "backward")
+    if "tp" in mesh:
+        assert forward == wanted[0]
+        assert not wanted[1] or backward == wanted[1]
+    assert len(equality.gathered(program)) == (megatron.batch if "dp=2" in mesh else 0) + (megatron.pooled and mesh.endswith("sp"))
+    others = set(forward) | set(backward) | set(equality.collectives(sim, "forward", "dp")) | set(equality.collectives(sim, "backward", "dp"))
+    assert "all_to_all" not in others
+
+
+@pytest.mark.parametrize("name", hf_more.FAMILIES)
+def test_data_parallel_of_many_others(name: str, record_property: Property) -> None:
+    one = reference(name)
+    program = one.compile({"shardc": 1, "mesh": {"dp": 2}})
+    sim = shardc.simulate(program, one.model, one.batch)
+    equality.record(record_property, name, "dp=2", one, program, sim)
+    equality.assert_equal(sim, one.loss, one.grads)
