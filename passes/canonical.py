@@ -31,7 +31,9 @@ from shardc.passes import (  # noqa: F401 (they register)
     canonical_loss,
     canonical_norm,
     canonical_pointwise,
+    canonical_moments,
     canonical_random,
+    canonical_recurrent,
     canonical_views,
 )
 from shardc.passes.canonical_decompose import decompose, needed

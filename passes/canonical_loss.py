@@ -102,8 +102,11 @@ def l1_loss(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss")
 def elementwise(emit: Emit, a: Args, out: Value) -> Result:
-    """The elementwise op, then the reduction as an op of its own."""
-    arguments = a.op._schema.arguments
-    positional = [0 if s.name == "reduction" else a[s.name] for s in arguments if not s.kwarg_only]
+    """The elementwise op, then its weight (a factor), then the reduction as ops of their own."""
+    arguments, own = a.op._schema.arguments, {"reduction": 0, "weight": None}
+    positional = [own.get(s.name, a[s.name]) for s in arguments if not s.kwarg_only]
     keywords = {s.name: a[s.name] for s in arguments if s.kwarg_only}
-    return emit.reduce(emit(a.op, *positional, **keywords), a.reduction)
+    per = emit(a.op, *positional, **keywords)
+    if a.get("weight") is not None:
+        per = emit(aten.mul.Tensor, per, a.weight)
+    return emit.reduce(per, a.reduction)

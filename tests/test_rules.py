@@ -39,6 +39,7 @@ STRICT_FOR_A_REASON = {
     ("aten.cat.default", "linear in 0"): EMPTY,
     ("aten.cat.default", "linear in 0 2"): EMPTY,
     ("aten.index.Tensor", "split d0 = o0"): "a mask makes sizes that depend on data: such graphs are not captured",
+    ("aten.index_put.default", "split i0, sum"): "one value for all entries would be added for padding too",
     ("batch_stat", "linear in 0"): "true in training only; outside it is the running statistic, counted once a rank",
     ("batch_stat", "linear in 0 1"): "the statistic is used more than once: it is summed before",
 }

@@ -1,9 +1,24 @@
 """Rules: one line an op, in factor notation (DESIGN 2.2). Importing this package registers all of them."""
 
-from shardc.rules import attention, conv, create, index, loss, matmul, norm, pointwise, random, reduce, views
+from shardc.rules import (
+    attention,
+    conv,
+    create,
+    fourier,
+    index,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    random,
+    recurrent,
+    reduce,
+    views,
+)
 from shardc.rules.core import RULES, Call, Choices, LocalCall, Operand, Rule, Strategy, find, rule
 
 __all__ = [
-    "RULES", "Call", "Choices", "LocalCall", "Operand", "Rule", "Strategy", "attention", "conv", "create", "find", "index", "loss",
-    "matmul", "norm", "pointwise", "random", "reduce", "rule", "views",
+    "RULES", "Call", "Choices", "LocalCall", "Operand", "Rule", "Strategy", "attention", "conv", "create", "find", "fourier", "index",
+    "linalg", "loss", "matmul", "norm", "pointwise", "random", "recurrent", "reduce", "rule", "views",
 ]  # fmt: skip

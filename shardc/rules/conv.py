@@ -5,36 +5,32 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import fx
 
-from shardc.rules.core import Call, rule
+from shardc.rules.core import Call, LocalCall, LocalOf, rule
 from shardc.rules.notation import Dim, Signature
 
 aten = torch.ops.aten
 
 
 def convolution(call: Call, groups: int, transposed: bool = False) -> Signature:
-    """x[b, i, ...], w[o, i, ...] -> y[b, o, ...]; with groups the channels of both are grouped and stay whole."""
+    """x[b, (g i), ...], w[(g o), i, ...] -> y[b, (g o), ...]: channels in groups; transposed: w[(g i), o, ...]."""
     x, w, y = call.operands[0].shape, call.operands[1].shape, call.results[0].shape
     space = len(w) - 2
     lead: list[Dim] = [("b",)] if len(x) == space + 2 else []
-    sizes = {"i": x[len(lead)], "o": y[len(lead)]} | ({"b": x[0]} if lead else {})
+    sizes = {"g": groups, "i": x[len(lead)] // groups, "o": y[len(lead)] // groups} | ({"b": x[0]} if lead else {})
     sizes |= {f"{k}{d}": s for k, shape in (("x", x), ("k", w), ("y", y)) for d, s in enumerate(shape[-space:])}
     whole = {f"{k}{d}" for k in "xky" for d in range(space)}
-    summed = {"i"}
-    channels: list[Dim] = [("i",), ("o",)] if transposed else [("o",), ("i",)]
-    if groups > 1:
-        whole |= {"i", "o", "wi", "wo"}
-        summed = set()
-        sizes |= {"wo": w[0], "wi": w[1]}
-        channels = [("wo",), ("wi",)]
+    many: Dim = ("g",) if groups > 1 else ()
+    channels: list[Dim] = [(*many, "i"), ("o",)] if transposed else [(*many, "o"), ("i",)]
 
     def at(prefix: str) -> list[Dim]:
         return [(f"{prefix}{d}",) for d in range(space)]
 
-    ins: list[tuple[Dim, ...]] = [(*lead, ("i",), *at("x")), (*channels, *at("k"))]
+    ins: list[tuple[Dim, ...]] = [(*lead, (*many, "i"), *at("x")), (*channels, *at("k"))]
     if len(call.operands) > 2:
-        ins.append((("o",),))
-    return Signature(tuple(ins), ((*lead, ("o",), *at("y")),), sizes, frozenset(summed), frozenset(whole))
+        ins.append(((*many, "o"),))
+    return Signature(tuple(ins), ((*lead, (*many, "o"), *at("y")),), sizes, frozenset({"i"}), frozenset(whole))
 
 
 def conv(call: Call) -> Signature:
@@ -49,6 +45,19 @@ def conv_transpose(call: Call) -> Signature:
     return convolution(call, call.arg(6, "groups", 1), transposed=True)
 
 
+def local_groups(position: int, transposed: int | None = None) -> LocalOf:
+    """A `local` that gives the op the groups that a rank has, padding included. transposed: position of that argument, if it may be."""
+
+    def local(call: LocalCall) -> fx.Node:
+        x, w, y = call.call.operands[0].shape, call.call.operands[1].shape, call.call.results[0].shape
+        backwards = call.call.arg(transposed, "transposed") if transposed is not None else "transpose" in str(call.call.target)
+        wide = call.outputs[0].local_shape(y, call.mesh) if backwards else call.inputs[0].local_shape(x, call.mesh)
+        groups = wide[len(x) - len(w) + 1] // call.inputs[1].local_shape(w, call.mesh)[1]
+        return call.same(**{f"_{position}": groups} if len(call.args) > position else {"groups": groups})
+
+    return local
+
+
 def _flops(call: Call) -> int:
     return 2 * math.prod(call.results[0].shape) * math.prod(call.operands[1].shape[1:])
 
@@ -60,10 +69,10 @@ def _linear(call: Call) -> str:
 for _op in (
     aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
 ):  # fmt: skip
-    rule(_op, conv, linear=_linear, added=(2,), flops=_flops)
-rule(aten.convolution.default, conv_general, linear=_linear, added=(2,), flops=_flops)
+    rule(_op, conv, linear=_linear, added=(2,), flops=_flops, local=local_groups(6))
+rule(aten.convolution.default, conv_general, linear=_linear, added=(2,), flops=_flops, local=local_groups(8, 6))
 for _op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input):
-    rule(_op, conv_transpose, linear=_linear, added=(2,), flops=_flops)
+    rule(_op, conv_transpose, linear=_linear, added=(2,), flops=_flops, local=local_groups(6))
 
 
 def pooled(call: Call) -> Signature:
@@ -80,12 +89,47 @@ def pooled(call: Call) -> Signature:
 
 
 for _op in (
-    aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default, aten.max_pool2d_with_indices.default,
+    aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default, aten.max_pool1d_with_indices.default,
+    aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.adaptive_max_pool1d.default,
+    aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default,
 ):  # fmt: skip
     rule(_op, pooled)
 for _op in (
     aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default, aten.adaptive_avg_pool1d.default,
-    aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default, aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec,
-    aten.upsample_nearest1d.vec,
+    aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default, aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool3d.default, aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec,
+    aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact3d.vec,
+    aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten.upsample_trilinear3d.vec,
+    aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec,
 ):  # fmt: skip
     rule(_op, pooled, linear="0")
+
+
+def sampled(call: Call) -> Signature:
+    """grid_sampler: x[n, c, ...], grid[n, ..., 2] -> [n, c, ...]: every image is read at places of its own."""
+    x, grid, y = (v.shape for v in (*call.operands, *call.results))
+    read: tuple[Dim, ...] = tuple((f"x{i}",) for i in range(2, len(x)))
+    at: tuple[Dim, ...] = tuple((f"y{i}",) for i in range(2, len(y)))
+    sizes = {"n": x[0], "c": x[1], "pair": grid[-1]} | {f"x{i}": x[i] for i in range(2, len(x))} | {f"y{i}": y[i] for i in range(2, len(y))}
+    ins = ((("n",), ("c",), *read), (("n",), *at, ("pair",)))
+    return Signature(ins, ((("n",), ("c",), *at),), sizes, frozenset(), frozenset({"pair", *(f for (f,) in read)}))
+
+
+for _op in (aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default):
+    rule(_op, sampled, linear="0")
+
+
+def windows(call: Call) -> Signature:
+    """im2col: x[n, c, h, w] -> [n, (c k), l], every window's elements beside its channel; col2im: back. Also without n."""
+    x, y = call.operands[0].shape, call.results[0].shape
+    image, columns = (x, y) if len(x) > len(y) else (y, x)
+    lead: list[Dim] = [("n",)] if len(columns) == 3 else []
+    channels = image[-3]
+    sizes = {"c": channels, "k": columns[-2] // channels, "l": columns[-1], "h": image[-2], "w": image[-1]} | ({"n": image[0]} if lead else {})
+    sides = ((*lead, ("c",), ("h",), ("w",)), (*lead, ("c", "k"), ("l",)))
+    ins, outs = sides if len(x) > len(y) else (sides[1], sides[0])
+    return Signature((ins,), (outs,), sizes, frozenset(), frozenset("klhw"))
+
+
+rule(aten.im2col.default, windows, linear="0")
+rule(aten.col2im.default, windows, linear="0")

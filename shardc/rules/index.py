@@ -113,9 +113,71 @@ def all_whole(call: Call) -> Signature:
     return Signature(ins, outs, sizes, frozenset(), frozenset(sizes))
 
 
-rule(aten.index_put.default, all_whole, linear=lambda c: f"0 {len(c.operands) - 1}")
-for _op in (aten.nonzero.default, aten.unique_consecutive.default, aten.unique_dim.default, aten.bincount.default):
+def index_put(call: Call) -> Signature:
+    """x[i, :, j] = values, or += values: like `index`, with the values where that has its result.
+
+    Dims of x that are indexed stay whole. Values that are added up (accumulate) may be split: each rank then has a summand.
+    """
+    x, where, values = call.operands[0].shape, call.arg(1, "indices"), call.operands[-1].shape
+    at = [d for d, i in enumerate(where) if isinstance(i, Operand)]
+    picked = [call.operands[where[d].index].shape for d in at]
+    if any(call.operands[where[d].index].dtype == torch.bool for d in at):
+        return all_whole(call)
+    shape: tuple[int, ...] = torch.broadcast_shapes(*picked)  # type: ignore[no-untyped-call]
+    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
+    sizes = {f"d{i}": s for i, s in enumerate(x)} | {f"i{i}": s for i, s in enumerate(shape)}
+    inner: list[Dim] = [(f"i{i}",) for i in range(len(shape))]
+    together = at == list(range(at[0], at[0] + len(at)))
+    before = [names[d] for d in range(at[0])] if together else []
+    full = [*before, *inner, *(names[d] for d in range(len(x)) if d not in at and names[d] not in before)]
+
+    def own(dims: list[Dim], shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        """The last of `dims`, without those that are broadcast."""
+        return tuple(d if sizes[d[0]] == s and s != 1 else () for d, s in zip(dims[len(dims) - len(shape) :], shape, strict=True))
+
+    ins = (tuple(names), *(own(inner, p) for p in picked), own(full, values))
+    picks = {f"i{i}" for i in range(len(shape))}
+    # values that are broadcast would be added for padded entries too
+    summed = {f for f in picks if call.arg(3, "accumulate", False) and (f,) in ins[-1]}
+    return Signature(ins, (tuple(names),), sizes, frozenset(summed), frozenset({f"d{d}" for d in at} | (picks - summed)))
+
+
+def _put_linear(call: Call) -> str:
+    """x[i] = v is linear in x and v together; also in each alone where it adds."""
+    return f"0 {len(call.operands) - 1}"
+
+
+rule(aten.index_put.default, index_put, linear=_put_linear, added=(0,))
+for _op in (
+    aten.nonzero.default, aten.unique_consecutive.default, aten.unique_dim.default, aten.bincount.default,
+    aten.as_strided.default, aten.put.default,
+):  # fmt: skip
     rule(_op, all_whole)
+
+
+rule(aten.masked_scatter.default, all_whole, linear="0 2")
+
+
+def index_add(call: Call) -> Signature:
+    """x.index_add(dim, index, source): the dim stays whole in x; the source's entries may be split, as they are added up."""
+    x, source, d = call.operands[0].shape, call.operands[2].shape, call.dim(call.arg(1, "dim"))
+    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
+    sizes = {f"d{i}": s for i, s in enumerate(x)} | {"n": source[d] if source else 1}
+    ins = (tuple(names), (("n",),) if call.operands[1].shape else (), tuple([*names[:d], ("n",), *names[d + 1 :]][: len(source)]))
+    return Signature(ins, (tuple(names),), sizes, frozenset({"n"}), frozenset({f"d{d}"}))
+
+
+rule(aten.index_add.default, index_add, linear="0 2", added=(0,))
+
+
+def index_copy(call: Call) -> Signature:
+    """x.index_copy(dim, index, source): the dim stays whole everywhere."""
+    added = index_add(call)
+    return replace(added, summed=frozenset(), whole=added.whole | {"n"})
+
+
+rule(aten.index_copy.default, index_copy, linear="0 2")
+rule(aten.index_reduce.default, index_copy, linear=lambda c: "0 2" if c.arg(4, "reduce") == "mean" else "")
 
 
 def scatter(call: Call) -> Signature:
@@ -141,7 +203,21 @@ def _scatter_linear(call: Call) -> str:
 
 rule(aten.scatter.src, scatter, linear=_scatter_linear)
 rule(aten.scatter.value, scatter, linear=lambda c: "0" if c.arg(3, "value") == 0 else "")
-rule(aten.scatter_add.default, scatter, linear=_scatter_linear)
+rule(aten.scatter_reduce.two, scatter, linear=lambda c: "0 2" if c.arg(4, "reduce") in ("sum", "mean") else "")
+
+
+def scatter_add(call: Call) -> Signature:
+    """As `scatter`; where index and src are of one size their entries along the dim may be split, as they are added up."""
+    plain, d = scatter(call), call.dim(call.arg(1, "dim"))
+    index, src = (v.shape for v in call.operands[1:])
+    if not index or index[d] != src[d]:
+        return plain
+    ins = [plain.inputs[0], *((*dims[:d], ("n",), *dims[d + 1 :]) for dims in plain.inputs[1:])]
+    sizes = {f: s for f, s in plain.sizes.items() if f not in (f"o1_{d}", f"o2_{d}")} | {"n": index[d]}
+    return Signature(tuple(ins), plain.outputs, sizes, frozenset({"n"}), plain.whole & set(sizes))
+
+
+rule(aten.scatter_add.default, scatter_add, linear=_scatter_linear, added=(0,))
 
 
 def one_hot(call: Call) -> Signature:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.rules.core import Call, LocalCall, rule
+from shardc.rules.core import Call, LocalCall, Operand, rule
 from shardc.rules.notation import Dim, Signature
 
 aten = torch.ops.aten
@@ -49,3 +49,29 @@ def local_group_norm(call: LocalCall) -> fx.Node:
 
 
 rule(aten.group_norm.default, group_norm, local=local_group_norm)
+
+
+def instance_norm(call: Call) -> Signature:
+    """x[n, c, ...]: every image and channel is normalised alone. Running statistics are means over images: then those are whole."""
+    x = call.operands[0].shape
+    names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
+    ins = (names, *[(names[1],) for _ in call.operands[1:]])
+    whole = {f"d{i}" for i in range(2, len(x))} | ({"d0"} if isinstance(call.arg(3, "running_mean"), Operand) else set())
+    return Signature(ins, (names,), {f"d{i}": s for i, s in enumerate(x)}, frozenset(), frozenset(whole))
+
+
+rule(aten.instance_norm.default, instance_norm, linear=lambda c: "1 2" if len(c.operands) == 3 else "")
+
+
+def weight_norm(call: Call) -> Signature:
+    """v, g -> g * v / |v|, where norms are taken over all dims but one; dim=-1 says: over all."""
+    v, g, d = call.operands[0].shape, call.operands[1].shape, call.arg(2, "dim", 0)
+    names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(v)))
+    gains: tuple[Dim, ...] = tuple(n if i == d else () for i, n in enumerate(names))[: len(g)]
+    whole = frozenset(f"d{i}" for i in range(len(v)) if i != d)
+    outs = (names, *(gains for _ in call.results[1:]))
+    return Signature((names, gains), outs, {f"d{i}": s for i, s in enumerate(v)}, frozenset(), whole)
+
+
+rule(aten._weight_norm.default, weight_norm, linear="1")
+rule(aten._weight_norm_interface.default, weight_norm)

@@ -79,6 +79,32 @@ def first_only(call: Call) -> Signature:
     return Signature((*one.inputs, *rest), one.outputs, {**one.sizes, **sizes}, frozenset(), frozenset(sizes))
 
 
+def unreduced(call: Call) -> Signature:
+    """Losses per element, as the canonical pass leaves them; one that reduces by itself needs all elements."""
+    reduction = next((i for i, a in enumerate(call.target._schema.arguments) if a.name == "reduction"), -1)
+    if call.arg(reduction, "reduction", 1) == 0:
+        return broadcast(call)
+    names = [tuple((f"x{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands)]
+    sizes = {f"x{j}_{i}": s for j, v in enumerate(call.operands) for i, s in enumerate(v.shape)}
+    return Signature(tuple(names), ((),), sizes, frozenset(), frozenset(sizes))
+
+
+for _op in (
+    aten.smooth_l1_loss.default, aten.huber_loss.default, aten.binary_cross_entropy.default, aten.soft_margin_loss.default,
+    aten.binary_cross_entropy_with_logits.default, aten.kl_div.default, aten.mse_loss.default,
+):  # fmt: skip
+    rule(_op, unreduced)
+
+
+def prelu(call: Call) -> Signature:
+    """x[n, c, ...] and a slope for every channel, or one for all."""
+    x, w = (v.shape for v in call.operands)
+    names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
+    slopes: tuple[Dim, ...] = () if not w else (names[1] if len(x) > 1 and w[0] == x[1] and w[0] > 1 else (),)
+    return Signature((names, slopes), (names,), {f"d{i}": s for i, s in enumerate(x)})
+
+
+rule(aten.prelu.default, prelu)
 rule(aten.type_as.default, first_only, linear=to_float)
 rule(aten.bucketize.Tensor, first_only)
 

@@ -72,9 +72,14 @@ rule(aten.mean.default, reduced(9, "", summed=True, keep=(9, "")), linear="0", l
 for _op in (
     aten.amax.default, aten.amin.default, aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims, aten.argmax.default,
     aten.argmin.default, aten.logsumexp.default, aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.median.dim,
+    aten.nanmedian.dim, aten.mode.default,
 ):  # fmt: skip
     rule(_op, reduced(1, "dim", summed=False))
-for _op in (aten.any.default, aten.all.default, aten.max.default, aten.min.default, aten.prod.default):
+rule(aten.kthvalue.default, reduced(2, "dim", summed=False, keep=(3, "keepdim")))
+for _op in (
+    aten.any.default, aten.all.default, aten.max.default, aten.min.default, aten.prod.default, aten.median.default,
+    aten.nanmedian.default,
+):  # fmt: skip
     rule(_op, reduced(9, "", summed=False, keep=(9, "")))
 rule(aten.var.correction, reduced(1, "dim", summed=False, keep=(9, "keepdim")))
 rule(aten.std.correction, reduced(1, "dim", summed=False, keep=(9, "keepdim")))
@@ -86,7 +91,7 @@ rule(aten.norm.ScalarOpt_dim, reduced(2, "dim", summed=False, keep=(3, "keepdim"
 
 for _op in (
     aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumprod.default,
-    aten.logcumsumexp.default, aten.cummax.default,
+    aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
 ):  # fmt: skip
     rule(_op, whole_dims((1, "dim", -1)))
 rule(aten.glu.default, whole_dims((1, "dim", -1)))
@@ -96,6 +101,18 @@ rule(aten.sort.stable, whole_dims((2, "dim", -1)))
 rule(aten.argsort.default, whole_dims((1, "dim", -1)))
 rule(aten.argsort.stable, whole_dims((2, "dim", -1)))
 rule(aten.topk.default, whole_dims((2, "dim", -1)))
+
+
+def histc(call: Call) -> Signature:
+    """Counts of elements, which add up where the range is given; without one it is that of the data."""
+    names, x = tuple((f"d{i}",) for i in range(len(call.operands[0].shape))), call.operands[0].shape
+    sizes = {f"d{i}": s for i, s in enumerate(x)} | {"bins": call.results[0].shape[0]}
+    given = call.arg(2, "min", 0) != call.arg(3, "max", 0)
+    each = frozenset(f for (f,) in names)
+    return Signature((names,), ((("bins",),),), sizes, each if given else frozenset(), frozenset({"bins"}) | (frozenset() if given else each))
+
+
+rule(aten.histc.default, histc)
 
 
 def diff(call: Call) -> Signature:

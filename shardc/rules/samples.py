@@ -43,6 +43,7 @@ class Tensors:
 
     seed: int
     generator: torch.Generator = field(init=False)
+    constants: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -54,6 +55,16 @@ class Tensors:
     def positive(self, *shape: int) -> Tensor:
         """f64[shape], in (0.1, 0.9): inside the domain of logarithms, powers and inverse functions."""
         return 0.1 + 0.8 * torch.rand(shape, dtype=torch.float64, generator=self.generator)
+
+    def constant(self, x: Tensor) -> Tensor:
+        """x as an operand that the op cannot be differentiated by."""
+        self.constants.append(x)
+        return x
+
+    def definite(self, *shape: int) -> Tensor:
+        """f64[.., n, n] for shape (.., n): symmetric, positive definite."""
+        x = self.real(*shape, shape[-1])
+        return x @ x.mT + torch.eye(shape[-1], dtype=x.dtype)
 
     def index(self, high: int, *shape: int) -> Tensor:
         """i64[shape], in [0, high)."""
@@ -594,6 +605,179 @@ sample(aten.eye.default, lambda t: call(12))
 sample(aten.eye.m, lambda t: call(4, 12))
 sample(aten.lift_fresh_copy.default, lambda t: call(t.real(4, 12)))
 samples(aten.tril_indices.default, aten.triu_indices.default)(lambda t: call(4, 6))
+
+# --- linear algebra ---------------------------------------------------------------------------------------------------
+
+samples(
+    aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_det.default, aten.linalg_slogdet.default,
+    aten.linalg_svdvals.default, aten.linalg_qr.default, aten.linalg_pinv.atol_rtol_float, aten.pinverse.default,
+    aten.matrix_exp.default, aten.linalg_cond.default, aten.linalg_lu_factor.default,
+)(lambda t: call(t.real(4, 6, 6)), lambda t: call(t.real(2, 6, 3, 3)), lambda t: call(t.real(6, 6)))  # fmt: skip
+samples(
+    aten.linalg_cholesky.default, aten.linalg_cholesky_ex.default, aten.cholesky.default, aten.cholesky_inverse.default,
+    aten.logdet.default, aten.linalg_eigvalsh.default,
+)(lambda t: call(t.definite(12, 3)), lambda t: call(t.definite(2, 6, 2)))  # fmt: skip
+sample(aten.linalg_matrix_power.default, lambda t: call(t.real(12, 3, 3), 3))
+sample(aten.linalg_eigh.default, lambda t: call(t.definite(12, 3)))
+sample(aten.linalg_svd.default, lambda t: call(t.index(9, 12, 4, 3).double(), False))
+sample(
+    aten.linalg_solve.default,
+    lambda t: call(t.real(12, 3, 3), t.real(12, 3, 4)),
+    lambda t: call(t.real(12, 3, 3), t.real(12, 3)),
+    lambda t: call(t.real(4, 1, 3, 3), t.real(6, 3, 2)),
+    lambda t: call(t.real(3, 3), t.real(3)),
+)
+sample(aten.linalg_solve_triangular.default, lambda t: call(t.definite(12, 3), t.real(12, 3, 4), upper=False))
+sample(aten.cholesky_solve.default, lambda t: call(t.real(12, 3, 4), t.definite(12, 3)))
+sample(aten.linalg_matrix_norm.default, lambda t: call(t.real(12, 3, 4), 2), lambda t: call(t.real(3, 12, 4), 1, [0, -1], True))
+sample(aten.linalg_matrix_norm.str_ord, lambda t: call(t.real(12, 3, 4)), lambda t: call(t.real(3, 12, 4), "nuc", [0, -1], True))
+sample(
+    aten.cdist.default,
+    lambda t: call(t.real(12, 3), t.real(6, 3)),
+    lambda t: call(t.real(2, 6, 3), t.real(2, 4, 3), 1.0),
+    lambda t: call(t.real(4, 1, 6, 3), t.real(12, 4, 3)),
+)
+sample(aten.pdist.default, lambda t: call(t.real(12, 3)))
+sample(aten.trace.default, lambda t: call(t.real(6, 6)))
+
+# --- Fourier transforms and complex numbers ---------------------------------------------------------------------------
+
+samples(
+    aten.fft_fft.default, aten.fft_ifft.default, aten.fft_rfft.default, aten.fft_irfft.default, aten.fft_hfft.default,
+    aten.fft_ihfft.default,
+)(lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12, 6), 8, 1, "ortho"))  # fmt: skip
+samples(
+    aten.fft_fft2.default, aten.fft_ifft2.default, aten.fft_rfft2.default, aten.fft_irfft2.default, aten.fft_hfft2.default,
+    aten.fft_ihfft2.default, aten.fft_fftn.default, aten.fft_ifftn.default, aten.fft_rfftn.default, aten.fft_irfftn.default,
+    aten.fft_hfftn.default, aten.fft_ihfftn.default,
+)(lambda t: call(t.real(12, 4, 6), None, [-2, -1]), lambda t: call(t.real(4, 12, 6), [8, 4], [0, -1], "ortho"))  # fmt: skip
+sample(aten.fft_fft2.default, lambda t: call(t.real(12, 4, 6)))
+samples(aten.fft_fftn.default, aten.fft_rfftn.default)(lambda t: call(t.real(12, 4, 6), [4, 4]), lambda t: call(t.real(4, 6)))
+sample(
+    aten.stft.center,
+    lambda t: call(t.real(12, 16), 4, 2, 4, t.positive(4), return_complex=True),
+    lambda t: call(t.real(16), 4, 2, 4, t.positive(4), False, return_complex=True),
+)
+sample(aten.istft.default, lambda t: call(torch.view_as_complex(t.real(12, 3, 9, 2)), 4, 2, 4, torch.ones(4).double()))
+sample(aten.view_as_real.default, lambda t: call(torch.view_as_complex(t.real(4, 12, 2))))
+sample(aten.view_as_complex.default, lambda t: call(t.real(4, 12, 2)))
+samples(aten.real.default, aten.imag.default)(lambda t: call(torch.view_as_complex(t.real(4, 12, 2))))
+sample(aten.complex.default, lambda t: call(t.real(4, 12), t.real(12)))
+sample(aten.polar.default, lambda t: call(t.positive(4, 12), t.real(12)))
+
+# --- images, sequences, norms -----------------------------------------------------------------------------------------
+
+sample(aten.conv_transpose2d.input, lambda t: call(t.real(2, 24, 3, 2), t.real(24, 4, 2, 2), t.real(48), [2, 2], [0, 0], [0, 0], 12))
+samples(aten.max_pool1d_with_indices.default)(lambda t: call(t.real(4, 12, 12), [2], [2]))
+samples(aten.max_pool3d_with_indices.default)(lambda t: call(t.real(2, 12, 4, 4, 6), [2, 2, 2], [2, 2, 2]))
+samples(aten.adaptive_max_pool1d.default)(lambda t: call(t.real(4, 12, 6), [4]))
+samples(aten.adaptive_max_pool2d.default)(lambda t: call(t.real(4, 12, 6, 6), [2, 3]), lambda t: call(t.real(12, 6, 6), [3, 4]))
+samples(aten.adaptive_max_pool3d.default, aten.adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d.default)(
+    lambda t: call(t.real(2, 12, 4, 4, 6), [2, 2, 2])
+)
+sample(aten._upsample_nearest_exact1d.vec, lambda t: call(t.real(4, 12, 6), None, [2.0]))
+sample(aten._upsample_nearest_exact2d.vec, lambda t: call(t.real(4, 12, 6, 4), None, [2.0, 2.0]))
+samples(aten.upsample_nearest3d.vec, aten._upsample_nearest_exact3d.vec)(lambda t: call(t.real(2, 12, 2, 3, 2), None, [2.0, 2.0, 2.0]))
+sample(aten.upsample_linear1d.vec, lambda t: call(t.real(4, 12, 6), None, False, [2.0]))
+samples(aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec)(
+    lambda t: call(t.real(4, 12, 6, 4), None, False, [2.0, 2.0]), lambda t: call(t.real(4, 12, 6, 4), [3, 8], True, None)
+)
+sample(aten.upsample_trilinear3d.vec, lambda t: call(t.real(2, 12, 2, 3, 2), None, False, [2.0, 2.0, 2.0]))
+samples(aten.grid_sampler.default, aten.grid_sampler_2d.default)(
+    lambda t: call(t.real(4, 12, 5, 6), t.real(4, 6, 12, 2).tanh(), 0, 0, False),
+    lambda t: call(t.real(12, 2, 5, 6), t.real(12, 3, 2, 2).tanh(), 1, 1, True),
+)
+samples(aten.grid_sampler.default, aten.grid_sampler_3d.default)(
+    lambda t: call(t.real(2, 12, 2, 3, 4), t.real(2, 2, 4, 6, 3).tanh(), 0, 0, False)
+)
+sample(
+    aten.im2col.default,
+    lambda t: call(t.real(4, 12, 4, 6), [2, 2], [1, 1], [1, 1], [1, 2]),
+    lambda t: call(t.real(12, 4, 6), [2, 2], [1, 1], [0, 0], [2, 2]),
+)
+sample(
+    aten.col2im.default,
+    lambda t: call(t.real(4, 48, 6), [4, 6], [2, 2], [1, 1], [0, 0], [2, 2]),
+    lambda t: call(t.real(48, 6), [4, 6], [2, 2], [1, 1], [0, 0], [2, 2]),
+)
+sample(
+    aten.instance_norm.default,
+    lambda t: call(t.real(4, 12, 6), t.real(12), t.real(12), None, None, True, 0.1, 1e-5, False),
+    lambda t: call(t.real(12, 4, 3, 2), None, None, None, None, True, 0.1, 1e-5, False),
+)
+samples(aten._weight_norm.default, aten._weight_norm_interface.default)(
+    lambda t: call(t.real(12, 4, 3), t.positive(12, 1, 1)), lambda t: call(t.real(4, 3, 12), t.positive(1, 1, 12), 2)
+)
+sample(aten._weight_norm.default, lambda t: call(t.real(4, 12), t.positive(), -1))
+sample(
+    aten.prelu.default,
+    lambda t: call(t.real(4, 12, 6), t.real(12)),
+    lambda t: call(t.real(4, 12), t.real(1)),
+    lambda t: call(t.real(12), t.real(1)),
+)
+samples(
+    aten.smooth_l1_loss.default, aten.huber_loss.default, aten.binary_cross_entropy_with_logits.default, aten.mse_loss.default,
+)(lambda t: call(t.real(4, 12), t.positive(4, 12), reduction=0), lambda t: call(t.real(4, 12), t.positive(4, 12)))  # fmt: skip
+sample(
+    aten.binary_cross_entropy_with_logits.default, lambda t: call(t.real(4, 12), t.positive(4, 12), None, t.constant(t.positive(12)), 0)
+)
+sample(
+    aten.binary_cross_entropy.default,
+    lambda t: call(t.positive(4, 12), t.positive(4, 12), None, 0),
+    lambda t: call(t.positive(4, 12), t.positive(4, 12)),
+)
+sample(aten.soft_margin_loss.default, lambda t: call(t.real(4, 12), 2 * t.index(2, 4, 12) - 1, 0))
+sample(aten.kl_div.default, lambda t: call(t.real(4, 12), t.positive(4, 12), 0), lambda t: call(t.real(4, 12), t.positive(4, 12)))
+sample(
+    aten.lstm.input,
+    lambda t: call(
+        t.real(2, 12, 3), [t.real(1, 12, 2), t.real(1, 12, 2)], [t.real(8, 3), t.real(8, 2), t.real(8), t.real(8)],
+        True, 1, 0.0, True, False, False,
+    ),
+    lambda t: call(
+        t.real(12, 2, 3), [t.real(2, 12, 2), t.real(2, 12, 2)], [t.real(8, 3), t.real(8, 2), t.real(8, 3), t.real(8, 2)],
+        False, 1, 0.0, True, True, True,
+    ),
+)  # fmt: skip
+sample(
+    aten.gru.input,
+    lambda t: call(t.real(2, 12, 3), t.real(1, 12, 2), [t.real(6, 3), t.real(6, 2), t.real(6), t.real(6)], True, 1, 0.0, True, False, False),
+)
+samples(aten.rnn_tanh.input, aten.rnn_relu.input)(
+    lambda t: call(t.real(12, 2, 3), t.real(1, 12, 2), [t.real(2, 3), t.real(2, 2)], False, 1, 0.0, True, False, True),
+)
+
+# --- more look-ups, reductions and views ------------------------------------------------------------------------------
+
+sample(
+    aten.index_put.default,
+    lambda t: call(t.real(4, 12, 6), [None, t.index(12, 8), t.index(6, 8)], t.real(4, 8), True),
+    lambda t: call(t.real(12, 4), [t.index(12, 6)], t.real(4), True),
+    lambda t: call(t.real(4, 12), [t.truth(4, 12)], t.real()),
+)
+sample(
+    aten.index_add.default,
+    lambda t: call(t.real(4, 12), 1, t.index(12, 8), t.real(4, 8)),
+    lambda t: call(t.real(6, 12), 0, t.index(6, 12), t.real(12, 12), alpha=2.0),
+)
+sample(aten.index_copy.default, lambda t: call(t.real(12, 6), 1, t.orders(6, 4), t.real(12, 4)))
+sample(aten.index_reduce.default, lambda t: call(t.real(12, 6), 1, t.index(6, 4), t.real(12, 4), "mean"))
+sample(
+    aten.scatter_reduce.two,
+    lambda t: call(t.real(4, 12), 1, t.index(12, 4, 6), t.real(4, 6), "mean"),
+    lambda t: call(t.real(12, 4), 0, t.index(12, 24, 4), t.real(24, 4), "amax", include_self=False),
+)
+samples(aten.nanmedian.dim, aten.mode.default)(lambda t: call(t.real(4, 12, 6), 1), lambda t: call(t.real(4, 12), -2, True))
+sample(aten.kthvalue.default, lambda t: call(t.real(4, 12, 6), 2, 1), lambda t: call(t.real(4, 12), 2, -2, True))
+samples(aten.median.default, aten.nanmedian.default)(lambda t: call(t.real(4, 12)))
+sample(aten.cummin.default, lambda t: call(t.real(4, 6, 12), -1))
+sample(aten.histc.default, lambda t: call(t.real(24), 6, -1, 1), lambda t: call(t.real(24), 6))
+sample(aten.as_strided.default, lambda t: call(t.real(4, 12), [4, 6], [12, 2]))
+sample(aten.masked_scatter.default, lambda t: call(t.real(4, 12), t.truth(4, 12), t.real(4, 12)))
+sample(aten.put.default, lambda t: call(t.real(4, 12), t.orders(48, 6), t.real(6)))
+sample(aten.diagonal.default, lambda t: call(t.real(12, 4, 4), 0, 1, 2), lambda t: call(t.real(4, 12, 6), 1, -1, 0))
+sample(aten.diag_embed.default, lambda t: call(t.real(12, 4)), lambda t: call(t.real(4, 12, 3), 1, 0, 2))
+sample(aten.unfold.default, lambda t: call(t.real(4, 12), 1, 4, 2), lambda t: call(t.real(12, 4, 6), 0, 2, 2))
 
 # --- shardc's own -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,43 @@
+"""Variances over the leading dim as means, which the batch may be split in; others stay one op.
+
+    std(x, [0], correction=1)    ->    sqrt(sum((x - mean(x, [0]))²) / (n - 1))
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
+
+aten = torch.ops.aten
+_WHOLE = {"var": aten.var, "std": aten.std, "var_mean": aten.var_mean, "std_mean": aten.std_mean}
+
+
+@rewrite("var", "std", "var_mean", "std_mean")
+def moments(emit: Emit, a: Args, out: Any) -> Result:
+    """Every overload -> `.correction`, or means where dim 0 is among the dims (all of them, if none are given)."""
+    x: fx.Node = a.self
+    ndim = len(shape(x))
+    dims = a.get("dim")
+    gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
+    correction = a.get("correction", 1 if a.get("unbiased", True) else 0)
+    correction = 1 if correction is None else correction
+    keepdim = bool(a.get("keepdim", False))
+    both = a.op_name.endswith("_mean")
+    if 0 not in gone or value(x).dtype.is_complex:
+        if both:
+            var = emit(_WHOLE[a.op_name[:3]].correction, x, gone, correction=correction, keepdim=keepdim)
+            return (var, emit(aten.mean.dim, x, gone, keepdim))
+        return emit(_WHOLE[a.op_name].correction, x, gone, correction=correction, keepdim=keepdim)
+    n = math.prod(shape(x)[d] for d in gone)
+    mean = emit(aten.mean.dim, x, gone, True)
+    centred = emit(aten.sub.Tensor, x, mean)
+    squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, centred, centred), gone, keepdim)
+    result = emit(aten.div.Tensor, squares, max(n - correction, 0))
+    if a.op_name.startswith("std"):
+        result = emit(aten.sqrt.default, result)
+    return (result, emit(aten.mean.dim, x, gone, keepdim)) if both else result

@@ -1,0 +1,118 @@
+"""Linear algebra on stacks of matrices: the matrices stay whole, the dims before them may be split."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from shardc.rules.core import Call, rule
+from shardc.rules.index import all_whole
+from shardc.rules.notation import Dim, Operand, Signature
+
+aten = torch.ops.aten
+
+
+def stacked(call: Call) -> Signature:
+    """f[..., m, n] of every operand -> results whose leading dims are the operands' `...`, which broadcast."""
+    return _stacked(call, [2] * len(call.operands))
+
+
+def solve(call: Call) -> Signature:
+    """A[..., n, n], B[..., n, k], or B[..., n] where it has just one dim less (as torch reads it). Columns of B are solved alone."""
+    a, b = (v.shape for v in call.operands[:2])
+    if len(b) == 1 or b == a[:-1]:
+        return _stacked(call, [2, 1])
+    return _columns(stacked(call), 1)
+
+
+def solve_triangular(call: Call) -> Signature:
+    """A[..., n, n], B[..., n, k]; B[..., k, n] where it stands to the left."""
+    return _columns(stacked(call), 1) if call.arg(3, "left", True) else stacked(call)
+
+
+def cholesky_solve(call: Call) -> Signature:
+    """B[..., n, k], L[..., n, n]."""
+    return _columns(stacked(call), 0)
+
+
+def _columns(sig: Signature, operand: int) -> Signature:
+    """The last dim of an operand is that of the result, and may be split."""
+    (old,), result = sig.inputs[operand][-1], sig.outputs[0]
+    out: Operand = (*result[:-1], (old,))
+    sizes = {f: s for f, s in sig.sizes.items() if (f,) != result[-1]}
+    return replace(sig, outputs=(out, *sig.outputs[1:]), sizes=sizes, whole=(sig.whole & set(sizes)) - {old})
+
+
+def _stacked(call: Call, own: list[int]) -> Signature:
+    lead = [v.shape[: len(v.shape) - k] for v, k in zip(call.operands, own, strict=True)]
+    batch: tuple[int, ...] = torch.broadcast_shapes(*lead)  # type: ignore[no-untyped-call]
+    sizes = {f"e{i}": s for i, s in enumerate(batch)}
+
+    def dims(shape: tuple[int, ...], leading: int, mark: str) -> tuple[Dim, ...]:
+        skip = len(batch) - leading
+        first: list[Dim] = [(f"e{skip + i}",) if s == batch[skip + i] and s != 1 else () for i, s in enumerate(shape[:leading])]
+        sizes.update({f"{mark}{i}": s for i, s in enumerate(shape) if i >= leading})
+        return (*first, *((f"{mark}{i}",) for i in range(leading, len(shape))))
+
+    ins = tuple(dims(v.shape, len(e), f"x{j}_") for j, (v, e) in enumerate(zip(call.operands, lead, strict=True)))
+    outs = tuple(dims(v.shape, len(batch), f"y{j}_") for j, v in enumerate(call.results))
+    whole = frozenset(f for f in sizes if not f.startswith("e"))
+    return Signature(ins, outs, sizes, frozenset(), whole)
+
+
+def _flops(call: Call) -> int:
+    return 2 * math.prod(call.operands[0].shape) * call.operands[0].shape[-1]
+
+
+for _op in (
+    aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_cholesky.default, aten.linalg_cholesky_ex.default,
+    aten.cholesky.default, aten.cholesky_inverse.default, aten.linalg_det.default, aten.logdet.default, aten.linalg_slogdet.default,
+    aten.linalg_eigh.default, aten.linalg_eigvalsh.default, aten.linalg_svd.default, aten.linalg_svdvals.default,
+    aten.linalg_qr.default, aten.linalg_pinv.atol_rtol_float, aten.pinverse.default, aten.matrix_exp.default,
+    aten.linalg_matrix_power.default, aten.linalg_cond.default, aten.linalg_lu_factor.default,
+):  # fmt: skip
+    rule(_op, stacked, flops=_flops)
+rule(aten.linalg_solve.default, solve, linear="1", flops=_flops)
+rule(aten.linalg_solve_triangular.default, solve_triangular, linear="1", flops=_flops)
+rule(aten.cholesky_solve.default, cholesky_solve, linear="0", flops=_flops)
+
+
+def matrix_norm(call: Call) -> Signature:
+    """The two dims of the matrices are reduced."""
+    x = call.operands[0].shape
+    gone = {call.dim(d) for d in call.arg(2, "dim", [-2, -1])}
+    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
+    kept = [() if i in gone else n for i, n in enumerate(names)] if call.arg(3, "keepdim", False) else [
+        n for i, n in enumerate(names) if i not in gone
+    ]  # fmt: skip
+    sizes = {f"d{i}": s for i, s in enumerate(x)}
+    return Signature((tuple(names),), (tuple(kept),), sizes, frozenset(), frozenset(f"d{i}" for i in gone))
+
+
+rule(aten.linalg_matrix_norm.default, matrix_norm)
+rule(aten.linalg_matrix_norm.str_ord, matrix_norm)
+
+
+def cdist(call: Call) -> Signature:
+    """a[..., p, m], b[..., r, m] -> [..., p, r]: distances of rows. Only the 1-norm is a sum over m."""
+    a, b = (v.shape for v in call.operands)
+    out = call.results[0].shape
+    batch = out[:-2]
+    sizes = {f"e{i}": s for i, s in enumerate(batch)} | {"p": out[-2], "r": out[-1], "m": a[-1]}
+
+    def leading(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        own = shape[:-2]
+        skip = len(batch) - len(own)
+        return tuple((f"e{skip + i}",) if s == batch[skip + i] and s != 1 else () for i, s in enumerate(own))
+
+    every = tuple((f"e{i}",) for i in range(len(batch)))
+    ins, out_dims = ((*leading(a), ("p",), ("m",)), (*leading(b), ("r",), ("m",))), (*every, ("p",), ("r",))
+    summed = frozenset({"m"} if call.arg(2, "p", 2) == 1 else ())
+    return Signature(ins, (out_dims,), sizes, summed, frozenset({"m"}) - summed)
+
+
+rule(aten.cdist.default, cdist, flops=lambda c: 2 * math.prod(c.results[0].shape) * c.operands[0].shape[-1])
+rule(aten.pdist.default, all_whole)
+rule(aten.trace.default, all_whole, linear="0")

@@ -1,0 +1,37 @@
+"""Recurrent layers as one op: the batch may be split; time is sequential and the hidden units all depend on each other."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shardc.rules.core import Call, rule
+from shardc.rules.notation import Dim, Signature
+
+aten = torch.ops.aten
+
+
+def recurrent(call: Call) -> Signature:
+    """x[t, b, i] (or [b, t, i]), states [layers, b, h], weights -> y[t, b, o], states."""
+    batch_first = bool(call.arg(8, "batch_first"))
+    sizes = {"b": call.operands[1].shape[1]}
+    states = 1 + (len(call.results) - 1)
+
+    def dims(shape: tuple[int, ...], b: int | None, mark: str) -> tuple[Dim, ...]:
+        sizes.update({f"{mark}{i}": s for i, s in enumerate(shape) if i != b})
+        return tuple(("b",) if i == b else (f"{mark}{i}",) for i in range(len(shape)))
+
+    at = [0 if batch_first else 1, *[1] * (states - 1)]
+    ins = tuple(dims(v.shape, at[j] if j < states else None, f"x{j}_") for j, v in enumerate(call.operands))
+    outs = tuple(dims(v.shape, at[j], f"y{j}_") for j, v in enumerate(call.results))
+    return Signature(ins, outs, sizes, frozenset(), frozenset(sizes) - {"b"})
+
+
+def _flops(call: Call) -> int:
+    weights = call.operands[len(call.results) :]
+    return 2 * math.prod(call.operands[0].shape[:2]) * sum(math.prod(w.shape) for w in weights)
+
+
+for _op in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input):
+    rule(_op, recurrent, flops=_flops)
