@@ -148,7 +148,8 @@ class Axis:
     choices: dict[fx.Node, Choices]
     chosen: dict[fx.Node, Strategy] = field(default_factory=dict)
     have: dict[tuple[fx.Node, int], list[Placement]] = field(default_factory=dict)
-    want: dict[tuple[fx.Node, int], set[Placement]] = field(default_factory=dict)
+    before: dict[tuple[fx.Node, int], list[Placement]] = field(default_factory=dict)  # `have` in the sweep before
+    want: dict[tuple[fx.Node, int], dict[Placement, set[fx.Node]]] = field(default_factory=dict)  # and by whom
     stored: dict[fx.Node, Placement] = field(default_factory=dict)
     derived: set[fx.Node] = field(default_factory=set)
     pinned: set[fx.Node] = field(default_factory=set)
@@ -199,7 +200,7 @@ class Axis:
         return (n for n in self.program.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
 
     def _forward(self) -> None:
-        self.have = {(n, 0): [p] for n, p in self.stored.items()}
+        self.before, self.have = self.have, {(n, 0): [p] for n, p in self.stored.items()}
         self.chosen = {}
         for node in self._nodes():
             operands = [result(t) for t in tensors(node)]
@@ -234,7 +235,9 @@ class Axis:
             return
         seen: set[Strategy] = set()
         for i, operand in enumerate(operands):
-            for placement in (*self.have[operand], *(self.want.get(operand, ()) if operand[0] in self.derived else ())):
+            # weights, and sums that are still to be done, may as well become what others need them to be
+            open_still = operand[0] in self.derived or isinstance(self.have[operand][0], Partial)
+            for placement in (*self.have[operand], *(sorted(self.want.get(operand, ()), key=repr) if open_still else ())):
                 s = choices.from_operand(i, placement, self.n)
                 if s is not None and s not in seen:
                     seen.add(s)
@@ -281,17 +284,20 @@ class Axis:
                 cut *= self.mesh.size(axis)
         return v.nbytes() / cut * min(4 / v.dtype.itemsize, 1)
 
-    def _convert(self, operand: tuple[fx.Node, int], need: Placement, *, fresh: bool = False) -> float:
-        """Bytes of making a value what an op needs, from the nearest of what there is (fresh: from how it is produced)."""
+    def _convert(self, operand: tuple[fx.Node, int], need: Placement, user: fx.Node | None = None, *, fresh: bool = False) -> float:
+        """Bytes of making a value what `user` needs, from the nearest of what there is (fresh: from how it is produced)."""
         node, i = operand
         v, nbytes = values(node)[i], self._bytes(operand)
         if node in self.derived and self.have[operand][0] in (REPLICATE, VARYING) and isinstance(need, Varying | Shard):
             return 0.0  # the gradient's reduction has to be done anyway; a weight that is only used split is stored split
         cost = min(transfer(v, p, need, self.n, nbytes) for p in self.have[operand][: 1 if fresh else None])
+        if isinstance(self.have[operand][0], Partial) and not isinstance(need, Partial):
+            others = self.want.get(operand, {}).get(need, set()) - {user}
+            cost = 0.0 if others and not fresh else cost / len(node.users)  # one sum does for all users
         return cost * UNDO if node in self.pinned and isinstance(self.have[operand][0], Shard) else cost
 
     def _cost(self, node: fx.Node, operands: list[tuple[fx.Node, int]], strategy: Strategy) -> float:
-        cost = sum(self._convert(o, need) for o, need in dict.fromkeys(zip(operands, strategy.inputs, strict=True)))
+        cost = sum(self._convert(o, need, node) for o, need in dict.fromkeys(zip(operands, strategy.inputs, strict=True)))
         if strategy.kind == "pin":
             return cost
         choices = self.choices[node]
@@ -300,26 +306,48 @@ class Axis:
             touched = sum(v.nbytes() for v in (*choices.call.operands, *choices.call.results))
             cost += (3 * flops / FLOPS_PER_BYTE + TOUCH * touched) * (self.n - 1) / self.n
         for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):
+            if isinstance(out, Partial) and self._joins(node):
+                continue  # it is added to another value that has to be summed anyway
             later = [need for need in self.want.get((node, i), ()) if need != out]
             nbytes = self._bytes((node, i))
-            cost += sum(transfer(v, out, need, self.n, nbytes) for need in later)
+            there: list[Placement] = [out]
+            for need in sorted(later, key=lambda p: p != REPLICATE):  # what is made for one user serves the next
+                cost += min(transfer(v, p, need, self.n, nbytes) for p in there)
+                there.append(need)
             if isinstance(out, Partial) and not later:  # handing a partial value on only puts its sum off
                 cost += transfer(v, out, REPLICATE, self.n, nbytes)
         return cost
+
+    def _joins(self, node: fx.Node) -> bool:
+        """Whether all that uses a result can add it to another partial value, which nothing else needs whole."""
+
+        def only_summed(o: tuple[fx.Node, int], user: fx.Node) -> bool:
+            others = {p for p, users in self.want.get(o, {}).items() if users - {user}}
+            return PARTIAL in self.have.get(o, self.before.get(o, ())) and others <= {PARTIAL}
+
+        def joint(user: fx.Node) -> bool:
+            if user.op != "call_function" or user not in self.choices:
+                return False
+            operands = [result(t) for t in tensors(user)]
+            mine = {i for i, (op, _) in enumerate(operands) if op is node}
+            groups = map(set, self.choices[user].rule.groups(self.choices[user].call))
+            return any(mine < group and any(only_summed(operands[i], user) for i in group - mine) for group in groups)
+
+        return all(joint(user) for user in node.users)
 
     def _demand(self) -> None:
         """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
         self.want = {}
         output = next(n for n in reversed(self.program.graph.nodes) if n.op == "output")
         for t in tensors(output):
-            self.want.setdefault(result(t), set()).add(REPLICATE)
+            self.want.setdefault(result(t), {}).setdefault(REPLICATE, set()).add(output)
         for node in reversed(list(self._nodes())):
             strategy = self.chosen[node]
-            wanted = self.want.get((node, 0), set())
+            wanted = self.want.get((node, 0), {})
             if len(strategy.outputs) == 1 and len(wanted) == 1:
                 strategy = self._obliging(node, strategy, next(iter(wanted)))
             for t, need in zip(tensors(node), strategy.inputs, strict=True):
-                self.want.setdefault(result(t), set()).add(need)
+                self.want.setdefault(result(t), {}).setdefault(need, set()).add(node)
 
     def _obliging(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
         """The strategy that makes the result as users want it, if that costs no more than converting it; else the chosen one."""
@@ -329,13 +357,28 @@ class Axis:
         other = choices.varying() if wanted == VARYING else choices.from_result(0, wanted, self.n)
         if other is None or not self._fits(node, other):
             return chosen
-        operands = [result(t) for t in tensors(node)]
-
-        def cost(strategy: Strategy) -> float:
-            return sum(self._convert(o, need, fresh=True) for o, need in zip(operands, strategy.inputs, strict=True))
-
         now = transfer(values(node)[0], chosen.outputs[0], wanted, self.n, self._bytes((node, 0)))
-        return other if cost(other) <= now + cost(chosen) else chosen
+        return other if self._change(node, other, chosen, depth=4) <= now else chosen
+
+    def _change(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
+        """What more an op's operands cost with another strategy; the ops that make them may change theirs as well."""
+        operands = [result(t) for t in tensors(node)]
+        before = sum(self._convert(o, need, fresh=True) for o, need in zip(operands, chosen.inputs, strict=True))
+        return sum(self._made(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
+
+    def _made(self, operand: tuple[fx.Node, int], need: Placement, depth: int) -> float:
+        """Bytes of having a value as an op needs it: by converting it, or by another strategy of the op that makes it."""
+        node, _ = operand
+        cost = self._convert(operand, need, fresh=True)
+        if cost == 0 or depth == 0 or node not in self.chosen or len(self.chosen[node].outputs) > 1:
+            return cost
+        choices, chosen = self.choices[node], self.chosen[node]
+        if choices.rule.flops is not None or chosen.kind not in ("replicate", "split"):
+            return cost
+        other = choices.varying() if need == VARYING else choices.from_result(0, need, self.n)
+        if other is None or not self._fits(node, other):
+            return cost
+        return min(cost, max(0.0, self._change(node, other, chosen, depth - 1)))
 
     # --- after the sweeps
 

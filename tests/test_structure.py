@@ -218,7 +218,7 @@ CASES: dict[str, tuple[Callable[[], Built], list[str], Counter[str]]] = {
         ['"w.{weight,bias}": {0: {axis: tp, sections: [32, 16, 16]}}', '"{o,d}": row', '"g.{weight,bias}": {0: {axis: tp, split: 2}}'],
         Counter(all_reduce=2),
     ),
-    "moe": (zoo.ALL["moe"], ["up: {2: tp}", "down: {1: tp}", "embed: vocab", "head: column"], Counter(all_reduce=3)),
+    "moe": (zoo.ALL["moe"], ["up: {2: tp}", "down: {1: tp}", "embed: vocab", "head: column"], Counter(all_reduce=2)),
 }  # fmt: skip
 
 

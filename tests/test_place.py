@@ -1,0 +1,112 @@
+"""Placement chooses what a good engineer would: sums are done once, where they are smallest, and shared by all that need them."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardc
+from tests import zoo
+from tests.test_equal import assert_equal
+
+N = 32
+
+
+def collectives(model: nn.Module, batch: Any, shard: dict[str, Any], **more: Any) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """What runs forward and backward over tp=2, by kind; equality is checked on the way."""
+    model = zoo.ready(model, torch.float64)
+    loss = model(batch)
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": shard, **more})
+    sim = shardc.simulate(program, model, batch)
+    assert_equal(sim, loss.detach(), grads)
+    forward, backward = (collections.Counter(c.kind for c in sim.comms if c.direction == d) for d in ("forward", "backward"))
+    return forward, backward
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(N, 2 * N, bias=False), nn.Linear(2 * N, N, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class RMS(nn.Module):
+    """Written by hand, so that the value it normalises is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Centred(RMS):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class Parallel(nn.Module):
+    """x + a(n(x)) + b(n(x)), and a norm that starts with something linear: x - mean(x)."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Centred() for _ in range(blocks + 1))
+        self.a, self.b = (nn.ModuleList(MLP() for _ in range(blocks)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, a, b in zip(self.norms, self.a, self.b, strict=False):
+            y = norm(x)
+            x = x + a(y) + b(y)
+        return self.norms[-1](x).square().mean()
+
+
+class After(nn.Module):
+    """x + norm(mlp(norm(x))): Gemma 2's blocks."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.start = nn.Linear(N, N)
+        self.before, self.after = (nn.ModuleList(RMS() for _ in range(blocks)) for _ in range(2))
+        self.mlps = nn.ModuleList(MLP() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for before, mlp, after in zip(self.before, self.mlps, self.after, strict=True):
+            x = x + after(mlp(before(x)))
+        return x.square().mean()
+
+
+MEGATRON = {"*.up": "column", "*.down": "row"}
+
+
+def values() -> Tensor:
+    return torch.randn(4, 16, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_parallel_blocks_are_summed_once() -> None:
+    forward, backward = collectives(Parallel(), values(), MEGATRON)
+    assert forward == {"all_reduce": 2}
+    assert backward == {"all_reduce": 2}
+
+
+def test_a_norm_after_a_block_works_on_the_scattered_sum() -> None:
+    """Only the first value is annotated: the sums find the sequence dim by themselves."""
+    forward, backward = collectives(After(), values(), MEGATRON, activations={"start": {1: "tp"}})
+    assert forward == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}, "one all_reduce: the loss"
+    assert backward == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}, "one all_reduce: the bucket"
+
+
+def test_a_norm_after_a_block_takes_one_sum() -> None:
+    forward, backward = collectives(After(), values(), MEGATRON)
+    assert forward == {"all_reduce": 2}
+    assert backward == {"all_reduce": 2}
