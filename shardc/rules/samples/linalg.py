@@ -1,0 +1,41 @@
+"""Sample calls: linear algebra."""
+
+from __future__ import annotations
+
+import torch
+
+from shardc.rules.samples.make import call, sample, samples
+
+aten = torch.ops.aten
+
+samples(
+    aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_det.default, aten.linalg_slogdet.default,
+    aten.linalg_svdvals.default, aten.linalg_qr.default, aten.linalg_pinv.atol_rtol_float, aten.pinverse.default,
+    aten.matrix_exp.default, aten.linalg_cond.default, aten.linalg_lu_factor.default,
+)(lambda t: call(t.real(4, 6, 6)), lambda t: call(t.real(2, 6, 3, 3)), lambda t: call(t.real(6, 6)))  # fmt: skip
+samples(
+    aten.linalg_cholesky.default, aten.linalg_cholesky_ex.default, aten.cholesky.default, aten.cholesky_inverse.default,
+    aten.logdet.default, aten.linalg_eigvalsh.default,
+)(lambda t: call(t.definite(12, 3)), lambda t: call(t.definite(2, 6, 2)))  # fmt: skip
+sample(aten.linalg_matrix_power.default, lambda t: call(t.real(12, 3, 3), 3))
+sample(aten.linalg_eigh.default, lambda t: call(t.definite(12, 3)))
+sample(aten.linalg_svd.default, lambda t: call(t.index(9, 12, 4, 3).double(), False))
+sample(
+    aten.linalg_solve.default,
+    lambda t: call(t.real(12, 3, 3), t.real(12, 3, 4)),
+    lambda t: call(t.real(12, 3, 3), t.real(12, 3)),
+    lambda t: call(t.real(4, 1, 3, 3), t.real(6, 3, 2)),
+    lambda t: call(t.real(3, 3), t.real(3)),
+)
+sample(aten.linalg_solve_triangular.default, lambda t: call(t.definite(12, 3), t.real(12, 3, 4), upper=False))
+sample(aten.cholesky_solve.default, lambda t: call(t.real(12, 3, 4), t.definite(12, 3)))
+sample(aten.linalg_matrix_norm.default, lambda t: call(t.real(12, 3, 4), 2), lambda t: call(t.real(3, 12, 4), 1, [0, -1], True))
+sample(aten.linalg_matrix_norm.str_ord, lambda t: call(t.real(12, 3, 4)), lambda t: call(t.real(3, 12, 4), "nuc", [0, -1], True))
+sample(
+    aten.cdist.default,
+    lambda t: call(t.real(12, 3), t.real(6, 3)),
+    lambda t: call(t.real(2, 6, 3), t.real(2, 4, 3), 1.0),
+    lambda t: call(t.real(4, 1, 6, 3), t.real(12, 4, 3)),
+)
+sample(aten.pdist.default, lambda t: call(t.real(12, 3)))
+sample(aten.trace.default, lambda t: call(t.real(6, 6)))

@@ -1,0 +1,16 @@
+"""Sample calls: losses."""
+
+from __future__ import annotations
+
+import torch
+
+from shardc.rules.samples.make import call, sample
+from shardc.runtime import ops
+
+sample(
+    ops.nll,
+    lambda t: call(t.real(12, 24), t.index(24, 12), -100),
+    lambda t: call(t.real(4, 12, 6), t.index(12, 4, 6), 3),
+    lambda t: call(t.real(12, 12), torch.where(t.truth(12), -100, t.index(12, 12)), -100),
+    lambda t: call(t.real(12), t.index(12), -100),
+)

@@ -1,0 +1,137 @@
+"""Sample calls: elementwise ops and losses without weights."""
+
+from __future__ import annotations
+
+import torch
+
+from shardc.rules.samples.make import call, sample, samples
+
+aten = torch.ops.aten
+
+samples(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)(
+    lambda t: call(t.real(4, 12), t.real(4, 12)),
+    lambda t: call(t.real(4, 1, 12), t.real(6, 1)),
+    lambda t: call(t.real(12), t.real(4, 12)),
+    lambda t: call(t.real(4, 12), t.real()),
+    lambda t: call(t.real(4, 12), 3.0),
+    lambda t: call(t.index(9, 4, 12), t.real(12)),
+)
+samples(aten.add.Tensor, aten.sub.Tensor)(lambda t: call(t.real(4, 12), t.real(12), alpha=2.0))
+samples(aten.mul.Scalar, aten.div.Scalar)(lambda t: call(t.real(4, 12), 3.0))
+sample(
+    aten.where.self,
+    lambda t: call(t.truth(4, 12), t.real(4, 12), t.real(4, 12)),
+    lambda t: call(t.truth(6, 1, 1), t.real(4, 1), t.real(12)),
+    lambda t: call(t.truth(4, 12), t.real(4, 12), t.real()),
+)
+sample(
+    aten.masked_fill.Scalar,
+    lambda t: call(t.real(4, 12), t.truth(4, 12), 0),
+    lambda t: call(t.real(4, 6, 12), t.truth(6, 1), -3.0),
+    lambda t: call(t.real(12), t.truth(4, 12), 2.0),
+)
+sample(aten.masked_fill.Tensor, lambda t: call(t.real(4, 12), t.truth(12), t.real()))
+sample(aten.where.ScalarSelf, lambda t: call(t.truth(4, 12), 2.0, t.real(12)))
+sample(aten.where.ScalarOther, lambda t: call(t.truth(12), t.real(4, 12), 2.0))
+sample(aten.where.Scalar, lambda t: call(t.truth(4, 12), 1.0, 2.0))
+samples(
+    aten.neg.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.positive.default,
+    aten.detach.default,
+)(
+    lambda t: call(t.real(4, 12)), lambda t: call(t.real(12, 4).t())
+)
+samples(aten._to_copy.default, aten.to.dtype_layout)(
+    lambda t: call(t.real(4, 12), dtype=torch.float32),
+    lambda t: call(t.index(9, 4, 12), dtype=torch.float64),
+    lambda t: call(t.real(4, 12), dtype=torch.int64),
+)
+sample(
+    aten.to.dtype,
+    lambda t: call(t.real(4, 12), torch.float32),
+    lambda t: call(3 * t.real(4, 12), torch.int64),
+    lambda t: call(t.truth(4, 12), torch.float64),
+)
+sample(aten.to.device, lambda t: call(t.real(4, 12), torch.device("cpu"), torch.float32))
+sample(
+    aten.type_as.default,
+    lambda t: call(t.real(4, 12), t.real(4, 12).float()),
+    lambda t: call(t.index(9, 4, 12), t.real(2, 3, 5)),
+    lambda t: call(t.real(4, 12), t.real(12)),
+    lambda t: call(t.real(4, 12), t.index(9, 4, 3, 12)),
+)
+samples(
+    aten.silu.default, aten.selu.default, aten.relu6.default, aten.square.default, aten.isfinite.default, aten.isinf.default,
+    aten.isposinf.default, aten.isneginf.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default,
+    aten.exp.default, aten.expm1.default,
+    aten.sin.default, aten.cos.default, aten.abs.default, aten.sign.default, aten.floor.default, aten.erf.default,
+    aten.logical_not.default,
+    aten.hardtanh.default, aten.leaky_relu.default, aten.elu.default, aten.mish.default, aten.hardswish.default,
+    aten.log_sigmoid.default,
+    aten.isnan.default,
+)(lambda t: call(t.real(4, 12)), lambda t: call(t.real(2, 3, 4)))  # fmt: skip
+samples(aten.rsqrt.default, aten.sqrt.default, aten.log.default, aten.log1p.default, aten.reciprocal.default, aten.acos.default)(
+    lambda t: call(t.positive(4, 12))
+)
+sample(aten.nan_to_num.default, lambda t: call(t.real(4, 12) / t.index(2, 4, 12)))
+sample(aten.gelu.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12), approximate="tanh"))
+sample(aten.softplus.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12), 2.0, 1.0))
+samples(
+    aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.logical_and.default, aten.logical_or.default,
+    aten.bitwise_and.Tensor,
+)(
+    lambda t: call(t.truth(4, 12), t.truth(12)), lambda t: call(t.truth(4, 1, 6), t.truth(12, 1))
+)
+samples(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)(
+    lambda t: call(t.real(4, 12)), lambda t: call(t.index(9, 4, 12), dtype=torch.float64)
+)
+sample(aten.full_like.default, lambda t: call(t.real(4, 12), 3.0))
+sample(aten.lerp.Scalar, lambda t: call(t.real(4, 12), t.real(12), 0.3))
+sample(aten.clamp.default, lambda t: call(t.real(4, 12), -0.5, 0.5), lambda t: call(t.real(4, 12), min=0.0))
+sample(
+    aten.bucketize.Tensor,
+    lambda t: call(t.real(4, 12), t.real(12).sort().values),
+    lambda t: call(t.real(4, 12), t.real(5).sort().values, right=True),
+)
+sample(aten.float_power.Tensor_Scalar, lambda t: call(t.positive(4, 12), 1.5))
+# elementwise by torch's own tag: a spread of them
+samples(
+    aten.maximum.default, aten.minimum.default, aten.atan2.default, aten.pow.Tensor_Tensor, aten.eq.Tensor, aten.gt.Tensor,
+    aten.le.Tensor,
+    aten.ne.Tensor, aten.fmod.Tensor, aten.remainder.Tensor, aten.hypot.default, aten.clamp_min.Tensor,
+)(
+    lambda t: call(t.positive(4, 12), t.positive(4, 12)),
+    lambda t: call(t.positive(4, 1, 12), t.positive(6, 1)),
+    lambda t: call(t.positive(12), t.positive()),
+)  # fmt: skip
+samples(
+    aten.pow.Tensor_Scalar, aten.eq.Scalar, aten.gt.Scalar, aten.lt.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar,
+    aten.clamp_min.default, aten.clamp_max.default, aten.remainder.Scalar,
+)(lambda t: call(t.positive(4, 12), 2.0))  # fmt: skip
+sample(aten.pow.Scalar, lambda t: call(2.0, t.real(4, 12)))
+sample(aten.bitwise_not.default, lambda t: call(t.truth(4, 12)))
+sample(aten.bitwise_or.Tensor, lambda t: call(t.index(99, 4, 12), t.index(99, 12)))
+sample(aten.div.Tensor_mode, lambda t: call(t.real(4, 12), t.real(12), rounding_mode="floor"))
+sample(aten.floor_divide.default, lambda t: call(t.index(99, 4, 12), 7))
+sample(aten.addcmul.default, lambda t: call(t.real(4, 12), t.real(12), t.real(4, 1), value=2.0))
+sample(aten.addcdiv.default, lambda t: call(t.real(4, 12), t.real(12), t.positive(4, 1)))
+sample(aten.lerp.Tensor, lambda t: call(t.real(4, 12), t.real(12), t.real(4, 1)))
+sample(aten.lift_fresh_copy.default, lambda t: call(t.real(4, 12)))
+sample(
+    aten.prelu.default,
+    lambda t: call(t.real(4, 12, 6), t.real(12)),
+    lambda t: call(t.real(4, 12), t.real(1)),
+    lambda t: call(t.real(12), t.real(1)),
+)
+samples(
+    aten.smooth_l1_loss.default, aten.huber_loss.default, aten.binary_cross_entropy_with_logits.default, aten.mse_loss.default,
+)(lambda t: call(t.real(4, 12), t.positive(4, 12), reduction=0), lambda t: call(t.real(4, 12), t.positive(4, 12)))  # fmt: skip
+sample(
+    aten.binary_cross_entropy_with_logits.default, lambda t: call(t.real(4, 12), t.positive(4, 12), None, t.constant(t.positive(12)), 0)
+)
+sample(
+    aten.binary_cross_entropy.default,
+    lambda t: call(t.positive(4, 12), t.positive(4, 12), None, 0),
+    lambda t: call(t.positive(4, 12), t.positive(4, 12)),
+)
+sample(aten.soft_margin_loss.default, lambda t: call(t.real(4, 12), 2 * t.index(2, 4, 12) - 1, 0))
+sample(aten.kl_div.default, lambda t: call(t.real(4, 12), t.positive(4, 12), 0), lambda t: call(t.real(4, 12), t.positive(4, 12)))
