@@ -25,6 +25,7 @@ from shardc.program import Program
 from shardc.simulate import Simulation
 from tests import zoo
 
+Property = Callable[[str, object], None]  # what pytest's `record_property` is
 RTOL = 1e-12
 SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
 
@@ -87,9 +88,7 @@ def gathered(program: Program) -> list[str]:
     return [n for n in program.notes if "gathered" in n]
 
 
-def record(
-    record_property: Callable[[str, object], None], model: str, mesh: str, one: Reference, program: Program, sim: Simulation
-) -> None:  # fmt: skip
+def record(record_property: Property, model: str, mesh: str, one: Reference, program: Program, sim: Simulation) -> None:
     """Leave a row for docs/models.md in the test's report (tests/bench/models.py reads it)."""
     of_loss, of_grads = differences(sim, one.loss, one.grads)
     sent = collections.Counter((c.axis, c.direction, SHORT[c.kind]) for c in sim.comms if not c.cause.startswith("gradients of"))

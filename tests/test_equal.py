@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import shardc
-from tests import zoo
+from tests import equality, zoo
 from tests.equality import assert_equal, collectives
 
 MESHES: dict[str, dict[str, int]] = {
@@ -52,34 +52,34 @@ def spec_of(name: str, mesh: dict[str, int], *, sequence: bool = False) -> dict[
 
 
 @functools.cache
+def one_device(name: str) -> equality.Reference:
+    return equality.reference(zoo.ALL[name])
+
+
 def reference(name: str) -> tuple[Any, Any, Tensor, dict[str, Tensor]]:
     """(model, batch, loss, gradients by FQN) of one device in float64."""
-    with zoo.Wide():
-        model, batch = zoo.ALL[name]()
-        output = model(**batch)
-        loss = output[0] if isinstance(output, tuple) else output.loss
-        loss.backward()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad(set_to_none=True)
-    return model, batch, loss.detach(), grads
+    one = one_device(name)
+    return one.model, one.batch, one.loss, one.grads
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_equal_one_device(name: str, mesh: str) -> None:
-    model, batch, loss, grads = reference(name)
-    with zoo.Wide():
-        program = shardc.compile(model, batch, spec_of(name, MESHES[mesh]))
-    assert_equal(shardc.simulate(program, model, batch), loss, grads)
+def test_loss_and_gradients_equal_one_device(name: str, mesh: str, record_property: equality.Property) -> None:
+    check(name, mesh, spec_of(name, MESHES[mesh]), record_property)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dp", [1, 2])
-def test_sequence_parallel_equals_one_device(name: str, dp: int) -> None:
-    model, batch, loss, grads = reference(name)
-    with zoo.Wide():
-        program = shardc.compile(model, batch, spec_of(name, {"dp": dp, "tp": 2}, sequence=True))
-    assert_equal(shardc.simulate(program, model, batch), loss, grads)
+def test_sequence_parallel_equals_one_device(name: str, dp: int, record_property: equality.Property) -> None:
+    check(name, f"{'dp=2 ' if dp == 2 else ''}tp=2 sp", spec_of(name, {"dp": dp, "tp": 2}, sequence=True), record_property)
+
+
+def check(name: str, mesh: str, spec: dict[str, Any], record_property: equality.Property) -> None:
+    one = one_device(name)
+    program = one.compile(spec)
+    sim = shardc.simulate(program, one.model, one.batch)
+    equality.record(record_property, name, mesh, one, program, sim)
+    assert_equal(sim, one.loss, one.grads)
 
 
 @pytest.mark.parametrize("name", ["resnet_bn", "mlp", "moe"])

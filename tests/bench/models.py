@@ -1,63 +1,75 @@
-"""Write docs/models.md: every model of the test zoo on every mesh, compared with one device. Run by `make table`."""
+"""Write docs/models.md: what the test run found of every model on every mesh. Run by `make table`; `--from FILE` renders a run's report.
+
+The tests that compare a model on a mesh with one device leave a row in pytest's report (tests/equality.py: `record`). This runs them,
+and makes a table of the rows, with each test's own verdict.
+"""
 
 from __future__ import annotations
 
-import collections
+import json
+import subprocess
 import sys
-import time
+import tempfile
+import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
-import torch
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "docs" / "models.md"
+TESTS = ("tests/test_equal.py", "tests/test_models_plain.py", "tests/test_models_hf.py")
+HEAD = """\
+# Models, meshes and what is sent
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+Made by `make table` from a run of the tests {tests}: {equal} of {all} rows equal,
+{models} models. Tiny models (two layers, 8 heads, 8 × 16 tokens), float64, against the same model in eager mode on one device.
 
-import shardc
-from tests import zoo
-from tests.test_equal import MESHES, MODELS, reference, spec_of
+- *loss*, *gradients*: relative differences; of gradients the worst. *equal*: the verdict of the test, which allows 1e-12.
+- *collectives*: of one step, without the bucketed sums of gradients: AR all_reduce, AG all_gather, RS reduce_scatter, A2A all_to_all.
+- *export*: seconds of `torch.export` and what makes its graph functional; *compile*: seconds of all that comes after it.
+- *sp*: sequence-parallel activations by one annotation.
 
-OUT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
-
-
-def row(name: str, label: str, mesh: dict[str, int], *, sequence: bool) -> str:
-    model, batch, loss, grads = reference(name)
-    with zoo.Wide():
-        start = time.perf_counter()
-        program = shardc.compile(model, batch, spec_of(name, mesh, sequence=sequence), prove=False)
-        seconds = time.perf_counter() - start
-    sim = shardc.simulate(program, model, batch)
-    floor = 1e-3 * float(torch.stack([g.norm() for g in grads.values()]).norm())
-    worst = max(float((sim.grads[n] - g).norm()) / max(float(g.norm()), floor) for n, g in grads.items())
-    off = abs(float((sim.loss - loss) / loss))
-    counts = collections.Counter((c.axis, c.direction, SHORT[c.kind]) for c in sim.comms if not c.cause.startswith("gradients of"))
-    shown = [
-        f"{axis} {way}: " + ", ".join(f"{n} {kind}" for (a, d, kind), n in sorted(counts.items()) if (a, d) == (axis, way))
-        for axis, way in sorted({(a, d) for a, d, _ in counts}, key=lambda x: (x[0], x[1] != "forward"))
-    ]
-    return f"| {name} | {label} | {off:.0e} | {worst:.0e} | {'; '.join(shown)} | {seconds:.2f} |"
+| model | mesh | equal | loss | gradients | collectives | export (s) | compile (s) |
+|---|---|---|---:|---:|---|---:|---:|
+"""
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    lines = [
-        "# Models, meshes and what is sent",
-        "",
-        "Made by `make table` from the models of tests/zoo (two layers each, float64, 8 × 16 tokens, labels of -100 unevenly on the rows).",
-        "Loss and the worst gradient as relative difference from the eager model; collectives of one step without the bucketed gradient",
-        "sums (AR all_reduce, AG all_gather, RS reduce_scatter); seconds to compile. `sp`: one annotation on the embedding's output.",
-        "",
-        "| model | mesh | loss | gradients | collectives | compile (s) |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in MODELS:
-        for label, mesh in MESHES.items():
-            lines.append(row(name, label, mesh, sequence=False))
-        for dp in (1, 2):
-            lines.append(row(name, f"{'dp=2 ' if dp == 2 else ''}tp=2 sp", {"dp": dp, "tp": 2}, sequence=True))
-        print(lines[-1], flush=True)
+def rows(report: Path) -> list[dict[str, Any]]:
+    """The rows that tests left in a JUnit report, with "equal": did the test pass."""
+    found = []
+    for case in ET.parse(report).iter("testcase"):
+        passed = case.find("failure") is None and case.find("error") is None
+        found += [json.loads(p.attrib["value"]) | {"equal": passed} for p in case.iter("property") if p.attrib["name"] == "row"]
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    sent: dict[tuple[str, str], list[str]] = {}
+    for axis, way, kind, n in sorted(row["collectives"], key=lambda c: (c[0], c[1] != "forward", c[2])):
+        sent.setdefault((axis, way), []).append(f"{n} {kind}")
+    shown = "; ".join(f"{axis} {way}: {', '.join(kinds)}" for (axis, way), kinds in sent.items())
+    equal = "yes" if row["equal"] else "**no**"
+    numbers = f"{row['loss']:.0e} | {row['gradients']:.0e} | {shown} | {row['export']:.2f} | {row['compile']:.2f}"
+    return f"| {row['model']} | {row['mesh']} | {equal} | {numbers} |\n"
+
+
+def main(argv: list[str]) -> int:
+    tests = [t for t in TESTS if (ROOT / t).exists()]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        status = 0
+        if argv[:1] == ["--from"]:
+            report = Path(argv[1])
+        else:
+            command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-o", "junit_family=xunit1", f"--junitxml={report}", *tests]
+            status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        found = rows(report)
+    equal = sum(r["equal"] for r in found)
+    head = HEAD.format(tests=", ".join(Path(t).name for t in tests), equal=equal, all=len(found), models=len({r["model"] for r in found}))
     OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text("\n".join(lines) + "\n")
+    OUT.write_text(head + "".join(map(line, found)), encoding="utf-8")
+    print(f"{OUT}: {equal} of {len(found)} rows equal")
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(sys.argv[1:]))

@@ -278,8 +278,8 @@ FAMILIES: dict[str, Family] = {
         num_mel_bins=16, patch_size=8, time_stride=8, frequency_stride=8, num_labels=CLASSES,
     ),
     "speech_to_text": row(
-        "Speech2TextForConditionalGeneration", lambda: {"input_features": random(BATCH, 32, 16), "labels": tokens()}, **SEQ2SEQ, input_feat_per_channel=16, conv_channels=32,
-        max_source_positions=64, max_target_positions=64,
+        "Speech2TextForConditionalGeneration", lambda: {"input_features": random(BATCH, 32, 16), "labels": tokens()}, **SEQ2SEQ,
+        input_feat_per_channel=16, conv_channels=32, max_source_positions=64, max_target_positions=64,
     ),
     "moonshine": row(
         "MoonshineForConditionalGeneration", lambda: {"input_values": random(BATCH, 2000), "labels": tokens()},
