@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.calls import result, tensors, values
 from shardc.errors import Errors
 from shardc.mesh import Mesh
 from shardc.passes import explicit, heads, plans, structure, uneven
 from shardc.passes.plan import Plan
 from shardc.passes.roles import styled
 from shardc.patterns import first_match, match, nearest
-from shardc.place import result, tensors, values
 from shardc.placement import REPLICATE, Layout, Placement, Shard
 from shardc.program import Input, Param, Program, Source
 from shardc.spec import DimShard, ShardRule, Spec

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from shardc.place import choices_of, result, tensors, values
+from shardc.calls import choices_of, result, tensors, values
 from shardc.placement import Partial, Placement, Shard
 from shardc.program import Program, Value
 from shardc.rules.core import Choices, Strategy, needs_vary

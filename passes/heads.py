@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from shardc.calls import result, tensors, values
 from shardc.mesh import Mesh
-from shardc.place import result, tensors, values
 from shardc.rules import core
 
 aten = torch.ops.aten

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
+from shardc.calls import call_of, result, tensors, values
 from shardc.errors import Errors
 from shardc.mesh import Mesh
-from shardc.place import call_of, result, tensors, values
 from shardc.placement import REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, Varying
 from shardc.program import Collective, Program, Source, Stage, Value
 from shardc.rules import core

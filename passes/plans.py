@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from shardc.calls import values
 from shardc.errors import Errors, ShardcError
 from shardc.passes.follow import Follower, Region, uses
 from shardc.passes.plan import Plan
 from shardc.patterns import nearest
-from shardc.place import values
 from shardc.placement import Shard
 from shardc.program import Param, Program
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from shardc.calls import call_of
 from shardc.passes.follow import uses
-from shardc.place import call_of
 from shardc.placement import Shard
 from shardc.rules import core
 from shardc.rules.core import Choices

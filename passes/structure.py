@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import fx
 
+from shardc.calls import result, tensors, values
 from shardc.errors import ShardcError
 from shardc.passes.follow import Blocked, Follower, Key, Region, uses
 from shardc.passes.plan import Plan
-from shardc.place import result, tensors, values
 from shardc.placement import Shard
 from shardc.program import Program
 from shardc.rules.core import needs_vary

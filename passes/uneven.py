@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-
 from shardc.mesh import Mesh
 from shardc.passes.follow import Follower, Region
 from shardc.placement import Layout, Shard
@@ -52,7 +51,8 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
                     if block % pieces == 0:
                         found[name] = _with(found[name], s.dim, mesh, -pieces % n * (block // pieces), s.split)
                         done.add((name, s.dim))
-    return {name: padded(layout, program.param(name).shape, mesh) if layout.fits(program.param(name).shape, mesh) else layout for name, layout in found.items()}
+    shapes = {name: program.param(name).shape for name in found}
+    return {name: padded(layout, shapes[name], mesh) if layout.fits(shapes[name], mesh) else layout for name, layout in found.items()}
 
 
 def _pieces(follower: Follower, region: Region) -> int:

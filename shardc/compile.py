@@ -20,8 +20,9 @@ from shardc.passes.annotate import Annotate
 from shardc.passes.canonical import Canonical
 from shardc.passes.data import Data
 from shardc.passes.partition import Partition
-from shardc.place import check_rules, place
+from shardc.place import place
 from shardc.program import Program
+from shardc.refuse import check_rules
 from shardc.spec import Spec
 
 

@@ -19,122 +19,13 @@ from typing import Any
 
 from torch import fx
 
-from shardc.errors import Errors
+from shardc.calls import choices_of, result, tensors, values
 from shardc.mesh import Mesh
 from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Shard, Varying
-from shardc.program import Program, Value
-from shardc.rules import core
-from shardc.rules.core import Call, Choices, Operand, Strategy, needs_vary
-from shardc.rules.views import reshape
-
-# A matmul's flops weigh as many bytes of communication as a device with ~1000 flop per link byte would lose by repeating it
-# (H100: 400 Tflop/s bf16 against 300-450 GB/s NVLink). Touching memory weighs little: it only breaks ties.
-FLOPS_PER_BYTE = 1000.0
-TOUCH = 0.01
-# Gathering a weight that an annotation splits would undo the annotation.
-UNDO = 1000.0
-
-
-def tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands of a node, in the order of its arguments; a tensor used twice appears twice."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda n: found.append(n) if n.meta.get("value") is not None else None)
-    return found
-
-
-def result(node: fx.Node) -> tuple[fx.Node, int]:
-    """The op and the index of its result that a node stands for (getitem looks through)."""
-    if node.target is operator.getitem:
-        parent = node.args[0]
-        assert isinstance(parent, fx.Node)
-        assert isinstance(node.args[1], int)
-        return parent, node.args[1]
-    return node, 0
-
-
-def values(node: fx.Node) -> tuple[Value, ...]:
-    v = node.meta["value"]
-    return v if isinstance(v, tuple) else (v,)
-
-
-def call_of(node: fx.Node) -> Call:
-    """The call without the graph."""
-    operands: list[Value] = []
-
-    def put(n: fx.Node) -> Any:
-        v = n.meta.get("value")
-        if v is None:
-            return n.name
-        operands.append(v)
-        return Operand(len(operands) - 1)
-
-    args = fx.node.map_arg(node.args, put)
-    kwargs = fx.node.map_arg(dict(sorted(node.kwargs.items())), put)
-    return Call(node.target, tuple(args), tuple(kwargs.items()), tuple(operands), values(node))
-
-
-def choices_of(node: fx.Node, cache: dict[Any, Choices]) -> Choices:
-    """The call's choices; calls that look alike (repeated layers) share them."""
-    call = call_of(node)
-    key = repr((str(call.target), call.args, call.kwargs, call.operands, call.results))
-    if key not in cache:
-        rule = core.find(call.target)
-        if rule is None:  # unknown_ops: replicate; `check_rules` has refused it otherwise
-            from shardc.rules.index import all_whole
-
-            rule = core.Rule(call.target, all_whole)
-        cache[key] = Choices(rule, call, rule.signature(call))
-    return cache[key]
-
-
-def check_rules(program: Program, *, replicate: bool) -> list[str]:
-    """Ops without a rule: one error per op with the model's line, or, where the spec says replicate, one note each."""
-    errors, notes = Errors(), []
-    missing: dict[str, tuple[fx.Node, int]] = {}
-    for node in program.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem and core.find(node.target) is None:
-            first, count = missing.get(str(node.target), (node, 0))
-            missing[str(node.target)] = (first, count + 1)
-    for name, (node, count) in missing.items():
-        at = str(node.meta.get("source", "")) or name
-        what = f"op {name} ({count}×) has no rule: shardc does not know what of it may be split"
-        if replicate:
-            notes.append(f"{at}: {name} has no rule; every rank runs it whole")
-        else:
-            errors.add(what, where=at, fix=f"register one, shardc.rule({name}, \"... -> ...\"), or set `unknown_ops: replicate`")
-    errors.raise_any()
-    return notes
-
-
-def transfer(v: Value, old: Placement, new: Placement, n: int, nbytes: float) -> float:
-    """Bytes that one rank sends for a conversion, forward and backward."""
-    grad = needs_vary(v)
-    part = nbytes * (n - 1) / n
-    if old == new:
-        return 0.0
-    match old, new:
-        case Partial(), Shard():
-            return part + part * grad
-        case Partial(), Varying():
-            return 2 * part + 2 * part * grad
-        case Partial(), _:
-            return 2 * part
-        case Shard(), Shard():
-            return (part + part * grad) / n
-        case Shard(), Varying():
-            return part + part * grad
-        case Shard(), Partial():  # moves nothing, but takes its whole size from here on and has to be summed later
-            return 3 * part
-        case Shard(), _:
-            return part
-        case _, Varying():
-            return 2 * part * grad
-        case Varying(), _:
-            return 0.0
-        case _, Shard():
-            return part * grad
-        case _:
-            return 0.0
+from shardc.price import FLOPS_PER_BYTE, TOUCH, UNDO, transfer
+from shardc.program import Program
+from shardc.refuse import refuse_uneven
+from shardc.rules.core import Choices, Strategy, needs_vary
 
 
 @dataclass
@@ -459,35 +350,3 @@ def place(program: Program, mesh: Mesh) -> Program:
         program = program.with_layouts({node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()})
     refuse_uneven(program, mesh, choices)
     return program
-
-
-def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices]) -> None:
-    """Heads, key-value heads or groups that an axis does not divide: an annotated split that is lost where a dim is taken apart.
-
-    It could be gathered there, but that would undo the annotation unnoticed; one error for every such size and annotation.
-    """
-    errors, told = Errors(), set()
-    for node, c in choices.items():
-        if c.rule.notation is not reshape:
-            continue
-        source, i = result(tensors(node)[0])
-        for axis, n in mesh.axes:
-            why = source.meta.get("why", {}).get(axis, "")
-            if n == 1 or not why or source.op != "call_function":
-                continue
-            lies, taken = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
-            if not isinstance(lies, Shard) or isinstance(taken, Shard):
-                continue
-            for factor, (places, _) in c.places.items():
-                place_of, size = places[0], c.signature.sizes[factor]
-                if place_of is None or place_of[0] != lies.dim or lies.split % place_of[1] or size % (lies.split // place_of[1] * n) == 0:
-                    continue
-                if lies.split // place_of[1] >= size or (why, size) in told:
-                    continue
-                told.add((why, size))
-                fits = [str(k) for k in range(1, size + 1) if size % k == 0]
-                errors.add(
-                    f"{size} (of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}) does not divide by {axis}={n}",
-                    where=f"{why}, {node.meta['source']}", fix=f"{axis}={', '.join(fits[:-1])} or {fits[-1]}; or leave that weight whole",
-                )  # fmt: skip
-    errors.raise_any()

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.calls import call_of, values
 from shardc.mesh import Mesh
 from shardc.passes.partition import _Writer
-from shardc.place import call_of, values
 from shardc.placement import PARTIAL, VARYING, Layout, Partial, Placement
 from shardc.program import Program
 from shardc.rules.core import Choices, Rule, Strategy, find, needs_vary

@@ -1,0 +1,63 @@
+"""The calls of a global graph, as rules see them: operands, results, types, and the choices that an op's rule gives."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from shardc.program import Value
+from shardc.rules import core
+from shardc.rules.core import Call, Choices, Operand
+from shardc.rules.index import all_whole
+
+
+def tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node, in the order of its arguments; a tensor used twice appears twice."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda n: found.append(n) if n.meta.get("value") is not None else None)
+    return found
+
+
+def result(node: fx.Node) -> tuple[fx.Node, int]:
+    """The op and the index of its result that a node stands for (getitem looks through)."""
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        assert isinstance(parent, fx.Node)
+        assert isinstance(node.args[1], int)
+        return parent, node.args[1]
+    return node, 0
+
+
+def values(node: fx.Node) -> tuple[Value, ...]:
+    v = node.meta["value"]
+    return v if isinstance(v, tuple) else (v,)
+
+
+def call_of(node: fx.Node) -> Call:
+    """The call without the graph."""
+    operands: list[Value] = []
+
+    def put(n: fx.Node) -> Any:
+        v = n.meta.get("value")
+        if v is None:
+            return n.name
+        operands.append(v)
+        return Operand(len(operands) - 1)
+
+    args = fx.node.map_arg(node.args, put)
+    kwargs = fx.node.map_arg(dict(sorted(node.kwargs.items())), put)
+    return Call(node.target, tuple(args), tuple(kwargs.items()), tuple(operands), values(node))
+
+
+def choices_of(node: fx.Node, cache: dict[Any, Choices]) -> Choices:
+    """The call's choices; calls that look alike (repeated layers) share them."""
+    call = call_of(node)
+    key = repr((str(call.target), call.args, call.kwargs, call.operands, call.results))
+    if key not in cache:
+        rule = core.find(call.target)
+        if rule is None:  # unknown_ops: replicate; `check_rules` has refused it otherwise
+            rule = core.Rule(call.target, all_whole)
+        cache[key] = Choices(rule, call, rule.signature(call))
+    return cache[key]

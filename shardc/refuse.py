@@ -1,0 +1,67 @@
+"""What a placement cannot do is refused where it is known: ops without a rule before it, splits that would be lost after it."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from shardc.calls import result, tensors
+from shardc.errors import Errors
+from shardc.mesh import Mesh
+from shardc.placement import Shard
+from shardc.program import Program
+from shardc.rules import core
+from shardc.rules.core import Choices
+from shardc.rules.views import reshape
+
+
+def check_rules(program: Program, *, replicate: bool) -> list[str]:
+    """Ops without a rule: one error per op with the model's line, or, where the spec says replicate, one note each."""
+    errors, notes = Errors(), []
+    missing: dict[str, tuple[fx.Node, int]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem and core.find(node.target) is None:
+            first, count = missing.get(str(node.target), (node, 0))
+            missing[str(node.target)] = (first, count + 1)
+    for name, (node, count) in missing.items():
+        at = str(node.meta.get("source", "")) or name
+        what = f"op {name} ({count}×) has no rule: shardc does not know what of it may be split"
+        if replicate:
+            notes.append(f"{at}: {name} has no rule; every rank runs it whole")
+        else:
+            errors.add(what, where=at, fix=f"register one, shardc.rule({name}, \"... -> ...\"), or set `unknown_ops: replicate`")
+    errors.raise_any()
+    return notes
+
+
+def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices]) -> None:
+    """Heads, key-value heads or groups that an axis does not divide: an annotated split that is lost where a dim is taken apart.
+
+    It could be gathered there, but that would undo the annotation unnoticed; one error for every such size and annotation.
+    """
+    errors, told = Errors(), set()
+    for node, c in choices.items():
+        if c.rule.notation is not reshape:
+            continue
+        source, i = result(tensors(node)[0])
+        for axis, n in mesh.axes:
+            why = source.meta.get("why", {}).get(axis, "")
+            if n == 1 or not why or source.op != "call_function":
+                continue
+            lies, taken = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
+            if not isinstance(lies, Shard) or isinstance(taken, Shard):
+                continue
+            for factor, (places, _) in c.places.items():
+                place_of, size = places[0], c.signature.sizes[factor]
+                if place_of is None or place_of[0] != lies.dim or lies.split % place_of[1] or size % (lies.split // place_of[1] * n) == 0:
+                    continue
+                if lies.split // place_of[1] >= size or (why, size) in told:
+                    continue
+                told.add((why, size))
+                fits = [str(k) for k in range(1, size + 1) if size % k == 0]
+                errors.add(
+                    f"{size} (of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}) does not divide by {axis}={n}",
+                    where=f"{why}, {node.meta['source']}", fix=f"{axis}={', '.join(fits[:-1])} or {fits[-1]}; or leave that weight whole",
+                )  # fmt: skip
+    errors.raise_any()
