@@ -85,7 +85,9 @@ def fused(name: str) -> tuple[Any, dict[str, Any]]:
             bos_token_id=1, eos_token_id=1,
         )  # fmt: skip
         return transformers.GPTBigCodeForCausalLM(config), {"*.c_attn": "column", "*.c_proj": "row", "*.c_fc": "column"}
-    options = {"grouped 4": (4, True, False, False), "grouped 2": (2, True, False, False), "one": (1, False, True, False), "alibi": (8, False, False, True)}
+    options = {
+        "grouped 4": (4, True, False, False), "grouped 2": (2, True, False, False), "one": (1, False, True, False), "alibi": (8, False, False, True),
+    }  # fmt: skip
     kv, grouped, one, alibi = options[name]
     config = transformers.FalconConfig(num_kv_heads=kv, new_decoder_architecture=grouped, multi_query=one, alibi=alibi, **falcon)
     return transformers.FalconForCausalLM(config), neox
@@ -97,7 +99,7 @@ def test_fused_weights_in_every_layout(name: str) -> None:
     batch = {"input_ids": zoo.tokens(), "labels": zoo.labels()}
     program, sim = equal((zoo.ready(model, torch.float64), batch), {"shardc": 1, "mesh": {"tp": 4}, "shard": shard})
     count = collections.Counter((c.kind, c.direction) for c in sim.comms if c.axis == "tp")
-    two = name.startswith("phi3") or name in ("alibi", "bigcode") and not getattr(model.config, "parallel_attn", False)
+    two = name.startswith("phi3") or name in ("alibi", "bigcode")
     assert count["all_reduce", "forward"] == (4 if two else 2), "one of attention and MLP, or one of both where they are parallel"
     assert set(count) == {("all_reduce", "forward"), ("all_reduce", "backward")}
     assert not program.notes

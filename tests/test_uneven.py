@@ -11,6 +11,8 @@ from torch import nn
 
 import shardc
 from shardc.placement import Shard
+from shardc.runtime.inputs import take
+from shardc.runtime.loopback import loopback
 from tests import zoo
 from tests.test_equal import FIRST, SHARD
 from tests.test_heads import equal
@@ -143,8 +145,5 @@ def test_without_the_word_it_is_an_error_with_what_would_fit(mesh: dict[str, int
 def test_a_ranks_own_part_does_not_tell_a_padded_batch() -> None:
     net, batch = Net(), {"x": torch.randn(7, 6)}
     program = shardc.compile(net, batch, {"shardc": 1, "mesh": {"dp": 2}, "uneven": "pad"})
-    from shardc.runtime.inputs import take
-    from shardc.runtime.loopback import loopback
-
-    with pytest.raises(shardc.ShardcError, match="(?s)does not divide over the ranks.*without local=True"):
+    with pytest.raises(shardc.ShardcError, match=r"(?s)does not divide over the ranks.*without local=True"):
         loopback(program.mesh, lambda mesh: take(program, {"x": torch.randn(4, 6)}, mesh, local=True))
