@@ -74,7 +74,7 @@ def _sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:
                 yield from ((x, Shared(keys[-3], queries[-3])) for x in (k, v))
         elif node.target is aten.repeat_interleave.self_int and node.args[2:]:
             shape, out = _shape(used[0]), _shape(node)
-            d = int(node.args[2]) % len(shape)  # type: ignore[arg-type]
+            d = int(node.args[2]) % len(shape)
             yield used[0], Shared(shape[d], out[d])
         elif node.target in (aten.expand.default, aten.broadcast_to.default):
             yield from _expanded(node, used[0])

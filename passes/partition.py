@@ -155,6 +155,7 @@ class _Writer:
                     return self._emit(target, args, kwargs, value, node, None, named)
 
                 if (local, s) not in self.cleaned:
+                    assert self.mesh_node is not None
                     self.cleaned[local, s] = core.fill_padding(emit, local, value, s.dim, self.mesh_node, 0.0)
                 local = self.cleaned[local, s]
         return local
@@ -294,7 +295,7 @@ class _Writer:
             assert isinstance(was, Shard)
             assert isinstance(will, Shard)
             splits = old.local_split(digit, self.mesh), new.local_split(digit, self.mesh)
-            pads = (*self._padding(was, new), *self._padding(will, old)) if was.padding or will.padding else ()
+            pads: tuple[int, ...] = (*self._padding(was, new), *self._padding(will, old)) if was.padding or will.padding else ()
             target, args = ops.all_to_all, (x, mesh, axis, was.dim, splits[0], will.dim, splits[1], *pads)
         else:
             cut = old if isinstance(old[digit], Shard) else new
