@@ -291,7 +291,9 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
     for rule in spec.activations:
         key = rule.pattern + (":in" if rule.at == "input" else "")
         where = spec.where(("activations", key))
-        hits = [m for m in modules if any(match(rule.pattern, name) for name in also.get(m, [m]))]
+        found = {m for m in modules if any(match(rule.pattern, name) for name in also.get(m, [m]))}
+        # `model.layers.*` names the layers, not everything in them: `*` matches dots too, but what is inside a match is not meant
+        hits = [m for m in modules if m in found and not any(parent in found for parent in _parents(m)[:-1])]
         if not hits:
             close = nearest(rule.pattern, modules)
             errors.add(
