@@ -29,9 +29,9 @@ from shardc import values
 from shardc.passes import (  # noqa: F401 (they register)
     canonical_create,
     canonical_loss,
+    canonical_moments,
     canonical_norm,
     canonical_pointwise,
-    canonical_moments,
     canonical_random,
     canonical_recurrent,
     canonical_views,

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from shardc import functional, proof, source, values, watch
 from shardc.errors import ShardcError
+from shardc.known_values import known_values
 from shardc.mesh import Mesh
 from shardc.program import Buffer, Input, Param, Program, Source, Value
 from shardc.torch_private import DATA_DEPENDENT, fake_tensor, traced_with
@@ -136,7 +137,8 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
     wrapper = _Wrapper(model, leaves, loss)
     wrapper.training = model.training
     with (
-        warnings.catch_warnings(), watch.lean_transformers(model), watch.watching(), watch.swapped(model, tensors),
+        warnings.catch_warnings(), watch.lean_transformers(model), watch.watching(), known_values(),
+        watch.swapped(model, tensors),
         traced_with(source.trace_of_call),
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs

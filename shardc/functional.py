@@ -144,6 +144,12 @@ def is_inplace(node: fx.Node) -> bool:
     return node.target._schema.is_mutable or _updates_statistics(node)
 
 
+def _writes_out(node: fx.Node) -> bool:
+    """Whether an op writes its result to a tensor given as `out=`."""
+    assert isinstance(node.target, OpOverload)
+    return any(a.is_out for a in node.target._schema.arguments)
+
+
 def _updates_statistics(node: fx.Node) -> bool:
     """batch_norm in training mode writes its running statistics, which its schema does not say."""
     return node.target is aten.batch_norm.default and bool(node.args[5]) and node.args[3] is not None
@@ -165,6 +171,8 @@ def remove_inplace(
         family.setdefault(root[node], []).append(node)
 
     inplace = [node for node in graph.nodes if is_inplace(node)]
+    if any(_writes_out(node) for node in inplace):
+        return None
     for node in inplace:
         for x in _written(node):
             if (name := params.get(root[x])) is not None:
