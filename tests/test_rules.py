@@ -14,40 +14,11 @@ from hypothesis import strategies as st
 from shardc.mesh import Mesh
 from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Shard, chunks
 from shardc.rules import RULES, Rule, Strategy, find, rule
-from shardc.rules.check import Case, differs, dual, prove, prove_pairs, spread, too_strict
+from shardc.rules.check import KNOWN, PARTS, Case, differs, dual, name_of, prove, prove_pairs, spread, too_strict
 from shardc.rules.samples import SAMPLES, Tensors, call
 from shardc.rules.views import walk
 
 aten = torch.ops.aten
-
-CONSTANT = "a constant: its operand gives only shape or dtype"
-WEIGHTS = "a norm's weights that are still to be summed over ranks do not occur"
-EMPTY = "only because the other operands are empty"
-#: (op, what) that a rule forbids though it would be right, and why it stays so.
-STRICT_FOR_A_REASON = {
-    ("aten.scaled_dot_product_attention.default", "split e"): "fused kernels want q, k and v of one head size",
-    ("aten.layer_norm.default", "linear in 1 2"): WEIGHTS,
-    ("aten.layer_norm.default", "linear in 1"): WEIGHTS,
-    ("aten.rms_norm.default", "linear in 1"): WEIGHTS,
-    ("aten.group_norm.default", "linear in 1 2"): WEIGHTS,
-    ("aten.group_norm.default", "linear in 1"): WEIGHTS,
-    ("aten.type_as.default", "linear in 0 1"): "of the second operand only the dtype counts",
-    ("aten.zeros_like.default", "linear in 0"): CONSTANT,
-    ("aten.new_zeros.default", "linear in 0"): CONSTANT,
-    ("aten.new_zeros.default", "split x0_0, sum"): CONSTANT,
-    ("aten.bucketize.Tensor", "split x1_0, sum"): "boundaries are few: counting below a part of them and adding up saves nothing",
-    ("aten.cat.default", "linear in 0"): EMPTY,
-    ("aten.cat.default", "linear in 0 2"): EMPTY,
-    ("aten.index.Tensor", "split d0 = o0"): "a mask makes sizes that depend on data: such graphs are not captured",
-    ("aten.index_put.default", "split i0, sum"): "one value for all entries would be added for padding too",
-    ("batch_stat", "linear in 0"): "true in training only; outside it is the running statistic, counted once a rank",
-    ("batch_stat", "linear in 0 1"): "the statistic is used more than once: it is summed before",
-}
-
-
-def name(op: Any) -> str:
-    return str(op) if hasattr(op, "_schema") else str(op.__name__)
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
@@ -62,13 +33,12 @@ def one_thread() -> Iterator[None]:
 
 
 def test_every_rule_has_a_sample() -> None:
-    assert [name(op) for op in RULES if op not in SAMPLES] == []
+    assert [name_of(op) for op in RULES if op not in SAMPLES] == []
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("op", SAMPLES, ids=name)
-def test_rule_equals_the_whole_op(op: Any, n: int) -> None:
-    wrong = [f for sample in SAMPLES[op] for f in prove(op, sample, n)]
+@pytest.mark.parametrize("op", SAMPLES, ids=name_of)
+def test_rule_equals_the_whole_op(op: Any) -> None:
+    wrong = [f for sample in SAMPLES[op] for f in prove(op, sample, *PARTS)]
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -76,7 +46,7 @@ def test_rule_equals_the_whole_op(op: Any, n: int) -> None:
     "op",
     [op for op in SAMPLES if (r := find(op)) and (r.local or r.extra)]
     + [aten.linear.default, aten.scaled_dot_product_attention.default, aten.cat.default],
-    ids=name,
+    ids=name_of,
 )
 def test_two_axes_at_once_equal_the_whole_op(op: Any) -> None:
     wrong = [f for sample in SAMPLES[op][:2] for f in prove_pairs(op, sample)]
@@ -85,8 +55,8 @@ def test_two_axes_at_once_equal_the_whole_op(op: Any) -> None:
 
 def test_rules_are_not_too_strict() -> None:
     found = {(f.op, f.strategy): f for op in SAMPLES for sample in SAMPLES[op] for f in too_strict(op, sample)}
-    assert [str(f) for key, f in found.items() if key not in STRICT_FOR_A_REASON] == []
-    assert [key for key in STRICT_FOR_A_REASON if key not in found] == [], "no longer too strict: drop the reason"
+    assert [str(f) for f in found.values() if not f.why] == []
+    assert [key for key in KNOWN if key not in found] == [], "no longer too strict: drop the reason"
 
 
 # --- the proof finds what is wrong ------------------------------------------------------------------------------------
@@ -141,7 +111,7 @@ def test_finds_what_an_op_raises_on_parts_that_do_not_fit() -> None:
 def test_finds_a_rule_that_is_too_strict(op: Any, args: tuple[Any, ...], notation: str, linear: Any, looser: str) -> None:
     found = too_strict(op, lambda t: call(t.real(4, 12), *args), rule=Rule(op, notation, linear))
     assert [f.strategy for f in found] == [looser]
-    assert str(found[0]).endswith("comes out right, but the rule forbids it")
+    assert str(found[0]).endswith("comes out right, but the rule forbids it (f64[4, 12]" + "".join(f", {a}" for a in args) + ")")
 
 
 # --- registering ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,15 @@
+"""Proof of rules against whole ops (DESIGN 2.2): what the tests, `shardc rules --check` and `shardc.check_rule` run.
+
+compare.py   tensors as ranks hold them      prove.py     every strategy that a rule allows: what is wrong
+case.py      one call: whole, and on ranks   strict.py    what a rule forbids though it is right
+variants.py  other calls made from samples   survey.py    all of it, for many ops, with progress
+"""
+
+from shardc.rules.check.case import Case, Finding, NoCallError, UnfitError, name_of
+from shardc.rules.check.compare import differs, dual, spread
+from shardc.rules.check.prove import PARTS, prove, prove_pairs
+from shardc.rules.check.strict import KNOWN, too_strict
+
+__all__ = [
+    "KNOWN", "PARTS", "Case", "Finding", "NoCallError", "UnfitError", "differs", "dual", "name_of", "prove", "prove_pairs", "spread", "too_strict",
+]  # fmt: skip
