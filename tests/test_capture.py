@@ -474,3 +474,37 @@ def test_private_parts_of_torch() -> None:
         gm = torch.export.export(Net(lambda s, y: function(y.sum())), (X,), strict=False).graph_module
     assert seen[0].target is torch.ops.aten.arange.default
     assert {n.stack_trace for n in gm.graph.nodes if n.op == "call_function"} == {"here"}
+
+
+def _likely(s: Net, y: Tensor) -> Tensor:
+    """Distributions check their arguments' values."""
+    return -torch.distributions.Normal(y, y.exp()).log_prob(torch.zeros(())).mean()
+
+
+def _asserted() -> Any:
+    """Not by pytest's rewritten assert, which export does not know."""
+    scope: dict[str, Any] = {}
+    exec("def f(s, y):\n    assert y.gt(0).sum(1).max().item() <= 6\n    return (y * y).sum()", scope)
+    return scope["f"]
+
+
+@pytest.mark.parametrize("function", [_asserted(), _likely])
+def test_checks_of_values_are_dropped(function: Any) -> None:
+    """Proven equal by capture itself; nothing in the graph is a number that is computed at run time."""
+    program = capture(Net(function), X)
+    assert all(n.meta["value"] is not None for n in program.graph.nodes if n.op == "call_function")
+
+
+def test_a_gradient_that_is_zero_in_exact_arithmetic_is_rounding() -> None:
+    """The bias of an attention's keys: both sides have only noise, of other sizes."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = (self.query(x) @ self.key(x).mT).softmax(-1)
+            return (scores @ self.value(x)).square().sum()
+
+    capture(Attention(), torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)))

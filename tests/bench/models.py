@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["--from"]:
             report = Path(argv[1])
         else:
-            command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-o", "junit_family=xunit1", f"--junitxml={report}", *tests]
+            options = ["-q", "-n", "2", "--dist", "worksteal", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+            command = [sys.executable, "-m", "pytest", *options, *tests]
             status = subprocess.run(command, cwd=ROOT, check=False).returncode
         found = rows(report)
     equal = sum(r["equal"] for r in found)
