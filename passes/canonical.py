@@ -28,6 +28,7 @@ from torch import fx
 from shardc import values
 from shardc.passes import (  # noqa: F401 (they register)
     canonical_create,
+    canonical_lookup,
     canonical_loss,
     canonical_moments,
     canonical_norm,

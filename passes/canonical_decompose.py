@@ -121,7 +121,8 @@ def _copy(module: fx.GraphModule, operands: list[fx.Node], add: Add) -> Result:
             elif node.target is operator.getitem or isinstance(node.target, OpOverload):
                 if node.target is not operator.getitem and not node.users:
                     continue  # checks for errors
-                env[node] = add(*fx.node.map_arg((node.target, tuple(node.args), dict(node.kwargs)), lambda n: env[n]))
+                args, kwargs = fx.node.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: env[n])
+                env[node] = add(node.target, args, kwargs)
             else:
                 raise NoDecomposition
         elif node.op == "output":

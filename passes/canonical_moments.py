@@ -1,6 +1,7 @@
-"""Variances over the leading dim as means, which the batch may be split in; others stay one op.
+"""Variances and norms over the leading dim as sums, which the batch may be split in; others stay one op.
 
     std(x, [0], correction=1)    ->    sqrt(sum((x - mean(x, [0]))²) / (n - 1))
+    linalg_vector_norm(x, 2)     ->    sqrt(sum(x * x))                             with a gradient of zero at zero
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 
 from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
+from shardc.program import Value
 
 aten = torch.ops.aten
 _WHOLE = {"var": aten.var, "std": aten.std, "var_mean": aten.var_mean, "std_mean": aten.std_mean}
@@ -41,3 +43,23 @@ def moments(emit: Emit, a: Args, out: Any) -> Result:
     if a.op_name.startswith("std"):
         result = emit(aten.sqrt.default, result)
     return (result, emit(aten.mean.dim, x, gone, keepdim)) if both else result
+
+
+@rewrite("linalg_vector_norm", "norm", "frobenius_norm")
+def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
+    """Euclidean and absolute norms that reduce the leading dim. Where all elements are zero torch's gradient is zero."""
+    x: fx.Node = a.self
+    ndim, order = len(shape(x)), a.get("ord", a.get("p", 2))
+    order = 2 if order is None else order
+    dims = a.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
+    keepdim = bool(a.get("keepdim", False))
+    if 0 not in gone or order not in (1, 2) or value(x).dtype.is_complex:
+        return emit(aten.linalg_vector_norm.default, x if value(x).dtype.is_complex else emit.cast(x, out.dtype), order, gone, keepdim)
+    x = emit.cast(x, out.dtype)
+    if order == 1:
+        return emit(aten.sum.dim_IntList, emit(aten.abs.default, x), gone, keepdim)
+    squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, x, x), gone, keepdim)
+    zero = emit(aten.eq.Scalar, squares, 0)
+    return emit(aten.masked_fill.Scalar, emit(aten.sqrt.default, emit(aten.masked_fill.Scalar, squares, zero, 1)), zero, 0)

@@ -192,14 +192,36 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
     known = [emit.constant(i) if i is not None else None for i in indices]
     if _keeps_order(shape(x), out.shape, indices, known):
         return emit.reshape(x, out.shape)
-    rows = _picked_per_row(emit, x, indices, known, out)
-    return emit(aten.index.Tensor, x, indices) if rows is None else rows
+    rows = _per_row(emit, x, indices, known)
+    return emit(aten.index.Tensor, x, indices) if rows is None else emit.reshape(emit(aten.gather.default, x, *rows), out.shape)
 
 
-def _picked_per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | None], out: Value) -> fx.Node | None:
+@rewrite("index_put")
+def index_put(emit: Emit, a: Args, out: Value) -> Result:
+    """`x[mask] = 0` -> `where(mask, 0, x)`; `x[arange(b), i] = v` -> `scatter(x, 1, i, v)`, as for reading."""
+    x, indices, values = a.self, list(a.indices), a["values"]
+    at = [d for d, i in enumerate(indices) if i is not None]
+    masks = [i for i in indices if i is not None and value(i).dtype == torch.bool]
+    if masks:
+        (mask,) = masks if len(at) == 1 else (None,)
+        if mask is None or a.accumulate or len(shape(values)) > len(out.shape) - at[0] - len(shape(mask)):
+            raise emit.refuse("writing to a mask values that each go to a place of its own", "use torch.where with values in x's shape")
+        mask = emit.reshape(mask, (*shape(mask), *[1] * (len(out.shape) - at[0] - len(shape(mask)))))
+        return emit(aten.where.self, mask, values, x)
+    rows = _per_row(emit, x, indices, [emit.constant(i) if i is not None else None for i in indices])
+    if rows is None:
+        return emit(aten.index_put.default, x, indices, values, *([True] if a.accumulate else []))
+    d, index = rows
+    picked: tuple[int, ...] = torch.broadcast_shapes(*(shape(i) for i in indices if i is not None))  # type: ignore[no-untyped-call]
+    values = emit.expand(values, (*shape(x)[: at[0]], *picked, *shape(x)[at[-1] + 1 :]))
+    return emit(aten.scatter_add.default if a.accumulate else aten.scatter.src, x, d, index, emit.reshape(values, shape(index)))
+
+
+def _per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | None]) -> tuple[int, fx.Node] | None:
     """`x[arange(b), i]`, a pooled token of every row, is a gather along the second dim: rows stay apart, and can be split.
 
-    Any number of whole `arange`s, each along a dim of its own, and behind them one index. None for all else.
+    Any number of whole `arange`s, each along a dim of its own, and behind them one index. Returns the dim and the index for
+    `gather` and `scatter`; None for all else.
     """
     at = [d for d, i in enumerate(indices) if i is not None]
     *counted, d = at
@@ -219,7 +241,7 @@ def _picked_per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tens
         index = emit(aten.remainder.Scalar, index, shape(x)[d])  # negative indices count from the end
     index = emit.expand(emit.reshape(index, (1,) * (ndim - len(picked)) + picked), (*rows, *own))
     index = emit.reshape(index, (*[1] * len(before), *rows, math.prod(own), *[1] * len(rest)))
-    return emit.reshape(emit(aten.gather.default, x, d, emit.expand(index, (*before, *rows, math.prod(own), *rest))), out.shape)
+    return d, emit.expand(index, (*before, *rows, math.prod(own), *rest))
 
 
 def _keeps_order(old: tuple[int, ...], new: tuple[int, ...], indices: list[Any], known: list[Tensor | None]) -> bool:

@@ -1,16 +1,23 @@
-"""Values that a model's Python asks for while it is captured, where they are known.
+"""Values that a model's Python asks for while it is captured, where they are known or where it does not matter.
 
-    if (mask == causal).all():      # masks made of constants: a traced tensor, but one whose value does not depend on the batch
+    if (mask == causal).all():                  # masks made of constants: a traced tensor, whose value does not depend on the batch
+    if (var < 0).any(): raise ValueError(...)   # a check: the captured program does what the model does where nothing is wrong
+    assert ids.max() < n
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from shardc.torch_private import FakeTensor
@@ -19,19 +26,66 @@ from shardc.watch import constant_value, untraced
 
 @contextmanager
 def known_values() -> Iterator[None]:
-    """While open, Python may ask for the value of a traced tensor that depends on no input and no parameter."""
+    """While open, Python may ask for the value of a traced tensor that depends on no input and no parameter.
+
+    Where it asks for the truth of one that does, in a check that only raises, it is told that all is well.
+    """
     with ExitStack() as stack:
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist"):
-            stack.enter_context(mock.patch.object(Tensor, name, _asking(getattr(Tensor, name))))
+            stack.enter_context(mock.patch.object(Tensor, name, _asking(getattr(Tensor, name), check=name == "__bool__")))
         yield
 
 
-def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
+def _asking(original: Callable[..., Any], check: bool) -> Callable[..., Any]:
     """A method of Tensor that answers with the constant's value where there is one."""
 
     def method(self: Tensor) -> Any:
-        known = constant_value(self) if isinstance(self, FakeTensor) else None
-        return original(self) if known is None else untraced(original, known)
+        if not isinstance(self, FakeTensor):
+            return original(self)
+        if (known := constant_value(self)) is not None:
+            return untraced(original, known)
+        if check and (fine := harmless(sys._getframe(1))) is not None:
+            return fine
+        return original(self)
 
     return method
 
+
+def harmless(frame: FrameType) -> bool | None:
+    """The truth value with which a check in progress in `frame` does not raise; None if what runs there is no check."""
+    return _checks(frame.f_code).get(frame.f_lineno)
+
+
+@lru_cache(maxsize=256)
+def _checks(code: CodeType) -> dict[int, bool]:
+    """Lines of a function's checks (`if x: raise`, `assert x`) -> the truth value of what they ask with which they do not raise."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+    except OSError:  # code without a file
+        return {}
+    try:
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except SyntaxError:  # a lambda in the middle of an expression
+        return {}
+    shift = max(first, 1) - 1
+    found: dict[int, bool] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and all(isinstance(s, ast.Raise) for s in node.body):
+            asked = _asked(node.test, False)
+        elif isinstance(node, ast.Assert):
+            asked = _asked(node.test, True)
+        else:
+            continue
+        if len(asked) == 1:
+            span = range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1)
+            found |= dict.fromkeys((line + shift for line in span), asked.pop())
+    return found
+
+
+def _asked(test: ast.expr, wanted: bool) -> set[bool]:
+    """The truth values that the parts of a condition need for the whole to be as wanted; two, where parts need different ones."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _asked(test.operand, not wanted)
+    if isinstance(test, ast.BoolOp):
+        return set().union(*(_asked(v, wanted) for v in test.values))
+    return {wanted}

@@ -63,7 +63,7 @@ def traced_node(x: Tensor) -> fx.Node | None:
 
 def decompositions(op: OpOverload) -> list[Callable[..., Any]]:
     """How torch takes an op apart: by its own code, if it is composed of other ops by definition; by its entry in torch's table."""
-    own = [op.decompose] if op._can_decompose() else []  # type: ignore[no-untyped-call]
+    own = [op.decompose] if op._can_decompose() else []
     return own + ([decomposition_table[op]] if op in decomposition_table else [])
 
 

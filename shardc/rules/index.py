@@ -220,6 +220,19 @@ def scatter_add(call: Call) -> Signature:
 rule(aten.scatter_add.default, scatter_add, linear=_scatter_linear, added=(0,))
 
 
+def searchsorted(call: Call) -> Signature:
+    """Where values[..., m] belong in sorted[..., n]; one row of sorted numbers serves all values."""
+    at = 0 if call.arg(0, "sorted_sequence") == Operand(0) else 1
+    row, x = call.operands[at].shape, call.operands[1 - at].shape if len(call.operands) > 1 else ()
+    names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
+    sizes = {f"d{i}": s for i, s in enumerate(x)} | {"n": row[-1]}
+    ins = [(("n",),) if len(row) == 1 else (*names[:-1], ("n",)), names][: len(call.operands)]
+    return Signature(tuple(ins if at == 0 else reversed(ins)), (names,), sizes, frozenset(), frozenset({"n"}))
+
+
+rule(aten.searchsorted.Tensor, searchsorted)
+
+
 def one_hot(call: Call) -> Signature:
     x = call.operands[0].shape
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))

@@ -240,7 +240,7 @@ class Detector(nn.Module):
 
 @model
 def detector() -> Made:
-    return Detector(), {"x": real(8, 3, 8, 8), "classes": ids(6, 8, 5), "boxes": torch.rand(8, 5, 4, generator=torch.Generator().manual_seed(1)).double()}
+    return Detector(), {"x": real(8, 3, 8, 8), "classes": ids(6, 8, 5), "boxes": real(8, 5, 4, seed=2).sigmoid()}
 
 
 # --- sequences --------------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Biased(nn.Module):
         self.qkv, self.out, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, VOCAB)
 
     def forward(self, tokens: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
-        b, s = tokens.shape
+        s = tokens.shape[1]
         q, k, v = rearranged(self.qkv(self.embed(tokens)), 4).unbind(0)
         apart = torch.arange(s)[None] - torch.arange(s)[:, None]
         near = apart.abs().clamp(min=1)

@@ -7,18 +7,11 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-import torch
-
-from shardc.rules.check.case import UNDEFINED, Case, Finding, call_text
+from shardc.rules.check.case import TRUSTING, UNDEFINED, Case, Finding, call_text
 from shardc.rules.check.prove import summable
 from shardc.rules.core import Choices, Rule, Strategy, needs_vary
 from shardc.rules.notation import Operand, Signature
 from shardc.rules.samples import Sample
-
-aten = torch.ops.aten
-
-#: They do not check that their operands fit together: run on what does not, they may take the process with them.
-TRUSTING = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input, aten.as_strided.default, aten.put.default}
 
 _CONSTANT = "a constant: its operand gives only shape or dtype"
 _WEIGHTS = "a norm's weights that are still to be summed over ranks do not occur"
@@ -40,6 +33,7 @@ KNOWN = {
     ("aten.cat.default", "linear in 0 2"): _EMPTY,
     ("aten.index.Tensor", "split d0 = o0"): "a mask makes sizes that depend on data: such graphs are not captured",
     ("aten.index_put.default", "split i0, sum"): "one value for all entries would be added for padding too",
+    ("aten.searchsorted.Tensor", "split n, sum"): "padding would stand among the sorted numbers",
     ("batch_stat", "linear in 0"): "true in training only; outside it is the running statistic, counted once a rank",
     ("batch_stat", "linear in 0 1"): "the statistic is used more than once: it is summed before",
 }

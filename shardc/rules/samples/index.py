@@ -89,3 +89,8 @@ sample(
 sample(aten.as_strided.default, lambda t: call(t.real(4, 12), [4, 6], [12, 2]))
 sample(aten.masked_scatter.default, lambda t: call(t.real(4, 12), t.truth(4, 12), t.real(4, 12)))
 sample(aten.put.default, lambda t: call(t.real(4, 12), t.orders(48, 6), t.real(6)))
+sample(
+    aten.searchsorted.Tensor,
+    lambda t: call(t.real(6).sort().values, t.real(4, 12)),
+    lambda t: call(t.real(12, 6).sort().values, t.real(12, 4), right=True),
+)
