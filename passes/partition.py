@@ -76,8 +76,11 @@ class _Writer:
         return self.graph
 
     def _output(self, node: fx.Node) -> None:
-        """The loss and new buffers are whole on every rank."""
-        self.graph.output(fx.node.map_arg(node.args[0], lambda n: self._get(n, Layout(), node)))
+        """The loss is whole on every rank; new buffers lie as the old ones are stored."""
+        loss, *news = tensors(node)
+        stored = [b.layout for b in self.program.buffers if b.updated]
+        made = tuple(self._get(new, layout, node) for new, layout in zip(news, stored, strict=True))
+        self.graph.output((self._get(loss, Layout(), node), made))
 
     def _placeholder(self, node: fx.Node, layout: Layout) -> None:
         new = self.graph.placeholder(node.name)

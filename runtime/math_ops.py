@@ -112,6 +112,14 @@ def nll_join(parts: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
     return (parts[0].log() - parts[1]).masked_fill(target == ignore_index, 0)
 
 
+def select_partial(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, index: int) -> Tensor:
+    """Entry `index` of a dim of `size` that is split by `digits` (see `held`): x's entry where this rank has it, else zeros."""
+    local, mine = held(index, size, digits, mesh)
+    entry = x.select(dim, local if mine else 0)
+    # zeros that hang on x all the same: every rank has to run the collectives of backward
+    return entry if mine else entry.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+
+
 def embedding_partial(weight: Tensor, ids: Tensor, mesh: Mesh, digits: Digits, rows: int, padding_idx: int = -1) -> Tensor:
     """Look-up in this rank's rows of a table of `rows`: ids global -> [..., d], zeros for rows of other ranks.
 

@@ -188,7 +188,10 @@ class Axis:
         return cost * UNDO if node in self.pinned and isinstance(self.have[operand][0], Shard) else cost
 
     def _cost(self, node: fx.Node, operands: list[tuple[fx.Node, int]], strategy: Strategy) -> float:
-        cost = sum(self._convert(o, need, node) for o, need in dict.fromkeys(zip(operands, strategy.inputs, strict=True)))
+        joins = PARTIAL in strategy.outputs and self._joins(node)
+        pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
+        # a part that becomes a summand moves nothing; what it costs is its sum, which here is done anyway
+        cost = sum(self._convert(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
         if strategy.kind == "pin":
             return cost
         choices = self.choices[node]
@@ -197,7 +200,7 @@ class Axis:
             touched = sum(v.nbytes() for v in (*choices.call.operands, *choices.call.results))
             cost += (3 * flops / FLOPS_PER_BYTE + TOUCH * touched) * (self.n - 1) / self.n
         for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):
-            if isinstance(out, Partial) and self._joins(node):
+            if joins:
                 continue  # it is added to another value that has to be summed anyway
             later = [need for need in self.want.get((node, i), ()) if need != out]
             nbytes = self._bytes((node, i))
@@ -230,8 +233,8 @@ class Axis:
         """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
         self.want = {}
         output = next(n for n in reversed(self.program.graph.nodes) if n.op == "output")
-        for t in tensors(output):
-            self.want.setdefault(result(t), {}).setdefault(REPLICATE, set()).add(output)
+        loss, *_ = tensors(output)  # new values of buffers may lie as they come: see `_hoist`
+        self.want.setdefault(result(loss), {}).setdefault(REPLICATE, set()).add(output)
         for node in reversed(list(self._nodes())):
             strategy = self.chosen[node]
             wanted = self.want.get((node, 0), {})
@@ -306,9 +309,19 @@ class Axis:
                     self.stored[node] = p
                 elif VARYING in needs and needs_vary(v):
                     self.stored[node] = VARYING
+        for node, new in self._updated():  # statistics of split channels: stored split, if they are used and made so
+            p = self.have[result(new)][0]
+            if self.stored[node] == REPLICATE and isinstance(p, Shard) and self._needs(node) == {p} and not self._collides(node, p):
+                self.stored[node] = p
+
+    def _updated(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Every buffer that the step updates, and its new value."""
+        nodes = {n.name: n for n in self.stored}
+        _, *news = tensors(next(n for n in reversed(self.program.graph.nodes) if n.op == "output"))
+        return zip((nodes[b.name] for b in self.program.buffers if b.updated), news, strict=True)
 
     def _collides(self, node: fx.Node, placement: Shard) -> bool:
-        layout = {p.name: p.layout for p in self.program.params}[node.name]
+        layout = {p.name: p.layout for p in self.program.stored}[node.name]
         return bool(layout.replace(self.name, placement, self.mesh).fits(values(node)[0].shape, self.mesh))
 
     def _explain(self) -> None:

@@ -99,7 +99,7 @@ def test_fused_weights_in_every_layout(name: str) -> None:
     batch = {"input_ids": zoo.tokens(), "labels": zoo.labels()}
     program, sim = equal((zoo.ready(model, torch.float64), batch), {"shardc": 1, "mesh": {"tp": 4}, "shard": shard})
     count = collections.Counter((c.kind, c.direction) for c in sim.comms if c.axis == "tp")
-    two = name.startswith("phi3") or name in ("alibi", "bigcode")
+    two = name.startswith("phi3") or name == "bigcode"
     assert count["all_reduce", "forward"] == (4 if two else 2), "one of attention and MLP, or one of both where they are parallel"
     assert set(count) == {("all_reduce", "forward"), ("all_reduce", "backward")}
     assert not program.notes

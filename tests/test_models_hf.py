@@ -57,12 +57,12 @@ LISTED: dict[str, Megatron] = {
     "falcon_alibi": Megatron(2 + 1 + 2, 2 + 1, at("transformer.word_embeddings"), 3, 3),
     "mpt": Megatron(4 + 1 + 2, 4 + 1, at("transformer.wte"), 5, 5),
     "bart": Megatron(10 + 2 + 2, 10 + 2, at("model.{encoder,decoder}.layernorm_embedding"), 12, 12),
-    "roberta": Megatron(4 + 1 + 2, 4 + 1, at("roberta.embeddings"), 5, 6),  # two vocabularies: tokens and positions
+    "roberta": Megatron(4 + 1 + 2, 4 + 1, at("roberta.embeddings"), 5, 5),
     "distilbert": Megatron(4 + 1 + 2, 4 + 1, at("distilbert.embeddings"), 5, 5),
     "electra": Megatron(4 + 1 + 2, 4 + 1, at("electra.embeddings"), 5, 5),
     "deberta_v2": Megatron(4 + 1 + 2, 4 + 1, at("deberta.embeddings"), 5, 5),
-    "vit": Megatron(4, 4, at("vit.embeddings"), 5, 4, sums=0, pooled=True),
-    "deit": Megatron(4, 4, at("deit.embeddings"), 5, 4, sums=0, pooled=True),
+    "vit": Megatron(4, 4, at("vit.embeddings"), 4, 4, sums=1),
+    "deit": Megatron(4, 4, at("deit.embeddings"), 4, 4, sums=1),
     "swin": Megatron(8, 8, {}),
     "convnext": Megatron(2, 2, {}),
     "clip": Megatron(12, 12, {}, batch=1),  # text and images of the whole batch are compared with one another

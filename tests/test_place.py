@@ -110,3 +110,40 @@ def test_a_norm_after_a_block_takes_one_sum() -> None:
     forward, backward = collectives(After(), values(), MEGATRON)
     assert forward == {"all_reduce": 2}
     assert backward == {"all_reduce": 2}
+
+
+class Channels(nn.Module):
+    """A pair of convolutions with a BatchNorm between them, and one token picked of a sequence at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Conv1d(N, 2 * N, 1), nn.BatchNorm1d(2 * N), nn.Conv1d(2 * N, N, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(F.relu(self.norm(self.one(x.transpose(1, 2))))).square().mean()
+
+
+def test_statistics_of_split_channels_are_stored_split() -> None:
+    model, batch = zoo.ready(Channels(), torch.float64), values()
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"one": "column", "two": "row"}})
+    assert not program.notes
+    assert {str(b.value) for b in program.buffers if b.updated and b.shape} == {f"f64[{2 * N}@tp]"}
+    sim = shardc.simulate(program, model, batch)
+    assert [c.kind for c in sim.comms if c.direction == "forward"] == ["all_reduce"]
+    model(batch)  # eager updates its own statistics
+    assert all(torch.allclose(sim.state[n], b, rtol=1e-12) for n, b in model.named_buffers())
+
+
+class First(After):
+    """Classifies by the first token of the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for before, mlp, after in zip(self.before, self.mlps, self.after, strict=True):
+            x = x + after(mlp(before(x)))
+        return x[:, 0].square().mean()
+
+
+def test_one_token_of_a_split_sequence_is_sent_alone() -> None:
+    forward, _ = collectives(First(), values(), MEGATRON, activations={"start": {1: "tp"}})
+    assert forward == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}
