@@ -51,7 +51,9 @@ def attention(emit: Emit, a: Args, out: Value) -> Result:
         scores = emit(aten.add.Tensor, scores, mask)
     if hidden is not None:  # the least number, not -inf: a row that sees nothing must become zeros (below), not NaN
         scores = emit(aten.masked_fill.Scalar, scores, hidden, torch.finfo(value(scores).dtype).min)
-    weights = emit(aten.softmax.int, scores, len(shape(scores)) - 1)
+    narrow = value(scores).dtype  # exponentials add up in float32, as the fused op adds them
+    weights = emit(aten.softmax.int, emit.cast(scores, torch.promote_types(narrow, torch.float32)), len(shape(scores)) - 1)
+    weights = emit.cast(weights, narrow)
     if hidden is not None:
         weights = emit(aten.masked_fill.Scalar, weights, hidden, 0.0)
     return emit(aten.matmul.default, emit.dropout(weights, float(a.dropout_p)), v)

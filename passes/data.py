@@ -23,9 +23,11 @@ class Data:
     """Lifts the parameters' `vary` out into bucketed gradient reductions.
 
     bucket_mb: size of a bucket in MiB. The last bucket to finish is the one nobody can overlap with, so it is kept small.
+    reduce: dtype in which gradients are summed; None: each parameter's own.
     """
 
     bucket_mb: float = 25.0
+    reduce: torch.dtype | None = None
 
     def run(self, program: Program, mesh: Mesh) -> Program:
         first_use: dict[str, int] = {}
@@ -43,15 +45,16 @@ class Data:
 
         params = tuple(reduced(p) for p in program.params)
         buckets: list[Bucket] = []
-        open_at: dict[tuple[tuple[str, ...], torch.dtype], tuple[int, int]] = {}
+        open_at: dict[tuple[tuple[str, ...], torch.dtype], tuple[int, int]] = {}  # parameters of one dtype together
         for p in sorted(params, key=lambda p: p.order):
             if not p.reduce:
                 continue
-            key, size = (p.reduce, p.dtype), p.value.nbytes(mesh)
+            dtype = self.reduce if self.reduce is not None and p.dtype.is_floating_point else p.dtype
+            key, size = (p.reduce, p.dtype), replace(p.value, dtype=dtype).nbytes(mesh)
             at, filled = open_at.get(key, (-1, 0))
             if at < 0 or filled + size > self.bucket_mb * 2**20:
                 at, filled = len(buckets), 0
-                buckets.append(Bucket(p.reduce, p.dtype, ()))
+                buckets.append(Bucket(p.reduce, dtype, ()))
             buckets[at] = replace(buckets[at], params=(*buckets[at].params, p.name))
             open_at[key] = (at, filled + size)
         # the engine starts buckets in one order on all ranks: the one in which their last gradients finish

@@ -1,6 +1,6 @@
 """Read this first: the whole flow in one straight function. DESIGN section 1 has the picture.
 
-    capture ► canonical ► annotate ► place ► partition ► data          (experts, pipeline, checkpoint, overlap: to come)
+    capture ► precision ► canonical ► annotate ► place ► partition ► data      (experts, pipeline, checkpoint, overlap: to come)
     global graph of one device                  one rank's program
 """
 
@@ -20,6 +20,7 @@ from shardc.passes.annotate import Annotate
 from shardc.passes.canonical import Canonical
 from shardc.passes.data import Data
 from shardc.passes.partition import Partition
+from shardc.passes.precision import Precision
 from shardc.place import place
 from shardc.program import Program
 from shardc.refuse import check_rules
@@ -58,16 +59,21 @@ def compile(
     start = time.perf_counter()
 
     program = steps.run("capture", lambda: captured or capture(model, batch, loss=loss, prove=prove))
+    dtypes = Precision.of(asked.precision)
+    if dtypes.compute or dtypes.params:
+        program = steps.run("precision", lambda: dtypes.run(program))
     program = steps.run("canonical", lambda: Canonical().run(program))
     notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
     program = steps.run("annotate", lambda: Annotate(asked, carried).run(program, asked.mesh))
     program = steps.run("place", lambda: place(program, program.mesh))
     program = steps.run("partition", lambda: Partition(strict=asked.strict).run(program, program.mesh))
-    program = steps.run("data", lambda: Data(bucket_mb=asked.data.bucket_mb).run(program, program.mesh))
+    program = steps.run("data", lambda: Data(bucket_mb=asked.data.bucket_mb, reduce=dtypes.reduce).run(program, program.mesh))
 
     program.spec, program.notes = asked, (*notes, *program.notes)
     program.meta = program.meta | {
         "model": type(model).__name__, "torch": str(torch.__version__), "compile_seconds": round(time.perf_counter() - start, 3),
         "pass_seconds": steps.seconds,
     }  # fmt: skip
+    if asked.precision.loss_scale is not None:
+        program.meta["loss_scale"] = asked.precision.loss_scale
     return program

@@ -207,7 +207,6 @@ class Check:
 
 # --- what is not built yet: an issue that builds one of these deletes its row ---------------------------------------------
 
-_FLOAT32 = "float32"
 _OUT = "leave the section out"
 UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
     (("batch", "microbatches"), lambda f: f.batch.microbatches > 1, "write microbatches: 1"),
@@ -217,10 +216,6 @@ UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
     (("data", "offload"), lambda f: f.data.offload != Offload(), "write none for both"),
     (("experts",), lambda f: bool(f.experts), _OUT),
     (("checkpoint",), lambda f: bool(f.checkpoint), _OUT),
-    (("precision", "params"), lambda f: f.precision.params != _FLOAT32, "write params: float32"),
-    (("precision", "compute"), lambda f: f.precision.compute != _FLOAT32, "write compute: float32"),
-    (("precision", "reduce"), lambda f: f.precision.reduce != _FLOAT32, "write reduce: float32"),
-    (("precision", "loss_scale"), lambda f: f.precision.loss_scale is not None, "write loss_scale: none"),
     (("batch_norm",), lambda f: f.batch_norm == "local", "write batch_norm: sync"),
 )  # fmt: skip
 

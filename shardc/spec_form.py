@@ -340,11 +340,20 @@ class Checkpoint(Section):
 
 
 class Precision(Section):
-    """Number formats. params: the master copy; compute: forward and backward; reduce: the sums of gradients."""
+    """Number formats. params: the master copy; compute: forward and backward; reduce: the sums of gradients over ranks.
 
-    params: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    compute: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    reduce: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    None: params as the model has them, compute as params, reduce as the parameter.
+    """
+
+    params: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
+        default=None, description="dtype of the stored (master) weights (default: the model's)", examples=["float32"]
+    )
+    compute: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
+        default=None, description="dtype of products and activations (default: that of the weights)", examples=["bfloat16"]
+    )
+    reduce: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
+        default=None, description="dtype in which gradients are summed over ranks (default: that of the weights)", examples=["float32"]
+    )
     loss_scale: Annotated[
         float | str | None, BeforeValidator(_number_or("none", "dynamic")), _NONE, _number_schema("none", "dynamic")
     ] = Field(default=None, description="none, dynamic, or a number (for float16)", examples=["none", "dynamic"])

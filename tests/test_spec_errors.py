@@ -193,9 +193,7 @@ ASKED: dict[str, Any] = {
     "batch.microbatches": {"batch": {"microbatches": 2}},
     "sequence": {"sequence": {"axis": "cp"}}, "pipeline": {"pipeline": {"axis": "pp"}}, "data.zero": {"data": {"zero": 3}},
     "data.offload": {"data": {"offload": {"parameters": "/tmp/x"}}}, "experts": {"experts": [{"match": "a", "axis": "tp"}]},
-    "checkpoint": {"checkpoint": [{"match": "a"}]}, "precision.params": {"precision": {"params": "bfloat16"}},
-    "precision.compute": {"precision": {"compute": "float16"}}, "precision.reduce": {"precision": {"reduce": "bfloat16"}},
-    "precision.loss_scale": {"precision": {"loss_scale": 1024}}, "batch_norm": {"batch_norm": "local"},
+    "checkpoint": {"checkpoint": [{"match": "a"}]}, "batch_norm": {"batch_norm": "local"},
 }  # fmt: skip
 
 
@@ -244,7 +242,7 @@ def test_world_that_does_not_fit(sizes: str, world: int, what: str, fix: str) ->
         ("batch.axes=[dq]", "the mesh has no axis 'dq'", "the mesh's axes are dp, tp"),
         ("mesh.tp=0", "mesh axis 'tp' cannot have size 0", "sizes are >= 1"),
         ("data=*x", "YAML aliases are not allowed", "write the value out"),
-        ("precision.compute=bfloat16", "`precision.compute` is not built yet", "write compute: float32"),
+        ("batch_norm=local", "`batch_norm` is not built yet", "write batch_norm: sync"),
     ],
 )
 def test_wrong_override(setting: str, what: str, fix: str) -> None:

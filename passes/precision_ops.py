@@ -1,0 +1,87 @@
+"""Which ops run in which precision: torch.autocast's lists, by op name without overload, and what they do not speak of.
+
+Source: torch 2.13, aten/src/ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE), described
+under "Autocast Op Reference" at https://docs.pytorch.org/docs/stable/amp.html. Ops of no list follow their operands.
+"""
+
+from __future__ import annotations
+
+#: Run in the compute dtype: products, and what is made of them.
+LOW = frozenset({
+    # AT_FORALL_LOWER_PRECISION_FP
+    "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
+    "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
+    "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+    # products that autocast meets as the ops above, or promotes
+    "conv1d_padding", "conv2d_padding", "conv3d_padding", "linalg_matmul", "dot", "vdot", "inner", "outer", "ger", "tensordot", "bilinear",
+    "_trilinear", "_grouped_mm", "lstm", "gru", "rnn_tanh", "rnn_relu",
+})  # fmt: skip
+
+#: Look-ups: the table is read as it is stored, so that its gradient adds up there; what is found is cast.
+LOOKUPS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
+
+#: Run in float32: sums of many elements, statistics, losses, exponentials and logarithms.
+WIDE = frozenset({
+    # AT_FORALL_FP32
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan", "pow",
+    "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm", "nuclear_norm", "cosine_similarity",
+    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss",
+    "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
+    "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d",
+    "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa",
+    # AT_FORALL_FP32_SET_OPT_DTYPE and _APPEND_DTYPE
+    "prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm",
+    # the same ops under their other names
+    "_softmax", "_log_softmax", "special_softmax", "special_log_softmax", "special_logsumexp", "_fused_rms_norm", "native_group_norm",
+    "nll_loss_nd", "nll_loss_forward", "nll_loss2d_forward", "float_power", "square", "exp2", "special_expm1", "special_log1p",
+    "special_exp2", "special_erfinv",
+    # means and statistics, which autocast leaves to kernels that add in float32 (over several ranks no kernel does), and other losses
+    "mean", "nanmean", "nansum", "var", "std", "var_mean", "std_mean", "batch_norm", "native_batch_norm", "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
+    "_batch_norm_with_update_functional", "_batch_norm_no_update", "instance_norm", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_weight_norm", "_weight_norm_interface", "logcumsumexp",
+    "logaddexp", "logaddexp2", "log_sigmoid", "log_sigmoid_forward", "cross_entropy_loss", "binary_cross_entropy", "ctc_loss", "_ctc_loss",
+    "gaussian_nll_loss", "multilabel_soft_margin_loss", "trace", "rsqrt_", "digamma", "lgamma", "polygamma", "erfc", "special_erfcx",
+    # no kernels in 16 bits
+    "view_as_complex", "complex", "polar", "stft", "istft", "cholesky", "inverse", "det", "logdet", "slogdet", "histc", "grid_sampler",
+    "grid_sampler_2d", "grid_sampler_3d", "affine_grid_generator",
+})  # fmt: skip
+WIDE_PREFIXES = ("linalg_", "fft_", "special_bessel", "special_modified")
+
+#: Of those: what gives an activation of its operand's shape back, which then goes on in the compute dtype.
+NARROWED = frozenset({
+    "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "native_group_norm", "batch_norm", "native_batch_norm",
+    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
+    "_batch_norm_with_update_functional", "_batch_norm_no_update", "instance_norm", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d",
+    *(n for n in WIDE if "upsample_" in n),
+})  # fmt: skip
+
+#: Move elements and compute nothing: what is known of the operand is known of the result.
+MOVES = frozenset({
+    "getitem", "reshape", "view", "_unsafe_view", "_reshape_alias", "view_as", "flatten", "unflatten", "transpose", "t", "permute",
+    "movedim", "moveaxis", "swapaxes", "swapdims", "numpy_T", "matrix_H", "mT", "unsqueeze", "squeeze", "expand", "expand_as",
+    "broadcast_to", "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "unsafe_split",
+    "unsafe_split_with_sizes", "unsafe_chunk", "detach", "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy", "repeat", "tile",
+    "repeat_interleave", "flip", "roll", "index_select", "index", "gather", "take", "take_along_dim", "diagonal", "unfold", "as_strided",
+    "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "tril", "triu", "constant_pad_nd", "pad", "reflection_pad1d",
+    "reflection_pad2d", "replication_pad1d", "replication_pad2d", "view_as_real", "atleast_1d", "atleast_2d", "atleast_3d",
+})  # fmt: skip
+
+#: Changes of dtype that the model itself writes.
+CASTS = frozenset({"to", "_to_copy", "type_as", "_to_cpu"})
+
+#: Take operands of several floating dtypes and compute in the widest; others get theirs made alike (autocast's promote list).
+PROMOTE = frozenset({
+    "add", "sub", "mul", "div", "true_divide", "rsub", "where", "cat", "stack", "concat", "hstack", "vstack", "dstack", "maximum", "minimum",
+    "fmax", "fmin", "atan2", "arctan2", "remainder", "fmod", "floor_divide", "hypot", "copysign", "addcmul", "addcdiv", "clamp",
+    "clamp_min", "clamp_max", "eq", "ne", "lt", "le", "gt", "ge", "xlogy", "nextafter", "logical_and", "logical_or", "logical_xor",
+    "zeros_like", "ones_like", "full_like", "empty_like",
+})  # fmt: skip
+
+
+def is_wide(name: str) -> bool:
+    return name in WIDE or (name.startswith(WIDE_PREFIXES) and name not in LOW)
