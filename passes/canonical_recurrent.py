@@ -21,12 +21,8 @@ aten = torch.ops.aten
 
 @rewrite("lstm", "gru", "rnn_tanh", "rnn_relu")
 def recurrent(emit: Emit, a: Args, out: Any) -> Result:
-    """Without dropout it stays one op. Packed sequences (whose lengths are data) are refused."""
-    if a.op._overloadname != "input":
-        raise emit.refuse(
-            f"{a.op_name} on a packed sequence: its shapes depend on the sequences' lengths",
-            "give the padded batch to the layer; the loss may ignore what is padding",
-        )
+    """Without dropout it stays one op. (Packed sequences do not come here: capture refuses what reads lengths.)"""
+    assert a.op._overloadname == "input"
     states = list(a.hx) if isinstance(a.hx, (list, tuple)) else [a.hx]
     single = not isinstance(a.hx, (list, tuple))
     directions, layers = 2 if a.bidirectional else 1, a.num_layers

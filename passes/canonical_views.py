@@ -204,10 +204,10 @@ def index_put(emit: Emit, a: Args, out: Value) -> Result:
     masks = [i for i in indices if i is not None and value(i).dtype == torch.bool]
     if masks:
         (mask,) = masks if len(at) == 1 else (None,)
-        if mask is None or a.accumulate or len(shape(values)) > len(out.shape) - at[0] - len(shape(mask)):
+        if mask is None or len(shape(values)) > len(out.shape) - at[0] - len(shape(mask)):
             raise emit.refuse("writing to a mask values that each go to a place of its own", "use torch.where with values in x's shape")
         mask = emit.reshape(mask, (*shape(mask), *[1] * (len(out.shape) - at[0] - len(shape(mask)))))
-        return emit(aten.where.self, mask, values, x)
+        return emit(aten.where.self, mask, emit(aten.add.Tensor, x, values) if a.accumulate else values, x)
     rows = _per_row(emit, x, indices, [emit.constant(i) if i is not None else None for i in indices])
     if rows is None:
         return emit(aten.index_put.default, x, indices, values, *([True] if a.accumulate else []))

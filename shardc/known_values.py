@@ -18,8 +18,10 @@ from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
+from shardc.runtime import custom_ops  # noqa: F401 (it registers shardc::ctc_loss)
 from shardc.torch_private import FakeTensor
 from shardc.watch import constant_value, untraced
 
@@ -33,6 +35,7 @@ def known_values() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist"):
             stack.enter_context(mock.patch.object(Tensor, name, _asking(getattr(Tensor, name), check=name == "__bool__")))
+        stack.enter_context(mock.patch.object(torch, "ctc_loss", ctc_loss))
         yield
 
 
@@ -89,3 +92,19 @@ def _asked(test: ast.expr, wanted: bool) -> set[bool]:
     if isinstance(test, ast.BoolOp):
         return set().union(*(_asked(v, wanted) for v in test.values))
     return {wanted}
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """`torch.ctc_loss` as torch's C++ writes it, but on lengths that stay tensors: it reads their values to tell a shape."""
+    batched = log_probs.dim() == 3
+    x = log_probs if batched else log_probs.unsqueeze(1)
+    ins, outs = (torch.as_tensor(ls, dtype=torch.int64).reshape(-1) for ls in (input_lengths, target_lengths))
+    each: Tensor = torch.ops.shardc.ctc_loss.default(x, targets if batched else targets.reshape(1, -1), ins, outs, blank, zero_infinity)
+    if zero_infinity:
+        each = torch.where(each == torch.inf, 0.0, each)
+    if reduction == 1:
+        return (each / outs.clamp(min=1).to(each.dtype)).mean()
+    return each.sum() if reduction == 2 else each if batched else each.squeeze(0)

@@ -19,7 +19,10 @@ from shardc.mesh import Mesh
 from shardc.placement import Layout
 from shardc.placement import parse as parse_type
 from shardc.program import Collective, Source, Value
-from shardc.runtime import ops
+from shardc.runtime import (
+    custom_ops,  # noqa: F401 (it registers torch.ops.shardc.*)
+    ops,
+)
 from shardc.torch_private import OpOverload
 
 _SOURCE = re.compile(r"# (.+?) \((.*?)\)(?:: (.*))?$")

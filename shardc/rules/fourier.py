@@ -48,7 +48,7 @@ def frames(call: Call) -> Signature:
     return Signature(tuple(ins), (out,), sizes, frozenset(), frozenset(sizes) - {"b"})
 
 
-for _op in (aten.stft.center, aten.istft.default):
+for _op in (aten.stft.default, aten.stft.center, aten.istft.default):
     rule(_op, frames, linear="0")
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from shardc.mesh import Mesh
@@ -13,7 +14,10 @@ from shardc.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Sha
 from shardc.program import Collective, Value
 from shardc.rules.core import Call, LocalCall, Strategy, rule
 from shardc.rules.notation import Dim, Signature
-from shardc.runtime import ops
+from shardc.runtime import (
+    custom_ops,  # noqa: F401 (it registers shardc::ctc_loss)
+    ops,
+)
 
 
 def _class_dim(call: Call) -> int:
@@ -79,3 +83,17 @@ def _shifted(layout: Layout) -> Layout:
 
 
 rule(ops.nll, nll, local=local_nll, extra=by_classes)
+
+
+def ctc(call: Call) -> Signature:
+    """log_probs[t, n, c], targets[n, s], lengths[n], lengths[n] -> loss[n]. Targets that stand in one row cannot be split."""
+    x, targets = (v.shape for v in call.operands[:2])
+    sizes = {"t": x[0], "n": x[1], "c": x[2]} | {f"s{i}": s for i, s in enumerate(targets)}
+    apart = len(targets) == 2
+    ins = ((("t",), ("n",), ("c",)), (("n",) if apart else ("s0",), *[("s1",)] * apart), (("n",),), (("n",),))
+    if apart:
+        del sizes["s0"]
+    return Signature(ins, ((("n",),),), sizes, frozenset(), frozenset(sizes) - ({"n"} if apart else set()))
+
+
+rule(torch.ops.shardc.ctc_loss.default, ctc)

@@ -24,6 +24,7 @@ sample(
     lambda t: call(t.real(12, 16), 4, 2, 4, t.positive(4), return_complex=True),
     lambda t: call(t.real(16), 4, 2, 4, t.positive(4), False, return_complex=True),
 )
+sample(aten.stft.default, lambda t: call(t.real(12, 16), 4, 2, 4, t.positive(4), return_complex=True))
 sample(aten.istft.default, lambda t: call(torch.view_as_complex(t.real(12, 3, 9, 2)), 4, 2, 4, torch.ones(4).double()))
 sample(aten.view_as_real.default, lambda t: call(torch.view_as_complex(t.real(4, 12, 2))))
 sample(aten.view_as_complex.default, lambda t: call(t.real(4, 12, 2)))

@@ -1,0 +1,98 @@
+"""The canonical spelling of recurrent layers, bags of embeddings, variances, norms and writes by index: equal to eager, and splittable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardc
+from shardc.capture import capture
+from shardc.passes import canonical
+from tests.test_canonical import same
+
+IDS = torch.tensor([[0, 1, 2], [3, 3, 0], [1, 0, 0], [0, 0, 0]])
+
+
+def bag(w: Tensor, mode: str, **options: Any) -> Tensor:
+    return (F.embedding_bag(IDS, w, mode=mode, **options) * torch.arange(1, 7)).square().sum()
+
+
+@pytest.mark.parametrize(("function", "expected"), [
+    (lambda w: bag(w, "sum"), {"embedding": 1, "embedding_bag": 0}),
+    (lambda w: bag(w, "mean"), {"embedding": 1}),
+    (lambda w: bag(w, "max"), {"max": 1}),
+    (lambda w: bag(w, "sum", padding_idx=0), {"ne": 1}),
+    (lambda w: bag(w, "mean", padding_idx=0), {"clamp_min": 1}),
+    (lambda w: bag(w, "max", padding_idx=0), {"amax": 1}),
+    (lambda w: bag(w, "sum", per_sample_weights=w[:, :3]), {"embedding": 1}),
+    (lambda w: F.bilinear(w, w[:, :3], w.repeat(1, 3).view(4, 3, 6).transpose(1, 2).contiguous(), w[:, 0]).square().sum(), {"einsum": 1}),
+    (lambda w: w.std(0).sum() + w.var(0, correction=0).sum() + w.std(), {"std": 0, "var": 0}),
+    (lambda w: w.std(1).sum() + w.var(1, keepdim=True, correction=0).sum(), {"std": 1, "var": 1}),
+    (lambda w: torch.var_mean(w, 0)[0].sum() + sum(torch.std_mean(w, 1, keepdim=True)).sum(), {"var_mean": 0, "var": 0, "std": 1}),
+    (lambda w: w.norm() + w.norm(1) + w.norm(dim=0).sum() + w.norm(3) + w.norm(dim=1).sum(), {"linalg_vector_norm": 2, "sqrt": 2}),
+    (lambda w: (w * 0).norm() + torch.dist(w, w + 1), {"linalg_vector_norm": 0}),
+    (lambda w: F.binary_cross_entropy(w.sigmoid(), w.detach().gt(0).double(), weight=w.detach()[0].exp()), {"binary_cross_entropy": 1}),
+])  # fmt: skip
+def test_rewrites(function: Any, expected: dict[str, int]) -> None:
+    found = same(function)
+    assert {n: found[n] for n in expected} == expected
+
+
+def put(w: Tensor, *where: Any, to: Any) -> Tensor:
+    x = w * 2
+    x[where] = to
+    return (x**2).sum()
+
+
+@pytest.mark.parametrize(("function", "expected"), [
+    (lambda w: put(w, w > 0, to=0.5), {"where": 1, "index_put": 0}),
+    (lambda w: put(w, w[:, 0] > 0, to=w[0]), {"where": 1}),
+    (lambda w: put(w, slice(None), w[0] > 0, to=1.5), {"where": 1}),
+    (lambda w: put(w, torch.arange(4), w.argmax(1), to=w[:, 0]), {"scatter": 1, "index_put": 0}),
+    (lambda w: put(w, torch.arange(4)[:, None], w.argsort(1)[:, :2], to=w[:, :2]), {"scatter": 1}),
+    (lambda w: (w * 2).index_put((torch.arange(4), w.argmax(1)), w[:, 0], accumulate=True).square().sum(), {"scatter_add": 1}),
+    (lambda w: put(w, torch.tensor([2, 0]), to=w[:2]), {"index_put": 1}),
+    (lambda w: (w * 2).index_put((w > 0,), w[0, 0], accumulate=True).square().sum(), {"where": 1}),
+])  # fmt: skip
+def test_writes_by_index(function: Any, expected: dict[str, int]) -> None:
+    found = same(function)
+    assert {n: found[n] for n in expected} == expected
+
+
+class Layers(nn.Module):
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.rnn = getattr(nn, kind)(3, 4, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, last = self.rnn(x)
+        return y.square().sum() + sum(s.sum() for s in last)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_dropout_between_recurrent_layers_does_not_know_the_mesh(kind: str, bidirectional: bool) -> None:
+    model = Layers(kind, num_layers=3, dropout=0.4, bidirectional=bidirectional, batch_first=True).double()
+    x = torch.randn(4, 5, 3, dtype=torch.float64)
+    program = canonical.run(capture(model, (x,)))
+    assert str(program.graph).count("dropout") >= 2
+    one, two = (
+        shardc.simulate(shardc.compile(model, (x,), {"shardc": 1, "mesh": {"dp": n}}), model, (x,), seed=3)
+        for n in (1, 2)
+    )
+    torch.testing.assert_close(one.loss, two.loss, rtol=1e-12, atol=0)
+    for name, grad in one.grads.items():
+        torch.testing.assert_close(two.grads[name], grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("function", "text"), [
+    (lambda w: F.embedding_bag(IDS.flatten(), w, torch.tensor([0, 5])).sum(), "embedding_bag with bags of different sizes"),
+    (lambda w: put(w, w[:, 0] > 0, torch.tensor([1]), to=1.0), "writing to a mask"),
+])  # fmt: skip
+def test_refusals(function: Any, text: str) -> None:
+    with pytest.raises(shardc.ShardcError, match=text):
+        same(function)

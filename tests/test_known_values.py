@@ -1,0 +1,135 @@
+"""What Python may ask of traced tensors: constants' values, and whether a check is fine. CTC without reading lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardc
+from shardc.capture import capture
+from shardc.known_values import ctc_loss
+
+aten = torch.ops.aten
+
+
+class Model(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.weight).sum()
+
+
+def captured(function: Callable[[Tensor], Tensor]) -> list[Any]:
+    program = capture(Model(function), (torch.rand(2, 4) + 0.1,))
+    return [n.target for n in program.graph.nodes if n.op == "call_function"]
+
+
+def test_constants_have_values() -> None:
+    def function(x: Tensor) -> Tensor:
+        mask = torch.ones(4, 4, dtype=torch.bool).triu(1)
+        if (mask == torch.full((4, 4), True).triu(1)).all() and int(mask.sum()) == 6:
+            x = x.sin()
+        return x * float(mask[0, 1]) * mask.sum().item() * len(mask.tolist())
+
+    assert aten.sin.default in captured(function)
+
+
+def raises(x: Tensor) -> Tensor:
+    if torch.isnan(x).any() or (x > 100).any():
+        raise ValueError("not a number")
+    return x
+
+
+def raises_unless(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():
+        raise ValueError("not finite")
+    elif (x < -100).any():
+        raise ValueError("too small")
+    return x
+
+
+def asserts(x: Tensor) -> Tensor:
+    assert (x.abs() < 50).all()
+    return x
+
+
+def raises_on_either(x: Tensor) -> Tensor:
+    if (x > 50).any() or not torch.isfinite(x).all():
+        raise ValueError("too large")
+    return x
+
+
+@pytest.mark.parametrize("function", [raises, raises_unless, asserts, lambda x: F.gaussian_nll_loss(x, x.flip(0), x + 1)])
+def test_checks_that_only_raise_are_left_out(function: Callable[[Tensor], Tensor]) -> None:
+    captured(function)
+
+
+def branches(x: Tensor) -> Tensor:
+    if (x > 0.5).all():
+        x = x * 2
+    return x
+
+
+def branches_or_raises(x: Tensor) -> Tensor:
+    if (x > 0.5).all():
+        x = x * 2
+        raise ValueError(x)
+    return x
+
+
+@pytest.mark.parametrize("function", [branches, branches_or_raises, raises_on_either])
+def test_what_does_more_than_raise_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+    """`raises_on_either` asks for two truth values on one line, which do not tell which of them is asked for."""
+    with pytest.raises(shardc.ShardcError, match="control flow or shapes depend on a tensor's value"):
+        captured(function)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("zero_infinity", [True, False])
+@pytest.mark.parametrize("kind", [torch.Tensor.clone, lambda n: tuple(n.tolist())])
+def test_ctc_loss(reduction: str, zero_infinity: bool, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 0 cannot be aligned: three symbols in one frame."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 4, 5, dtype=torch.float64).log_softmax(-1).requires_grad_()
+    targets, frames, lengths = torch.randint(1, 5, (4, 3)), kind(torch.tensor([1, 9, 9, 8])), kind(torch.tensor([3, 2, 1, 3]))
+    results = []
+    for _ in range(2):
+        loss = F.ctc_loss(x, targets, frames, lengths, reduction=reduction, zero_infinity=zero_infinity)
+        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), x)))
+        monkeypatch.setattr(torch, "ctc_loss", ctc_loss)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_ctc_loss_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, target, n, m = torch.randn(9, 5).log_softmax(-1), torch.tensor([1, 2]), torch.tensor(9), torch.tensor(2)
+    want = F.ctc_loss(x, target, n, m, reduction="none")
+    monkeypatch.setattr(torch, "ctc_loss", ctc_loss)
+    torch.testing.assert_close(F.ctc_loss(x, target, n, m, reduction="none"), want)
+
+
+class Speech(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        frames, lengths = (torch.full((x.shape[0],), n) for n in (x.shape[1], targets.shape[1]))
+        return F.ctc_loss(self.head(x).log_softmax(-1).transpose(0, 1), targets, frames, lengths)
+
+
+def test_our_own_ops_are_saved_and_loaded(tmp_path: Path) -> None:
+    model, batch = Speech(), (torch.randn(4, 6, 3), torch.randint(1, 5, (4, 2)))
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}})
+    program.save(tmp_path)
+    loaded = shardc.load(tmp_path)
+    assert "torch.ops.shardc.ctc_loss.default" in str(loaded)
+    torch.testing.assert_close(shardc.simulate(loaded, model, batch).loss, model(*batch).detach())
