@@ -19,6 +19,7 @@ from torch import fx
 
 from shardc.calls import result, tensors, values
 from shardc.errors import ShardcError
+from shardc.passes import heads
 from shardc.passes.follow import Blocked, Follower, Key, Region, uses
 from shardc.passes.plan import Plan
 from shardc.placement import Shard
@@ -39,10 +40,11 @@ def choose(program: Program, fixed: Mapping[str, Shard | None], axis: str, n: in
     found: dict[str, tuple[Shard, str]] = {}
     notes: list[str] = []
     taken: set[fx.Node] = set()
+    shared = heads.shared(program.graph)
     for region in _ranked(follower, _candidates(follower, program)):
         if taken.isdisjoint(region.ops) and all(fixed.get(p.name, s) == s for p, s in region.params.items()):
             taken |= region.ops.keys()
-            if odd := "" if pad else _uneven(program, region, axis, n):
+            if odd := "" if pad else _uneven(program, region, shared, axis, n):
                 notes.append(f"{where} use: structure: {odd}")
                 continue
             why = f"{where} use: structure '{_story(region)}'"
@@ -104,12 +106,13 @@ def _ranked(follower: Follower, regions: Iterator[Region]) -> list[Region]:
     return sorted(regions, key=lambda r: -density(r))
 
 
-def _uneven(program: Program, region: Region, axis: str, n: int) -> str:
+def _uneven(program: Program, region: Region, shared: Mapping[fx.Node, heads.Shared], axis: str, n: int) -> str:
     """Why a region cannot be split over n ranks, "" if it can. Key-value heads may be fewer than ranks: ranks then share them."""
+    few = {shared[p].heads for p in region.params if p in shared and n % shared[p].heads == 0 == shared[p].queries % n}
     for (node, i), s in region.values.items():
         shape = values(node)[i].shape
         for size in s.sections or (shape[s.dim] // s.split,):
-            if size % n and n % size:
+            if size % n and size not in few:
                 names = ", ".join(program.param(p.name).fqn for p in region.params)
                 at = str(node.meta.get("source", "")) or names
                 return f"{at}: {size} (of {list(shape)}) does not divide by {axis}={n}; {names} are left whole"

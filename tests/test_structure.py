@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.program import Program
-from tests import zoo
+from tests import equality, zoo
+from tests.zoo import hf, hf_more
 from tests.zoo import Built
 
 USE = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}}
@@ -288,3 +289,11 @@ def test_causes_name_the_modules_between_which_a_split_goes() -> None:
     text = str(compiled(zoo.llama))
     assert "use: structure 'model.layers.0.self_attn.{q_proj,k_proj,v_proj} -> model.layers.0.self_attn.o_proj'" in text
     assert "use: structure 'model.embed_tokens.weight: vocabulary'" in text
+
+
+def test_heads_that_do_not_divide_leave_their_pair_whole_with_a_note() -> None:
+    """The first stages have fewer heads than ranks, and no query heads that could share them."""
+    one = equality.reference(lambda: hf.build(hf_more.FAMILIES["segformer"]))
+    program = one.compile({"shardc": 1, "mesh": {"tp": 4}, "shard": {"use": "structure"}})
+    assert [n for n in program.notes if "2 (of [8, 256, 2, 8]) does not divide by tp=4" in n and "left whole" in n]
+    equality.assert_equal(shardc.simulate(program, one.model, one.batch), one.loss, one.grads)
