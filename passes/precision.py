@@ -124,7 +124,8 @@ class _Writer:
 
     def _output(self, node: fx.Node) -> None:
         """The loss at least in float32, new buffers in their own dtypes."""
-        loss, news = node.args[0]  # type: ignore[misc]
+        output: Any = node.args[0]
+        loss, news = output
         dtypes = [b.dtype for b in self.program.buffers if b.updated]
         new = self.held[loss].node
         made = self._as(new, torch.promote_types(_value(new).dtype, torch.float32)) if self.held[loss].live else new

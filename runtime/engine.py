@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardc.program import Program
 from shardc.runtime import inputs, state
 from shardc.runtime.comm import TorchMesh
 from shardc.runtime.rng import Rng
+from shardc.runtime.scaler import Scaler
 from shardc.runtime.zero import Buckets, GradNorm
 
 # fx writes a graph's code with notes on its nodes: ranks that are threads of one process must not do so at the same time
@@ -33,6 +34,8 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     found += [tuple(a for a, _ in p.layout.shards()) for p in program.params]
     for stage in program.stages:
         found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
+    if "loss_scale" in program.meta:  # all ranks skip a step alike
+        found.append(program.mesh.names)
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
@@ -60,6 +63,8 @@ class Engine:
 
     .params, .buffers: this rank's parts by placeholder name. .grad_norm: 2-norm of the whole gradient in the last step, before
     clipping; 0-dim, on every rank; None before the first step, and without `norm` and `clip_norm`.
+    .scaler: the loss scaling that the spec asks for (shardc.runtime.scaler), or None. A step whose gradients are not finite on some rank
+    leaves parameters and optimizer as they are, on every rank.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class Engine:
         self._buckets = Buckets(program, self.params, self.mesh)
         self._norm = GradNorm(program, self.params, self.mesh)
         self._run = runnable(program, self.mesh.device)
+        self.scaler = Scaler(program.meta["loss_scale"], self.mesh) if "loss_scale" in program.meta else None
+        self._unbucketed = [n for n in self.params if n not in self._buckets.names]
 
     @property
     def step_count(self) -> int:
@@ -105,19 +112,32 @@ class Engine:
         self._norm.start()
         self._buckets.start()
         if loss.requires_grad:
-            loss.backward()
-        self._buckets.finish(self._norm.add if self._wants_norm else None)
+            (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+        self._buckets.finish(self._reduced)
+        self._reduced(self._unbucketed)
+        if self.scaler is not None:
+            self.scaler.agree()
         self.buffers |= new_buffers(self.program, news)
         return loss.detach()  # type: ignore[no-any-return]
+
+    def _reduced(self, names: Sequence[str]) -> None:
+        """Gradients that are summed over ranks, while others still are on their way."""
+        if self.scaler is not None:
+            self.scaler.unscale(self.params[n].grad for n in names)
+        if self._wants_norm:
+            self._norm.add(names)
 
     def update(self) -> None:
         """The second half of `step`: clip, and step the optimizer."""
         if self.optimizer is not None:
             if self._wants_norm:
                 self.grad_norm = self._norm.total()
-            if self.clip_norm is not None and self.grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
-            self.optimizer.step()
+            if self.scaler is None or not self.scaler.overflow:
+                if self.clip_norm is not None and self.grad_norm is not None:
+                    nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
+                self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.next()
         self.rng.step += 1
 
     @torch.no_grad()
@@ -132,13 +152,17 @@ class Engine:
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint that any mesh can load: parameters, buffers, optimizer state, step, seed. Collective."""
-        extra = {"step": self.rng.step, "seed": self.rng.seed}
+        extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
+        if self.scaler is not None:
+            extra["loss_scale"] = self.scaler.state_dict()
         state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, extra)
 
     def load(self, folder: str | Path) -> None:
         """Read a checkpoint that any mesh wrote. Collective."""
         extra = state.load(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer)
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
+        if self.scaler is not None and "loss_scale" in extra:
+            self.scaler.load_state_dict(extra["loss_scale"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""

@@ -54,6 +54,7 @@ class ShardedModule(nn.Module):
     Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's part of a
     batch, as the model's forward would, and returns the global loss, 0-dim. When `loss.backward()` returns, the gradients are
     those of the global loss. The loss may be scaled; but other terms that use parameters directly would be summed over ranks.
+    `precision.loss_scale` is the engine's: a loop of one's own scales the loss itself (shardc.runtime.scaler has the means).
     Dropout draws new masks in every training forward; `eval()` switches it and BatchNorm as usual.
     """
 

@@ -84,10 +84,13 @@ def _steps(engine: Any, batches: Iterable[Any], tokens: int) -> Iterator[dict[st
         start = time.perf_counter()
         loss = engine.step(batch)
         value, norm = float(loss), float(engine.grad_norm) if engine.grad_norm is not None else 0.0
-        yield {
+        line = {
             "step": engine.step_count, "loss": value, "grad_norm": norm, "tokens_per_second": round(tokens / (time.perf_counter() - start), 1),
             "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
         }  # fmt: skip
+        if engine.scaler is not None:
+            line |= {"loss_scale": engine.scaler.factor, "skipped": engine.scaler.skipped}
+        yield line
 
 
 def _logged(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dict[str, Any]]:
@@ -114,7 +117,7 @@ def _text(line: dict[str, Any]) -> str:
     return (
         f"step {line['step']:>5}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  {line['tokens_per_second']:>9,.0f} tokens/s  "
         f"{line['memory_mb']:,.0f} MiB"
-    )
+    ) + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
 
 
 def _shown(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dict[str, Any]]:

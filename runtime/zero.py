@@ -36,6 +36,11 @@ class Buckets:
                 p.register_post_accumulate_grad_hook(self._hook(flat, name))  # type: ignore[no-untyped-call]
 
     @property
+    def names(self) -> set[str]:
+        """The parameters that are in buckets."""
+        return {n for flat in self._flats for n in flat.params}
+
+    @property
     def active(self) -> bool:
         """Between `start` and `finish`."""
         return self._active
@@ -72,6 +77,7 @@ class Buckets:
         self._launch(all_of_them=True)
         for flat in self._flats:
             flat.work.wait()
+            flat.give_back()
             flat.add_kept()
             if reduced is not None:
                 reduced(flat.spec.params)
@@ -109,12 +115,13 @@ class _Flat:
         return self._flat
 
     def put(self, name: str, p: Tensor) -> None:
-        """One copy; the gradient that autograd made is freed."""
+        """One copy; the gradient that autograd made is freed, unless its sum is converted back to its dtype (`give_back`)."""
         assert name in self.missing, f"the gradient of {name} arrived twice in one backward"
         assert p.grad is not None
         self._buffer()
         self._views[name].copy_(p.grad)
-        p.grad = self._views[name]
+        if p.dtype == self.spec.dtype:
+            p.grad = self._views[name]
         self.missing.discard(name)
 
     def filled(self) -> Tensor:
@@ -124,13 +131,20 @@ class _Flat:
             self._views[name].zero_()
         return buffer
 
+    def give_back(self) -> None:
+        """Sums of another dtype than their parameters' become gradients."""
+        for name, p in self.params.items():
+            if name not in self.missing and p.dtype != self.spec.dtype:
+                assert p.grad is not None
+                p.grad.copy_(self._views[name])
+
     def add_kept(self) -> None:
         """What was there before backward is added to the sum, or stays if nothing came."""
         for name, grad in self._kept.items():
             if name in self.missing:
                 self.params[name].grad = grad
             else:
-                self._views[name].add_(grad)
+                self.params[name].grad.add_(grad)  # type: ignore[union-attr]
         self._kept = {}
 
 
