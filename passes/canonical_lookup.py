@@ -24,6 +24,14 @@ def bilinear(emit: Emit, a: Args, out: Value) -> Result:
     return y if a.bias is None else emit(aten.add.Tensor, y, a.bias)
 
 
+@rewrite("addbmm")
+def addbmm(emit: Emit, a: Args, out: Value) -> Result:
+    """`addbmm(x, a, b)` -> `x + einsum("bij,bjk->ik", a, b)`: the batch is summed away."""
+    product = emit(aten.einsum.default, "bij,bjk->ik", [a.batch1, a.batch2])
+    terms = [x if n == 1 else emit(aten.mul.Tensor, x, n) for x, n in ((a.self, a.beta), (product, a.alpha))]
+    return emit(aten.add.Tensor, *terms)
+
+
 @rewrite("embedding_bag")
 def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
     """Bags of one size (the usual 2-d ids): look-up, then sum, mean or max over the bag. Other bags depend on data."""

@@ -1,4 +1,4 @@
-"""Randomness: dropout draws from the counter generator, attention with dropout is spelled out, the rest is refused."""
+"""Randomness: every dropout draws from the counter generator, attention with dropout is spelled out, the rest is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from shardc.passes.canonical_emit import Args, Emit, Result, rewrite, shape, val
 from shardc.program import Value
 
 aten = torch.ops.aten
+#: What SELU tends to below zero, negated.
+SELU = 1.7580993408473766
 
 
 @rewrite("dropout", "native_dropout")
@@ -23,9 +25,22 @@ def dropout(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Resul
 
 @rewrite("feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def other_dropout(emit: Emit, a: Args, out: Value) -> Result:
-    if not a.train or a.p == 0:
-        return a.input  # type: ignore[no-any-return]
-    raise emit.refuse(f"{a.op_name} has no mesh-independent form yet", "use torch.nn.Dropout")
+    """Dropout of whole channels (Dropout2d), and alpha dropout (Klambauer et al. 2017), which keeps mean and variance: x * mask + shift."""
+    x, p = a.input, float(a.p)
+    if not a.train or p == 0:
+        return x  # type: ignore[no-any-return]
+    size = shape(x)
+    if "feature" in a.op_name:
+        size = tuple(s if d < 2 else 1 for d, s in enumerate(size))
+    mask = emit.dropout(emit(aten.full.default, list(size), 1.0, dtype=value(x).dtype), p)
+    if "alpha" not in a.op_name:
+        return emit(aten.mul.Tensor, x, mask)
+    if p >= 1:
+        return emit(aten.mul.Tensor, x, 0.0)
+    scale = 1 / math.sqrt((SELU * SELU * p + 1) * (1 - p))
+    kept = emit(aten.mul.Tensor, mask, (1 - p) * scale)  # `scale` where x is kept, 0 elsewhere
+    shift = emit(aten.add.Tensor, emit(aten.mul.Tensor, kept, SELU), SELU * scale * (p - 1))
+    return emit(aten.add.Tensor, emit(aten.mul.Tensor, x, kept), shift)
 
 
 @rewrite("scaled_dot_product_attention")

@@ -102,8 +102,9 @@ def permute(emit: Emit, a: Args, out: Value) -> Result:
         rest = iter(d for d in range(n) if d not in froms)
         order = [froms[tos.index(d)] if d in tos else next(rest) for d in range(n)]
     elif a.op_name in ("transpose", "swapaxes", "swapdims"):
-        i, j = (dim(v, n) for v in list(a.named.values())[1:3])
-        order[i], order[j] = order[j], order[i]
+        i, j = (dim(v, max(n, 1)) for v in list(a.named.values())[1:3])
+        if n:
+            order[i], order[j] = order[j], order[i]
     elif a.op_name in ("numpy_T", "T", "t"):
         order.reverse()
     else:

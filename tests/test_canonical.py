@@ -348,8 +348,6 @@ def test_factories_run_on_any_device() -> None:
         (lambda w: (w * torch.rand(6)).sum(), r"aten.rand.default draws random numbers.*torch.rand\(6\)"),
         (lambda w: (w * torch.randn_like(w)).sum(), "aten.randn_like.default draws random numbers"),
         (lambda w: torch.bernoulli(w.sigmoid()).sum() + w.sum(), "aten.bernoulli.default draws random numbers"),
-        (lambda w: F.alpha_dropout(w, 0.1, training=True).sum(), "alpha_dropout has no mesh-independent form"),
-        (lambda w: F.dropout1d(w, 0.1, training=True).sum(), "feature_dropout has no mesh-independent form"),
     ],
 )
 def test_other_randomness_is_refused(function: Any, text: str) -> None:

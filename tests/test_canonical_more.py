@@ -30,6 +30,8 @@ def bag(w: Tensor, mode: str, **options: Any) -> Tensor:
     (lambda w: bag(w, "max", padding_idx=0), {"amax": 1}),
     (lambda w: bag(w, "sum", per_sample_weights=w[:, :3]), {"embedding": 1}),
     (lambda w: F.bilinear(w, w[:, :3], w.repeat(1, 3).view(4, 3, 6).transpose(1, 2).contiguous(), w[:, 0]).square().sum(), {"einsum": 1}),
+    (lambda w: torch.addbmm(w[:3, :3], w.view(2, 3, 4), w.view(2, 4, 3), beta=0.5, alpha=2).square().sum(), {"einsum": 1, "addbmm": 0}),
+    (lambda w: w.sum().transpose(0, -1) ** 2, {"transpose": 0}),
     (lambda w: w.std(0).sum() + w.var(0, correction=0).sum() + w.std(), {"std": 0, "var": 0}),
     (lambda w: w.std(1).sum() + w.var(1, keepdim=True, correction=0).sum(), {"std": 1, "var": 1}),
     (lambda w: torch.var_mean(w, 0)[0].sum() + sum(torch.std_mean(w, 1, keepdim=True)).sum(), {"var_mean": 0, "var": 0, "std": 1}),
@@ -87,6 +89,37 @@ def test_dropout_between_recurrent_layers_does_not_know_the_mesh(kind: str, bidi
     torch.testing.assert_close(one.loss, two.loss, rtol=1e-12, atol=0)
     for name, grad in one.grads.items():
         torch.testing.assert_close(two.grads[name], grad, rtol=1e-11, atol=1e-12)
+
+
+class Dropped(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.function(x * self.weight) ** 2).sum()
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: F.dropout1d(x, 0.4), lambda x: F.alpha_dropout(x, 0.4, training=True), lambda x: F.feature_alpha_dropout(x, 0.4, training=True),
+])  # fmt: skip
+def test_other_dropouts_do_not_know_the_mesh(function: Any) -> None:
+    model, x = Dropped(function), torch.randn(8, 6, 4, dtype=torch.float64)
+    one, two, other = (
+        shardc.simulate(shardc.compile(model, (x,), {"shardc": 1, "mesh": {"dp": n}}), model, (x,), seed=seed)
+        for n, seed in ((1, 3), (2, 3), (2, 4))
+    )
+    torch.testing.assert_close(one.loss, two.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(one.grads["weight"], two.grads["weight"], rtol=1e-12, atol=0)
+    assert abs(float(one.loss - other.loss)) > 1e-6
+
+
+def test_alpha_dropout_takes_torchs_two_values() -> None:
+    """A constant becomes one of two numbers, and which they are is torch's definition."""
+    model, x = Dropped(lambda x: F.alpha_dropout(x, 0.25, training=True)), torch.full((1,), 2.0, dtype=torch.float64)
+    program = shardc.compile(model, (x,), {"shardc": 1, "mesh": {}})
+    found = {round(float(shardc.simulate(program, model, (x,), seed=s).loss), 9) for s in range(16)}
+    assert found == {round(float(v) ** 2, 9) for v in torch.alpha_dropout(torch.full((99,), 2.0, dtype=torch.float64), 0.25, True)}
 
 
 @pytest.mark.parametrize(("function", "text"), [
