@@ -144,7 +144,7 @@ def _optimizer_state(
                 )  # fmt: skip
     facts = []
     for group, members in zip(optimizer.param_groups, groups, strict=True):
-        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k != "params"}
+        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in ("params", "param_names")}
         facts.append({**hyper, "params": [p.fqn for p in members]})
     return parts, {"class": type(optimizer).__name__, "groups": facts, "numbers": numbers}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.program import Program
-from shardc.runtime import inputs, state
+from shardc.runtime import groups, inputs, schedule, state
 from shardc.runtime.comm import TorchMesh
 from shardc.runtime.rng import Rng
 from shardc.runtime.scaler import Scaler
@@ -20,10 +20,10 @@ from shardc.runtime.zero import Buckets, GradNorm
 # fx writes a graph's code with notes on its nodes: ranks that are threads of one process must not do so at the same time
 _WRITING = threading.Lock()
 
-OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerOf = Callable[[groups.Parameters], torch.optim.Optimizer]
 
 
-def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(params: groups.Parameters) -> torch.optim.Optimizer:
     """What trains where the user names no optimizer: AdamW(3e-4)."""
     return torch.optim.AdamW(params, lr=3e-4)
 
@@ -56,7 +56,9 @@ class Engine:
 
     model: where the weights come from: an nn.Module (not changed), a function that builds it, a state_dict or a file; see
            shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
-    optimizer: params -> torch optimizer; None: no update, for evaluation and gradients only.
+    optimizer: params -> torch optimizer; None: no update, for evaluation and gradients only. params: (name, parameter) pairs, which
+               torch's optimizers take as they are; shardc.groups(params, ...) makes groups of them by pattern.
+    scheduler: optimizer -> learning-rate scheduler, stepped after every step that updates.
     seed: of dropout and of weights that are computed. clip_norm: gradients are scaled down to this global 2-norm.
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
@@ -69,15 +71,18 @@ class Engine:
 
     def __init__(
         self, program: Program, model: Any, optimizer: OptimizerOf | None = adamw, seed: int = 0, *,
-        clip_norm: float | None = None, norm: bool = False, mesh: Any = None,
+        scheduler: schedule.SchedulerOf | None = None, clip_norm: float | None = None, norm: bool = False, mesh: Any = None,
     ) -> None:  # fmt: skip
         self.program = program
         self.mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
         self.rng = Rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
         self.params, self.buffers = state.local_parameters(program, model, self.mesh, seed)
-        trained = [p for p in self.params.values() if p.requires_grad]
+        trained = groups.Parameters.of(program, self.params)
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        if self.optimizer is not None:
+            groups.check(self.optimizer)
+        self.scheduler = schedule.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self.grad_norm: Tensor | None = None
         self._buckets = Buckets(program, self.params, self.mesh)
         self._norm = GradNorm(program, self.params, self.mesh)
@@ -89,6 +94,11 @@ class Engine:
     def step_count(self) -> int:
         """Steps done."""
         return self.rng.step
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate that the next step uses, of the first parameter group; None without an optimizer."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else None
 
     # --- training
 
@@ -136,6 +146,8 @@ class Engine:
                 if self.clip_norm is not None and self.grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
                 self.optimizer.step()
+                if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either
+                    self.scheduler.step()
         if self.scaler is not None:
             self.scaler.next()
         self.rng.step += 1
@@ -151,10 +163,12 @@ class Engine:
     # --- state
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint that any mesh can load: parameters, buffers, optimizer state, step, seed. Collective."""
+        """Write a checkpoint that any mesh can load: parameters, buffers, optimizer, scheduler, step, seed. Collective."""
         extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
         if self.scaler is not None:
             extra["loss_scale"] = self.scaler.state_dict()
+        if self.scheduler is not None:
+            extra["scheduler"] = schedule.state_dict(self.scheduler)
         state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, extra)
 
     def load(self, folder: str | Path) -> None:
@@ -163,6 +177,8 @@ class Engine:
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])
+        if self.scheduler is not None and "scheduler" in extra:
+            schedule.load_state_dict(self.scheduler, extra["scheduler"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""

@@ -7,8 +7,9 @@ from shardc.compile import compile
 from shardc.errors import ShardcError
 from shardc.program import Program
 from shardc.rules.core import rule
+from shardc.runtime.groups import groups
 from shardc.simulate import Simulation, simulate
 from shardc.spec import Spec
 
-__all__ = ["Program", "ShardcError", "Simulation", "Spec", "compile", "load", "rule", "simulate"]
+__all__ = ["Program", "ShardcError", "Simulation", "Spec", "compile", "groups", "load", "rule", "simulate"]
 __version__ = "0.1.0"
