@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from shardc import source, values
 from shardc.errors import ShardcError
+from shardc.placement import DTYPES
 from shardc.program import Source, Value
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
@@ -112,7 +113,13 @@ class Emit:
         return x if shape(x) == tuple(size) else self(aten.expand.default, x, list(size))
 
     def cast(self, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
-        return x if dtype is None or value(x).dtype == dtype else self(aten._to_copy.default, x, dtype=dtype)
+        """`x` in a dtype, and called so: linear_bf16."""
+        if dtype is None or value(x).dtype == dtype:
+            return x
+        call: Any = (x,), {"dtype": dtype}
+        node = self.graph.create_node("call_function", aten._to_copy.default, *call, name=f"{x.name}_{DTYPES.get(dtype, 'cast')}")
+        node.meta = {"value": values.infer(aten._to_copy.default, *call), "source": self.source}
+        return node
 
     def detach(self, x: fx.Node) -> fx.Node:
         if not value(x).requires_grad:

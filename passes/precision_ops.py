@@ -14,7 +14,7 @@ LOW = frozenset({
     "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell",
     "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
     # products that autocast meets as the ops above, or promotes
-    "conv1d_padding", "conv2d_padding", "conv3d_padding", "linalg_matmul", "dot", "vdot", "inner", "outer", "ger", "tensordot", "bilinear",
+    "linalg_matmul", "dot", "vdot", "inner", "outer", "ger", "tensordot", "bilinear",
     "_trilinear", "_grouped_mm", "lstm", "gru", "rnn_tanh", "rnn_relu",
 })  # fmt: skip
 
@@ -44,7 +44,7 @@ WIDE = frozenset({
     "_batch_norm_with_update_functional", "_batch_norm_no_update", "instance_norm", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
     "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_weight_norm", "_weight_norm_interface", "logcumsumexp",
     "logaddexp", "logaddexp2", "log_sigmoid", "log_sigmoid_forward", "cross_entropy_loss", "binary_cross_entropy", "ctc_loss", "_ctc_loss",
-    "gaussian_nll_loss", "multilabel_soft_margin_loss", "trace", "rsqrt_", "digamma", "lgamma", "polygamma", "erfc", "special_erfcx",
+    "trace", "digamma", "lgamma", "polygamma", "erfc", "special_erfcx",
     # no kernels in 16 bits
     "view_as_complex", "complex", "polar", "stft", "istft", "cholesky", "inverse", "det", "logdet", "slogdet", "histc", "grid_sampler",
     "grid_sampler_2d", "grid_sampler_3d", "affine_grid_generator",
