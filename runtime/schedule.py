@@ -63,7 +63,7 @@ def _like(now: Any, saved: Any) -> Any:
         return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
     if isinstance(saved, Mapping):
         if saved.keys() == {_PAIRS}:
-            pairs = {k: v for k, v in saved[_PAIRS]}
+            pairs = dict(saved[_PAIRS])
             return type(now)(pairs) if isinstance(now, Mapping) else pairs
         return {k: _like(now.get(k) if isinstance(now, Mapping) else None, v) for k, v in saved.items()}
     if isinstance(saved, list):
