@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardc.mesh import Mesh
 from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Shard, chunks
 from shardc.rules import RULES, Rule, Strategy, find, rule
-from shardc.rules.check import KNOWN, PARTS, Case, differs, dual, name_of, prove, prove_pairs, spread, too_strict
+from shardc.rules.check import KNOWN, Case, check_op, differs, dual, name_of, prove, spread, too_strict
 from shardc.rules.samples import SAMPLES, Tensors, call
 from shardc.rules.views import walk
 
@@ -37,26 +37,13 @@ def test_every_rule_has_a_sample() -> None:
 
 
 @pytest.mark.parametrize("op", SAMPLES, ids=name_of)
-def test_rule_equals_the_whole_op(op: Any) -> None:
-    wrong = [f for sample in SAMPLES[op] for f in prove(op, sample, *PARTS)]
-    assert not wrong, "\n".join(map(str, wrong))
-
-
-@pytest.mark.parametrize(
-    "op",
-    [op for op in SAMPLES if (r := find(op)) and (r.local or r.extra)]
-    + [aten.linear.default, aten.scaled_dot_product_attention.default, aten.cat.default],
-    ids=name_of,
-)
-def test_two_axes_at_once_equal_the_whole_op(op: Any) -> None:
-    wrong = [f for sample in SAMPLES[op][:2] for f in prove_pairs(op, sample)]
-    assert not wrong, "\n".join(map(str, wrong))
-
-
-def test_rules_are_not_too_strict() -> None:
-    found = {(f.op, f.strategy): f for op in SAMPLES for sample in SAMPLES[op] for f in too_strict(op, sample)}
-    assert [str(f) for f in found.values() if not f.why] == []
-    assert [key for key in KNOWN if key not in found] == [], "no longer too strict: drop the reason"
+def test_rule_equals_the_whole_op_and_is_not_too_strict(op: Any) -> None:
+    report = check_op(op, SAMPLES[op])
+    assert not report.wrong, "\n".join(map(str, report.wrong))
+    assert [str(f) for f in report.strict if not f.why] == []
+    assert report.forward_only == "", "results that require gradients have them"
+    known = {what for name, what in KNOWN if name == report.op}
+    assert known <= {f.strategy for f in report.strict}, "no longer too strict: drop the reason"
 
 
 # --- the proof finds what is wrong ------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from shardc.rules.check.case import Case, Finding, NoCallError, UnfitError, name
 from shardc.rules.check.compare import differs, dual, spread
 from shardc.rules.check.prove import PARTS, prove, prove_pairs
 from shardc.rules.check.strict import KNOWN, too_strict
+from shardc.rules.check.survey import OpReport, check_op, check_ops
 
 __all__ = [
-    "KNOWN", "PARTS", "Case", "Finding", "NoCallError", "UnfitError", "differs", "dual", "name_of", "prove", "prove_pairs", "spread", "too_strict",
+    "KNOWN", "PARTS", "Case", "Finding", "NoCallError", "OpReport", "UnfitError", "check_op", "check_ops", "differs", "dual", "name_of", "prove", "prove_pairs", "spread",
+    "too_strict",
 ]  # fmt: skip

@@ -52,6 +52,8 @@ def summands(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
 
 def spread(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator, *, filled: bool = True) -> list[Tensor]:
     """A global tensor as every rank holds it: its part, or a random summand, or all of it. Padding holds numbers that must not count."""
+    if not layout.items:
+        return [x.clone() for _ in range(mesh.world)]
     axes = partial_axes(layout)
     terms = summands(x, len(mesh.group(0, axes)), generator)
     mine = [terms[mesh.group(rank, axes).index(rank)] for rank in range(mesh.world)]

@@ -31,8 +31,9 @@ def summable(strategy: Strategy, choices: Choices) -> bool:
 
 
 def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strategy]:
-    """Everything that a rule allows on an axis of n ranks. deep: every factor at inner digits, in sections and padded, too."""
-    yield choices.replicate()
+    """Everything that a rule allows on an axis of n ranks. deep: whole, and every factor at inner digits, in sections and padded, too."""
+    if deep:
+        yield choices.replicate()
     yield choices.varying()
     yield from (s for s in choices.partials() if summable(s, choices))
     for factor in choices.signature.splittable():
