@@ -14,6 +14,8 @@ extra   further strategies that no factor expresses (a vocabulary, unequal secti
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -21,6 +23,7 @@ from typing import Any
 
 from torch import fx
 
+from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Placement, Shard
 from shardc.program import Value
@@ -109,6 +112,12 @@ class LocalCall:
         return [a for a, s in self.strategies.items() if s.kind == kind]
 
     def split(self, factor: str) -> list[str]:
+        """The axes on which a factor is split. Raises ShardcError for a factor that the rule's notation does not have."""
+        rule = find(self.call.target)
+        has = parse(rule.notation).factors() if rule is not None and isinstance(rule.notation, str) else {factor}
+        if rule is not None and factor not in has and not re.fullmatch(r"e\d+", factor):  # e0, e1: the dims of "..."
+            what = f"`local` of the rule {rule.text!r} of {rule.op} asks for a factor {factor!r}, which the rule does not have"
+            raise ShardcError(what, where=rule.where, fix=f"one of {', '.join(sorted(has))}")
         return [a for a, s in self.strategies.items() if s.kind == "split" and s.base == factor]
 
     def without_padding(self, x: fx.Node, operand: int, dim: int, fill: float) -> fx.Node:
@@ -141,7 +150,7 @@ ExtraOf = Callable[[Call, int, Sequence[frozenset[Placement]]], Iterable[Strateg
 
 @dataclass(frozen=True)
 class Rule:
-    """See the module docstring. text: the notation, or the name of the function that makes it."""
+    """See the module docstring. text: the notation, or the name of the function that makes it. where: file:line that registered it."""
 
     op: Any
     notation: str | SignatureOf
@@ -151,15 +160,23 @@ class Rule:
     extra: ExtraOf | None = None
     linear_of: Callable[[Call], str] | None = None
     flops: Callable[[Call], int] | None = None
+    where: str = field(default="", compare=False)
 
     @property
     def text(self) -> str:
         return self.notation if isinstance(self.notation, str) else f"<{self.notation.__name__}>"
 
     def signature(self, call: Call) -> Signature:
-        if isinstance(self.notation, str):
+        """The rule bound to a call. Raises ShardcError where its notation does not fit the call's shapes."""
+        if not isinstance(self.notation, str):
+            return self.notation(call)
+        try:
             return parse(self.notation).bind([v.shape for v in call.operands], [v.shape for v in call.results])
-        return self.notation(call)
+        except ValueError as e:
+            types = f"{', '.join(map(str, call.operands))} -> {', '.join(map(str, call.results))}"
+            what = f"the rule {self.text!r} of {self.op} does not fit a call ({types}): {e}"
+            fix = "every tensor operand and result has one part of the notation, every dim one factor; or give a function of the call"
+            raise ShardcError(what, where=self.where, fix=fix) from None
 
     def groups(self, call: Call) -> tuple[tuple[int, ...], ...]:
         return parse_linear(self.linear_of(call)) if self.linear_of else self.linear
@@ -183,19 +200,30 @@ def rule(
     local: LocalOf | None = None,
     extra: ExtraOf | None = None,
     flops: Callable[[Call], int] | None = None,
+    where: str = "",
 ) -> Rule:
     """Register the rule of an op (an `OpOverload`, or a function that appears in graphs). Raises ValueError if it has one.
 
-    >>> rule(torch.ops.mylib.scale.default, "... d, d -> ... d", linear="0 | 1")
+    For the families of this package; users' ops: `shardc.rule`, see shardc.rules.own.
     """
     if isinstance(notation, str):
         parse(notation)
     if op in RULES:
-        raise ValueError(f"{op} already has the rule {RULES[op].text!r}")
+        raise ValueError(f"{op} already has the rule {RULES[op].text!r} ({RULES[op].where})")
     fixed = parse_linear(linear) if isinstance(linear, str) else ()
-    new = Rule(op, notation, fixed, added, local, extra, None if isinstance(linear, str) else linear, flops)
+    of_call = None if isinstance(linear, str) else linear
+    new = Rule(op, notation, fixed, added, local, extra, of_call, flops, where or caller(__file__))
     RULES[op] = new
+    find.cache_clear()  # it may have been asked for before it had a rule
     return new
+
+
+def caller(*inside: str) -> str:
+    """file:line of the innermost code that is outside of some files."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in inside:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def fallback(find: Fallback) -> Fallback:

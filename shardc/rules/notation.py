@@ -71,6 +71,10 @@ class Notation:
     whole: frozenset[str]
     literal: Mapping[str, int]
 
+    def factors(self) -> set[str]:
+        """The names of all factors that may be split or are whole."""
+        return {f for o in (*self.inputs, *self.outputs) for d in o for f in d} - {"..."} - set(self.literal)
+
     def bind(
         self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], sizes: Mapping[str, int] | None = None
     ) -> Signature:

@@ -12,6 +12,6 @@ from shardc.rules.check.strict import KNOWN, too_strict
 from shardc.rules.check.survey import OpReport, check_op, check_ops
 
 __all__ = [
-    "KNOWN", "PARTS", "Case", "Finding", "NoCallError", "OpReport", "UnfitError", "check_op", "check_ops", "differs", "dual", "name_of", "prove", "prove_pairs", "spread",
-    "too_strict",
+    "KNOWN", "PARTS", "Case", "Finding", "NoCallError", "OpReport", "UnfitError", "check_op", "check_ops", "differs", "dual", "name_of",
+    "prove", "prove_pairs", "spread", "too_strict",
 ]  # fmt: skip

@@ -126,7 +126,8 @@ def spelled(op: Any, case: Case, sample: Sample) -> Iterator[tuple[str, Sample]]
     for position, a in enumerate(op._schema.arguments):
         now = call.arg(position, a.name, a.default_value if a.has_default_value() else None)
         if a.name in DIMS and isinstance(now, int) and not isinstance(now, bool):
-            yield from ((f"{a.name}={other}", rewritten(sample, position, a.name, other)) for n in ranks if (other := now - n if now >= 0 else now + n) < n)
+            for other in {now - n if now >= 0 else now + n for n in ranks}:
+                yield f"{a.name}={other}", rewritten(sample, position, a.name, other)
         elif a.name in DIMS and isinstance(now, tuple | list) and now and all(isinstance(d, int) for d in now):
             n = len(call.operands[0].shape) if call.operands else 0
             moved = [d - n if d >= 0 else d + n for d in now]
