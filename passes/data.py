@@ -1,64 +1,215 @@
-"""Data: the gradients that are summed over ranks, in buckets, in the order in which backward finishes them.
+"""Data: the gradients that are summed over ranks, in buckets, in the order in which backward finishes them; and what ZeRO keeps cut.
 
     before   wte.weight  reduce (dp)    order 2        h.0.qkv.weight  reduce (dp)   order 1       ln_f.weight  reduce (dp, tp)  order 0
     after    bucket 0 over (dp, tp): ln_f.weight       bucket 1 over (dp): h.0.qkv.weight, wte.weight
 
 A parameter's gradient is finished when backward has run the op that used it *first* in forward, which the graph tells; so there
 is no warm-up step and no rebuilding (compare torch's DDP: Li et al. 2020, "PyTorch Distributed", section 3.2.3).
+
+At zero >= 1 a bucket's flat buffer is cut over the data axis, and ops take its parameters where they are whole:
+
+    zero 3   bucket1 = ops.gather_start((wte_weight, h_0_qkv_weight), 'bucket1')     all_gather in the background
+             bucket0 = ...                                                           `prefetch` buckets ahead of what runs
+             bucket1_whole = ops.gather_wait(bucket1)                                before the first use; the end of its last use frees it
+             wte_weight_whole = bucket1_whole[0]
+    zero 1-2 bucket1_whole = ops.updated((wte_weight, h_0_qkv_weight), 'bucket1')    waits for the gather that followed the last update
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import fx
 
 from shardc.mesh import Mesh
-from shardc.placement import Varying
-from shardc.program import Bucket, Param, Program
+from shardc.placement import Shard, Varying
+from shardc.program import Bucket, Collective, Param, Program, Source, Stage, Value
+from shardc.runtime import ops
+from shardc.spec import Spec
 
 
 @dataclass(frozen=True)
 class Data:
-    """Lifts the parameters' `vary` out into bucketed gradient reductions.
+    """Lifts the parameters' `vary` out into bucketed gradient reductions, and cuts the buckets over a data axis.
 
     bucket_mb: size of a bucket in MiB. The last bucket to finish is the one nobody can overlap with, so it is kept small.
     reduce: dtype in which gradients are summed; None: each parameter's own.
+    zero: what is kept cut (shardc.program.Bucket). axes: data axes, outermost first: cut over the last, replicated over the others.
+    prefetch: buckets that are gathered ahead of their use. cause: the spec line that asked for it.
     """
 
     bucket_mb: float = 25.0
     reduce: torch.dtype | None = None
+    zero: int = 0
+    axes: tuple[str, ...] = ()
+    prefetch: int = 1
+    cause: str = "data.zero"
+
+    @staticmethod
+    def of(spec: Spec, reduce: torch.dtype | None = None) -> Data:
+        """The pass for a spec. Without `data.axis`, the mesh's axes dp and dp_* are the data axes."""
+        asked = spec.data
+        axes = asked.axis or tuple(n for n in spec.mesh.names if n == "dp" or n.startswith("dp_"))
+        where = f"{spec.where(('data', 'zero'))} zero: {asked.zero}"
+        return Data(asked.bucket_mb, reduce, asked.zero, axes, cause=where)
 
     def run(self, program: Program, mesh: Mesh) -> Program:
-        first_use: dict[str, int] = {}
-        for stage in program.stages:
-            for i, node in enumerate(stage.graph.nodes):
-                for used in node.all_input_nodes:
-                    first_use.setdefault(used.name, i)
-        last = len(first_use) + sum(len(s.graph.nodes) for s in program.stages)
-        finish = sorted(program.params, key=lambda p: -first_use.get(p.name, -last))
+        uses = _Uses(program)
+        finish = sorted(program.params, key=lambda p: -uses.first.get(p.name, -uses.end))
         order = {p.name: i for i, p in enumerate(finish)}
+        axis = self.axes[-1] if self.axes and mesh.size(self.axes[-1]) > 1 else ""
+        notes = program.notes
+        if self.zero and not axis:
+            notes = (*notes, f"zero: {self.zero} splits nothing: the mesh {mesh} has no data axis of more than one rank")
 
         def reduced(p: Param) -> Param:
             axes = tuple(a for a, placement in p.layout.items if isinstance(placement, Varying)) if p.requires_grad else ()
             return replace(p, reduce=mesh.collapse(axes), order=order[p.name])
 
         params = tuple(reduced(p) for p in program.params)
-        buckets: list[Bucket] = []
-        open_at: dict[tuple[tuple[str, ...], torch.dtype], tuple[int, int]] = {}  # parameters of one dtype together
-        for p in sorted(params, key=lambda p: p.order):
-            if not p.reduce:
-                continue
-            dtype = self.reduce if self.reduce is not None and p.dtype.is_floating_point else p.dtype
-            key, size = (p.reduce, p.dtype), replace(p.value, dtype=dtype).nbytes(mesh)
-            at, filled = open_at.get(key, (-1, 0))
-            if at < 0 or filled + size > self.bucket_mb * 2**20:
-                at, filled = len(buckets), 0
-                buckets.append(Bucket(p.reduce, dtype, ()))
-            buckets[at] = replace(buckets[at], params=(*buckets[at].params, p.name))
-            open_at[key] = (at, filled + size)
+        buckets = self._buckets(sorted(params, key=lambda p: p.order), uses, axis, mesh)
         # the engine starts buckets in one order on all ranks: the one in which their last gradients finish
         number = {p.name: p.order for p in params}
         buckets.sort(key=lambda b: max(number[n] for n in b.params))
         index = {name: i for i, b in enumerate(buckets) for name in b.params}
-        return replace(program, params=tuple(replace(p, bucket=index.get(p.name, -1)) for p in params), buckets=tuple(buckets))
+        params = tuple(replace(p, bucket=index.get(p.name, -1)) for p in params)
+        program = replace(program, params=params, buckets=tuple(buckets), notes=notes)
+        if any(b.zero for b in buckets):
+            program = replace(program, stages=tuple(Stage(self._whole(s.graph, program, uses), s.name) for s in program.stages))
+        return program
+
+    def _buckets(self, params: list[Param], uses: _Uses, axis: str, mesh: Mesh) -> list[Bucket]:
+        buckets: list[Bucket] = []
+        open_at: dict[Hashable, tuple[int, int]] = {}
+        for p in params:
+            zero = self._zero(p, uses, axis, mesh)
+            if not p.reduce and not zero:
+                continue
+            dtype = self.reduce if self.reduce is not None and p.dtype.is_floating_point else p.dtype
+            size = max(replace(p.value, dtype=dtype).nbytes(mesh), p.value.nbytes(mesh))
+            compute = uses.dtype(p.name) if zero else None
+            # parameters of one dtype together; where they are gathered, not with those that are needed at other times or not at all
+            key = (p.reduce, p.dtype, zero, compute, zero == 3 and (p.requires_grad, p.name in uses.first, uses.far(p.name)))
+            at, filled = open_at.get(key, (-1, 0))
+            if at < 0 or filled + size > self.bucket_mb * 2**20:
+                at, filled = len(buckets), 0
+                buckets.append(Bucket(p.reduce, dtype, (), axis if zero else "", zero, compute, self.prefetch))
+            buckets[at] = replace(buckets[at], params=(*buckets[at].params, p.name))
+            open_at[key] = (at, filled + size)
+        return buckets
+
+    def _zero(self, p: Param, uses: _Uses, axis: str, mesh: Mesh) -> int:
+        """What is kept cut of a parameter. One that is split over the data axis, or a digit of it, already is not cut again."""
+        parts = mesh.parts(axis) if axis else ()
+        if not axis or any(isinstance(p.layout[part], Shard) for part in parts) or (set(p.reduce) & set(parts) and axis not in p.reduce):
+            return 0
+        return self.zero if self.zero == 3 or (p.requires_grad and p.name in uses.first) else 0
+
+    # --- where parameters are whole
+
+    def _whole(self, graph: fx.Graph, program: Program, uses: _Uses) -> fx.Graph:
+        """A copy of a stage's graph in which ops take the parameters of cut buckets from `gather_wait` and `updated`."""
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        nodes = {n.name: n for n in copy.nodes}
+        used: list[tuple[fx.Node, int]] = []
+        for i, b in enumerate(program.buckets):
+            found = [nodes[name] for name in uses.first_users(b.params)]
+            if b.zero and found:
+                used.append((min(found, key=uses.position), i))
+        used.sort(key=lambda u: uses.position(u[0]))
+        started: dict[int, fx.Node] = {}
+
+        def start(at: int) -> None:
+            if at < len(used) and used[at][1] not in started:
+                started[used[at][1]] = self._start(copy, nodes, used[at][1], program)
+
+        for at, (user, i) in enumerate(used):
+            b = program.buckets[i]
+            before = copy.create_node("call_function", operator.pos, (), {})  # holds the place: users that are casts go away
+            user.prepend(before)
+            with copy.inserting_before(before):
+                if b.zero == 3:
+                    for ahead in range(at + max(self.prefetch, 1)):
+                        start(ahead)
+                    whole = _node(copy, ops.gather_wait, (started[i],), f"bucket{i}_whole", _types(program, b))
+                    start(at + self.prefetch)
+                else:
+                    whole = self._start(copy, nodes, i, program)
+                for k, (name, value) in enumerate(zip(b.params, _types(program, b), strict=True)):
+                    users = [u for u in nodes[name].users if u.target not in (ops.gather_start, ops.updated)]
+                    if users:
+                        item = _node(copy, operator.getitem, (whole, k), f"{name}_whole", value)
+                        for u in users:
+                            u.replace_input_with(nodes[name], item)
+                            if b.compute is not None:  # its only users are casts to this dtype
+                                u.replace_all_uses_with(item)
+                                copy.erase_node(u)
+            copy.erase_node(before)
+        copy.lint()
+        return copy
+
+    def _start(self, graph: fx.Graph, nodes: dict[str, fx.Node], i: int, program: Program) -> fx.Node:
+        b = program.buckets[i]
+        given = tuple(nodes[n] for n in b.params)
+        name = f"bucket{i}" if b.zero == 3 else f"bucket{i}_whole"
+        node = _node(graph, ops.gather_start if b.zero == 3 else ops.updated, (given, f"bucket{i}"), name, _types(program, b))
+        if b.zero == 3:
+            n = program.mesh.size(b.shard)
+            count = sum(v.nbytes(program.mesh) // v.dtype.itemsize for v in _types(program, b))
+            nbytes = -(-count // n) * n * _types(program, b)[0].dtype.itemsize
+            back = "reduce_scatter" if b.shard in b.axes else "all_reduce" if b.axes else "none"
+            node.meta["collective"] = Collective("all_gather", back, (b.shard,), nbytes, self.cause)
+        return node
+
+
+def _node(graph: fx.Graph, target: object, args: tuple[object, ...], name: str, value: Value | tuple[Value, ...]) -> fx.Node:
+    node = graph.create_node("call_function", target, args, {}, name=name)  # type: ignore[arg-type]
+    node.meta |= {"value": value, "source": Source()}
+    return node
+
+
+def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
+    """What ops get of a bucket."""
+    return tuple(replace(program.param(n).value, dtype=b.compute or program.param(n).dtype) for n in b.params)
+
+
+class _Uses:
+    """Where parameters are used in the stages' graphs. first: position of a parameter's first user; end: after all positions."""
+
+    def __init__(self, program: Program) -> None:
+        self.first: dict[str, int] = {}
+        self._last: dict[str, int] = {}
+        self._first_user: dict[str, str] = {}
+        self._at: dict[str, int] = {}
+        self._casts: dict[str, set[torch.dtype | None]] = {}
+        names = {p.name for p in program.params}
+        for stage in program.stages:
+            for node in stage.graph.nodes:
+                self._at[node.name] = len(self._at)
+                for used in node.all_input_nodes:
+                    self.first.setdefault(used.name, self._at[node.name])
+                    self._last[used.name] = self._at[node.name]
+                    if used.name in names:
+                        self._first_user.setdefault(used.name, node.name)
+                        cast = node.kwargs.get("dtype") if node.target is torch.ops.aten._to_copy.default and len(node.kwargs) == 1 else None
+                        self._casts.setdefault(used.name, set()).add(cast if isinstance(cast, torch.dtype) else None)
+        self.end = len(self._at) + len(self.first)
+
+    def position(self, node: fx.Node) -> int:
+        return self._at[node.name]
+
+    def first_users(self, params: tuple[str, ...]) -> list[str]:
+        return [self._first_user[p] for p in params if p in self._first_user]
+
+    def dtype(self, param: str) -> torch.dtype | None:
+        """The dtype in which all ops want a parameter, where that is another one than it has."""
+        found = self._casts.get(param, {None})
+        return next(iter(found)) if len(found) == 1 else None
+
+    def far(self, param: str) -> bool:
+        """Is it used again much later (a tied embedding)? What lies with it would stay gathered as long."""
+        return self._last.get(param, 0) - self.first.get(param, 0) > len(self._at) // 4

@@ -3,9 +3,10 @@
     DIR/.metadata, __0_0.distcp ...   torch's: tensors as boxes of the global tensor, under "model.FQN" and "optimizer.FQN.STATE"
     DIR/manifest.json                 hyperparameters and numbers of the optimizer, and the caller's `extra`
 
-A rank's part of a tensor is one or more boxes (`Layout.boxes`: several for fused weights); the first of its replicas writes
-them. Layouts are arithmetic, so rank 0 knows what every rank writes, and loading plans on every rank by itself: the ranks only
-meet at barriers, whatever they are (processes or threads). What is saved is complete or absent: it is renamed into place.
+A rank's part of a tensor is one or more boxes (`Layout.boxes`: several for fused weights; ZeRO keeps a stretch of the flattened part,
+which is some boxes again); the first of its replicas writes them. Every rank plans by itself what it writes and reads, and leaves its plan
+beside what it wrote, for rank 0 to list: the ranks only meet at barriers, whatever they are (processes or threads). What is saved is
+complete or absent: it is renamed into place.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import Layout
 from shardc.program import Param, Program
+from shardc.runtime.flat import Run, elements
 from shardc.runtime.weights import check_names
 
 _FORMAT = 1
@@ -38,32 +40,56 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a global tensor, as torch.distributed.checkpoint sees it."""
+    """This rank's part of a global tensor, as torch.distributed.checkpoint sees it.
+
+    run: local is 1-d, this stretch of the flattened local part; None: it is the local part. replicas: the axes whose ranks have the same.
+    """
 
     local: Tensor
     shape: tuple[int, ...]
     layout: Layout = field(default_factory=Layout)
+    run: Run | None = None
+    replicas: tuple[str, ...] = ()
 
-    def boxes(self, mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[ChunkStorageMetadata, tuple[slice, ...]]]:
-        """(place in the global tensor, where it lies in the local one)."""
-        if 0 in self.shape:  # nothing to write, but its name must be known
-            everything = (slice(None),) * len(self.shape)
-            yield ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(self.local.shape)), everything
+    def boxes(self, mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+        """(place in the global tensor, what is there: a view of the local tensor)."""
+        local = self.local.detach()
+        if self.run is None and 0 in self.shape:  # nothing to write, but its name must be known
+            yield ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(local.shape)), local
             return
-        for box in self.layout.boxes(self.shape, mesh, coords):
-            place = ChunkStorageMetadata(torch.Size([g for _, g, _ in box]), torch.Size([n for _, _, n in box]))
-            yield place, tuple(slice(a, a + n) for a, _, n in box)
+        if self.run is None:
+            for box in self.layout.boxes(self.shape, mesh, coords):
+                yield _place(box), local[tuple(slice(a, a + n) for a, _, n in box)]
+            return
+        for stretch in self.run.boxes():
+            first, count = elements(stretch, self.run.shape)
+            held = local[first - self.run.start :][:count].view([n for _, n in stretch])
+            for box in self.layout.boxes(self.shape, mesh, coords):
+                common = [_common(mine, has) for mine, has in zip(stretch, box, strict=True)]
+                if all(n > 0 for _, _, n in common):
+                    yield _place(common), held[tuple(slice(a, a + n) for a, _, n in common)]
 
     def items(self, key: str, mesh: Mesh, coords: Mapping[str, int]) -> list[WriteItem]:
-        """What the rank at `coords` writes of it: nothing if another replica does."""
-        sharded = {a for a, _ in self.layout.shards()}
-        if any(c for a, c in coords.items() if a not in sharded):
+        """What this rank, at `coords`, writes of it: nothing if another replica does."""
+        if any(coords[a] for a in self.replicas):
             return []
         properties, size = TensorProperties(dtype=self.local.dtype), torch.Size(self.shape)
         return [
             WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, size))
             for box, _ in self.boxes(mesh, coords)
         ]
+
+
+def _place(box: Iterable[tuple[int, int, int]]) -> ChunkStorageMetadata:
+    found = list(box)
+    return ChunkStorageMetadata(torch.Size([g for _, g, _ in found]), torch.Size([n for _, _, n in found]))
+
+
+def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, int, int]:
+    """(start in the stretch, global start, length) of what a stretch (start, length) and a box (local start, global start, length) share."""
+    (a, n), (b, g, m) = stretch, box
+    start, stop = max(a, b), min(a + n, b + m)
+    return start - a, g + start - b, stop - start
 
 
 class _Saving(DefaultSavePlanner):
@@ -89,9 +115,9 @@ class _Loading(DefaultLoadPlanner):
 
 
 def _box(part: Part, mesh: Any, index: MetadataIndex) -> Tensor:
-    for box, where in part.boxes(mesh.layout, _coords(mesh)):
+    for box, there in part.boxes(mesh.layout, _coords(mesh)):
         if box.offsets == index.offset:
-            return part.local.detach()[where]
+            return there
     raise AssertionError(f"{index} is no box of this rank")
 
 
@@ -102,10 +128,30 @@ def _coords(mesh: Any) -> dict[str, int]:
 # --- what is saved ----------------------------------------------------------------------------------------------------
 
 
-def _model_parts(program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Part]:
-    parts = {f"model.{p.fqn}": Part(params[p.name], p.shape, p.layout) for p in program.params}
+Runs = Mapping[str, Run]
+
+
+def _replicas(mesh: Mesh, layout: Layout, cut: Iterable[str] = ()) -> tuple[str, ...]:
+    """The axes whose ranks hold the same."""
+    split = {a for a, _ in layout.shards()} | set(cut)
+    return tuple(a for a in mesh.names if a not in split)
+
+
+def _cut(program: Program, p: Param) -> tuple[str, ...]:
+    """The axes over which ZeRO keeps it in stretches."""
+    bucket = program.bucket(p)
+    return program.mesh.parts(bucket.shard) if bucket is not None and bucket.zero else ()
+
+
+def _part(program: Program, p: Param, x: Tensor, run: Run | None) -> Part:
+    cut = _cut(program, p) if run is not None else ()
+    return Part(x, p.shape, p.layout, run, _replicas(program.mesh, p.layout, cut))
+
+
+def _model_parts(program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], runs: Runs) -> dict[str, Part]:
+    parts = {f"model.{p.fqn}": _part(program, p, params[p.name], runs.get(p.name)) for p in program.params}
     kept = [b for b in program.buffers if b.fqn and (b.persistent or b.updated)]
-    return parts | {f"model.{b.fqn}": Part(buffers[b.name], b.shape, b.layout) for b in kept}
+    return parts | {f"model.{b.fqn}": Part(buffers[b.name], b.shape, b.layout, None, _replicas(program.mesh, b.layout)) for b in kept}
 
 
 def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer) -> list[list[Param]]:
@@ -122,21 +168,28 @@ def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer
 
 
 def _optimizer_state(
-    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer
+    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, runs: Runs
 ) -> tuple[dict[str, Part], dict[str, Any]]:
     """Tensors of the optimizer's state as parts, and all the rest of it as JSON-able values."""
     parts: dict[str, Part] = {}
     numbers: dict[str, dict[str, Any]] = {}
     groups = _groups(program, params, optimizer)
+    mesh = program.mesh
     for p in (p for group in groups for p in group):
-        local = params[p.name]
+        local, run = params[p.name], runs.get(p.name)
+        if run is not None and not run.size:
+            continue  # of a stretch without elements there is no state, or none that means anything
+        # a number is the same on all ranks; the first that holds some of the parameter writes it
+        first = run is None or not run.start
+        whole = _replicas(mesh, Layout(), _cut(program, p) if run is not None else ())
         for name, x in optimizer.state.get(local, {}).items():
             if not isinstance(x, Tensor):
                 numbers.setdefault(p.fqn, {})[name] = x
             elif x.shape == local.shape:
-                parts[f"optimizer.{p.fqn}.{name}"] = Part(x, p.shape, p.layout)
-            elif not p.layout.shards() or x.dim() == 0:
-                parts[f"optimizer.{p.fqn}.{name}"] = Part(x, tuple(x.shape))
+                parts[f"optimizer.{p.fqn}.{name}"] = _part(program, p, x, run)
+            elif x.dim() == 0 or (run is None and not p.layout.shards()):
+                if first:
+                    parts[f"optimizer.{p.fqn}.{name}"] = Part(x, tuple(x.shape), replicas=whole)
             else:
                 raise ShardcError(
                     f"the optimizer's state {name!r} of shape {list(x.shape)} does not lie like its parameter, {list(local.shape)}",
@@ -151,43 +204,45 @@ def _optimizer_state(
 
 def save(
     folder: str | Path, program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
-    optimizer: Optimizer | None = None, extra: Mapping[str, Any] | None = None,
+    optimizer: Optimizer | None = None, extra: Mapping[str, Any] | None = None, *, runs: Runs | None = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint that any mesh can load. Collective; all ranks must see the same file system.
 
     params, buffers: this rank's, by placeholder name. optimizer: over these params; its step counts, moments, hyperparameters.
+    runs: of which params this rank has a stretch of the flattened local part (ZeRO), and which.
     extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict. An existing checkpoint is replaced at the end.
     """
     folder = Path(folder).absolute()
     work = folder.with_name(f".{folder.name}.saving")
-    parts = _model_parts(program, params, buffers)
+    parts = _model_parts(program, params, buffers, runs or {})
     manifest: dict[str, Any] = {
         "format": _FORMAT, "model": program.meta.get("model", ""), "mesh": dict(mesh.layout.axes), "extra": dict(extra or {})
     }  # fmt: skip
     if optimizer is not None:
-        more, manifest["optimizer"] = _optimizer_state(program, params, optimizer)
+        more, manifest["optimizer"] = _optimizer_state(program, params, optimizer, runs or {})
         parts |= more
-    text = _json(manifest)
+    numbers = manifest["optimizer"]["numbers"] if optimizer is not None else {}
+    _json(manifest)  # what cannot be written is found before anything is
     if mesh.rank == 0:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
     mesh.barrier()
     planner, writer = _Saving(parts, mesh), FileSystemWriter(work)
-    layout = mesh.layout
-    plans = [
-        SavePlan([i for key, part in parts.items() for i in part.items(key, layout, layout.coords(r))])
-        for r in (range(layout.world) if mesh.rank == 0 else (mesh.rank,))
-    ]
-    mine = writer.prepare_global_plan([SavePlan([])] * mesh.rank + plans[:1])[-1]  # names its file after the rank
+    plan = SavePlan([i for key, part in parts.items() for i in part.items(key, mesh.layout, _coords(mesh))])
+    mine = writer.prepare_global_plan([SavePlan([])] * mesh.rank + [plan])[-1]  # names its file after the rank
     results = writer.write_data(mine, planner).wait()
-    _results(work, mesh.rank).write_bytes(pickle.dumps(results))
+    _results(work, mesh.rank).write_bytes(pickle.dumps((plan, results, numbers)))
     mesh.barrier()
     if mesh.rank == 0:
-        _, metadata = planner.create_global_plan(plans)
-        writer.finish(metadata, [pickle.loads(_results(work, r).read_bytes()) for r in range(layout.world)])
-        for r in range(layout.world):
+        every = [pickle.loads(_results(work, r).read_bytes()) for r in range(mesh.layout.world)]
+        _, metadata = planner.create_global_plan([p for p, _, _ in every])
+        writer.finish(metadata, [r for _, r, _ in every])
+        for _, _, found in reversed(every):  # the first rank that has a number says it
+            for fqn, values in found.items():
+                numbers[fqn] = {**numbers.get(fqn, {}), **values}
+        for r in range(mesh.layout.world):
             _results(work, r).unlink()
-        (work / "manifest.json").write_text(text)
+        (work / "manifest.json").write_text(_json(manifest))
         _replace(folder, work)
     mesh.barrier()
 
@@ -220,7 +275,7 @@ def _json(manifest: dict[str, Any]) -> str:
 
 def load(
     folder: str | Path, program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | None = None, *, runs: Runs | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Fill params, buffers and the optimizer in place from a checkpoint of any mesh; returns its `extra`. No communication.
 
@@ -235,7 +290,7 @@ def load(
         what = "there is no checkpoint in this folder"
         raise ShardcError(what, where=str(folder), fix="pass a folder that shardc saved to") from e
     stored = {k: x for k, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
-    parts = _model_parts(program, params, buffers)
+    parts = _model_parts(program, params, buffers, runs or {})
     errors = Errors()
     have = {k.removeprefix("model."): tuple(x.size) for k, x in stored.items() if k.startswith("model.")}
     want = {k.removeprefix("model."): part.shape for k, part in parts.items()}
@@ -243,7 +298,7 @@ def load(
     states: dict[str, dict[str, Any]] = {}
     if optimizer is not None:
         with errors.collect():
-            states = _optimizer_parts(program, params, optimizer, manifest, stored, parts, str(folder))
+            states = _optimizer_parts(program, params, optimizer, manifest, stored, parts, str(folder), runs or {})
     errors.raise_any()
 
     planner = _Loading(parts, mesh)
@@ -262,7 +317,7 @@ def load(
 
 def _optimizer_parts(
     program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, manifest: Mapping[str, Any],
-    stored: Mapping[str, TensorStorageMetadata], parts: dict[str, Part], folder: str,
+    stored: Mapping[str, TensorStorageMetadata], parts: dict[str, Part], folder: str, runs: Runs,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to `parts`."""
     facts = manifest.get("optimizer")
@@ -285,12 +340,12 @@ def _optimizer_parts(
         if not key.startswith("optimizer.") or fqn not in members:
             continue
         p, local = members[fqn], params[members[fqn].name]
-        alike = tuple(tensor.size) == p.shape
+        alike = tuple(tensor.size) == p.shape and (bool(p.shape) or name != "step")
         x = torch.zeros(
             local.shape if alike else tensor.size, dtype=tensor.properties.dtype, device="cpu" if name == "step" else local.device
         )
         states[fqn][name] = x
-        parts[key] = Part(x, tuple(tensor.size), p.layout if alike else Layout())
+        parts[key] = _part(program, p, x, runs.get(p.name)) if alike else Part(x, tuple(tensor.size))
     return states
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +41,17 @@ class CommRecord:
 
 
 class Work:
-    """A collective under way; `wait` returns when its tensor is ready."""
+    """A collective under way; `wait` returns when its tensor is ready. then: what is left to do with what came, in `wait`."""
 
-    def __init__(self, handle: Any = None) -> None:
-        self._handle = handle
+    def __init__(self, handle: Any = None, then: Callable[[], None] | None = None) -> None:
+        self._handle, self._then = handle, then
 
     def wait(self) -> None:
         if self._handle is not None:
             self._handle.wait()
+        if self._then is not None:
+            self._then()
+        self._handle = self._then = None
 
 
 class RankMesh(ABC):
@@ -99,6 +102,22 @@ class RankMesh(ABC):
         self._note("all_reduce", axes, flat.nbytes, direction, tag)
         return self._start_all_reduce(flat, axes, tag)
 
+    def start_all_gather(self, part: Tensor, whole: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Work:
+        """Every rank's part [n], in the order of the axis, into whole [ranks * n], in the background.
+
+        Both are contiguous; part may be this rank's place in whole. More than one rank.
+        """
+        self._note("all_gather", (axis,), whole.nbytes, direction, tag)
+        return self._start_all_gather(part, whole, axis, tag)
+
+    def start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, *, direction: str = "backward", tag: str = "") -> Work:
+        """The sum over ranks of everyone's flat [ranks * n], this rank's part of it into part [n], in the background.
+
+        Both are contiguous; part may be this rank's place in flat. flat may not be used until then. More than one rank.
+        """
+        self._note("reduce_scatter", (axis,), flat.nbytes, direction, tag)
+        return self._start_reduce_scatter(flat, part, axis, tag)
+
     def all_gather(self, x: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
         """[ranks, *x.shape]: every rank's x, in the order of the axis."""
         if self.size(axis) == 1:
@@ -131,6 +150,12 @@ class RankMesh(ABC):
 
     @abstractmethod
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work: ...
+
+    @abstractmethod
+    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work: ...
+
+    @abstractmethod
+    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work: ...
 
     @abstractmethod
     def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor: ...
@@ -200,6 +225,23 @@ class TorchMesh(RankMesh):
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
         return Work(dist.all_reduce(flat, group=self._group(axes), async_op=True))
+
+    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
+        return Work(_all_gather_single(whole, part, group=self._group((axis,)), async_op=True))
+
+    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
+        group = self._group((axis,))
+        if self.device.type == "cuda":
+            return Work(_reduce_scatter_single(part, flat, group=group, async_op=True))
+        got = torch.empty_like(flat)  # as in _reduce_scatter
+
+        def add_up() -> None:
+            first, second, *others = got.chunk(self.size(axis))
+            torch.add(first, second, out=part)
+            for other in others:
+                part.add_(other)
+
+        return Work(dist.all_to_all_single(got, flat, group=group, async_op=True), add_up)
 
     def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
         out = x.new_empty((self.size(axis), *x.shape))

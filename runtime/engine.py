@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor, fx, nn
 from shardc.program import Program
 from shardc.runtime import groups, inputs, schedule, state
 from shardc.runtime.comm import TorchMesh
+from shardc.runtime.loader import Loader, Loaders
 from shardc.runtime.rng import Rng
 from shardc.runtime.scaler import Scaler
-from shardc.runtime.zero import Buckets, GradNorm
+from shardc.runtime.zero import Buckets, GradNorm, norm_axes
+from shardc.runtime.zero_optimizer import stand_in, take_over
 
 # fx writes a graph's code with notes on its nodes: ranks that are threads of one process must not do so at the same time
 _WRITING = threading.Lock()
@@ -30,8 +32,9 @@ def adamw(params: groups.Parameters) -> torch.optim.Optimizer:
 
 def groups_of(program: Program) -> list[tuple[str, ...]]:
     """The sets of axes over which the program communicates: a mesh makes its process groups for them."""
-    found = [b.axes for b in program.buckets]
+    found = [axes for b in program.buckets for axes in (b.axes, (b.shard,) if b.shard else (), tuple(a for a in b.axes if a != b.shard))]
     found += [tuple(a for a, _ in p.layout.shards()) for p in program.params]
+    found += [norm_axes(program, p.name) for p in program.params]
     for stage in program.stages:
         found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
     if "loss_scale" in program.meta:  # all ranks skip a step alike
@@ -63,7 +66,8 @@ class Engine:
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
 
-    .params, .buffers: this rank's parts by placeholder name. .grad_norm: 2-norm of the whole gradient in the last step, before
+    .params, .buffers: this rank's parts by placeholder name: of parameters what it updates, that is, at ZeRO >= 1 a flat stretch of each,
+    perhaps empty; gradients stand there. .grad_norm: 2-norm of the whole gradient in the last step, before
     clipping; 0-dim, on every rank; None before the first step, and without `norm` and `clip_norm`.
     .scaler: the loss scaling that the spec asks for (shardc.runtime.scaler), or None. A step whose gradients are not finite on some rank
     leaves parameters and optimizer as they are, on every rank.
@@ -77,18 +81,30 @@ class Engine:
         self.mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
         self.rng = Rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
-        self.params, self.buffers = state.local_parameters(program, model, self.mesh, seed)
-        trained = groups.Parameters.of(program, self.params)
-        self.optimizer = optimizer(trained) if optimizer is not None and trained else None
-        if self.optimizer is not None:
-            groups.check(self.optimizer)
+        parts, self.buffers = state.local_parts(program, model, self.mesh, seed)
+        self._buckets = Buckets(program, parts, self.mesh)
+        self.params = self._buckets.owned
+        self.optimizer = self._optimizer(optimizer) if optimizer is not None else None
         self.scheduler = schedule.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        self.loaders = Loaders()
         self.grad_norm: Tensor | None = None
-        self._buckets = Buckets(program, self.params, self.mesh)
         self._norm = GradNorm(program, self.params, self.mesh)
         self._run = runnable(program, self.mesh.device)
         self.scaler = Scaler(program.meta["loss_scale"], self.mesh) if "loss_scale" in program.meta else None
         self._unbucketed = [n for n in self.params if n not in self._buckets.names]
+
+    def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:
+        """The user's optimizer on what this rank owns. It is made from parameters of the shapes that the model's layers have here."""
+        runs = self._buckets.runs
+        shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in self.params.items()}
+        trained = groups.Parameters.of(self.program, shown)
+        if not trained:
+            return None
+        optimizer = make(trained)
+        groups.check(optimizer)
+        if runs:
+            take_over(optimizer, shown, self.params, runs)
+        return optimizer
 
     @property
     def step_count(self) -> int:
@@ -117,7 +133,8 @@ class Engine:
         for p in self.params.values():
             p.grad = None
         self.rng.training = True
-        loss, news = self._run(self.mesh, self.rng, *self.params.values(), *self.buffers.values(), *given)
+        with self._buckets.saving():
+            loss, news = self._run(self.mesh, self.rng, *self._buckets.given.values(), *self.buffers.values(), *given)
         del given
         self._norm.start()
         self._buckets.start()
@@ -146,6 +163,7 @@ class Engine:
                 if self.clip_norm is not None and self.grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
                 self.optimizer.step()
+                self._buckets.publish()
                 if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either
                     self.scheduler.step()
         if self.scaler is not None:
@@ -157,32 +175,58 @@ class Engine:
         """The global loss without dropout and with BatchNorm's running statistics; nothing changes."""
         given = inputs.take(self.program, batch, self.mesh, local=local)
         self.rng.training = False
-        loss, _ = self._run(self.mesh, self.rng, *self.params.values(), *self.buffers.values(), *given)
+        loss, _ = self._run(self.mesh, self.rng, *self._buckets.given.values(), *self.buffers.values(), *given)
         return loss.detach()  # type: ignore[no-any-return]
+
+    # --- data
+
+    def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
+        """An iterable of epochs of this rank's parts of global batches, for `step(part, local=True)`; `save` and `load` know where it stands.
+
+        dataset: map-style (__getitem__, __len__), or iterable: then every rank reads the whole stream and keeps its own samples, and
+                 num_workers is at most 1.
+        batch_size: samples in a global batch; what the program was compiled for, and need not be given.
+        shuffle: an order fixed by (seed, epoch), the same on every mesh; default for map-style datasets. seed: 0.
+        drop_last: True: samples that fill no batch are left out of that epoch's order. False: a dataset that leaves some is refused.
+        collate_fn: samples -> batch as the program was compiled for, but of this rank's samples only; default: torch's.
+        name: "train"; under which checkpoints keep it; None: they do not. num_workers, pin_memory, ...: as of torch's DataLoader.
+        What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the same samples.
+        Raises ShardcError for a batch size that was not compiled, and for datasets shorter than a batch.
+        """
+        return self.loaders.add(Loader(self.program, self.mesh, dataset, batch_size=batch_size, **options))
 
     # --- state
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint that any mesh can load: parameters, buffers, optimizer, scheduler, step, seed. Collective."""
+        """Write a checkpoint that any mesh can load: parameters, buffers, optimizer, scheduler, loaders, step, seed. Collective."""
         extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
         if self.scaler is not None:
             extra["loss_scale"] = self.scaler.state_dict()
         if self.scheduler is not None:
             extra["scheduler"] = schedule.state_dict(self.scheduler)
-        state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, extra)
+        extra["loaders"] = self.loaders.state_dict()
+        state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, extra, runs=self._buckets.runs)
 
     def load(self, folder: str | Path) -> None:
         """Read a checkpoint that any mesh wrote. Collective."""
-        extra = state.load(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer)
+        self._buckets.settled()
+        extra = state.load(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, runs=self._buckets.runs)
+        self._buckets.publish()
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])
         if self.scheduler is not None and "scheduler" in extra:
             schedule.load_state_dict(self.scheduler, extra["scheduler"])
+        self.loaders.load_state_dict(extra.get("loaders", {}))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
-        return state.full_state_dict(self.program, self.mesh, self.params, self.buffers)
+        return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers)
+
+    def wholes(self) -> Mapping[str, Tensor]:
+        """{placeholder name: this rank's whole local part, detached}. What ZeRO keeps cut is gathered when it is asked for, a bucket at a
+        time: all ranks must ask alike."""
+        return self._buckets.wholes()
 
     def close(self) -> None:
         """Leave torch.distributed's world, if this engine joined it."""

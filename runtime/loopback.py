@@ -122,6 +122,14 @@ class LoopbackMesh(RankMesh):
         flat.copy_(self._all_reduce(flat, axes, "sum", tag))
         return Work()
 
+    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
+        whole.copy_(self._all_gather(part, axis, tag).view(-1))
+        return Work()
+
+    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
+        part.copy_(self._reduce_scatter(flat.view(self.size(axis), -1), axis, tag))
+        return Work()
+
     def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
         def combine(items: list[Tensor]) -> list[Tensor]:
             return [torch.stack(items) for _ in items]

@@ -36,6 +36,21 @@ class _Start(Function):
         return g, None
 
 
+class _Updates:
+    """Tells when parameters may have changed since they were last gathered: after a backward, or when weights were loaded."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        self.buckets, self.due = buckets, False
+
+    def note(self, *_: Any) -> None:
+        self.due = True
+
+    def carry_out(self) -> None:
+        if self.due:
+            self.buckets.publish()
+        self.due = False
+
+
 @dataclass
 class _Running:
     """What a ShardedModule holds beside parameters and buffers; one attribute, so that no name of the model can clash with it."""
@@ -46,6 +61,7 @@ class _Running:
     rng: Rng
     run: fx.GraphModule
     buckets: Buckets
+    updates: _Updates
 
 
 class ShardedModule(nn.Module):
@@ -56,22 +72,28 @@ class ShardedModule(nn.Module):
     those of the global loss. The loss may be scaled; but other terms that use parameters directly would be summed over ranks.
     `precision.loss_scale` is the engine's: a loop of one's own scales the loss itself (shardc.runtime.scaler has the means).
     Dropout draws new masks in every training forward; `eval()` switches it and BatchNorm as usual.
+
+    At ZeRO >= 1 each parameter here is this rank's flat stretch of it (1-d, perhaps empty), in state_dict too: any optimizer that updates
+    every element by itself works on them; group them by name, not by shape. What others updated is gathered by the next forward.
     """
 
     def __init__(self, program: Program, model: Any, seed: int = 0, *, mesh: Any = None) -> None:
         super().__init__()
         mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
-        params, buffers = state.local_parameters(program, model, mesh, seed)
+        parts, buffers = state.local_parts(program, model, mesh, seed)
+        buckets = Buckets(program, parts, mesh)
         for x in program.params:
             for fqn in (x.fqn, *x.aliases):
                 parent, name = _home(self, fqn)
-                parent.register_parameter(name, params[x.name])
+                parent.register_parameter(name, buckets.owned[x.name])
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
                 parent, name = _home(self, fqn)
                 parent.register_buffer(name, buffers[b.name], persistent=b.persistent)
-        self._running = _Running(program, model, mesh, Rng(seed), runnable(program, mesh.device), Buckets(program, params, mesh))
+        updates = _Updates(buckets)
+        self.register_load_state_dict_post_hook(updates.note)
+        self._running = _Running(program, model, mesh, Rng(seed), runnable(program, mesh.device), buckets, updates)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The global loss of this rank's part of a batch. Raises ShardcError for another part than was compiled."""
@@ -80,14 +102,19 @@ class ShardedModule(nn.Module):
         given = inputs.take(r.program, batch, r.mesh, local=True)
         r.buckets.reset()
         r.rng.training = self.training
-        params = [self.get_parameter(p.fqn) for p in r.program.params]
+        r.updates.carry_out()
+        params = [r.buckets.given[p.name] if p.name in r.buckets.runs else self.get_parameter(p.fqn) for p in r.program.params]
         buffers = [self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in r.program.buffers]
-        loss, news = r.run(r.mesh, r.rng, *params, *buffers, *given)
+        with r.buckets.saving():
+            loss, news = r.run(r.mesh, r.rng, *params, *buffers, *given)
         if self.training:
             r.rng.step += 1
             for name, new in new_buffers(r.program, news).items():
                 self._replace_buffer(name, new)
-        result: Tensor = _Start.apply(loss, r.buckets) if loss.requires_grad else loss  # type: ignore[no-untyped-call]
+        if not loss.requires_grad:
+            return loss  # type: ignore[no-any-return]
+        result: Tensor = _Start.apply(loss, r.buckets)  # type: ignore[no-untyped-call]
+        result.register_hook(r.updates.note)
         return result
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:

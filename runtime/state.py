@@ -29,7 +29,15 @@ __all__ = ["export_safetensors", "full_state_dict", "gather", "load", "local_par
 def local_parameters(
     program: Program, source: Any, mesh: Any, seed: int, base: Any = None
 ) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """This rank's parameters and buffers, by placeholder name, in new memory on `mesh.device` and in the program's dtypes.
+    """`local_parts`, all parameters at once."""
+    params, buffers = local_parts(program, source, mesh, seed, base)
+    return dict(params), buffers
+
+
+def local_parts(
+    program: Program, source: Any, mesh: Any, seed: int, base: Any = None
+) -> tuple[Iterator[tuple[str, nn.Parameter]], dict[str, Tensor]]:
+    """This rank's parameters, made one at a time, and buffers, by placeholder name, in new memory on `mesh.device` and in the program's dtypes.
 
     source: one of
         nn.Module with weights           cut by the program's layouts; not changed
@@ -57,7 +65,7 @@ def local_parameters(
         cut = x.layout.local(whole.detach(), mesh.layout, coords)
         return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
-    params = {p.name: nn.Parameter(part(p), requires_grad=p.requires_grad) for p in program.params}
+    params = ((p.name, nn.Parameter(part(p), requires_grad=p.requires_grad)) for p in program.params)
     return params, {b.name: part(b) for b in program.buffers}
 
 

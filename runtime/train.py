@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from shardc.errors import ShardcError
 
@@ -52,23 +53,25 @@ def run(job: Job) -> dict[str, Any]:
 
     file = modelfile.load(job.model, batch=job.batch, seq=job.seq)
     program = load(job.program, trust=job.trust)
-    engine = program.engine(file.build, optimizer=file.optimizer or adamw, seed=job.seed, norm=True)
+    engine = program.engine(file.build, optimizer=file.optimizer or adamw, scheduler=file.scheduler, seed=job.seed, norm=True)
     if job.resume:
         engine.load(Path(job.resume) / "checkpoint")
     rank = engine.mesh.rank
-    train = file.data("train") if file.data else itertools.repeat(file.batch)
-    batches = itertools.islice(iter(train), engine.step_count, engine.step_count + job.steps)  # a resumed run sees what comes next
+    train = _Data.of(engine, file, "train", job.seed) if file.data else _Data(itertools.repeat(file.batch))
+    valid = _Data.of(engine, file, "valid", job.seed) if file.data else None
+    if train is None:
+        raise ShardcError("data('train') returns None", where=job.model, fix="return an iterable of global batches, or a torch Dataset of samples")
     tokens = next((x.shape[0] * x.shape[1] for x in program.inputs if len(x.shape) > 1 and not x.dtype.is_floating_point), 0)
     tokens = tokens or (program.inputs[0].shape[0] if program.inputs and program.inputs[0].shape else 1)
 
     lines, begin = [], time.perf_counter()
-    for line in _shown(_logged(_steps(engine, batches, tokens), job, rank), job, rank):
+    for line in _shown(_logged(_steps(engine, train, job.steps, tokens), job, rank), job, rank):
         lines.append(line)
     seconds = time.perf_counter() - begin
     if job.save:
         engine.save(Path(job.save) / "checkpoint")
-        state.export_safetensors(Path(job.save) / "model.safetensors", program, engine.mesh, engine.params, engine.buffers)
-    held_out = _held_out(engine, file.data("valid") if file.data else None)
+        state.export_safetensors(Path(job.save) / "model.safetensors", program, engine.mesh, engine.wholes(), engine.buffers)
+    held_out = _held_out(engine, valid)
     summary = {
         "model": program.meta.get("model"), "mesh": dict(program.mesh.axes), "steps": len(lines), "seconds": round(seconds, 3),
         "losses": [line["loss"] for line in lines], "held_out": held_out, "tokens_per_second": round(tokens * len(lines) / seconds, 1),
@@ -79,14 +82,38 @@ def run(job: Job) -> dict[str, Any]:
     return summary
 
 
-def _steps(engine: Any, batches: Iterable[Any], tokens: int) -> Iterator[dict[str, Any]]:
-    for batch in batches:
-        start = time.perf_counter()
-        loss = engine.step(batch)
+@dataclasses.dataclass(frozen=True)
+class _Data:
+    """batches: global ones, or local parts where they come from a loader, which knows where it stands."""
+
+    batches: Iterable[Any]
+    local: bool = False
+
+    @classmethod
+    def of(cls, engine: Any, file: Any, split: str, seed: int) -> _Data | None:
+        """What the model file's data(split) gives; None where that does. A map-style dataset is read by a loader."""
+        found = file.data(split)
+        if isinstance(found, Dataset) and not isinstance(found, IterableDataset):
+            train = split == "train"
+            options = {"shuffle": train, "seed": seed, "collate_fn": file.collate, "name": split if train else None}
+            return cls(engine.loader(found, **options), local=True)
+        return cls(found) if found is not None else None
+
+    def rest(self, done: int, steps: int) -> Iterator[Any]:
+        """The batches of the next `steps` steps: of one epoch after the other, or those behind what `done` steps have seen."""
+        if self.local:
+            return itertools.islice(itertools.chain.from_iterable(itertools.repeat(self.batches)), steps)
+        return itertools.islice(iter(self.batches), done, done + steps)
+
+
+def _steps(engine: Any, data: _Data, steps: int, tokens: int) -> Iterator[dict[str, Any]]:
+    for batch in data.rest(engine.step_count, steps):
+        start, lr = time.perf_counter(), engine.lr
+        loss = engine.step(batch, local=data.local)
         value, norm = float(loss), float(engine.grad_norm) if engine.grad_norm is not None else 0.0
         line = {
-            "step": engine.step_count, "loss": value, "grad_norm": norm, "tokens_per_second": round(tokens / (time.perf_counter() - start), 1),
-            "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
+            "step": engine.step_count, "loss": value, "grad_norm": norm, "lr": lr,
+            "tokens_per_second": round(tokens / (time.perf_counter() - start), 1), "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
         }  # fmt: skip
         if engine.scaler is not None:
             line |= {"loss_scale": engine.scaler.factor, "skipped": engine.scaler.skipped}
@@ -114,9 +141,10 @@ def _memory(device: torch.device) -> float:
 
 
 def _text(line: dict[str, Any]) -> str:
+    lr = f"lr {line['lr']:.2e}  " if line["lr"] is not None else ""
     return (
-        f"step {line['step']:>5}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  {line['tokens_per_second']:>9,.0f} tokens/s  "
-        f"{line['memory_mb']:,.0f} MiB"
+        f"step {line['step']:>5}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  {lr}"
+        f"{line['tokens_per_second']:>9,.0f} tokens/s  {line['memory_mb']:,.0f} MiB"
     ) + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
 
 
@@ -140,9 +168,9 @@ def _shown(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dic
             yield line
 
 
-def _held_out(engine: Any, batches: Iterable[Any] | None) -> float | None:
+def _held_out(engine: Any, data: _Data | None) -> float | None:
     """Mean loss over the held-out batches, each weighing the same; None without any."""
-    losses = [float(engine.evaluate(b)) for b in batches] if batches is not None else []
+    losses = [float(engine.evaluate(b, local=data.local)) for b in data.batches] if data is not None else []
     return sum(losses) / len(losses) if losses else None
 
 

@@ -1,163 +1,191 @@
 """Gradient buckets: sums over ranks that run while backward still runs (DESIGN section 3; Li et al. 2020, "PyTorch Distributed").
 
-A bucket is one flat buffer. When backward has finished a parameter's gradient, it is copied to its place in the buffer, which
-becomes the parameter's `.grad`; when a bucket is full, and all before it have started, its all_reduce starts in the background.
-Buckets come from the program in the order in which backward finishes them: no warm-up step finds it out, and all ranks agree.
+When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer; when a bucket is full, and all
+before it have started, its sum starts in the background. Buckets come from the program in the order in which backward finishes them: no
+warm-up step finds it out, and all ranks agree. What ZeRO keeps cut is a matter of each bucket: shardc.runtime.zero_bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardc.program import Bucket, Program
-from shardc.runtime.comm import Work
+from shardc.program import Program
+from shardc.runtime.flat import Run
+from shardc.runtime.zero_bucket import Cut, Stored, Summed, owned_run
+from shardc.runtime.zero_gather import Gathered
 
 Reduced = Callable[[Sequence[str]], None]
 
 
 class Buckets:
-    """The buckets of one rank. params: local parameters by name. Use: `start()`, backward, `finish()`.
+    """The buckets of one rank. params: whole local parameters by name, which the buckets take over, one at a time.
+
+    Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. Forward runs within `saving()`.
+
+    .given: what the program's graph gets, in order. .owned: what the optimizer works on, and where gradients stand: the parameters, or
+    this rank's stretch of each (1-d). .runs: which stretch, of those that are cut.
 
     A parameter that has a `.grad` when backward starts gets the new sum added to it, as on one device; one that backward does
     not reach counts as zeros in the sum, and keeps the `.grad` it had, also as on one device.
     """
 
-    def __init__(self, program: Program, params: Mapping[str, nn.Parameter], mesh: Any) -> None:
+    def __init__(self, program: Program, params: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]], mesh: Any) -> None:
         self.mesh = mesh
-        self._flats = [_Flat(b, f"bucket{i}", params) for i, b in enumerate(program.buckets) if mesh.members(b.axes) > 1]
+        self._gathered = Gathered()
+        self._all = [self._make(program, i, mesh) for i, b in enumerate(program.buckets) if b.zero or mesh.members(b.axes) > 1]
+        self._of = {n: b for b in self._all for n in b.spec.params}
+        self._hooked = [b for b in self._all if not isinstance(b, Stored)]
         self._next = 0
-        self._active = False
-        for flat in self._flats:
-            for name, p in flat.params.items():
-                p.register_post_accumulate_grad_hook(self._hook(flat, name))  # type: ignore[no-untyped-call]
+        self._active = self._last = False
+        self._flying: list[Summed] = []
+        self.given: dict[str, Any] = {}
+        self.owned: dict[str, nn.Parameter] = {}
+        for name, p in params.items() if isinstance(params, Mapping) else params:
+            self.given[name] = self._of[name].adopt(name, p) if name in self._of else p
+            self.owned[name] = p if name not in self._of else nn.Parameter()
+        for b in self._all:
+            b.ready()
+            self.owned |= b.owned
+        self.runs: dict[str, Run] = {n: run for n, b in self._of.items() if (run := owned_run(b, n)) is not None}
+        for b in self._hooked:
+            for name, p in b.params.items():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(self._hook(b, name))  # type: ignore[no-untyped-call]
+
+    def _make(self, program: Program, index: int, mesh: Any) -> Summed:
+        zero = program.buckets[index].zero
+        if zero == 3:
+            return Stored(program, index, mesh, self._gathered, self._launched)
+        return Cut(program, index, mesh) if zero else Summed(program, index, mesh)
 
     @property
     def names(self) -> set[str]:
         """The parameters that are in buckets."""
-        return {n for flat in self._flats for n in flat.params}
+        return set(self._of)
 
     @property
     def active(self) -> bool:
         """Between `start` and `finish`."""
         return self._active
 
-    def start(self) -> None:
-        """Before backward, or as its first act."""
-        for flat in self._flats:
-            flat.start()
-        self._next, self._active = 0, True
+    # --- gradients
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Around forward."""
+        return self._gathered.saving() if len(self._hooked) < len(self._all) else nullcontext()
+
+    def start(self, *, first: bool = True, last: bool = True) -> None:
+        """Before backward, or as its first act. first, last: of the backwards whose gradients add up to a step's."""
+        for b in self._all:
+            b.start(first)
+        self._next, self._active, self._last = 0, True, last
+        self._flying = []
 
     def reset(self) -> None:
         """Forget a backward that failed halfway. Not while one is running."""
+        if self._active:
+            self._gathered.finish()
         self._active = False
 
-    def _hook(self, flat: _Flat, name: str) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: Summed, name: str) -> Callable[[Tensor], None]:
         def arrived(p: Tensor) -> None:
             if self._active:
-                flat.put(name, p)
+                bucket.put(name)
                 self._launch(all_of_them=False)
 
         return arrived
 
     def _launch(self, *, all_of_them: bool) -> None:
         """Start the buckets that are due, in order: every rank must start them alike."""
-        while self._next < len(self._flats):
-            flat = self._flats[self._next]
-            if flat.missing and not all_of_them:
+        while self._last and self._next < len(self._hooked):
+            bucket = self._hooked[self._next]
+            if bucket.missing and not all_of_them:
                 return
-            flat.work = self.mesh.start_all_reduce(flat.filled(), flat.spec.axes, direction="backward", tag=flat.tag)
+            bucket.launch()
             self._next += 1
+            self._launched(bucket)
+
+    def _launched(self, bucket: Summed) -> None:
+        """A bucket's sum is under way: go on with the one before it, whose buffer is then free."""
+        for other in self._flying:
+            other.settle()
+        self._flying = [bucket]
 
     def finish(self, reduced: Reduced | None = None) -> None:
         """After backward: wait for all sums. reduced: called with each bucket's parameters while later ones are still under way."""
         self._launch(all_of_them=True)
-        for flat in self._flats:
-            flat.work.wait()
-            flat.give_back()
-            flat.add_kept()
-            if reduced is not None:
-                reduced(flat.spec.params)
+        self._gathered.finish()
+        if self._last:
+            for b in self._all:
+                if isinstance(b, Stored):
+                    b.launch()
+            for b in self._all:
+                b.settle()
+            for b in self._all:
+                b.finish()
+                if reduced is not None:
+                    reduced(b.spec.params)
         self._active = False
 
+    # --- parameters
 
-class _Flat:
-    """One bucket's buffer and the views of it that are the parameters' gradients."""
+    def publish(self) -> None:
+        """After an update: begin to gather what other ranks updated, first what forward needs first."""
+        for b in reversed(self._all):
+            b.publish()
 
-    def __init__(self, spec: Bucket, tag: str, params: Mapping[str, nn.Parameter]) -> None:
-        self.spec, self.tag = spec, tag
-        self.params = {n: params[n] for n in spec.params}
-        self.missing: set[str] = set()
-        self.work = Work()
-        self._kept: dict[str, Tensor] = {}
-        self._flat: Tensor | None = None
-        self._views: dict[str, Tensor] = {}
+    def settled(self) -> None:
+        """Wait for what `publish` began."""
+        for b in self._all:
+            b.settled()
 
-    def start(self) -> None:
-        self.missing = set(self.params)
-        self._kept = {n: p.grad for n, p in self.params.items() if p.grad is not None}
-        for name, grad in self._kept.items():
-            if name in self._views and grad.data_ptr() == self._views[name].data_ptr():
-                self._kept[name] = grad.clone()
-            self.params[name].grad = None
+    def wholes(self) -> Mapping[str, Tensor]:
+        """{name: whole local part, as stored, detached}; a bucket is gathered when one of its names is asked for: by all ranks alike."""
+        return _Wholes(self.given, self._of)
 
-    def _buffer(self) -> Tensor:
-        """Made when the first gradient arrives, and used in every step from then on."""
-        if self._flat is None:
-            sizes = [p.numel() for p in self.params.values()]
-            device = next(iter(self.params.values())).device
-            self._flat = torch.empty(sum(sizes), dtype=self.spec.dtype, device=device)
-            parts = torch.split(self._flat, sizes)
-            self._views = {n: v.view(p.shape) for (n, p), v in zip(self.params.items(), parts, strict=True)}
-        return self._flat
 
-    def put(self, name: str, p: Tensor) -> None:
-        """One copy; the gradient that autograd made is freed, unless its sum is converted back to its dtype (`give_back`)."""
-        assert name in self.missing, f"the gradient of {name} arrived twice in one backward"
-        assert p.grad is not None
-        self._buffer()
-        self._views[name].copy_(p.grad)
-        if p.dtype == self.spec.dtype:
-            p.grad = self._views[name]
-        self.missing.discard(name)
+class _Wholes(Mapping[str, Tensor]):
+    def __init__(self, given: Mapping[str, Any], of: Mapping[str, Summed]) -> None:
+        self._given, self._of = given, of
+        self._bucket: Summed | None = None
+        self._there: dict[str, Tensor] = {}
 
-    def filled(self) -> Tensor:
-        """The buffer, with zeros for what did not come."""
-        buffer = self._buffer()
-        for name in self.missing:
-            self._views[name].zero_()
-        return buffer
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._of:
+            found: Tensor = self._given[name].detach()
+            return found
+        if self._bucket is not self._of[name]:
+            self._there = {}  # one bucket at a time
+            self._bucket, self._there = self._of[name], self._of[name].wholes()
+        return self._there[name]
 
-    def give_back(self) -> None:
-        """Sums of another dtype than their parameters' become gradients."""
-        for name, p in self.params.items():
-            if name not in self.missing and p.dtype != self.spec.dtype:
-                assert p.grad is not None
-                p.grad.copy_(self._views[name])
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
 
-    def add_kept(self) -> None:
-        """What was there before backward is added to the sum, or stays if nothing came."""
-        for name, grad in self._kept.items():
-            if name in self.missing:
-                self.params[name].grad = grad
-            else:
-                self.params[name].grad.add_(grad)  # type: ignore[union-attr]
-        self._kept = {}
+    def __len__(self) -> int:
+        return len(self._given)
 
 
 class GradNorm:
     """The 2-norm of all gradients of the whole model, every parameter counted once however it is split.
 
-    Use: `start()`, `add`, `total()`. `add` takes parameters as their sums are ready, so that most of the work is done while other
-    sums are still under way.
+    params: what the optimizer works on. Use: `start()`, `add`, `total()`. `add` takes parameters as their sums are ready, so that most of
+    the work is done while other sums are still under way.
     """
 
     def __init__(self, program: Program, params: Mapping[str, nn.Parameter], mesh: Any) -> None:
         self.params, self.mesh = params, mesh
-        self._axes = {p.name: tuple(a for a, _ in p.layout.shards() if mesh.size(a) > 1) for p in program.params}
+        self._axes = {p.name: norm_axes(program, p.name) for p in program.params}
+        self._dtypes: dict[tuple[str, ...], torch.dtype] = {}  # known without gradients: a rank may have none where others have some
+        for p in program.params:
+            axes = self._axes[p.name]
+            real = p.dtype.to_real() if p.dtype.is_complex else p.dtype
+            self._dtypes[axes] = torch.promote_types(self._dtypes.get(axes, torch.float32), real)
         self._squares: dict[tuple[str, ...], list[Tensor]] = {}
         self._todo: set[str] = set()
 
@@ -169,11 +197,11 @@ class GradNorm:
         groups: dict[tuple[str, ...], list[Tensor]] = {}
         for name in names:
             grad = self.params[name].grad
-            if grad is not None:
+            if grad is not None and grad.numel():
                 groups.setdefault(self._axes[name], []).append(grad.detach())
         for axes, grads in groups.items():
             norm = nn.utils.get_total_norm(grads)
-            self._squares[axes].append(norm.to(torch.promote_types(norm.dtype, torch.float32)).square())
+            self._squares[axes].append(norm.to(self._dtypes[axes]).square())
         self._todo.difference_update(names)
 
     def total(self) -> Tensor:
@@ -182,6 +210,16 @@ class GradNorm:
         whole = torch.zeros((), device=self.mesh.device)
         for axes in sorted(self._squares):  # on all ranks alike, also where one has no gradient
             found = self._squares[axes]
-            part = torch.stack(found).sum() if found else whole.new_zeros(())
+            part = torch.stack(found).sum() if found else torch.zeros((), dtype=self._dtypes[axes], device=whole.device)
             whole = whole + (self.mesh.all_reduce(part, axes, direction="update", tag="grad_norm") if axes else part)
         return whole.sqrt()
+
+
+def norm_axes(program: Program, name: str) -> tuple[str, ...]:
+    """The axes whose ranks hold different parts of a parameter's gradient."""
+    p, mesh = program.param(name), program.mesh
+    cut = {a for a, _ in p.layout.shards()}
+    bucket = program.bucket(p)
+    if bucket is not None and bucket.zero:
+        cut |= set(mesh.parts(bucket.shard))
+    return tuple(a for a in mesh.names if a in cut and mesh.size(a) > 1)

@@ -109,7 +109,13 @@ def _layouts(program: Program) -> dict[str, Any]:
             for b in program.buffers
         ],
         "inputs": [{**named(i), "path": i.path} for i in program.inputs],
-        "buckets": [{"axes": b.axes, "dtype": str(b.dtype), "params": b.params} for b in program.buckets],
+        "buckets": [
+            {
+                "axes": b.axes, "dtype": str(b.dtype), "params": b.params, "shard": b.shard, "zero": b.zero,
+                "compute": str(b.compute) if b.compute else None, "prefetch": b.prefetch,
+            }
+            for b in program.buckets
+        ],
     }  # fmt: skip
 
 
@@ -178,6 +184,10 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
         shape, dtype, placements = parse(x["type"])
         return {"name": x["name"], "shape": shape, "dtype": dtype, "layout": Layout.of(placements, mesh)}
 
+    def dtype(text: str) -> torch.dtype:
+        found: torch.dtype = getattr(torch, text.removeprefix("torch."))
+        return found
+
     params = tuple(
         Param(
             **typed(p), fqn=p["fqn"], aliases=tuple(p["aliases"]), requires_grad=p["trained"], reduce=tuple(p["reduce"]), order=p["order"],
@@ -193,5 +203,8 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
         for b in tables["buffers"]
     )  # fmt: skip
     inputs = tuple(Input(**typed(i), path=tuple(i["path"])) for i in tables["inputs"])
-    buckets = tuple(Bucket(tuple(b["axes"]), getattr(torch, b["dtype"].removeprefix("torch.")), tuple(b["params"])) for b in tables["buckets"])
+    buckets = tuple(
+        Bucket(tuple(b["axes"]), dtype(b["dtype"]), tuple(b["params"]), b["shard"], b["zero"], dtype(b["compute"]) if b["compute"] else None, b["prefetch"])
+        for b in tables["buckets"]
+    )  # fmt: skip
     return Program(mesh, fx.Graph(), params, buffers, inputs, (), buckets, None, tuple(manifest["notes"]), manifest["meta"])

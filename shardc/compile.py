@@ -67,7 +67,8 @@ def compile(
     program = steps.run("annotate", lambda: Annotate(asked, carried).run(program, asked.mesh))
     program = steps.run("place", lambda: place(program, program.mesh))
     program = steps.run("partition", lambda: Partition(strict=asked.strict).run(program, program.mesh))
-    program = steps.run("data", lambda: Data(bucket_mb=asked.data.bucket_mb, reduce=dtypes.reduce).run(program, program.mesh))
+    data = Data.of(asked, dtypes.reduce)
+    program = steps.run("data", lambda: data.run(program, program.mesh))
 
     program.spec, program.notes = asked, (*notes, *program.notes)
     program.meta = program.meta | {

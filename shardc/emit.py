@@ -118,7 +118,7 @@ def _head(program: Program) -> Iterator[str]:
 
 def param_text(p: Param) -> str:
     names = plain(" = ".join((p.fqn, *p.aliases)))
-    reduced = f"  sum over {'+'.join(p.reduce)}, bucket {p.bucket}" if p.reduce else ""
+    reduced = f"  sum over {'+'.join(p.reduce)}, bucket {p.bucket}" if p.reduce else f"  bucket {p.bucket}" if p.bucket >= 0 else ""
     return f"{names}  {show(p.shape, p.dtype, p.layout)}{reduced}{'' if p.requires_grad else '  frozen'}"
 
 
@@ -128,8 +128,17 @@ def buffer_text(b: Buffer) -> str:
 
 
 def bucket_text(b: Bucket, program: Program) -> str:
-    size = sum(program.param(n).value.nbytes(program.mesh) for n in b.params)
-    return f"all_reduce over {'+'.join(b.axes)} of {len(b.params)} gradients, {human(size)}, from {b.params[0]} to {b.params[-1]}"
+    size = human(sum(program.param(n).value.nbytes(program.mesh) for n in b.params))
+    if not b.zero:
+        return f"all_reduce over {'+'.join(b.axes)} of {plural(len(b.params), 'gradient')}, {size}, from {b.params[0]} to {b.params[-1]}"
+    kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(" and ", ", ", b.zero - 2 if b.zero > 2 else 0)
+    ways = [f"reduce_scatter over {b.shard}"] if b.shard in b.axes else []
+    ways += [f"all_reduce of the part over {'+'.join(a for a in b.axes if a != b.shard)}"] if set(b.axes) - {b.shard} else []
+    after = "all_gather in forward and in backward" if b.zero == 3 else "all_gather after the update"
+    return (
+        f"{kept} split over {b.shard}: {plural(len(b.params), 'parameter')}, {size}, from {b.params[0]} to {b.params[-1]}; "
+        f"gradients: {', then '.join(ways) or 'no sum'}; {after}"
+    )
 
 
 def plural(n: int, what: str) -> str:

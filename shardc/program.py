@@ -155,11 +155,23 @@ class Input:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced together. params: names in the order in which backward finishes them."""
+    """Parameters that lie in one flat buffer, and whose gradients are reduced together.
+
+    axes: over which gradients are summed; () = they need no sum, or there are none. dtype: of the sums.
+    params: names in the order in which backward finishes them; local parts of one dtype.
+    shard: the data axis over which the flat buffer is cut into one part a rank; "" = nothing is cut.
+    zero: what is kept cut: 1 the optimizer's state, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020, "ZeRO"); 0 = nothing.
+    compute: dtype in which the whole parameters are held or gathered, where all ops want another one than is stored; None = as stored.
+    prefetch: at zero 3, how many buckets are gathered ahead of their use in backward. (Forward's gathers stand in the graph.)
+    """
 
     axes: tuple[str, ...]
     dtype: torch.dtype
     params: tuple[str, ...]
+    shard: str = ""
+    zero: int = 0
+    compute: torch.dtype | None = None
+    prefetch: int = 1
 
 
 @dataclass
@@ -196,6 +208,10 @@ class Program:
             if name in (p.name, p.fqn, *p.aliases):
                 return p
         raise KeyError(name)
+
+    def bucket(self, p: Param) -> Bucket | None:
+        """The bucket that a parameter lies in."""
+        return self.buckets[p.bucket] if 0 <= p.bucket < len(self.buckets) else None
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Program:
         """A copy with the layouts of the named params, buffers and inputs replaced."""

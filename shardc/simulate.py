@@ -48,8 +48,10 @@ class _Rank:
     """One rank's part of a Simulation, by placeholder name."""
 
     loss: Tensor
-    grads: dict[str, Tensor | None]
-    state: dict[str, Tensor]
+    grads: dict[str, Tensor | None]  # as the rank keeps them: at ZeRO >= 1 a stretch of each
+    params: dict[str, Tensor]  # likewise
+    wholes: dict[str, Tensor]  # whole local parts, as ops see them
+    buffers: dict[str, Tensor]
     records: list[CommRecord]
 
 
@@ -75,25 +77,43 @@ def simulate(
             last = step == steps - 1
             grads = {n: p.grad.clone() if p.grad is not None else None for n, p in engine.params.items()} if last else {}
             engine.update()
-        return _Rank(loss, grads, {n: p.detach() for n, p in engine.params.items()} | engine.buffers, mesh.records)
+        records = list(mesh.records)
+        wholes = {n: x.clone() for n, x in engine.wholes().items()}
+        return _Rank(loss, grads, {n: p.detach() for n, p in engine.params.items()}, wholes, engine.buffers, records)
 
     ranks = loopback(program.mesh, work)
     grads: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     for p in program.params:
         parts = [r.grads[p.name] for r in ranks]
-        there = [g for g in parts if g is not None]
-        assert len(there) in (0, len(parts)), f"{p.fqn} has a gradient on some ranks only"
-        if there:
-            grads |= dict.fromkeys((p.fqn, *p.aliases), _join(program, p, there, "the gradient of "))
-    variables: tuple[Param | Buffer, ...] = (*program.params, *(b for b in program.buffers if b.fqn))
-    for x in variables:
-        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, [r.state[x.name] for r in ranks], ""))
+        if not any(g is not None for g in parts):
+            continue
+        for rank, g in enumerate(parts):
+            assert g is not None or not ranks[rank].params[p.name].numel(), f"{p.fqn} has a gradient on some ranks only"
+        there = [r.params[p.name] if g is None else g for g, r in zip(parts, ranks, strict=True)]  # without elements, without values
+        grads |= dict.fromkeys((p.fqn, *p.aliases), _join(program, p, _local(program, p, there), "the gradient of "))
+    for p in program.params:
+        whole = _join(program, p, _local(program, p, [r.params[p.name] for r in ranks]), "")
+        for rank, r in enumerate(ranks):  # what ops see is what was updated
+            seen = p.layout.local(whole, program.mesh, program.mesh.coords(rank))
+            _check_replica(seen, r.wholes[p.name], f"{p.fqn} on rank {rank}")
+        state |= dict.fromkeys((p.fqn, *p.aliases), whole)
+    for x in (b for b in program.buffers if b.fqn):
+        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, [r.buffers[x.name] for r in ranks], ""))
     for rank, r in enumerate(ranks):
         _check_replica(ranks[0].loss, r.loss, f"the loss of rank {rank}")
     causes = _causes(program)
     comms = [Comm(c.kind, c.axis, c.bytes, c.direction, causes.get(c.tag, c.tag)) for c in ranks[0].records]
     return Simulation(ranks[0].loss, grads, state, comms)
+
+
+def _local(program: Program, p: Param, kept: list[Tensor]) -> list[Tensor]:
+    """Every rank's whole local part of a parameter (or its gradient), from what the ranks keep."""
+    bucket = program.bucket(p)
+    if bucket is None or not bucket.zero:
+        return kept
+    shape, mesh = p.layout.local_shape(p.shape, program.mesh), program.mesh
+    return [torch.cat([kept[r] for r in mesh.group(rank, (bucket.shard,))]).view(shape) for rank in range(mesh.world)]
 
 
 def _join(program: Program, x: Param | Buffer, parts: list[Tensor], what: str) -> Tensor:

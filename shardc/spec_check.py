@@ -212,7 +212,6 @@ UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
     (("batch", "microbatches"), lambda f: f.batch.microbatches > 1, "write microbatches: 1"),
     (("sequence",), lambda f: f.sequence is not None, _OUT),
     (("pipeline",), lambda f: f.pipeline is not None, _OUT),
-    (("data", "zero"), lambda f: f.data.zero > 0, "write zero: 0"),
     (("data", "offload"), lambda f: f.data.offload != Offload(), "write none for both"),
     (("experts",), lambda f: bool(f.experts), _OUT),
     (("checkpoint",), lambda f: bool(f.checkpoint), _OUT),

@@ -134,7 +134,7 @@ def _in_float64(program: Program) -> Program:
         program, graph=convert(program.graph), stages=tuple(Stage(convert(s.graph), s.name) for s in program.stages),
         params=tuple(replace(p, dtype=_float64(p.dtype)) for p in program.params), buffers=tuple(map(constant, program.buffers)),
         inputs=tuple(replace(i, dtype=_float64(i.dtype)) for i in program.inputs),
-        buckets=tuple(replace(b, dtype=_float64(b.dtype)) for b in program.buckets),
+        buckets=tuple(replace(b, dtype=_float64(b.dtype), compute=None) for b in program.buckets),
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Watched(RankMesh):
     def barrier(self) -> None:
         raise AssertionError
 
-    _all_reduce = _all_gather = _reduce_scatter = _all_to_all = barrier  # type: ignore[assignment]
+    _all_reduce = _start_all_gather = _start_reduce_scatter = _all_gather = _reduce_scatter = _all_to_all = barrier  # type: ignore[assignment]
 
 
 def program(*buckets: tuple[str, ...], axes: tuple[str, ...] = ("dp",)) -> Program:
