@@ -1,0 +1,372 @@
+"""One rank's bucket, by what ZeRO keeps cut of it (Rajbhandari et al. 2020, "ZeRO"): nothing, gradients and optimizer state, parameters.
+
+    Summed    zero 0      gradients are copied into one flat buffer, and summed in it
+    Cut       zero 1, 2   parameters are views of one flat buffer; each rank gets the sum of its part of the gradients, updates its
+                          part of the parameters, and gathers the others' parts
+    Stored    zero 3      only the part exists; see shardc.runtime.zero_gather
+
+What the optimizer works on is `.owned`: {name: parameter}: the parameter itself, or the stretch of it in this rank's part (1-d, perhaps
+empty). Reduced gradients stand in `.owned[name].grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.program import Bucket, Program
+from shardc.runtime.comm import Work
+from shardc.runtime.flat import Flat, Run
+from shardc.runtime.zero_gather import Gathered, Use, views
+
+
+class Held:
+    """What the program's graph gets in place of a parameter of a cut bucket; `ops.gather_start` and `ops.updated` take it."""
+
+    def __init__(self, bucket: Any) -> None:
+        self.bucket = bucket
+
+
+class Summed:
+    """A bucket whose gradients are summed whole. Use: `adopt` all parameters; in each step `start`, `put` each, `launch`, `finish`."""
+
+    def __init__(self, program: Program, index: int, mesh: Any) -> None:
+        self.spec: Bucket = program.buckets[index]
+        self.tag, self.mesh = f"bucket{index}", mesh
+        self.flat = Flat.of(program, self.spec)
+        self.params: dict[str, nn.Parameter] = {}  # whole local parts, which autograd knows
+        self.owned: dict[str, nn.Parameter] = {}
+        self.missing: set[str] = set()  # gradients that this backward has not brought
+        self.seen: set[str] = set()  # gradients that some backward of this step has brought
+        self._work = Work()
+        self._kept: dict[str, Tensor] = {}
+        self._buffer: Tensor | None = None
+        self._views: dict[str, Tensor] = {}
+
+    def adopt(self, name: str, p: nn.Parameter) -> Any:
+        """Take a parameter over; what the program's graph gets for it."""
+        self.params[name] = self.owned[name] = p
+        return p
+
+    def ready(self) -> None:
+        """All parameters are adopted."""
+
+    # --- gradients
+
+    def start(self, first: bool) -> None:
+        """Before a backward. first: of the step; what stands in `.grad` then is added to what comes."""
+        self.missing = set(self.spec.params)
+        if first:
+            self.seen = set()
+            self._kept = {n: self._own(p.grad) for n, p in self.owned.items() if p.grad is not None}
+            for p in self.owned.values():
+                p.grad = None
+
+    def _own(self, grad: Tensor) -> Tensor:
+        """grad, or a copy if it lies in the bucket's memory."""
+        mine = self._memory()
+        return grad.clone() if mine is not None and grad.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr() else grad
+
+    def _memory(self) -> Tensor | None:
+        """Where finished gradients lie."""
+        return self._buffer
+
+    def _flat(self) -> Tensor:
+        """The buffer of whole gradients, made when the first one arrives."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
+            self._buffer[sum(self.flat.sizes) :].zero_()
+            self._views = dict(zip(self.spec.params, views(self._buffer, self.flat.starts, self.flat.shapes), strict=True))
+        return self._buffer
+
+    def put(self, name: str) -> None:
+        """A gradient has come: one copy, and what autograd made is freed."""
+        assert name in self.missing, f"the gradient of {name} arrived twice in one backward"
+        p = self.params[name]
+        assert p.grad is not None
+        self._flat()
+        if name in self.seen:
+            self._views[name].add_(p.grad)
+        else:
+            self._views[name].copy_(p.grad)
+        p.grad = None
+        self.missing.discard(name)
+        self.seen.add(name)
+
+    def _filled(self) -> Tensor:
+        """The buffer, with zeros for what did not come."""
+        buffer = self._flat()
+        for name in self.spec.params:
+            if name not in self.seen:
+                self._views[name].zero_()
+        return buffer
+
+    def launch(self) -> None:
+        """Begin the sum over ranks, in the background."""
+        self._work = self.mesh.start_all_reduce(self._filled(), self.spec.axes, direction="backward", tag=self.tag)
+
+    def settle(self) -> None:
+        """Later buckets are under way: go on with this one."""
+
+    def finish(self) -> None:
+        """Wait for the sums: gradients stand in `.owned`."""
+        self._work.wait()
+        self._give(self._views)
+
+    def _give(self, sums: dict[str, Tensor]) -> None:
+        for name, p in self.owned.items():
+            kept = self._kept.get(name)
+            if name not in self.seen or name not in sums:
+                p.grad = kept
+            else:
+                p.grad = sums[name].to(p.dtype)
+                if kept is not None:
+                    p.grad.add_(kept)
+        self._kept = {}
+
+    # --- parameters
+
+    def publish(self) -> None:
+        """After an update: begin to gather the other ranks' parts."""
+
+    def settled(self) -> None:
+        """Wait for what `publish` began."""
+
+    def wholes(self) -> dict[str, Tensor]:
+        """{name: whole local part, as stored}. Collective where it is cut."""
+        return {n: p.detach() for n, p in self.params.items()}
+
+
+class _Part(Summed):
+    """What cut buckets share: this rank's part, and the sum of gradients into it."""
+
+    def __init__(self, program: Program, index: int, mesh: Any) -> None:
+        super().__init__(program, index, mesh)
+        self.rank = mesh.coordinate(self.spec.shard)
+        self.runs = self.flat.runs(self.rank)
+        self.rest = tuple(a for a in self.spec.axes if a != self.spec.shard)
+        self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
+        self._sum: Tensor | None = None  # the gradients' part
+
+    def _memory(self) -> Tensor | None:
+        return self._sum
+
+    def _slices(self, part: Tensor) -> dict[str, Tensor]:
+        """This rank's stretch of every parameter in its part of the flat buffer."""
+        starts = dict(zip(self.spec.params, self.flat.starts, strict=True))
+        found = {}
+        for name, run in self.runs.items():
+            at = starts[name] + run.start - self.low if run.size else 0
+            found[name] = part[at : at + run.size]
+        return found
+
+    def _own_slices(self, part: Tensor, trained: bool) -> None:
+        self.owned = {n: nn.Parameter(x, requires_grad=trained) for n, x in self._slices(part).items()}
+
+    def _reduce(self, flat: Tensor, part: Tensor) -> None:
+        """Begin to sum flat into part."""
+        if self.spec.shard in self.spec.axes:
+            self._work = self.mesh.start_reduce_scatter(flat, part, self.spec.shard, direction="backward", tag=self.tag)
+        elif part.data_ptr() != flat[self.low : self.high].data_ptr():
+            part.copy_(flat[self.low : self.high])  # all ranks of the axis have the same gradient
+
+    def _rest(self, part: Tensor) -> None:
+        """Go on over the other axes."""
+        if self.rest and self.mesh.members(self.rest) > 1:
+            self._work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
+
+    def _give_part(self, part: Tensor) -> None:
+        self._give({n: x for n, x in self._slices(part).items() if self.runs[n].size})
+
+
+class Cut(_Part):
+    """zero 1: whole gradients stay in their buffer, this rank's sum in its place there. zero 2: only the sum stays."""
+
+    def __init__(self, program: Program, index: int, mesh: Any) -> None:
+        super().__init__(program, index, mesh)
+        self._whole: Tensor | None = None
+        self._master: Tensor | None = None
+        self._gather = Work()
+        self._settled = True
+
+    def adopt(self, name: str, p: nn.Parameter) -> Any:
+        if self._whole is None:
+            self._whole = torch.zeros(self.flat.padded, dtype=self.spec.compute or p.dtype, device=p.device)
+            self._master = self._whole[self.low : self.high]
+            if self._whole.dtype != p.dtype:
+                self._master = torch.zeros(self.flat.part, dtype=p.dtype, device=p.device)
+            self._places = dict(zip(self.spec.params, views(self._whole, self.flat.starts, self.flat.shapes), strict=True))
+        assert self._master is not None
+        with torch.no_grad():
+            self._places[name].copy_(p)
+            run = self.runs[name]
+            self._slices(self._master)[name].copy_(p.reshape(-1)[run.start : run.stop])
+        self.params[name] = nn.Parameter(self._places[name], requires_grad=p.requires_grad)
+        return Held(self)
+
+    def ready(self) -> None:
+        assert self._master is not None
+        self._own_slices(self._master, trained=True)
+        self.owned = {n: self.owned[n].requires_grad_(self.params[n].requires_grad) for n in self.spec.params}
+
+    # --- gradients
+
+    def launch(self) -> None:
+        flat = self._filled()
+        if self.spec.zero == 1:
+            self._sum = flat[self.low : self.high]
+        elif self._sum is None:
+            self._sum = torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
+        self._reduce(flat, self._sum)
+        self._settled = False
+
+    def settle(self) -> None:
+        if not self._settled:
+            assert self._sum is not None
+            self._work.wait()
+            self._settled = True
+            if self.spec.zero >= 2:
+                self._buffer, self._views = None, {}
+            self._rest(self._sum)
+
+    def finish(self) -> None:
+        self.settle()
+        self._work.wait()
+        assert self._sum is not None
+        self._give_part(self._sum)
+
+    # --- parameters
+
+    def publish(self) -> None:
+        assert self._whole is not None
+        assert self._master is not None
+        mine = self._whole[self.low : self.high]
+        if self.spec.compute is not None:
+            mine.copy_(self._master)
+        self._gather = self.mesh.start_all_gather(mine, self._whole, self.spec.shard, direction="update", tag=self.tag)
+
+    def settled(self) -> None:
+        self._gather.wait()
+
+    def updated(self) -> tuple[nn.Parameter, ...]:
+        """The whole parameters."""
+        self.settled()
+        return tuple(self.params[n] for n in self.spec.params)
+
+    def wholes(self) -> dict[str, Tensor]:
+        self.settled()
+        assert self._master is not None
+        if self.spec.compute is None:
+            return super().wholes()
+        return _gathered(self, self._master)
+
+
+class Stored(_Part):
+    """zero 3: only this rank's part exists."""
+
+    def __init__(self, program: Program, index: int, mesh: Any, gathered: Gathered, launched: Callable[[Summed], None]) -> None:
+        super().__init__(program, index, mesh)
+        self._gathered, self._launched = gathered, launched
+        self.prefetch = self.spec.prefetch
+        self._master: Tensor | None = None
+        self._trained = False
+        self._coming: Tensor | None = None  # the sum that is under way, where earlier ones are there already
+        self._flying: Tensor | None = None
+        self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
+
+    def adopt(self, name: str, p: nn.Parameter) -> Any:
+        if self._master is None:
+            self._master = torch.zeros(self.flat.part, dtype=p.dtype, device=p.device)
+        self._trained = p.requires_grad
+        run = self.runs[name]
+        with torch.no_grad():
+            self._slices(self._master)[name].copy_(p.reshape(-1)[run.start : run.stop])
+        return Held(self)
+
+    def ready(self) -> None:
+        assert self._master is not None
+        self._own_slices(self._master, self._trained)
+
+    # --- parameters
+
+    def start_gather(self, direction: str) -> tuple[Tensor, Work]:
+        assert self._master is not None
+        part = self._master if self.spec.compute is None else self._master.to(self.spec.compute)
+        whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
+        return whole, self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)
+
+    def gather(self) -> None:
+        """Begin to gather for forward."""
+        self._gathered.start(self)
+
+    def used(self) -> tuple[Tensor, ...]:
+        """The gathered parameters; backward of them brings the bucket's gradients."""
+        if self._trained and torch.is_grad_enabled():
+            found: tuple[Tensor, ...] = Use.apply(self._anchor, self)  # type: ignore[no-untyped-call]
+            return found
+        return self.views()
+
+    def views(self) -> tuple[Tensor, ...]:
+        return views(self._gathered.take(self), self.flat.starts, self.flat.shapes)
+
+    def wholes(self) -> dict[str, Tensor]:
+        assert self._master is not None
+        return _gathered(self, self._master)
+
+    # --- gradients
+
+    def start(self, first: bool) -> None:
+        super().start(first)
+        if first:
+            self._fresh = True
+
+    def arrived(self, grads: Sequence[Tensor | None]) -> None:
+        """Backward has all gradients of this bucket: begin their sum."""
+        self._gathered.drop(self)
+        flat = torch.zeros(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
+        for name, view, grad in zip(self.spec.params, views(flat, self.flat.starts, self.flat.shapes), grads, strict=True):
+            if grad is not None:
+                view.copy_(grad)
+                self.missing.discard(name)
+                self.seen.add(name)
+        self.settle()
+        part = torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
+        self._flying, self._coming = flat, part
+        self._reduce(flat, part)
+        self._launched(self)
+
+    def settle(self) -> None:
+        if self._coming is not None:
+            self._work.wait()
+            if self._fresh or self._sum is None:
+                self._sum, self._fresh = self._coming, False
+            else:
+                self._sum.add_(self._coming)
+            self._coming = self._flying = None
+
+    def launch(self) -> None:
+        """Of the step's last backward: the sum over the axes that replicate."""
+        self.settle()
+        if self._sum is not None and not self._fresh:
+            self._rest(self._sum)
+
+    def finish(self) -> None:
+        self._work.wait()
+        if self._sum is not None:
+            self._give_part(self._sum)
+        else:
+            self._give({})
+
+
+def _gathered(bucket: _Part, part: Tensor) -> dict[str, Tensor]:
+    whole = torch.empty(bucket.flat.padded, dtype=part.dtype, device=part.device)
+    bucket.mesh.start_all_gather(part.detach(), whole, bucket.spec.shard, direction="state", tag=bucket.tag).wait()
+    return dict(zip(bucket.spec.params, views(whole, bucket.flat.starts, bucket.flat.shapes), strict=True))
+
+
+def owned_run(bucket: Summed, name: str) -> Run | None:
+    """The stretch of a parameter that this rank updates; None = all of it."""
+    return bucket.runs[name] if isinstance(bucket, _Part) else None
