@@ -1,7 +1,7 @@
 """Placement: for every mesh axis, what every value is and by which strategy every op runs (DESIGN 2.4).
 
-One axis at a time; the digits of shards are the only thing that axes share. Per axis: a greedy forward sweep, then another
-with the placements that users asked for fed back. A strategy costs the bytes that its operands' conversions move, forward and
+One axis at a time; the digits of shards are the only thing that axes share. Per axis: a greedy forward sweep, then others, until
+nothing changes, with the placements that users asked for fed back. A strategy costs the bytes that its operands' conversions move, forward and
 backward, plus the work it repeats on every rank. The result stands on the nodes:
 
     node.meta["call"]        Call
@@ -12,6 +12,7 @@ and in the layouts of parameters, buffers and inputs.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,10 @@ from shardc.refuse import refuse_uneven
 from shardc.rules.core import Choices, Strategy, needs_vary
 
 
+#: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
+SWEEPS = 4
+
+
 @dataclass
 class Axis:
     """Placement on one axis."""
@@ -42,15 +47,19 @@ class Axis:
     before: dict[tuple[fx.Node, int], list[Placement]] = field(default_factory=dict)  # `have` in the sweep before
     want: dict[tuple[fx.Node, int], dict[Placement, set[fx.Node]]] = field(default_factory=dict)  # and by whom
     stored: dict[fx.Node, Placement] = field(default_factory=dict)
-    derived: set[fx.Node] = field(default_factory=set)
+    derived: set[fx.Node] = field(default_factory=set)  # from parameters alone
+    weights: set[fx.Node] = field(default_factory=set)  # of those, what is no larger than its parameter, and may be stored split
     pinned: set[fx.Node] = field(default_factory=set)
     shared: set[fx.Node] = field(default_factory=set)
 
     def run(self) -> None:
         self._leaves()
-        for _ in range(2):
+        for _ in range(SWEEPS):
+            before = self.chosen
             self._forward()
             self._demand()
+            if self.chosen == before:
+                break
         self._hoist()
         for node, strategy in self.chosen.items():
             node.meta["strategies"][self.name] = strategy
@@ -68,6 +77,7 @@ class Axis:
                 self.stored[node] = by_name[node.name].layout[self.name]
                 if node.name in params:
                     self.derived.add(node)
+                    self.weights.add(node)
                 elif node.name in buffers:
                     constant.add(node)
                 if self.stored[node] != REPLICATE:
@@ -80,10 +90,20 @@ class Axis:
                     constant.add(node)
                 elif all(s in constant or s in self.derived for s in sources):
                     self.derived.add(node)
+                    if all(s in constant or s in self.weights for s in sources) and not self._grows(node):
+                        self.weights.add(node)
                     if any(s in self.pinned for s in sources):
                         self.pinned.add(node)
                     if any(s in self.shared for s in sources):
                         self.shared.add(node)
+
+    def _grows(self, node: fx.Node) -> bool:
+        """Whether an op makes more of weights than there is of them: a product, or copies."""
+        if node.target is operator.getitem:
+            return False
+        call = self.choices[node].call
+        largest = max((math.prod(v.shape) for v in call.operands), default=0)
+        return self.choices[node].rule.flops is not None or any(math.prod(v.shape) > largest for v in call.results)
 
     # --- sweeps
 
@@ -179,7 +199,8 @@ class Axis:
         """Bytes of making a value what `user` needs, from the nearest of what there is (fresh: from how it is produced)."""
         node, i = operand
         v, nbytes = values(node)[i], self._bytes(operand)
-        if node in self.derived and self.have[operand][0] in (REPLICATE, VARYING) and isinstance(need, Varying | Shard):
+        free = need == VARYING or (isinstance(need, Shard) and node in self.weights)
+        if node in self.derived and self.have[operand][0] in (REPLICATE, VARYING) and free:
             return 0.0  # the gradient's reduction has to be done anyway; a weight that is only used split is stored split
         cost = min(transfer(v, p, need, self.n, nbytes) for p in self.have[operand][: 1 if fresh else None])
         if isinstance(self.have[operand][0], Partial) and not isinstance(need, Partial):
@@ -246,13 +267,10 @@ class Axis:
     def _obliging(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
         """The strategy that makes the result as users want it, if that costs no more than converting it; else the chosen one."""
         choices = self.choices[node]
-        if wanted == chosen.outputs[0] or chosen.kind not in ("replicate", "split") or choices.rule.flops is not None:
-            return chosen
-        other = choices.varying() if wanted == VARYING else choices.from_result(0, wanted, self.n)
-        if other is None or not self._fits(node, other):
+        if wanted == chosen.outputs[0] or (other := self._making(node, wanted)) is None:
             return chosen
         now = transfer(values(node)[0], chosen.outputs[0], wanted, self.n, self._bytes((node, 0)))
-        return other if self._change(node, other, chosen, depth=4) <= now else chosen
+        return other if self._change(node, other, chosen, depth=8) <= now else chosen
 
     def _change(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
         """What more an op's operands cost with another strategy; the ops that make them may change theirs as well."""
@@ -266,13 +284,18 @@ class Axis:
         cost = self._convert(operand, need, fresh=True)
         if cost == 0 or depth == 0 or node not in self.chosen or len(self.chosen[node].outputs) > 1:
             return cost
+        if (other := self._making(node, need)) is None:
+            return cost
+        return min(cost, max(0.0, self._change(node, other, self.chosen[node], depth - 1)))
+
+    def _making(self, node: fx.Node, wanted: Placement) -> Strategy | None:
+        """A strategy by which an op would make its result as wanted, instead of the chosen one. None if it does more work."""
         choices, chosen = self.choices[node], self.chosen[node]
-        if choices.rule.flops is not None or chosen.kind not in ("replicate", "split"):
-            return cost
-        other = choices.varying() if need == VARYING else choices.from_result(0, need, self.n)
-        if other is None or not self._fits(node, other):
-            return cost
-        return min(cost, max(0.0, self._change(node, other, chosen, depth - 1)))
+        works = choices.rule.flops is not None
+        if chosen.kind != "replicate" and (works or chosen.kind != "split"):
+            return None
+        other = (None if works else choices.varying()) if wanted == VARYING else choices.from_result(0, wanted, self.n)
+        return other if other is not None and self._fits(node, other) else None
 
     # --- after the sweeps
 
@@ -298,8 +321,8 @@ class Axis:
     def _hoist(self) -> None:
         """Move `vary` from uses of values that derive from parameters up to the parameters, where it is the gradient's reduction."""
         for node in reversed(list(self._nodes())):
-            plain = node in self.derived and self.chosen[node].kind == "replicate" and len(values(node)) == 1
-            if plain and VARYING in self._needs(node):
+            plain = node in self.derived and self.chosen[node].kind == "replicate"
+            if plain and any(VARYING in self._needs(node, i) for i in range(len(values(node)))):
                 self.chosen[node] = self.choices[node].varying()
         for node, placement in self.stored.items():
             if node in self.derived and placement == REPLICATE:

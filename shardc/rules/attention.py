@@ -19,24 +19,30 @@ def attention(call: Call) -> Signature:
     """
     q, k, v = (o.shape for o in call.operands[:3])
     out = call.results[0].shape
-    lead = len(q) - 2
+    lead = len(out) - 2
     causal = bool(call.arg(5, "is_causal", False))
     sizes = {"s": q[-2], "t": k[-2], "d": q[-1], "e": v[-1]} | {f"b{i}": s for i, s in enumerate(out[:-2])}
-    names: list[Dim] = [(f"b{i}",) for i in range(lead)]
-    query = list(names)
-    keys = [n if s == o else () for n, s, o in zip(names, k[:-2], out[:-2], strict=True)]
-    if lead and (k[-3] not in (1, q[-3]) or dict(call.kwargs).get("enable_gqa")):
+
+    def leading(shape: tuple[int, ...]) -> list[Dim]:
+        """Batch and heads, counted from the right: they may be missing or have size one, and broadcast then."""
+        own = shape[:-2]
+        return [(f"b{lead - len(own) + i}",) if s == out[lead - len(own) + i] and s != 1 else () for i, s in enumerate(own)]
+
+    full_query: list[Dim] = leading(out)
+    query, key, value = leading(q), leading(k), leading(v)
+    if lead and len(k) > 2 and len(q) > 2 and (k[-3] not in (1, q[-3]) or dict(call.kwargs).get("enable_gqa")):
         sizes |= {"g": k[-3], "r": q[-3] // k[-3]}
-        query[-1], keys[-1] = ("g", "r"), ("g",)
-    ins: list[tuple[Dim, ...]] = [(*query, ("s",), ("d",)), (*keys, ("t",), ("d",)), (*keys, ("t",), ("e",))]
+        full_query[-1] = query[-1] = ("g", "r")
+        key[-1] = value[-1] = ("g",)
+    ins: list[tuple[Dim, ...]] = [(*query, ("s",), ("d",)), (*key, ("t",), ("d",)), (*value, ("t",), ("e",))]
     if len(call.operands) > 3:
         mask = call.operands[3].shape
-        full = [*query, ("s",), ("t",)]
+        full = [*full_query, ("s",), ("t",)]
         skip = len(full) - len(mask)
         shape = (*out[:-2], q[-2], k[-2])
         ins.append(tuple(n if s == f and s != 1 else () for n, s, f in zip(full[skip:], mask, shape[skip:], strict=True)))
     whole = {"t", "d", "e"} | ({"s"} if causal else set())
-    return Signature(tuple(ins), ((*query, ("s",), ("e",)),), sizes, frozenset(), frozenset(whole))
+    return Signature(tuple(ins), ((*full_query, ("s",), ("e",)),), sizes, frozenset(), frozenset(whole))
 
 
 def attention_flops(call: Call) -> int:
