@@ -228,8 +228,9 @@ class _Writer:
         read = {n: h.node for n, h in used.items()}
         for n, h in floats.items():
             read[n] = self._as(h.node, self.compute if narrow and h.stored else self._read(h))
-        if name not in PROMOTE and len(dtypes := {_value(read[n]).dtype for n in floats if _value(read[n]).shape}) > 1:
-            one = self.compute if narrow and node in self.body else _widest(dtypes)
+        if name not in PROMOTE and len({_value(read[n]).dtype for n in floats}) > 1:
+            shaped = {_value(read[n]).dtype for n in floats if _value(read[n]).shape}  # numbers give way to tensors, as in torch
+            one = self.compute if narrow and node in self.body else _widest(shaped or {_value(read[n]).dtype for n in floats})
             read |= {n: self._as(read[n], one) for n in floats}
         new = self._copy(node, read)
         wider = _floating(new) and not isinstance(new.meta["value"], tuple) and _value(new).dtype != self.compute

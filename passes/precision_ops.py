@@ -45,7 +45,11 @@ WIDE = frozenset({
     "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_weight_norm", "_weight_norm_interface", "logcumsumexp",
     "logaddexp", "logaddexp2", "log_sigmoid", "log_sigmoid_forward", "cross_entropy_loss", "binary_cross_entropy", "ctc_loss", "_ctc_loss",
     "trace", "digamma", "lgamma", "polygamma", "erfc", "special_erfcx",
-    # no kernels in 16 bits
+    "quantile", "nanquantile", "cov", "corrcoef", "avg_pool3d",
+    # no kernels in 16 bits (autocast's CPU list, autocast_mode.cpp)
+    "max_pool3d", "max_pool3d_with_indices", "max_unpool2d", "max_unpool3d", "adaptive_max_pool3d", "fractional_max_pool2d",
+    "fractional_max_pool3d", "cholesky_inverse", "cholesky_solve", "lu_solve", "orgqr", "ormqr", "pinverse", "geqrf", "qr", "svd",
+    "triangular_solve", "_lu_with_info",
     "view_as_complex", "complex", "polar", "stft", "istft", "cholesky", "inverse", "det", "logdet", "slogdet", "histc", "grid_sampler",
     "grid_sampler_2d", "grid_sampler_3d", "affine_grid_generator",
 })  # fmt: skip
@@ -56,8 +60,8 @@ NARROWED = frozenset({
     "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "native_group_norm", "batch_norm", "native_batch_norm",
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
     "_batch_norm_with_update_functional", "_batch_norm_no_update", "instance_norm", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d",
-    *(n for n in WIDE if "upsample_" in n),
+    "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool3d", "max_pool3d", "adaptive_max_pool3d",
+    "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", *(n for n in WIDE if "upsample_" in n),
 })  # fmt: skip
 
 #: Move elements and compute nothing: what is known of the operand is known of the result.
