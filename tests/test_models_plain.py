@@ -25,7 +25,6 @@ MEET = {
     "clip": 1, "self_supervised": 1,  # in-batch negatives
     "contrastive": 2,  # the same, and their labels
     "vae": 1,  # distances of all pairs of the batch
-    "detector": 1,  # backward of the same gather that is noted
 }  # fmt: skip
 #: What is gathered over the batch, and noted: a maximum over all edges of a graph; self-attention of learned queries, which every
 #: rank runs on the queries of all samples, though they are the same.
