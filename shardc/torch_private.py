@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table  # torch's own decompositions, by op
-from torch._ops import HigherOrderOperator, OpOverload  # types of export's wrappers around regions of code, and of ops
+from torch._library.custom_ops import CustomOpDef  # what torch.library.custom_op returns
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # types of export's wrappers around regions of code, and of ops
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 __all__ = [
     "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "after_backward", "decompositions", "fake_mode",
-    "fake_tensor", "replaced_trunc_normal", "traced_functional", "traced_node", "traced_with",
+    "fake_tensor", "overload_of", "replaced_trunc_normal", "traced_functional", "traced_node", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -59,6 +60,16 @@ def traced_node(x: Tensor) -> fx.Node | None:
         return None
     slot: Any = get_proxy_slot(x, mode.tracer, None)
     return slot.proxy.node if slot is not None else None
+
+
+def overload_of(op: Any) -> OpOverload | None:
+    """The overload that an op given in any form stands for: itself; `torch.ops.lib.op`'s default, or only one; a custom op's; else None."""
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    if isinstance(op, OpOverloadPacket):
+        names = op.overloads()  # type: ignore[no-untyped-call]
+        return getattr(op, "default" if "default" in names else names[0]) if "default" in names or len(names) == 1 else None
+    return op if isinstance(op, OpOverload) else None
 
 
 def decompositions(op: OpOverload) -> list[Callable[..., Any]]:

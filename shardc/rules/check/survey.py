@@ -11,7 +11,7 @@ from typing import Any
 from shardc.rules.check.case import Case, Finding, NoCallError, UnfitError, name_of
 from shardc.rules.check.prove import PARTS, prove, prove_case, prove_pairs
 from shardc.rules.check.strict import too_strict
-from shardc.rules.check.variants import variants
+from shardc.rules.check.variants import exact, variants
 from shardc.rules.core import Rule, find
 from shardc.rules.samples import SAMPLES, Sample
 
@@ -50,8 +50,9 @@ def _check_op(op: Any, samples: Sequence[Sample], rule: Rule | None) -> OpReport
     report = OpReport(name_of(op))
     if not samples:
         report.wrong.append(Finding(report.op, "no call", 1, "there is no sample call to prove the rule on"))
-    for i, sample in enumerate(samples):
+    for i, given in enumerate(samples):
         report.calls += 1
+        sample = given if report.op.startswith("aten.") else exact(op, given)
         try:
             case = Case.of(op, sample, rule=rule)
         except (NoCallError, UnfitError):

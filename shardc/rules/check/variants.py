@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 
 from shardc.rules.check.case import MISFIT, TRUSTING, Case, name_of
-from shardc.rules.check.compare import continuous
 from shardc.rules.samples import Arguments, Sample, Tensors
 from shardc.torch_private import OpOverload
 
@@ -23,6 +22,8 @@ SWITCHES = {
     "keepdim", "descending", "largest", "sorted", "unbiased", "upper", "reverse", "align_corners", "ceil_mode", "count_include_pad",
     "right", "stable", "is_causal", "approximate", "log_target", "full", "include_self", "left", "unitriangular", "scale_grad_by_freq",
 }  # fmt: skip
+#: Floating dtypes that rules are proven in, the widest first.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 #: They read memory as if it were contiguous, whole or not; their callers make it so.
 CONTIGUOUS = {"aten._weight_norm_interface.default"}
 
@@ -65,8 +66,21 @@ def narrowed(which: dict[int, list[int]], *, index: bool) -> Callable[[int, Tens
     return change
 
 
-def cast(dtype: torch.dtype) -> Callable[[int, Tensor], Tensor]:
-    return lambda _, x: x.to(dtype) if x.dtype == torch.float64 else x
+def cast(old: torch.dtype, new: torch.dtype) -> Callable[[int, Tensor], Tensor]:
+    return lambda _, x: x.to(new) if x.dtype == old else x
+
+
+def exact(op: Any, sample: Sample) -> Sample:
+    """A sample in float32 in float64 instead, if the op takes that: then what is wrong is not rounding."""
+    wide = changed(sample, cast(torch.float32, torch.float64))
+    dtypes = {x.dtype for x in tensors_of(sample)}
+    return wide if torch.float32 in dtypes and torch.float64 not in dtypes and runs(op, wide) else sample
+
+
+def tensors_of(sample: Sample) -> list[Tensor]:
+    found: list[Tensor] = []
+    changed(sample, lambda _, x: found.append(x) or x)(Tensors(0))  # type: ignore[func-returns-value]
+    return found
 
 
 def rewritten(sample: Sample, position: int, name: str, value: Any) -> Sample:
@@ -143,6 +157,7 @@ def variants(op: Any, sample: Sample, case: Case) -> Iterator[tuple[str, Sample]
     if name_of(op) not in TRUSTING:
         yield from spelled(op, case, sample)
         yield from shapes(op, case, sample)
-    if any(continuous(x) for x in case.tensors):
-        for dtype in (torch.float32, torch.bfloat16):
-            yield str(dtype).removeprefix("torch."), changed(sample, cast(dtype))
+    if floating := [DTYPES.index(x.dtype) for x in case.tensors if x.dtype in DTYPES]:
+        widest = min(floating)
+        for new in DTYPES[widest + 1 :]:
+            yield str(new).removeprefix("torch."), changed(sample, cast(DTYPES[widest], new))
