@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
 
 BATCH, SEQ = 16, 128
 
@@ -120,21 +121,24 @@ def text(split: str) -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in chosen)), dtype=torch.uint8)
 
 
-def windows(source: Tensor, starts: Tensor) -> dict[str, Tensor]:
-    rows = torch.stack([source[i : i + SEQ + 1] for i in starts.tolist()]).long()
-    return {"input_ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+class Windows(Dataset[dict[str, Tensor]]):
+    """Every stretch of SEQ bytes of a text, with the bytes that follow them."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source) - SEQ
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        row = self.source[i : i + SEQ + 1].long()
+        return {"input_ids": row[:-1], "labels": row[1:]}
 
 
-def endless(source: Tensor) -> Iterator[dict[str, Tensor]]:
-    draw = torch.Generator().manual_seed(0)
-    while True:
-        yield windows(source, torch.randint(len(source) - SEQ, (BATCH,), generator=draw))
-
-
-def data(split: str) -> Iterable[dict[str, Tensor]]:
-    """Global batches: "train" never ends, the same windows in every run; "valid" is 20 batches spread over the held-out files."""
-    source = text(split)
+def data(split: str) -> Iterable[dict[str, Tensor]] | Windows:
+    """"train": samples, to be read in an order of the run's; "valid": 20 global batches spread over the held-out files."""
+    windows = Windows(text(split))
     if split == "train":
-        return endless(source)
-    starts = torch.linspace(0, len(source) - SEQ - 1, 20 * BATCH).long()
-    return [windows(source, part) for part in starts.split(BATCH)]
+        return windows
+    starts = torch.linspace(0, len(windows) - 1, 20 * BATCH).long()
+    return [default_collate([windows[i] for i in part]) for part in starts.view(20, BATCH).tolist()]

@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from shardc.errors import Errors, ShardcError
 from shardc.patterns import match
 from shardc.placement import Layout
 from shardc.program import Input, Program
 from shardc.runtime.inputs import name_of
-from shardc.runtime.reading import Key, Reader, Stream
-from shardc.runtime.rng import key
+from shardc.runtime.order import Order
+from shardc.runtime.reading import Reader, Stream
 
 
 class Loader:
     """One epoch at a time of local parts of global batches, for `engine.step(part, local=True)`. Made by `engine.loader`, which see.
 
-    .epoch, .consumed: of the next part, the epoch and how many samples of it all ranks together have read: what a checkpoint keeps.
-    They move when a part is handed out, whatever workers have read ahead. An iteration that is broken off is gone on with by the next.
+    What a checkpoint keeps moves on when a part is handed out, whatever workers have read ahead; the last part of an epoch moves it to the
+    next epoch. An iteration that is broken off is gone on with by the next one.
     """
 
     def __init__(
@@ -38,92 +38,76 @@ class Loader:
         drop_last: bool = True, num_workers: int = 0, collate_fn: Callable[[list[Any]], Any] | None = None, name: str | None = "train",
         **options: Any,
     ) -> None:  # fmt: skip
-        self.program, self.mesh, self.name, self.dataset, self.seed = program, mesh, name, dataset, seed
-        self.epoch = self.consumed = 0
+        self.program, self.mesh, self.name, self.dataset = program, mesh, name, dataset
         self._where = f"loader {name!r}" if name is not None else "loader"
         self._dims = batch_dims(program)
         self.batch_size = self._batch_size(batch_size)
-        self._mine = self._samples()
-        self._streams = self._is_stream()
-        self.shuffle = not self._streams if shuffle is None else shuffle
-        self.size = None if self._streams else len(dataset)
+        size = None if self._is_stream() else len(dataset)
+        # a value of its own, not this object: DataLoader holds its sampler, and workers end at once only where there is no cycle
+        self.order = Order(size, self.batch_size, self._samples(), size is not None if shuffle is None else shuffle, seed)
         self._check(drop_last, num_workers, options)
         self._collate = collate_fn or default_collate
         # the workers' seeds are drawn from a generator of their own: the process's stays as it is
         self._options = {"generator": torch.Generator().manual_seed(seed), "num_workers": num_workers, **options}
         self._reading: DataLoader[Any] | None = None
 
+    @property
+    def epoch(self) -> int:
+        """Of the next part."""
+        return self.order.epoch
+
+    @property
+    def consumed(self) -> int:
+        """How many samples of that epoch all ranks together have been given."""
+        return self.order.consumed
+
     def __len__(self) -> int:
-        """Global batches in an epoch."""
-        if self.size is None:
-            raise TypeError("an iterable dataset has no length")  # what list() and tqdm expect then
-        return self.size // self.batch_size
+        """Global batches in an epoch. TypeError for an iterable dataset."""
+        return len(self.order)
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's parts of what is left of the epoch."""
-        fresh, found = not self.consumed, False
+        stream, found = self.order.size is None, self.consumed > 0
         for part in self._reader():
             found = True
-            self.consumed += self.batch_size
-            self._turn()
+            self.order.advance()
             yield self._cut(part)
-        if self.size is None:
-            if fresh and not found:
+        if stream:
+            if not found:
                 what = f"the dataset ends before it gives one global batch of {self.batch_size} samples"
                 raise ShardcError(what, where=self._where, fix="give it more samples, or compile for a smaller batch")
-            self.epoch, self.consumed = self.epoch + 1, 0
+            self.order.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: where it stands and what fixes the order."""
-        return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed, "shuffle": self.shuffle, "size": self.size}
+        return self.order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the next sample that the saved loader had not handed out; on any mesh, ranks and batch size.
 
         The saved seed and order win. Raises ShardcError for a dataset of another size.
         """
-        if state["size"] != self.size:
-            sizes = [f"{n} samples" if n is not None else "an iterable dataset" for n in (state["size"], self.size)]
+        if state["size"] != self.order.size:
+            sizes = [f"{n} samples" if n is not None else "an iterable dataset" for n in (state["size"], self.order.size)]
             raise ShardcError(
                 f"the checkpoint is in the middle of {sizes[0]}, and this is {sizes[1]}",
                 where=self._where, fix="go on with the same dataset, or give this loader another name: it then begins anew",
             )  # fmt: skip
-        self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
-        self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
-        self._reading = None
-        self._turn()
+        self.order.load_state_dict(state)
+        self._reading = None  # its reader has the seed
 
     # --- reading
 
-    def _turn(self) -> None:
-        """The next epoch, if this one has no whole batch left."""
-        if self.size is not None and self.size - self.consumed < self.batch_size:
-            self.epoch, self.consumed = self.epoch + 1, 0
-
     def _reader(self) -> DataLoader[Any]:
-        if self.size is None:  # made anew for each epoch: its workers' copies know where to begin
-            stream = Stream(self.dataset, self._collate, self.seed, self.batch_size, self._mine.tolist())
-            stream.epoch, stream.consumed = self.epoch, self.consumed
+        order = self.order
+        if order.size is None:  # made anew for each epoch: its workers' copies know where to begin
+            stream = Stream(self.dataset, self._collate, order.seed, order.batch, order.mine.tolist())
+            stream.epoch, stream.consumed = order.epoch, order.consumed
             return DataLoader(stream, batch_size=None, collate_fn=_same, **self._options)
         if self._reading is None:  # kept, for persistent_workers
-            reader = Reader(self.dataset, self._collate, self.seed)
-            self._reading = DataLoader(reader, batch_sampler=_Batches(self), collate_fn=_same, **self._options)
+            reader = Reader(self.dataset, self._collate, order.seed)
+            self._reading = DataLoader(reader, batch_sampler=order, collate_fn=_same, **self._options)
         return self._reading
-
-    def order(self) -> Tensor:
-        """The epoch's samples in the order in which they are read: i64[size], the same on every rank and mesh."""
-        assert self.size is not None
-        if not self.shuffle:
-            return torch.arange(self.size)
-        low, high = (k & 0xFFFFFFFF for k in key(self.seed, self.epoch))
-        return torch.randperm(self.size, generator=torch.Generator().manual_seed(high << 32 | low))
-
-    def batches(self) -> Iterator[list[Key]]:
-        """What this rank reads of each global batch from here on, without moving on."""
-        assert self.size is not None
-        order, epoch = self.order(), self.epoch
-        for begin in range(self.consumed, self.size - self.batch_size + 1, self.batch_size):
-            yield [(epoch, i) for i in order[begin : begin + self.batch_size][self._mine].tolist()]
 
     def _cut(self, part: Any) -> Any:
         """What lies split in other dims than the batch's, such as a sequence, is read whole and cut here."""
@@ -202,27 +186,27 @@ class Loader:
         if not hasattr(data, "__iter__"):
             what = f"a {type(data).__name__} is no dataset: it has neither __getitem__ and __len__, nor __iter__"
             raise ShardcError(what, where=self._where, fix="pass a torch.utils.data.Dataset or IterableDataset")
-        if iter(data) is data:
+        if isinstance(data, Iterator):
             fix = "pass an object whose __iter__ begins anew, such as a torch.utils.data.IterableDataset"
             raise ShardcError(f"a {type(data).__name__} can be read once only", where=self._where, fix=fix)
         return True
 
     def _check(self, drop_last: bool, num_workers: int, options: Mapping[str, Any]) -> None:
-        errors = Errors()
+        errors, size = Errors(), self.order.size
         for name in {"sampler", "batch_sampler"} & options.keys():
             fix = "leave it out; for an order of your own, wrap the dataset and pass shuffle=False"
             errors.add(f"{name} is the loader's own: it knows what each rank reads", where=self._where, fix=fix)
-        if self.size is None and self.shuffle:
+        if size is None and self.order.shuffle:
             fix = "leave shuffle out, and shuffle in the dataset"
             errors.add("an iterable dataset comes in its own order", where=self._where, fix=fix)
-        if self.size is None and num_workers > 1:
+        if size is None and num_workers > 1:
             what = f"{num_workers} workers would each read the iterable dataset from its beginning"
             errors.add(what, where=self._where, fix="use num_workers=1, or a dataset with __getitem__ and __len__")
-        if self.size is not None and self.size < self.batch_size:
-            what = f"the dataset has {self.size} samples, fewer than one global batch of {self.batch_size}"
+        if size is not None and size < self.batch_size:
+            what = f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}"
             errors.add(what, where=self._where, fix="give it more samples, or compile for a smaller batch")
-        elif not drop_last and (self.size is None or self.size % self.batch_size):
-            rest = f"{self.size % self.batch_size} samples" if self.size is not None else "what is left over"
+        elif not drop_last and (size is None or size % self.batch_size):
+            rest = f"{size % self.batch_size} samples" if size is not None else "what is left over"
             what = f"the last batch of an epoch would be {rest} and not {self.batch_size}, for which the program was compiled"
             errors.add(what, where=self._where, fix="leave drop_last out: another epoch's order leaves other samples over")
         errors.raise_any()
@@ -257,19 +241,6 @@ class Loaders(dict[str, Loader]):
         self._waiting = dict(states)
         for name in self.keys() & states.keys():
             self[name].load_state_dict(states[name])
-
-
-class _Batches(Sampler[list[Key]]):
-    """The batch sampler of a loader: from where it stands when an iteration begins."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        return self.loader.batches()
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
 
 def batch_dims(program: Program) -> dict[str, int | None]:

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from shardc.runtime.order import Key
 from shardc.runtime.rng import key
-
-Key = tuple[int, int]  # epoch, index of the sample
 
 # Python's, numpy's and torch's random states belong to the process: ranks that are threads take turns with them. Workers are
 # processes of their own, and may have been forked while another thread held this.

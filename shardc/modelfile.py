@@ -1,6 +1,6 @@
 """Model files: what `shardc compile model.py` reads (SPEC.md, "Model files"), and transformers models from a config alone.
 
-    model.py             model(), batch(); optional loss, data, optimizer
+    model.py             model(), batch(); optional loss, data, collate, optimizer, scheduler
     model.py:name        another builder than `model`
     hf:config.json       transformers' AutoModelForCausalLM of that config; hf:ClassName:config.json another class
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from shardc.errors import ShardcError
 
@@ -29,15 +30,19 @@ from shardc.errors import ShardcError
 class ModelFile:
     """A model and what trains it. build: makes the module, wherever the default device is. batch: one global batch.
 
-    ref: what the user wrote. loss, data, optimizer: as in SPEC.md; None where the file has none.
+    ref: what the user wrote. All others are for `run`, and None where the file has none.
+    data: split -> an iterable of global batches, or a map-style torch Dataset of samples, from which collate makes batches.
+    optimizer: (name, parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler.
     """
 
     ref: str
     build: Callable[[], nn.Module]
     batch: Any
     loss: Callable[[Any, Any], Tensor] | None = None
-    data: Callable[[str], Iterable[Any]] | None = None
+    data: Callable[[str], Iterable[Any] | Dataset[Any]] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
 
     def on_meta(self) -> nn.Module:
         """The model without weights: all that compiling needs."""
@@ -56,11 +61,7 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> Model
         what = "--batch and --seq belong to hf: models; a model file's batch() says its own"
         raise ShardcError(what, where=ref, fix="leave them out, or edit batch()")
     name, _, builder = ref.partition(":") if not ref.endswith(".py") else (ref, "", "")
-    path = Path(name)
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [], 1)
-        fix = f"did you mean {path.parent / near[0]}?" if near else "name a Python file with model() and batch(), or hf:config.json"
-        raise ShardcError(f"there is no model file {name}", where=ref, fix=fix)
+    path = _existing(name, ref)
     module = _import(path)
     build = _function(module, path, builder or "model", needed="returns the nn.Module")
     make_batch = _function(module, path, "batch", needed="returns one global batch")
@@ -79,8 +80,22 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> Model
     if not isinstance(example, (dict, tuple, list, Tensor)):
         what = f"batch() returns a {type(example).__name__}"
         raise ShardcError(what, where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
-    optional = {n: _function(module, path, n) for n in ("loss", "data", "optimizer")}
+    optional = {n: _function(module, path, n) for n in ("loss", "data", "collate", "optimizer", "scheduler")}
     return ModelFile(f"{path.resolve()}{':' + builder if builder else ''}", checked, example, **optional)
+
+
+def imported(ref: str) -> ModuleType:
+    """Run a Python file for what it registers, such as rules; it needs no model(). Raises ShardcError as `load` does."""
+    return _import(_existing(ref, ref))
+
+
+def _existing(name: str, ref: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [], 1)
+        fix = f"did you mean {path.parent / near[0]}?" if near else "name a Python file with model() and batch(), or hf:config.json"
+        raise ShardcError(f"there is no model file {name}", where=ref, fix=fix)
+    return path
 
 
 def _import(path: Path) -> ModuleType:
