@@ -31,6 +31,7 @@ from shardc import values
 from shardc.passes.precision_ops import CASTS, LOOKUPS, LOW, MOVES, NARROWED, PROMOTE, is_wide
 from shardc.program import Param, Program, Source, Value
 from shardc.spec import Precision as Asked
+from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
 #: Where a tensor is made: said nowhere in a program, and in the way of working types out.
@@ -140,6 +141,8 @@ class _Writer:
         live = any(h.live for h in used.values())
         if not any(h.live for h in floats):
             return _Held(self._copy(node, {n: h.node for n, h in used.items()}), live)
+        if not _known(node.target):  # what a foreign kernel or a backward of the model's own takes, only capture has seen
+            return _Held(self._copy(node, {n: self._captured(n, h) for n, h in used.items()}), True)
         if name in CASTS:
             return self._cast(node, used)
         if name in MOVES:
@@ -151,6 +154,10 @@ class _Writer:
         if is_wide(name):
             return self._widened(node, used, name)
         return self._following(node, used, name)
+
+    def _captured(self, node: fx.Node, h: _Held) -> fx.Node:
+        """An operand in the dtype that it had in capture."""
+        return h.node if isinstance(node.meta["value"], tuple) else self._as(h.node, _value(node).dtype) if h.floats else h.node
 
     def _low(self, h: _Held, name: str) -> fx.Node:
         """An operand in the compute dtype. A mask's least number must not become -inf: a row that sees nothing would become NaN."""
@@ -319,6 +326,11 @@ def _value(node: fx.Node) -> Value:
 def _all(node: fx.Node) -> tuple[Any, ...]:
     v = node.meta.get("value")
     return v if isinstance(v, tuple) else (v,)
+
+
+def _known(target: Any) -> bool:
+    """Whether torch's lists can speak of an op."""
+    return target is operator.getitem or (isinstance(target, OpOverload) and target.namespace == "aten")
 
 
 def _types(node: fx.Node) -> list[Any]:

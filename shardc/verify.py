@@ -58,6 +58,8 @@ def verify(program: Program, *, seed: int = 0) -> Report:
 
     Needs memory for the model in float64 on every rank of the mesh; a program too large for this machine gives a finding that
     says so. Nothing is read from or written to disk.
+
+    Every dtype is widened, the casts of `precision:` too: what is checked is the algebra of the splits, not the rounding of 16 bits.
     """
     start = time.perf_counter()
     need, there = _memory(program), _available()
@@ -132,6 +134,7 @@ def _in_float64(program: Program) -> Program:
 
     return replace(
         program, graph=convert(program.graph), stages=tuple(Stage(convert(s.graph), s.name) for s in program.stages),
+        counts=Stage(convert(program.counts.graph), program.counts.name) if program.counts is not None else None,
         params=tuple(replace(p, dtype=_float64(p.dtype)) for p in program.params), buffers=tuple(map(constant, program.buffers)),
         inputs=tuple(replace(i, dtype=_float64(i.dtype)) for i in program.inputs),
         buckets=tuple(replace(b, dtype=_float64(b.dtype), compute=None) for b in program.buckets),
