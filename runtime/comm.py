@@ -69,8 +69,14 @@ class RankMesh(ABC):
         for axis in {n.partition(".")[0] for n in layout.names} - set(layout.names):
             self._sizes[axis] = layout.size(axis)
             self._coords[axis] = layout.group(rank, (axis,)).index(rank)
+        self.totals: tuple[Tensor, ...] = ()
         self.records: list[CommRecord] = []
         self.recording = record
+
+    def turn_to(self, microbatch: int, of: int, totals: Iterable[Tensor] = ()) -> None:
+        """From here on programs run on this microbatch of a step (shardc.passes.accumulate). totals: what all of them add up to."""
+        self._coords["microbatch"], self._sizes["microbatch"] = microbatch, of
+        self.totals = tuple(totals)
 
     def coordinate(self, axis: str) -> int:
         return self._coords[axis]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shardc.program import Program
+from shardc.program import Program, Stage
 from shardc.runtime import groups, inputs, schedule, state
 from shardc.runtime.comm import TorchMesh
 from shardc.runtime.loader import Loader, Loaders
@@ -42,10 +42,10 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
-def runnable(program: Program, device: torch.device) -> fx.GraphModule:
-    """The one stage of a program as a function of (mesh, rng, *params, *buffers, *inputs); frees each value after its last use."""
-    assert len(program.stages) == 1, f"{len(program.stages)} stages: this engine runs one"
-    graph = program.stages[0].graph
+def runnable(stages: Sequence[Stage], device: torch.device) -> fx.GraphModule:
+    """The one stage as a function of (mesh, rng, *params, *buffers, *inputs); frees each value after its last use."""
+    assert len(stages) == 1, f"{len(stages)} stages: this engine runs one"
+    graph = stages[0].graph
     if device.type != "cpu":
         from shardc.interpret import on_device
 
@@ -89,7 +89,8 @@ class Engine:
         self.loaders = Loaders()
         self.grad_norm: Tensor | None = None
         self._norm = GradNorm(program, self.params, self.mesh)
-        self._run = runnable(program, self.mesh.device)
+        self._run = runnable(program.stages, self.mesh.device)
+        self._count = runnable((program.counts,), self.mesh.device) if program.counts is not None else None
         self.scaler = Scaler(program.meta["loss_scale"], self.mesh) if "loss_scale" in program.meta else None
         self._unbucketed = [n for n in self.params if n not in self._buckets.names]
 
@@ -129,23 +130,40 @@ class Engine:
 
     def backward(self, batch: Any, *, local: bool = False) -> Tensor:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
-        given = inputs.take(self.program, batch, self.mesh, local=local)
+        parts = self._take(batch, local=local)
         for p in self.params.values():
             p.grad = None
         self.rng.training = True
-        with self._buckets.saving():
-            loss, news = self._run(self.mesh, self.rng, *self._buckets.given.values(), *self.buffers.values(), *given)
-        del given
         self._norm.start()
-        self._buckets.start()
-        if loss.requires_grad:
-            (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
-        self._buckets.finish(self._reduced)
+        total: Tensor | None = None
+        for i, given in enumerate(parts):
+            first, last = i == 0, i == len(parts) - 1
+            self.mesh.turn_to(i, len(parts), self.mesh.totals)
+            with self._buckets.saving():
+                loss, news = self._run(self.mesh, self.rng, *self._buckets.given.values(), *self.buffers.values(), *given)
+            given.clear()
+            self._buckets.start(first=first, last=last)
+            if loss.requires_grad:
+                (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+            self._buckets.finish(self._reduced)
+            total = loss.detach() if total is None else total + loss.detach()
         self._reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.agree()
         self.buffers |= new_buffers(self.program, news)
-        return loss.detach()  # type: ignore[no-any-return]
+        assert total is not None
+        return total
+
+    def _take(self, batch: Any, *, local: bool) -> list[list[Tensor]]:
+        """This rank's part of every input, by microbatch; and what they add up to before they run."""
+        parts = inputs.microbatches(self.program, inputs.take(self.program, batch, self.mesh, local=local))
+        totals: list[Tensor] = []
+        for i, given in enumerate(parts) if self._count is not None else ():
+            self.mesh.turn_to(i, len(parts))
+            found, _ = self._count(self.mesh, self.rng, *self._buckets.given.values(), *self.buffers.values(), *given)
+            totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else list(found)
+        self.mesh.turn_to(0, len(parts), totals)
+        return parts
 
     def _reduced(self, names: Sequence[str]) -> None:
         """Gradients that are summed over ranks, while others still are on their way."""
@@ -173,27 +191,14 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
         """The global loss without dropout and with BatchNorm's running statistics; nothing changes."""
-        given = inputs.take(self.program, batch, self.mesh, local=local)
         self.rng.training = False
-        loss, _ = self._run(self.mesh, self.rng, *self._buckets.given.values(), *self.buffers.values(), *given)
-        return loss.detach()  # type: ignore[no-any-return]
-
-    # --- data
-
-    def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
-        """An iterable of epochs of this rank's parts of global batches, for `step(part, local=True)`; `save` and `load` know where it stands.
-
-        dataset: map-style (__getitem__, __len__), or iterable: then every rank reads the whole stream and keeps its own samples, and
-                 num_workers is at most 1.
-        batch_size: samples in a global batch; what the program was compiled for, and need not be given.
-        shuffle: an order fixed by (seed, epoch), the same on every mesh; default for map-style datasets. seed: 0.
-        drop_last: True: samples that fill no batch are left out of that epoch's order. False: a dataset that leaves some is refused.
-        collate_fn: samples -> batch as the program was compiled for, but of this rank's samples only; default: torch's.
-        name: "train"; under which checkpoints keep it; None: they do not. num_workers, pin_memory, ...: as of torch's DataLoader.
-        What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the same samples.
-        Raises ShardcError for a batch size that was not compiled, and for datasets shorter than a batch.
-        """
-        return self.loaders.add(Loader(self.program, self.mesh, dataset, batch_size=batch_size, **options))
+        parts = self._take(batch, local=local)
+        total = torch.zeros((), device=self.mesh.device)
+        for i, given in enumerate(parts):
+            self.mesh.turn_to(i, len(parts), self.mesh.totals)
+            loss, _ = self._run(self.mesh, self.rng, *self._buckets.given.values(), *self.buffers.values(), *given)
+            total = total + loss if i else loss
+        return total.detach()
 
     # --- state
 

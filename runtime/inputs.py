@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors
-from shardc.placement import DTYPES
+from shardc.placement import DTYPES, chunks, widen
 from shardc.program import Input, Program
 
 Path = tuple[str | int, ...]
@@ -53,7 +53,7 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
             )  # fmt: skip
     found = []
     for x in program.inputs:
-        if local and x.layout.paddings():
+        if local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
             what = f"its size {list(x.shape)} does not divide over the ranks, so no rank's part says what the whole is"
             errors.add(what, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide")
             continue
@@ -65,6 +65,22 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
         else:
             errors.add(_mismatch(x, given, want, local), where=name_of(x.path), fix=_fix(x, leaf, local))
     errors.raise_any()
+    return found
+
+
+def microbatches(program: Program, given: Sequence[Tensor]) -> list[list[Tensor]]:
+    """What `take` gave, cut into the step's microbatches."""
+    found: list[list[Tensor]] = [[] for _ in range(program.microbatches)]
+    for x, part in zip(program.inputs, given, strict=True):
+        s = x.microbatch
+        if s is None:
+            pieces = [part] * program.microbatches
+        else:
+            if s.padding and not x.layout.shards(s.dim):  # else the other axes' shards have padded it
+                part = widen(part, s, copies=True)
+            pieces = chunks(part, s, program.microbatches)
+        for into, piece in zip(found, pieces, strict=True):
+            into.append(piece.contiguous())
     return found
 
 

@@ -55,6 +55,12 @@ def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:
     return batch if rng is None or rng.training else running.to(batch.dtype).reshape(batch.shape)
 
 
+def total(mesh: Mesh, index: int) -> Tensor:
+    """The sum over a step's microbatches of what its `counts` found on this rank (shardc.passes.accumulate)."""
+    found: Tensor = mesh.totals[index]
+    return found
+
+
 def partial_mean(x: Tensor, dims: list[int], keepdim: bool, count: int) -> Tensor:
     """This rank's share of a mean over `count` elements in all: the sum over `dims` of what is here, over count."""
     return x.sum(dims, keepdim) / count

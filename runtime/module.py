@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardc.errors import ShardcError
 from shardc.program import Program
 from shardc.runtime import inputs, state
 from shardc.runtime.comm import TorchMesh
@@ -79,6 +80,11 @@ class ShardedModule(nn.Module):
 
     def __init__(self, program: Program, model: Any, seed: int = 0, *, mesh: Any = None) -> None:
         super().__init__()
+        if program.microbatches > 1:
+            raise ShardcError(
+                f"a step of this program is {program.microbatches} microbatches, each with a backward of its own: a module has one",
+                where="batch.microbatches", fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
+            )  # fmt: skip
         mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
         parts, buffers = state.local_parts(program, model, mesh, seed)
         buckets = Buckets(program, parts, mesh)
@@ -93,7 +99,7 @@ class ShardedModule(nn.Module):
                 parent.register_buffer(name, buffers[b.name], persistent=b.persistent)
         updates = _Updates(buckets)
         self.register_load_state_dict_post_hook(updates.note)
-        self._running = _Running(program, model, mesh, Rng(seed), runnable(program, mesh.device), buckets, updates)
+        self._running = _Running(program, model, mesh, Rng(seed), runnable(program.stages, mesh.device), buckets, updates)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The global loss of this rank's part of a batch. Raises ShardcError for another part than was compiled."""

@@ -16,14 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from shardc.placement import Shard, trim, widen
 from shardc.runtime import digits
-from shardc.runtime.math_ops import batch_stat, embedding_partial, fill_padding, nll, nll_join, nll_max, nll_parts, partial_mean, select_partial
+from shardc.runtime.math_ops import batch_stat, embedding_partial, fill_padding, nll, nll_join, nll_max, nll_parts, partial_mean, select_partial, total
 from shardc.runtime.rng import dropout
 from shardc.runtime.zero_ops import gather_start, gather_wait, updated
 
 __all__ = [
     "all_gather", "all_gather_varying", "all_reduce", "all_reduce_max", "all_to_all", "batch_stat", "dropout", "embedding_partial",
-    "fill_padding", "gather_start", "gather_wait", "nll", "nll_join", "nll_max", "nll_parts", "partial_mean", "reduce_scatter", "select_partial", "shard", "shard_varying",
-    "to_partial", "unshard_partial", "unvary", "updated", "vary", "varying_to_partial",
+    "fill_padding", "gather_start", "gather_wait", "nll", "nll_join", "nll_max", "nll_parts", "partial_mean", "reduce_scatter",
+    "select_partial", "shard", "shard_varying", "to_partial", "total", "unshard_partial", "unvary", "updated", "vary", "varying_to_partial",
 ]  # fmt: skip
 
 Mesh = Any  # shardc.runtime.comm's meshes; a protocol would only repeat their docstrings

@@ -4,6 +4,7 @@
     spec.yaml        the spec it was compiled from
     layouts.json     parameters, buffers, inputs, buckets, in the notation of shardc.placement
     single.py        the model as one device runs it
+    counts.py        what is added up over the microbatches of a step before they run, if anything
     stage0.py        what every rank runs; `forward` in it is just what is executed after loading
     constants.safetensors   tensors that capture found in the code
 """
@@ -25,7 +26,7 @@ from shardc import emit
 from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
 from shardc.parse import graph_of
-from shardc.placement import Layout, parse, show
+from shardc.placement import Layout, Shard, parse, show
 from shardc.program import Bucket, Buffer, Input, Param, Program, Stage, Value
 from shardc.spec import Spec
 
@@ -74,6 +75,8 @@ def _write(program: Program, folder: Path) -> None:
     files = {"single.py": emit.module(program.graph, program, "The model as one device runs it.")}
     for i, stage in enumerate(program.stages):
         files[f"stage{i}.py"] = emit.module(stage.graph, program, f"{stage.name}: what every rank of {program.mesh} runs.")
+    if program.counts is not None:
+        files["counts.py"] = emit.module(program.counts.graph, program, "What is added up over the microbatches of a step before they run.")
     files[LAYOUTS] = json.dumps(_layouts(program), indent=1, ensure_ascii=False)
     if program.spec is not None:
         files[SPEC] = str(program.spec)
@@ -108,7 +111,8 @@ def _layouts(program: Program) -> dict[str, Any]:
             {**named(b), "fqn": b.fqn, "aliases": b.aliases, "updated": b.updated, "persistent": b.persistent, "constant": b.constant is not None}
             for b in program.buffers
         ],
-        "inputs": [{**named(i), "path": i.path} for i in program.inputs],
+        "microbatches": program.microbatches,
+        "inputs": [{**named(i), "path": i.path, "microbatch": _cut(i.microbatch)} for i in program.inputs],
         "buckets": [
             {
                 "axes": b.axes, "dtype": str(b.dtype), "params": b.params, "shard": b.shard, "zero": b.zero,
@@ -141,6 +145,7 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
 
     program.graph = graph("single.py", whole)
     program.stages = tuple(Stage(graph(f"stage{i}.py", local), name) for i, name in enumerate(stages))
+    program.counts = Stage(graph("counts.py", local), "counts") if "counts.py" in manifest["sha256"] else None
     program.spec = Spec.load(folder / SPEC) if SPEC in manifest["sha256"] else None
     return program
 
@@ -202,9 +207,21 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
         )
         for b in tables["buffers"]
     )  # fmt: skip
-    inputs = tuple(Input(**typed(i), path=tuple(i["path"])) for i in tables["inputs"])
+    inputs = tuple(Input(**typed(i), path=tuple(i["path"]), microbatch=_shard(i["microbatch"])) for i in tables["inputs"])
     buckets = tuple(
-        Bucket(tuple(b["axes"]), dtype(b["dtype"]), tuple(b["params"]), b["shard"], b["zero"], dtype(b["compute"]) if b["compute"] else None, b["prefetch"])
+        Bucket(
+            tuple(b["axes"]), dtype(b["dtype"]), tuple(b["params"]), b["shard"], b["zero"], dtype(b["compute"]) if b["compute"] else None,
+            b["prefetch"],
+        )
         for b in tables["buckets"]
     )  # fmt: skip
-    return Program(mesh, fx.Graph(), params, buffers, inputs, (), buckets, None, tuple(manifest["notes"]), manifest["meta"])
+    notes, microbatches = tuple(manifest["notes"]), int(tables["microbatches"])
+    return Program(mesh, fx.Graph(), params, buffers, inputs, (), buckets, microbatches, None, None, notes, manifest["meta"])
+
+
+def _cut(s: Shard | None) -> dict[str, int] | None:
+    return {"dim": s.dim, "split": s.split, "padding": s.padding, "blocks": s.blocks} if s is not None else None
+
+
+def _shard(cut: dict[str, int] | None) -> Shard | None:
+    return Shard(cut["dim"], cut["split"], (), cut["padding"], cut["blocks"]) if cut is not None else None

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardc.capture import capture
 from shardc.passes import plans, runner
+from shardc.passes.accumulate import Accumulate, widened
 from shardc.passes.annotate import Annotate
 from shardc.passes.canonical import Canonical
 from shardc.passes.data import Data
@@ -64,9 +65,13 @@ def compile(
         program = steps.run("precision", lambda: dtypes.run(program))
     program = steps.run("canonical", lambda: Canonical().run(program))
     notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
-    program = steps.run("annotate", lambda: Annotate(asked, carried).run(program, asked.mesh))
+    wide = widened(asked)
+    program = steps.run("annotate", lambda: Annotate(wide, carried).run(program, wide.mesh))
     program = steps.run("place", lambda: place(program, program.mesh))
     program = steps.run("partition", lambda: Partition(strict=asked.strict).run(program, program.mesh))
+    if asked.batch.microbatches > 1:
+        accumulate = Accumulate(asked.where(("batch", "microbatches")))
+        program = steps.run("accumulate", lambda: accumulate.run(program, program.mesh))
     data = Data.of(asked, dtypes.reduce)
     program = steps.run("data", lambda: data.run(program, program.mesh))
 

@@ -86,8 +86,12 @@ def text(program: Program) -> str:
     """The whole program: what it is, how everything is stored, what is reduced, and what every rank runs."""
     lines = [*_head(program), ""]
     if program.stages:
+        often = f", {program.microbatches} times a step" if program.microbatches > 1 else ""
+        if program.counts is not None:
+            lines += [f"# counts: what every rank adds up over the {program.microbatches} microbatches first"]
+            lines += [function(program.counts.graph, program, program.counts.name)]
         for stage in program.stages:
-            lines += [f"# {stage.name}: what every rank runs", function(stage.graph, program, stage.name)]
+            lines += [f"# {stage.name}: what every rank runs{often}", function(stage.graph, program, stage.name)]
     else:
         lines += ["# the model as one device runs it", function(program.graph, program, "single")]
     return "\n".join(lines)

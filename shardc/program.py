@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from shardc.mesh import Mesh
-from shardc.placement import Layout, show
+from shardc.placement import Layout, Shard, show
 
 if TYPE_CHECKING:
     from shardc.runtime.engine import Engine
@@ -139,6 +139,8 @@ class Buffer:
 class Input:
     """One tensor of the batch. path: how to reach it in the user's batch, e.g. ("input_ids",) or (0, "mask"); () = the batch itself.
 
+    microbatch: how a rank's part of it is cut into the step's microbatches; None = each gets all of it.
+
     A batch is a dict (keyword arguments), tuple or tensor, possibly nested; leaves that are no tensors are baked into the graph.
     """
 
@@ -147,6 +149,7 @@ class Input:
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout = Layout()
+    microbatch: Shard | None = None
 
     @property
     def value(self) -> Value:
@@ -184,7 +187,11 @@ class Stage:
 
 @dataclass
 class Program:
-    """See the module docstring. `graph` is the global graph; `stages` is empty until partition has run."""
+    """See the module docstring. `graph` is the global graph; `stages` is empty until partition has run.
+
+    microbatches: a step runs the stages so many times, each time on its part of every input, and adds losses and gradients up.
+    counts: what is run on all microbatches before; output `(summands, ())`, whose sums over microbatches `ops.total(mesh, i)` are.
+    """
 
     mesh: Mesh
     graph: fx.Graph
@@ -193,6 +200,8 @@ class Program:
     inputs: tuple[Input, ...]
     stages: tuple[Stage, ...] = ()
     buckets: tuple[Bucket, ...] = ()
+    microbatches: int = 1
+    counts: Stage | None = None
     spec: Spec | None = None
     notes: tuple[str, ...] = ()  # what a user should know: gathers nobody asked for, replicated ops, ...
     meta: dict[str, Any] = field(default_factory=dict)  # JSON-able facts for the manifest: model name, versions, seconds

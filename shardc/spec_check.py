@@ -209,7 +209,6 @@ class Check:
 
 _OUT = "leave the section out"
 UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
-    (("batch", "microbatches"), lambda f: f.batch.microbatches > 1, "write microbatches: 1"),
     (("sequence",), lambda f: f.sequence is not None, _OUT),
     (("pipeline",), lambda f: f.pipeline is not None, _OUT),
     (("data", "offload"), lambda f: f.data.offload != Offload(), "write none for both"),

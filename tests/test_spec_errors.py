@@ -190,7 +190,6 @@ def test_one_mistake_is_said_once() -> None:
 # --- not built yet -----------------------------------------------------------------------------------------------------
 
 ASKED: dict[str, Any] = {
-    "batch.microbatches": {"batch": {"microbatches": 2}},
     "sequence": {"sequence": {"axis": "cp"}}, "pipeline": {"pipeline": {"axis": "pp"}}, 
     "data.offload": {"data": {"offload": {"parameters": "/tmp/x"}}}, "experts": {"experts": [{"match": "a", "axis": "tp"}]},
     "checkpoint": {"checkpoint": [{"match": "a"}]}, "batch_norm": {"batch_norm": "local"},
