@@ -200,6 +200,23 @@ class Engine:
             total = total + loss if i else loss
         return total.detach()
 
+    # --- data
+
+    def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
+        """An iterable of epochs of this rank's parts of global batches, for `step(part, local=True)`; `save` and `load` know where it stands.
+
+        dataset: map-style (__getitem__, __len__), or iterable: then every rank reads the whole stream and keeps its own samples, and
+                 num_workers is at most 1.
+        batch_size: samples in a global batch; what the program was compiled for, and need not be given.
+        shuffle: an order fixed by (seed, epoch), the same on every mesh; default for map-style datasets. seed: 0.
+        drop_last: True: samples that fill no batch are left out of that epoch's order. False: a dataset that leaves some is refused.
+        collate_fn: samples -> batch as the program was compiled for, but of this rank's samples only; default: torch's.
+        name: "train"; under which checkpoints keep it; None: they do not. num_workers, pin_memory, ...: as of torch's DataLoader.
+        What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the same samples.
+        Raises ShardcError for a batch size that was not compiled, and for datasets shorter than a batch.
+        """
+        return self.loaders.add(Loader(self.program, self.mesh, dataset, batch_size=batch_size, **options))
+
     # --- state
 
     def save(self, folder: str | Path) -> None:
