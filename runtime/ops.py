@@ -16,7 +16,18 @@ from torch.autograd.function import once_differentiable
 
 from shardc.placement import Shard, trim, widen
 from shardc.runtime import digits
-from shardc.runtime.math_ops import batch_stat, embedding_partial, fill_padding, nll, nll_join, nll_max, nll_parts, partial_mean, select_partial, total
+from shardc.runtime.math_ops import (
+    batch_stat,
+    embedding_partial,
+    fill_padding,
+    nll,
+    nll_join,
+    nll_max,
+    nll_parts,
+    partial_mean,
+    select_partial,
+    total,
+)
 from shardc.runtime.rng import dropout
 from shardc.runtime.zero_ops import gather_start, gather_wait, updated
 

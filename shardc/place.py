@@ -22,12 +22,11 @@ from torch import fx
 
 from shardc.calls import choices_of, result, tensors, values
 from shardc.mesh import Mesh
-from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Shard, Varying
+from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Shard
 from shardc.price import FLOPS_PER_BYTE, TOUCH, UNDO, transfer
 from shardc.program import Program
 from shardc.refuse import refuse_uneven
 from shardc.rules.core import Choices, Strategy, needs_vary
-
 
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
 SWEEPS = 4
@@ -266,7 +265,6 @@ class Axis:
 
     def _obliging(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
         """The strategy that makes the result as users want it, if that costs no more than converting it; else the chosen one."""
-        choices = self.choices[node]
         if wanted == chosen.outputs[0] or (other := self._making(node, wanted)) is None:
             return chosen
         now = transfer(values(node)[0], chosen.outputs[0], wanted, self.n, self._bytes((node, 0)))

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.program import Program
 from tests import equality, zoo
-from tests.zoo import hf, hf_more
-from tests.zoo import Built
+from tests.zoo import Built, hf, hf_more
 
 USE = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}}
 
