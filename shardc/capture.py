@@ -25,6 +25,7 @@ from shardc.errors import ShardcError
 from shardc.known_values import known_values
 from shardc.mesh import Mesh
 from shardc.program import Buffer, Input, Param, Program, Source, Value
+from shardc.runtime.custom_ops import with_gradient_of
 from shardc.torch_private import DATA_DEPENDENT, fake_tensor, traced_with
 
 Loss = Callable[[Any, Any], Tensor]
@@ -89,6 +90,7 @@ class _Wrapper(nn.Module):
     def __init__(self, model: nn.Module, leaves: Leaves, loss: Loss | None) -> None:
         super().__init__()
         self.model, self.leaves, self.loss = model, leaves, loss
+        self.side: list[Tensor] = []  # terms of the loss of which only the gradient counts
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = self.leaves.batch(tensors)
@@ -102,7 +104,8 @@ class _Wrapper(nn.Module):
         if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
             what = f"the loss is {_described(found)}, not a scalar"
             raise ShardcError(what, fix="return one floating-point number, e.g. loss.mean()")
-        return found.reshape(()) if found.dim() else found
+        found = found.reshape(()) if found.dim() else found
+        return with_gradient_of(found.detach(), sum(self.side, found)) if self.side else found
 
 
 def default_loss(output: Any) -> Any:
@@ -137,7 +140,7 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
     wrapper = _Wrapper(model, leaves, loss)
     wrapper.training = model.training
     with (
-        warnings.catch_warnings(), watch.lean_transformers(model), watch.watching(), known_values(),
+        warnings.catch_warnings(), watch.lean_transformers(model), watch.watching(wrapper.side), known_values(),
         watch.swapped(model, tensors),
         traced_with(source.trace_of_call),
     ):  # fmt: skip

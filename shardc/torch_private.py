@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 __all__ = [
     "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "after_backward", "decompositions", "fake_mode",
-    "fake_tensor", "overload_of", "replaced_trunc_normal", "traced_functional", "traced_node", "traced_with",
+    "fake_tensor", "overload_of", "replaced_trunc_normal", "traced_functional", "traced_node", "traced_on", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -90,6 +90,11 @@ def traced_functional(
             return make_fx(dispatch_functionalize(function), tracing_mode="fake")(*fakes)
     except Exception:  # torch's own Python, which raises anything on calls that it was not written for: then it is of no use
         return None
+
+
+def traced_on(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph of a function on fake tensors, in functional aten ops; its results may be nested. What it raises comes through."""
+    return make_fx(dispatch_functionalize(function), tracing_mode="real")(*tensors)
 
 
 @contextmanager

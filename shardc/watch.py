@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
-from shardc import source
+from shardc import custom_function, source
 from shardc.errors import Errors, ShardcError
 from shardc.torch_private import FakeTensor, fake_mode, fake_tensor, traced_node
 
@@ -44,20 +44,18 @@ def check_hooks(model: nn.Module) -> None:
 
 
 @contextmanager
-def watching() -> Iterator[None]:
-    """While open: custom autograd Functions and tensor hooks raise, naming the user's line; reentrant checkpoints run plainly."""
+def watching(side: list[Tensor]) -> Iterator[None]:
+    """While open: custom autograd Functions keep their backward (shardc/custom_function.py); reentrant checkpoints run plainly;
+    tensor hooks raise, naming the user's line. side: gets terms that the loss has to have besides."""
     original = torch.autograd.Function.apply
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             function, _preserve_rng_state, *operands = args
             return function(*operands)  # recomputation changes no result; its own Function would cut the gradients
-        if cls.__module__.partition(".")[0] == "torch":
+        if cls.__module__.partition(".")[0] in ("torch", "shardc"):
             return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
-        raise ShardcError(
-            f"the custom autograd function {cls.__name__} would lose its backward", where=source.of_call().line,
-            fix="write its forward with ordinary torch ops, so that autograd differentiates it",
-        )  # fmt: skip
+        return custom_function.kept(cls, args, side, untraced)
 
     def hook(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise ShardcError(

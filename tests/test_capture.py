@@ -277,23 +277,6 @@ def test_dropout_is_proven_with_seeds() -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * 7
-
-
-def test_custom_function_is_refused() -> None:
-    def function(self: Net, y: Tensor) -> Tensor:
-        return Doubled.apply(y).sum()
-
-    refused(function, "the custom autograd function Doubled would lose its backward", line="return Doubled.apply(y).sum()")
-
-
 def test_hooks_are_refused() -> None:
     def function(self: Net, y: Tensor) -> Tensor:
         y.register_hook(lambda g: g * 2)

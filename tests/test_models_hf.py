@@ -52,6 +52,7 @@ LISTED: dict[str, Megatron] = {
     "mistral": DECODER, "qwen2": DECODER, "qwen3": DECODER, "gemma2": DECODER, "phi3": DECODER, "persimmon": DECODER,
     "gpt_neox": Megatron(2 + 2, 4 + 1, at("gpt_neox.embed_in"), 5, 2),  # parallel blocks with two norms; the plan splits no embedding
     "opt": Megatron(4 + 1 + 2, 4 + 1, at("model.decoder.embed_tokens"), 5, 5),
+    "bloom": Megatron(4 + 1 + 2, 4 + 1, at("transformer.word_embeddings_layernorm"), 5, 5),
     "falcon": Megatron(2 + 1 + 2, 4 + 1, at("transformer.word_embeddings"), 5, 3),
     "falcon_7b": Megatron(2 + 1 + 2, 2 + 1, at("transformer.word_embeddings"), 7, 3),  # the one key and value are gathered, not all heads
     "falcon_alibi": Megatron(2 + 1 + 2, 2 + 1, at("transformer.word_embeddings"), 3, 3),

@@ -9,6 +9,7 @@ import torch
 
 from shardc.rules.core import Call, LocalCall, Operand, Rule, fallback, rule
 from shardc.rules.notation import Dim, Signature
+from shardc.runtime import custom_ops  # noqa: F401 (it registers shardc::with_gradient_of)
 
 aten = torch.ops.aten
 
@@ -107,6 +108,8 @@ def prelu(call: Call) -> Signature:
 rule(aten.prelu.default, prelu)
 rule(aten.type_as.default, first_only, linear=to_float)
 rule(aten.bucketize.Tensor, first_only)
+
+rule(torch.ops.shardc.with_gradient_of.default, broadcast, linear="0 1")
 
 # pointwise in fact, though torch does not tag them so (or they are composites that canonical graphs keep whole)
 for _op in (

@@ -92,6 +92,10 @@ FAMILIES: dict[str, Family] = {
     "mamba": row("MambaForCausalLM", state_size=4, time_step_rank=4),
     "mamba2": row("Mamba2ForCausalLM", state_size=4, num_heads=8, head_dim=16, n_groups=2, chunk_size=8),
     "rwkv": row("RwkvForCausalLM", attention_hidden_size=HIDDEN, context_length=32),
+    "recurrent_gemma": row(
+        "RecurrentGemmaForCausalLM", num_key_value_heads=1, lru_width=HIDDEN, attention_window_size=8, block_types=["recurrent",
+        "attention"],
+    ),
     "zamba": row(
         "ZambaForCausalLM", num_hidden_layers=4, num_key_value_heads=4, layer_types=["mamba", "hybrid", "mamba", "hybrid"],
         mamba_d_state=4, mamba_dt_rank=4, n_mamba_heads=2, use_mamba_kernels=False,
@@ -257,6 +261,7 @@ FAMILIES: dict[str, Family] = {
     "hubert": row("HubertForSequenceClassification", sound, **CONVS, num_labels=CLASSES),
     "wavlm": row("WavLMForSequenceClassification", sound, **CONVS, num_labels=CLASSES),
     "sew": row("SEWForSequenceClassification", sound, **CONVS, num_labels=CLASSES, squeeze_factor=1),
+    "sew_d": row("SEWDForSequenceClassification", sound, **CONVS, num_labels=CLASSES, squeeze_factor=1, position_buckets=8),
     "unispeech": row("UniSpeechForSequenceClassification", sound, **CONVS, num_labels=CLASSES),
     "unispeech_sat": row("UniSpeechSatForSequenceClassification", sound, **CONVS, num_labels=CLASSES),
     "data2vec_audio": row(

@@ -59,6 +59,7 @@ sample(
     lambda t: call(t.real(4, 12), t.real(12)),
     lambda t: call(t.real(4, 12), t.index(9, 4, 3, 12)),
 )
+sample(torch.ops.shardc.with_gradient_of.default, lambda t: call(t.real(4, 12), t.real(4, 12)))
 samples(
     aten.silu.default, aten.selu.default, aten.relu6.default, aten.square.default, aten.isfinite.default, aten.isinf.default,
     aten.isposinf.default, aten.isneginf.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default,
