@@ -39,6 +39,7 @@ class Data:
     reduce: dtype in which gradients are summed; None: each parameter's own.
     zero: what is kept cut (shardc.program.Bucket). axes: data axes, outermost first: cut over the last, replicated over the others.
     prefetch: buckets that are gathered ahead of their use. cause: the spec line that asked for it.
+    offload: parameters lie outside of the device, so that a data axis of one rank is worth a gather too.
     """
 
     bucket_mb: float = 25.0
@@ -47,6 +48,7 @@ class Data:
     axes: tuple[str, ...] = ()
     prefetch: int = 1
     cause: str = "data.zero"
+    offload: bool = False
 
     @staticmethod
     def of(spec: Spec, reduce: torch.dtype | None = None) -> Data:
@@ -54,13 +56,13 @@ class Data:
         asked = spec.data
         axes = asked.axis or tuple(n for n in spec.mesh.names if n == "dp" or n.startswith("dp_"))
         where = f"{spec.where(('data', 'zero'))} zero: {asked.zero}"
-        return Data(asked.bucket_mb, reduce, asked.zero, axes, cause=where)
+        return Data(asked.bucket_mb, reduce, asked.zero, axes, cause=where, offload=asked.offload.parameters != "none")
 
     def run(self, program: Program, mesh: Mesh) -> Program:
         uses = _Uses(program)
         finish = sorted(program.params, key=lambda p: -uses.first.get(p.name, -uses.end))
         order = {p.name: i for i, p in enumerate(finish)}
-        axis = self.axes[-1] if self.axes and mesh.size(self.axes[-1]) > 1 else ""
+        axis = self.axes[-1] if self.axes and (mesh.size(self.axes[-1]) > 1 or self.offload) else ""
         notes = program.notes
         if self.zero and not axis:
             notes = (*notes, f"zero: {self.zero} splits nothing: the mesh {mesh} has no data axis of more than one rank")

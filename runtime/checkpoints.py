@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,8 @@ def _coords(mesh: Any) -> dict[str, int]:
 
 
 Runs = Mapping[str, Run]
+#: (parameter, name of a state of it, a tensor of its form) -> a tensor to fill
+Room = Callable[[Any, str, Tensor], Tensor]
 
 
 def _replicas(mesh: Mesh, layout: Layout, cut: Iterable[str] = ()) -> tuple[str, ...]:
@@ -275,9 +277,11 @@ def _json(manifest: dict[str, Any]) -> str:
 
 def load(
     folder: str | Path, program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
-    optimizer: Optimizer | None = None, *, runs: Runs | None = None,
+    optimizer: Optimizer | None = None, *, runs: Runs | None = None, room: Room | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Fill params, buffers and the optimizer in place from a checkpoint of any mesh; returns its `extra`. No communication.
+
+    room: where the optimizer's state is to be; default: on its parameter's device.
 
     Raises ShardcError, naming them, if the checkpoint has other parameters, shapes or another optimizer, before anything changes.
     """
@@ -298,7 +302,7 @@ def load(
     states: dict[str, dict[str, Any]] = {}
     if optimizer is not None:
         with errors.collect():
-            states = _optimizer_parts(program, params, optimizer, manifest, stored, parts, str(folder), runs or {})
+            states = _optimizer_parts(program, params, optimizer, manifest, stored, parts, str(folder), runs or {}, room)
     errors.raise_any()
 
     planner = _Loading(parts, mesh)
@@ -317,7 +321,7 @@ def load(
 
 def _optimizer_parts(
     program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, manifest: Mapping[str, Any],
-    stored: Mapping[str, TensorStorageMetadata], parts: dict[str, Part], folder: str, runs: Runs,
+    stored: Mapping[str, TensorStorageMetadata], parts: dict[str, Part], folder: str, runs: Runs, room: Room | None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to `parts`."""
     facts = manifest.get("optimizer")
@@ -341,9 +345,8 @@ def _optimizer_parts(
             continue
         p, local = members[fqn], params[members[fqn].name]
         alike = tuple(tensor.size) == p.shape and (bool(p.shape) or name != "step")
-        x = torch.zeros(
-            local.shape if alike else tensor.size, dtype=tensor.properties.dtype, device="cpu" if name == "step" else local.device
-        )
+        form = torch.empty(local.shape if alike else tensor.size, dtype=tensor.properties.dtype, device="meta")
+        x = room(local, name, form) if room and name != "step" else torch.zeros_like(form, device="cpu" if name == "step" else local.device)
         states[fqn][name] = x
         parts[key] = _part(program, p, x, runs.get(p.name)) if alike else Part(x, tuple(tensor.size))
     return states

@@ -111,8 +111,11 @@ class RankMesh(ABC):
     def start_all_gather(self, part: Tensor, whole: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Work:
         """Every rank's part [n], in the order of the axis, into whole [ranks * n], in the background.
 
-        Both are contiguous; part may be this rank's place in whole. More than one rank.
+        Both are contiguous; part may be this rank's place in whole.
         """
+        if self.size(axis) == 1:
+            whole.copy_(part)
+            return Work()
         self._note("all_gather", (axis,), whole.nbytes, direction, tag)
         return self._start_all_gather(part, whole, axis, tag)
 

@@ -85,6 +85,11 @@ class ShardedModule(nn.Module):
                 f"a step of this program is {program.microbatches} microbatches, each with a backward of its own: a module has one",
                 where="batch.microbatches", fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
             )  # fmt: skip
+        if program.meta.get("offload"):
+            raise ShardcError(
+                "the engine moves what is offloaded, and a module has none: it does not step the optimizer",
+                where="data.offload", fix="use program.engine(...), or leave offload out",
+            )  # fmt: skip
         mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
         parts, buffers = state.local_parts(program, model, mesh, seed)
         buckets = Buckets(program, parts, mesh)

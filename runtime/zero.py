@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardc.program import Program
 from shardc.runtime.flat import Run
+from shardc.runtime.offload import Offload
 from shardc.runtime.zero_bucket import Cut, Stored, Summed, owned_run
 from shardc.runtime.zero_gather import Gathered
 
@@ -34,8 +35,12 @@ class Buckets:
     not reach counts as zeros in the sum, and keeps the `.grad` it had, also as on one device.
     """
 
-    def __init__(self, program: Program, params: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]], mesh: Any) -> None:
+    def __init__(
+        self, program: Program, params: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]], mesh: Any,
+        offload: Offload | None = None,
+    ) -> None:  # fmt: skip
         self.mesh = mesh
+        self._offload = offload if offload is not None else Offload({}, mesh)
         self._gathered = Gathered()
         self._all = [self._make(program, i, mesh) for i, b in enumerate(program.buckets) if b.zero or mesh.members(b.axes) > 1]
         self._of = {n: b for b in self._all for n in b.spec.params}
@@ -60,8 +65,8 @@ class Buckets:
     def _make(self, program: Program, index: int, mesh: Any) -> Summed:
         zero = program.buckets[index].zero
         if zero == 3:
-            return Stored(program, index, mesh, self._gathered, self._launched)
-        return Cut(program, index, mesh) if zero else Summed(program, index, mesh)
+            return Stored(program, index, mesh, self._offload, self._gathered, self._launched)
+        return Cut(program, index, mesh, self._offload) if zero else Summed(program, index, mesh)
 
     @property
     def names(self) -> set[str]:

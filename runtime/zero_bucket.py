@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from shardc.program import Bucket, Program
 from shardc.runtime.comm import Work
 from shardc.runtime.flat import Flat, Run
+from shardc.runtime.offload import Offload
+from shardc.runtime.offload_mover import Home
 from shardc.runtime.zero_gather import Gathered, Use, views
 
 
@@ -143,8 +145,10 @@ class Summed:
 class _Part(Summed):
     """What cut buckets share: this rank's part, and the sum of gradients into it."""
 
-    def __init__(self, program: Program, index: int, mesh: Any) -> None:
+    def __init__(self, program: Program, index: int, mesh: Any, offload: Offload) -> None:
         super().__init__(program, index, mesh)
+        self._offload = offload
+        self._home: Home | None = None  # where the master is, if it is not on the device
         self.rank = mesh.coordinate(self.spec.shard)
         self.runs = self.flat.runs(self.rank)
         self.rest = tuple(a for a in self.spec.axes if a != self.spec.shard)
@@ -162,6 +166,16 @@ class _Part(Summed):
             at = starts[name] + run.start - self.low if run.size else 0
             found[name] = part[at : at + run.size]
         return found
+
+    def _make_master(self, what: str, dtype: torch.dtype) -> Tensor:
+        """This rank's part of the parameters as stored, zeros at first. what: of the spec's `offload` it belongs to."""
+        self._home = self._offload.room(what, self.flat.part, dtype)
+        return self._home.tensor if self._home is not None else torch.zeros(self.flat.part, dtype=dtype, device=self.mesh.device)
+
+    def _keep(self) -> None:
+        """`.owned` is filled."""
+        if self._home is not None:
+            self._offload.keep(self.owned.values(), self._home)
 
     def _own_slices(self, part: Tensor, trained: bool) -> None:
         self.owned = {n: nn.Parameter(x, requires_grad=trained) for n, x in self._slices(part).items()}
@@ -185,8 +199,8 @@ class _Part(Summed):
 class Cut(_Part):
     """zero 1: whole gradients stay in their buffer, this rank's sum in its place there. zero 2: only the sum stays."""
 
-    def __init__(self, program: Program, index: int, mesh: Any) -> None:
-        super().__init__(program, index, mesh)
+    def __init__(self, program: Program, index: int, mesh: Any, offload: Offload) -> None:
+        super().__init__(program, index, mesh, offload)
         self._whole: Tensor | None = None
         self._master: Tensor | None = None
         self._gather = Work()
@@ -197,7 +211,7 @@ class Cut(_Part):
             self._whole = torch.zeros(self.flat.padded, dtype=self.spec.compute or p.dtype, device=p.device)
             self._master = self._whole[self.low : self.high]
             if self._whole.dtype != p.dtype:
-                self._master = torch.zeros(self.flat.part, dtype=p.dtype, device=p.device)
+                self._master = self._make_master("optimizer", p.dtype)
             self._places = dict(zip(self.spec.params, views(self._whole, self.flat.starts, self.flat.shapes), strict=True))
         assert self._master is not None
         with torch.no_grad():
@@ -211,6 +225,7 @@ class Cut(_Part):
         assert self._master is not None
         self._own_slices(self._master, trained=True)
         self.owned = {n: self.owned[n].requires_grad_(self.params[n].requires_grad) for n in self.spec.params}
+        self._keep()
 
     # --- gradients
 
@@ -261,14 +276,16 @@ class Cut(_Part):
         assert self._master is not None
         if self.spec.compute is None:
             return super().wholes()
-        return _gathered(self, self._master)
+        return _gathered(self, self._master.to(self.mesh.device))
 
 
 class Stored(_Part):
     """zero 3: only this rank's part exists."""
 
-    def __init__(self, program: Program, index: int, mesh: Any, gathered: Gathered, launched: Callable[[Summed], None]) -> None:
-        super().__init__(program, index, mesh)
+    def __init__(
+        self, program: Program, index: int, mesh: Any, offload: Offload, gathered: Gathered, launched: Callable[[Summed], None]
+    ) -> None:  # fmt: skip
+        super().__init__(program, index, mesh, offload)
         self._gathered, self._launched = gathered, launched
         self.prefetch = self.spec.prefetch
         self._master: Tensor | None = None
@@ -279,7 +296,7 @@ class Stored(_Part):
 
     def adopt(self, name: str, p: nn.Parameter) -> Any:
         if self._master is None:
-            self._master = torch.zeros(self.flat.part, dtype=p.dtype, device=p.device)
+            self._master = self._make_master("parameters", p.dtype)
         self._trained = p.requires_grad
         run = self.runs[name]
         with torch.no_grad():
@@ -289,12 +306,16 @@ class Stored(_Part):
     def ready(self) -> None:
         assert self._master is not None
         self._own_slices(self._master, self._trained)
+        self._keep()
 
     # --- parameters
 
     def start_gather(self, direction: str) -> tuple[Tensor, Work]:
         assert self._master is not None
-        part = self._master if self.spec.compute is None else self._master.to(self.spec.compute)
+        if self._home is not None:
+            part = self._offload.read(self._home, direction, self.spec.compute)
+        else:
+            part = self._master if self.spec.compute is None else self._master.to(self.spec.compute)
         whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
         return whole, self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)
 
@@ -314,7 +335,7 @@ class Stored(_Part):
 
     def wholes(self) -> dict[str, Tensor]:
         assert self._master is not None
-        return _gathered(self, self._master)
+        return _gathered(self, self._master.to(self.mesh.device))
 
     # --- gradients
 

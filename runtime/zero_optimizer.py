@@ -49,10 +49,8 @@ def prove_elementwise(optimizer: Optimizer) -> None:
     """Step copies of the optimizer on small random parameters, whole and cut in two: it must come to the same. Raises ShardcError."""
     kind = type(optimizer).__name__
     fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or data.zero: 0 with {kind}"
-    generator = torch.Generator().manual_seed(0)
-    whole, pieces = _Copy(optimizer), _Copy(optimizer)
-    samples = [[_sample(shape, p, generator) for shape, p in members] for members in whole.members]
-    grads = [[[_sample(tuple(x.shape), x, generator) for x in group] for group in samples] for _ in range(_STEPS)]
+    whole, pieces = SmallCopy(optimizer), SmallCopy(optimizer)
+    samples, grads = whole.data()
     try:
         one = whole.run(samples, grads, cut=False)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
@@ -75,7 +73,7 @@ def _sample(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) ->
     return torch.randn(shape, generator=generator, dtype=wide).to(device=like.device, dtype=like.dtype)
 
 
-class _Copy:
+class SmallCopy:
     """A copy of an optimizer, with all it holds, that works on other parameters. members: by group, (small shape, what it stands for)."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -92,6 +90,15 @@ class _Copy:
         self.optimizer: Optimizer = object.__new__(type(optimizer))
         self.optimizer.__dict__.update(copy.deepcopy(made, memo))
         self.initial = {tuple(min(n, _SIDE) for n in p.shape): s for p, s in optimizer.state.items()}
+
+    def data(self, copies: int = 1) -> tuple[list[list[Tensor]], list[list[list[Tensor]]]]:
+        """(parameters by group, gradients by step and group), random. copies: how many parameters of each shape."""
+        generator = torch.Generator().manual_seed(0)
+        samples = [[_sample(shape, p, generator) for shape, p in members * copies] for members in self.members]
+        return samples, [[[_sample(tuple(x.shape), x, generator) for x in group] for group in samples] for _ in range(_STEPS)]
+
+    def step(self) -> None:
+        type(self.optimizer).step(self.optimizer)
 
     def run(self, samples: list[list[Tensor]], grads: list[list[list[Tensor]]], *, cut: bool) -> list[Tensor]:
         """The samples after some steps. cut: each as two parts."""
@@ -114,7 +121,7 @@ class _Copy:
                 for parts, grad in zip(group_parts, group_grads, strict=True):
                     for p, g in zip(parts, _parts(grad, cut), strict=True):
                         p.grad = g.clone() if p.numel() else None
-            type(self.optimizer).step(self.optimizer)
+            self.step()
         return [
             torch.cat([p.detach().reshape(-1) for p in parts]).view(x.shape)
             for group, mine in zip(held, samples, strict=True) for parts, x in zip(group, mine, strict=True)

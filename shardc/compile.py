@@ -26,6 +26,7 @@ from shardc.place import place
 from shardc.program import Program
 from shardc.refuse import check_rules
 from shardc.spec import Spec
+from shardc.spec_form import Offload
 
 
 def compile(
@@ -82,4 +83,6 @@ def compile(
     }  # fmt: skip
     if asked.precision.loss_scale is not None:
         program.meta["loss_scale"] = asked.precision.loss_scale
+    if asked.data.offload != Offload():
+        program.meta["offload"] = {**asked.data.offload.model_dump(), "page_mb": asked.data.bucket_mb}
     return program

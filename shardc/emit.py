@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,6 +109,7 @@ def _head(program: Program) -> Iterator[str]:
     if program.meta.get("shard"):
         yield "# shard: what `use` came to, as entries of a spec"
         yield from (f"# {plain(line)}" for line in program.meta["shard"])
+    yield from _offload(program.meta.get("offload", {}))
     yield "# parameters: name, type, axes its gradient is summed over, bucket"
     yield from (f"#   {param_text(p)}" for p in program.params)
     if program.buffers:
@@ -118,6 +119,13 @@ def _head(program: Program) -> Iterator[str]:
     yield from (f"#   {what_is(i)}  {i.value}" for i in program.inputs)
     for i, b in enumerate(program.buckets):
         yield f"# bucket {i}: {bucket_text(b, program)}"
+
+
+def _offload(asked: Mapping[str, Any]) -> Iterator[str]:
+    where = {"optimizer": "optimizer state", "parameters": "parameters' parts"}
+    kept = [(text, asked[what]) for what, text in where.items() if asked.get(what, "none") != "none"]
+    if kept:
+        yield f"# offload: {'; '.join(f'{text} on the cpu' if at == 'cpu' else f'{text} in files of {plain(at)}' for text, at in kept)}"
 
 
 def param_text(p: Param) -> str:

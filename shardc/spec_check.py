@@ -10,7 +10,7 @@ from typing import Any
 from shardc.errors import Errors
 from shardc.mesh import Mesh
 from shardc.patterns import nearest
-from shardc.spec_form import Batch, Data, DimShard, Form, Offload
+from shardc.spec_form import Batch, Data, DimShard, Form
 from shardc.spec_yaml import Path, Places, dotted, reach
 
 
@@ -77,6 +77,7 @@ class Check:
             self.one_value(path, dims)
         self.jobs()
         self.pipeline()
+        self.offload()
         self.lists()
 
     def add(self, path: Path, what: str, fix: str, *, value: bool = True) -> None:
@@ -194,6 +195,16 @@ class Check:
                 fix = f"make it {' or '.join(str(m) for m in (low, high) if m)} stages"
                 self.add(("pipeline", key), f"{n} stages do not spread evenly over {p.axis}={size}", fix)
 
+    def offload(self) -> None:
+        """Parameters are kept outside of the device where they exist as parts only, which are gathered."""
+        data, path = self.form.data, ("data", "offload", "parameters")
+        if data.offload.parameters == "none":
+            return
+        if data.zero != 3:
+            self.add(path, f"parameters are offloaded at zero: 3 only, not at zero: {data.zero}", "write zero: 3, or parameters: none")
+        if not data.axis and not any(n == "dp" or n.startswith("dp_") for n in self.names):
+            self.add(path, "the mesh has no data axis over which parameters are gathered", "add dp to the mesh; dp: 1 will do")
+
     def lists(self) -> None:
         for section, axes in (("batch", self.form.batch.axes or ()), ("data", self.form.data.axis)):
             for i, axis in enumerate(axes):
@@ -211,7 +222,6 @@ _OUT = "leave the section out"
 UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
     (("sequence",), lambda f: f.sequence is not None, _OUT),
     (("pipeline",), lambda f: f.pipeline is not None, _OUT),
-    (("data", "offload"), lambda f: f.data.offload != Offload(), "write none for both"),
     (("experts",), lambda f: bool(f.experts), _OUT),
     (("checkpoint",), lambda f: bool(f.checkpoint), _OUT),
     (("batch_norm",), lambda f: f.batch_norm == "local", "write batch_norm: sync"),

@@ -57,6 +57,7 @@ SECTIONS = [  # after HEAD
     ("data: {zero: 4}\n", "3:14", "must be at most 3, not 4", "`zero: 2`"),
     ("data: {bucket_mb: 0}\n", "3:19", "must be a number above 0, not 0", "`bucket_mb: 25`"),
     ("data: {offload: cpu}\n", "3:17", "must be a mapping, not 'cpu'", "`offload: {optimizer: cpu}`"),
+    ("data: {zero: 2, offload: {parameters: cpu}}\n", "3:39", "offloaded at zero: 3 only, not at zero: 2", "write zero: 3, or"),
     ("data: {offload: {optimizer: gpu}}\n", "3:29", "unknown place 'gpu'", "did you mean 'cpu'? (none, cpu, or a directory"),
     ("data: {axis: dpp}\n", "3:14", "the mesh has no axis 'dpp'", "did you mean 'dp'?"),
     ("data: {axis: [dp, dp]}\n", "3:19", "axis 'dp' is listed twice", "list it once"),
@@ -170,7 +171,6 @@ pipeline: {axis: pp, stages: two}
         ("4:10", "unknown style 'colum'"),
         ("5:14", "the mesh has no axis 'tq'"),
         ("6:3", "duplicate key '*.b'"),
-        ("8:8", "`data.zero` is not built yet"),
         ("8:17", "unknown key 'zeor' in `data`"),
         ("9:1", "unknown section 'stricct'"),
         ("10:1", "`pipeline` is not built yet"),
@@ -191,7 +191,7 @@ def test_one_mistake_is_said_once() -> None:
 
 ASKED: dict[str, Any] = {
     "sequence": {"sequence": {"axis": "cp"}}, "pipeline": {"pipeline": {"axis": "pp"}},
-    "data.offload": {"data": {"offload": {"parameters": "/tmp/x"}}}, "experts": {"experts": [{"match": "a", "axis": "tp"}]},
+    "experts": {"experts": [{"match": "a", "axis": "tp"}]},
     "checkpoint": {"checkpoint": [{"match": "a"}]}, "batch_norm": {"batch_norm": "local"},
 }  # fmt: skip
 
