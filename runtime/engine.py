@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.program import Program, Stage
-from shardc.runtime import groups, inputs, schedule, state
+from shardc.runtime import groups, inputs, lr, state
 from shardc.runtime.comm import TorchMesh
 from shardc.runtime.loader import Loader, Loaders
-from shardc.runtime.offload import Offload
-from shardc.runtime.offload_optimizer import Paged
 from shardc.runtime.rng import Rng
 from shardc.runtime.scaler import Scaler
 from shardc.runtime.zero import Buckets, GradNorm, norm_axes
@@ -77,19 +75,17 @@ class Engine:
 
     def __init__(
         self, program: Program, model: Any, optimizer: OptimizerOf | None = adamw, seed: int = 0, *,
-        scheduler: schedule.SchedulerOf | None = None, clip_norm: float | None = None, norm: bool = False, mesh: Any = None,
+        scheduler: lr.SchedulerOf | None = None, clip_norm: float | None = None, norm: bool = False, mesh: Any = None,
     ) -> None:  # fmt: skip
         self.program = program
         self.mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
         self.rng = Rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
         parts, self.buffers = state.local_parts(program, model, self.mesh, seed)
-        self._offload = Offload(program.meta.get("offload", {}), self.mesh)
-        self._buckets = Buckets(program, parts, self.mesh, self._offload)
+        self._buckets = Buckets(program, parts, self.mesh)
         self.params = self._buckets.owned
         self.optimizer = self._optimizer(optimizer) if optimizer is not None else None
-        self._paged = Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
-        self.scheduler = schedule.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        self.scheduler = lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self.loaders = Loaders()
         self.grad_norm: Tensor | None = None
         self._norm = GradNorm(program, self.params, self.mesh)
@@ -184,7 +180,7 @@ class Engine:
             if self.scaler is None or not self.scaler.overflow:
                 if self.clip_norm is not None and self.grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
-                (self._paged or self.optimizer).step()
+                self.optimizer.step()
                 self._buckets.publish()
                 if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either
                     self.scheduler.step()
@@ -229,26 +225,20 @@ class Engine:
         if self.scaler is not None:
             extra["loss_scale"] = self.scaler.state_dict()
         if self.scheduler is not None:
-            extra["scheduler"] = schedule.state_dict(self.scheduler)
+            extra["scheduler"] = lr.state_dict(self.scheduler)
         extra["loaders"] = self.loaders.state_dict()
-        with self._offload.at_home():
-            state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, extra, runs=self._buckets.runs)
+        state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, extra, runs=self._buckets.runs)
 
     def load(self, folder: str | Path) -> None:
         """Read a checkpoint that any mesh wrote. Collective."""
         self._buckets.settled()
-        room = self._paged.room if self._paged is not None else None
-        with self._offload.at_home():
-            extra = state.load(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, runs=self._buckets.runs, room=room)
-        self._offload.changed()
-        if self._paged is not None:
-            self._paged.rest()
+        extra = state.load(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, runs=self._buckets.runs)
         self._buckets.publish()
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])
         if self.scheduler is not None and "scheduler" in extra:
-            schedule.load_state_dict(self.scheduler, extra["scheduler"])
+            lr.load_state_dict(self.scheduler, extra["scheduler"])
         self.loaders.load_state_dict(extra.get("loaders", {}))
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -261,8 +251,7 @@ class Engine:
         return self._buckets.wholes()
 
     def close(self) -> None:
-        """Remove the files of `data.offload`; leave torch.distributed's world, if this engine joined it."""
-        self._offload.close()
+        """Leave torch.distributed's world, if this engine joined it."""
         if isinstance(self.mesh, TorchMesh):
             self.mesh.close()
 
