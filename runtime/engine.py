@@ -14,6 +14,8 @@ from shardc.program import Program, Stage
 from shardc.runtime import groups, inputs, lr, state
 from shardc.runtime.comm import TorchMesh
 from shardc.runtime.loader import Loader, Loaders
+from shardc.runtime.offload import Offload
+from shardc.runtime.offload_optimizer import Paged
 from shardc.runtime.rng import Rng
 from shardc.runtime.scaler import Scaler
 from shardc.runtime.zero import Buckets, GradNorm, norm_axes
@@ -82,9 +84,11 @@ class Engine:
         self.rng = Rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
         parts, self.buffers = state.local_parts(program, model, self.mesh, seed)
-        self._buckets = Buckets(program, parts, self.mesh)
+        self._offload = Offload(program.meta.get("offload", {}), self.mesh)
+        self._buckets = Buckets(program, parts, self.mesh, self._offload)
         self.params = self._buckets.owned
         self.optimizer = self._optimizer(optimizer) if optimizer is not None else None
+        self._paged = Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
         self.scheduler = lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self.loaders = Loaders()
         self.grad_norm: Tensor | None = None
@@ -180,7 +184,7 @@ class Engine:
             if self.scaler is None or not self.scaler.overflow:
                 if self.clip_norm is not None and self.grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
-                self.optimizer.step()
+                (self._paged or self.optimizer).step()
                 self._buckets.publish()
                 if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either
                     self.scheduler.step()
@@ -227,12 +231,18 @@ class Engine:
         if self.scheduler is not None:
             extra["scheduler"] = lr.state_dict(self.scheduler)
         extra["loaders"] = self.loaders.state_dict()
-        state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, extra, runs=self._buckets.runs)
+        with self._offload.at_home():
+            state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, extra, runs=self._buckets.runs)
 
     def load(self, folder: str | Path) -> None:
         """Read a checkpoint that any mesh wrote. Collective."""
         self._buckets.settled()
-        extra = state.load(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, runs=self._buckets.runs)
+        room = self._paged.room if self._paged is not None else None
+        with self._offload.at_home():
+            extra = state.load(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, runs=self._buckets.runs, room=room)
+        self._offload.changed()
+        if self._paged is not None:
+            self._paged.rest()
         self._buckets.publish()
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
@@ -251,7 +261,8 @@ class Engine:
         return self._buckets.wholes()
 
     def close(self) -> None:
-        """Leave torch.distributed's world, if this engine joined it."""
+        """Remove the files of `data.offload`; leave torch.distributed's world, if this engine joined it."""
+        self._offload.close()
         if isinstance(self.mesh, TorchMesh):
             self.mesh.close()
 
