@@ -31,7 +31,11 @@ types: $(READY)
 	@for d in passes runtime specs; do ln -s ../../../$$d build/mypy/shardc/$$d; done
 	cd build/mypy && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache shardc
 
-bench: $(READY)
+.venv/.peers: $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
+bench: .venv/.peers
 	$(BIN)/python tests/bench/bench.py
 
 table: $(READY)   ## docs/models.md

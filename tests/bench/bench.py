@@ -1,8 +1,9 @@
-"""Step time and peak memory of shardc against DDP and DTensor (`make bench`): 2 processes of 1 thread, gloo.
+"""Step time and peak memory of shardc against its peers (`make bench`): 2 processes of 1 thread, gloo.
 
-Time: all contenders live in the same two processes and take turns, a few steps each, round after round: what the machine does
-meanwhile falls on all alike. A ratio is the median over rounds of (median step of the one / median step of the other).
-Memory: each contender alone in two fresh processes; the peak of resident memory during steps, less what was there after imports.
+Time: the contenders of a group (contenders.PARTS) take turns, a few steps each, round after round: what the machine does meanwhile falls
+on all alike. A ratio is the median over rounds of (median step of the one / median step of the other).
+Memory: each contender in two fresh processes; the peak of resident memory during steps, less what was there after imports.
+Overlap: in the same steps, of the time in which ours sums gradients, or gathers parameters, in the background, how much it waits.
 Every contender starts from the same weights and gets the same batches; the run fails if their losses differ.
 """
 
@@ -16,7 +17,7 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,41 @@ ROOT = HERE.parents[1]
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
-def parent(rounds: int, steps: int, out: Path | None) -> int:
+def main(parts: list[str], rounds: int, steps: int, out: Path | None) -> int:
+    import contenders
+    from world import World
+
+    results: dict[str, Any] = {}
+    for part in parts:
+        groups = contenders.PARTS[part]
+        names = list(dict.fromkeys(n for g in groups for n in g.names))
+        with tempfile.TemporaryDirectory(prefix="shardc-bench-") as folder:
+            files = Path(folder)
+            result = results[part] = about(prepare(files, names), rounds, steps)
+            result["contenders"], result["ratios"], losses = {}, [], {}
+            for group in groups:
+                timed, found = take_turns(group.names, files, rounds, steps)
+                losses |= found["losses"]
+                result["contenders"] |= {n: {"ms": 1000 * statistics.median(t for r in timed for t in r[n])} for n in group.names}
+                result["contenders"][group.ours]["overlap"] = found["overlap"]
+                result["ratios"] += [ratio(timed, group.ours, peer, group.target) for peer in group.peers]
+            for name in names:
+                with World(name, files, frugal=True) as world:
+                    result["contenders"][name]["mib"] = world.ask("peak", steps=3)
+                print(f"{name}: {result['contenders'][name]}", flush=True)
+        first = losses[names[0]]
+        result["worst_loss_difference"] = max(abs(a - b) / abs(b) for n in names for a, b in zip(losses[n], first, strict=True))
+    print("\n\n".join(table(r) for r in results.values()))
+    if out:
+        kept = json.loads(out.read_text()) if out.exists() else {}
+        kept = {part: results.get(part, kept.get(part)) for part in contenders.PARTS}
+        out.write_text(json.dumps(kept, indent=1) + "\n")
+        into_readme("\n\n".join(table(r) for r in kept.values() if r))
+    return 0 if all(r["worst_loss_difference"] < 1e-4 for r in results.values()) else 1
+
+
+def prepare(files: Path, names: list[str]) -> Any:
+    """Compile what of `names` is ours, and write the weights that all begin with, into `files`. Gives the model."""
     import contenders
     import llama
     import torch
@@ -33,79 +68,82 @@ def parent(rounds: int, steps: int, out: Path | None) -> int:
 
     import shardc
     from shardc import specs
-    from shardc.mesh import Mesh
-    from shardc.runtime.launch import launch
 
-    with tempfile.TemporaryDirectory(prefix="shardc-bench-") as folder:
-        files = Path(folder)
-        torch.manual_seed(0)
-        model = llama.model()
-        save_file({k: x.contiguous() for k, x in model.state_dict().items()}, files / "weights.safetensors")
-        parameters = sum(p.numel() for p in model.parameters())
-        for name, (spec, mesh) in contenders.SHARDC.items():
-            sizes = {a: int(n) for a, _, n in (pair.partition("=") for pair in mesh.split(","))}
-            shardc.compile(model, llama.batch(), specs.path(spec), mesh=sizes, prove=False).save(files / name)
+    torch.manual_seed(0)
+    model = llama.model()
+    save_file({k: x.contiguous() for k, x in model.state_dict().items()}, files / "weights.safetensors")
+    for name in names:
+        if name in contenders.SHARDC:
+            ours = contenders.SHARDC[name]
+            program = shardc.compile(model, llama.batch(), specs.path(ours.spec), mesh=ours.mesh, overrides=ours.settings, prove=False)
+            program.save(files / name)
+    return model
 
-        def world(*args: str, env: dict[str, str] | None = None) -> None:
-            os.environ |= {"OMP_NUM_THREADS": "1", **(env or {})}
-            code = launch([sys.executable, str(Path(__file__)), "--files", folder, *args], Mesh((("rank", 2),)))
-            if code:
-                sys.exit(code)
 
-        world("--worker", "time", "--rounds", str(rounds), "--steps", str(steps))
-        timed = json.loads((files / "time.json").read_text())
-        memory = {}
-        for name in contenders.NAMES:
-            # blocks above 64 KiB go back to the system when freed: resident memory then follows the live tensors
-            world("--worker", "memory", "--name", name, env={"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"})
-            memory[name] = json.loads((files / "memory.json").read_text())
-    result = summary(timed, memory, contenders.PAIRS, contenders.NAMES)
-    result |= {
+def about(model: Any, rounds: int, steps: int) -> dict[str, Any]:
+    import llama
+    import torch
+
+    s, parameters = llama.SIZE, sum(p.numel() for p in model.parameters())
+    return {
         "date": datetime.date.today().isoformat(), "machine": machine(), "torch": torch.__version__, "rounds": rounds, "steps": steps,
-        "model": f"Llama, {llama.LAYERS} layers, hidden {llama.HIDDEN}, vocabulary {llama.VOCAB}, {parameters / 1e6:.1f} M parameters",
-        "batch": f"{llama.BATCH} x {llama.SEQ} tokens",
+        "model": f"Llama, {s.layers} layers, hidden {s.hidden}, vocabulary {s.vocab}, {parameters / 1e6:.1f} M parameters",
+        "batch": f"{s.batch} x {s.seq} tokens",
     }  # fmt: skip
-    text = table(result)
-    print(text)
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-        into_readme(text)
-    return 0 if result["equal"] else 1
 
 
-def summary(timed: dict[str, Any], memory: dict[str, float], pairs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Medians, and ratios by round. timed: {"rounds": [{name: [seconds, ...]}], "losses": {name: [...]}}; memory: MiB."""
-    rows = {n: {"ms": 1000 * statistics.median(t for r in timed["rounds"] for t in r[n]), "mib": memory[n]} for n in names}
-    ratios = []
-    for ours, theirs in pairs.items():
-        for peer, target in theirs:
-            by_round = sorted(statistics.median(r[ours]) / statistics.median(r[peer]) for r in timed["rounds"])
-            ratios.append(
-                {
-                    "shardc": ours, "peer": peer, "target": target, "time": statistics.median(by_round), "low": by_round[0],
-                    "high": by_round[-1], "memory": memory[ours] / memory[peer],
-                }
-            )  # fmt: skip
-    first = timed["losses"][names[0]]
-    worst = max(abs(a - b) / abs(b) for n in names for a, b in zip(timed["losses"][n], first, strict=True))
-    return {"contenders": rows, "ratios": ratios, "worst_loss_difference": worst, "equal": worst < 1e-4}
+def take_turns(names: tuple[str, ...], files: Path, rounds: int, steps: int) -> tuple[list[dict[str, list[float]]], dict[str, Any]]:
+    """[{name: seconds of each step}] by round; and {"losses": everyone's first ones, "overlap": of the first name}."""
+    from world import World
+
+    times: list[dict[str, list[float]]] = []
+    with ExitStack() as stack:
+        worlds = {name: stack.enter_context(World(name, files)) for name in names}
+        losses = {name: world.ask("build", steps=2) for name, world in worlds.items()}
+        worlds[names[0]].ask("overlap")  # not of the first steps
+        for r in range(rounds):
+            turns = names[r % len(names) :] + names[: r % len(names)]  # nobody is always first
+            times.append({name: worlds[name].ask("time", steps=steps) for name in turns})
+            took = ", ".join(f"{n} {1000 * statistics.median(times[-1][n]):.0f}" for n in names)
+            print(f"round {r + 1} of {rounds}: {took}", flush=True)
+        return times, {"losses": losses, "overlap": worlds[names[0]].ask("overlap")}
+
+
+def ratio(timed: list[dict[str, list[float]]], ours: str, peer: str, target: float) -> dict[str, Any]:
+    by_round = sorted(statistics.median(r[ours]) / statistics.median(r[peer]) for r in timed)
+    return {
+        "shardc": ours, "peer": peer, "target": target, "time": statistics.median(by_round), "low": by_round[0], "high": by_round[-1],
+    }  # fmt: skip
 
 
 def table(r: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """A part's result as Markdown."""
+    who = r["contenders"]
     lines = [
         f"{r['model']}, batch {r['batch']}, AdamW, 2 processes x 1 thread, gloo; {r['date']}, {r['machine']}, torch {r['torch']}.",
         f"Contenders take turns: {r['rounds']} rounds of {r['steps']} steps each. First losses agree to {r['worst_loss_difference']:.0e}.",
-        "", "| | step, ms | peak memory, MiB |", "|---|---:|---:|",
-        *(f"| {n} | {v['ms']:.0f} | {v['mib']:.0f} |" for n, v in r["contenders"].items()),
-        "", "| | against | time | rounds | target | memory |", "|---|---|---:|---:|---:|---:|",
-        *(
-            f"| {x['shardc']} | {x['peer']} | {x['time']:.2f}x | {x['low']:.2f}-{x['high']:.2f} | {x['target']:.2f}x | {x['memory']:.2f}x |"
-            for x in r["ratios"]
-        ),
+        "", "| | step, ms | peak memory, MiB | against | time | rounds | target | memory |", "|---|---:|---:|---|---:|---:|---:|---:|",
     ]  # fmt: skip
+    for x in r["ratios"]:
+        ours, peer = who[x["shardc"]], who[x["peer"]]
+        lines.append(
+            f"| {x['shardc']} | {ours['ms']:.0f} | {ours['mib']:.0f} | {x['peer']}: {peer['ms']:.0f} ms, {peer['mib']:.0f} MiB "
+            f"| {x['time']:.2f}x | {x['low']:.2f}-{x['high']:.2f} | {x['target']:.2f}x | {ours['mib'] / peer['mib']:.2f}x |"
+        )
+    background = {n: v["overlap"] for n, v in who.items() if any(s["seconds"] for s in v.get("overlap", {}).values())}
+    if background:
+        lines += [
+            "", "| in the background, ms a step | gradient sums | waited for | overlapped | parameter gathers | waited for | overlapped |",
+            "|---|---:|---:|---:|---:|---:|---:|",
+            *(f"| {n} | {_overlap(v['sums'])} | {_overlap(v['gathers'])} |" for n, v in background.items()),
+        ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _overlap(s: dict[str, float]) -> str:
+    if not s["seconds"]:
+        return "- | - | -"
+    return f"{1000 * s['seconds']:.0f} | {1000 * s['waited']:.0f} | {1 - s['waited'] / s['seconds']:.0%}"
 
 
 def machine() -> str:
@@ -123,85 +161,16 @@ def into_readme(text: str) -> None:
     file.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
 
 
-# --- in each of the two processes
-
-
-def worker(args: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    files = Path(args.files)
-    if args.worker == "time":
-        found: Any = take_turns(files, args.rounds, args.steps)
-    else:
-        found = peak(args.name, files)
-    if dist.get_rank() == 0:
-        (files / f"{args.worker}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def take_turns(files: Path, rounds: int, steps: int) -> dict[str, Any]:
-    import contenders
-    import llama
-    import torch.distributed as dist
-
-    say = print if dist.get_rank() == 0 else (lambda *_, **__: None)
-    run = {name: contenders.build(name, files) for name in contenders.NAMES}
-    losses = {name: [step(llama.batch(i)) for i in range(2)] for name, step in run.items()}  # these warm up, too
-    times: list[dict[str, list[float]]] = []
-    for r in range(rounds):
-        times.append({})
-        for name in list(run)[r % len(run) :] + list(run)[: r % len(run)]:  # nobody is always first
-            took = times[-1][name] = []
-            for i in range(steps):
-                batch = llama.batch(i)
-                dist.barrier()
-                start = time.perf_counter()
-                run[name](batch)
-                dist.barrier()
-                took.append(time.perf_counter() - start)
-        say(f"round {r + 1} of {rounds}: " + ", ".join(f"{n} {1000 * statistics.median(t):.0f}" for n, t in times[-1].items()), flush=True)
-    return {"rounds": times, "losses": losses}
-
-
-def peak(name: str, files: Path) -> float:
-    """MiB: the largest over ranks of resident memory's peak during steps, less what was resident after imports."""
-    import contenders
-    import llama
-    import torch
-    import torch.distributed as dist
-
-    import shardc.runtime.engine  # noqa: F401  (what a contender imports is not its memory; all import the same)
-
-    before = _resident("VmRSS")
-    step = contenders.build(name, files)
-    step(llama.batch())
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: building is not stepping
-    for i in range(3):
-        step(llama.batch(i))
-    found = torch.tensor(_resident("VmHWM") - before)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found) / 1024
-
-
-def _resident(key: str) -> float:
-    """KiB."""
-    return next(float(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="steps of each contender in a round")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["tensor", "zero"], action="append", help="a part; README's table keeps the others")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to try the harness; implies --dry")
     parser.add_argument("--dry", action="store_true", help="print only: leave docs/bench.json and README.md alone")
-    parser.add_argument("--worker", choices=["time", "memory"], help=argparse.SUPPRESS)
-    parser.add_argument("--files", help=argparse.SUPPRESS)
-    parser.add_argument("--name", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        worker(arguments)
-    else:
-        sys.exit(parent(arguments.rounds, arguments.steps, None if arguments.dry else ROOT / "docs" / "bench.json"))
+    if arguments.quick:
+        os.environ["SHARDC_BENCH"] = "quick"  # before processes start
+    os.environ["OMP_NUM_THREADS"] = "1"
+    save = None if arguments.dry or arguments.quick else ROOT / "docs" / "bench.json"
+    sys.exit(main(arguments.only or ["tensor", "zero"], arguments.rounds, arguments.steps, save))

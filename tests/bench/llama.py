@@ -1,29 +1,46 @@
-"""What the benchmark trains: a Llama of transformers, 8 layers, hidden 512, sequence 256, and the weights that every contender starts from.
+"""What the benchmark trains: a Llama of transformers, and the weights that every contender starts from.
 
 `shardc.modelfile` could read this file too: it has `model()` and `batch()`.
 """
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-LAYERS, HIDDEN, HEADS, INTER, VOCAB = 8, 512, 8, 1408, 8192
-BATCH, SEQ = 4, 256
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    hidden: int
+    heads: int
+    inter: int
+    vocab: int
+    batch: int
+    seq: int
+
+
+FULL = Size(layers=8, hidden=512, heads=8, inter=1408, vocab=8192, batch=4, seq=256)
+QUICK = Size(layers=2, hidden=64, heads=4, inter=128, vocab=512, batch=4, seq=32)  # tries the harness; its figures say nothing
+SIZE = QUICK if os.environ.get("SHARDC_BENCH") == "quick" else FULL  # processes inherit it
 
 
 def model() -> nn.Module:
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INTER, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, max_position_embeddings=SEQ, tie_word_embeddings=False, use_cache=False,
+        vocab_size=SIZE.vocab, hidden_size=SIZE.hidden, intermediate_size=SIZE.inter, num_hidden_layers=SIZE.layers,
+        num_attention_heads=SIZE.heads, num_key_value_heads=SIZE.heads, max_position_embeddings=SIZE.seq, tie_word_embeddings=False,
+        use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
 
 
 def batch(step: int = 0) -> dict[str, Tensor]:
-    """A global batch of random tokens: i64[4, 256] ids and labels, the same on every rank and for every contender."""
-    ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(step))
+    """A global batch of random tokens: i64[batch, seq] ids and labels, the same on every rank and for every contender."""
+    ids = torch.randint(SIZE.vocab, (SIZE.batch, SIZE.seq), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids.clone()}
 
 

@@ -1,0 +1,105 @@
+"""What offload frees, and what it costs: peak memory and time of steps on one device, each way in a process of its own.
+
+    python tests/bench/offload.py [--width 1024] [--layers 32] [--steps 5] [--dir /scratch/offload]
+
+Peak memory is the system's (VmHWM): everything that the process has in memory, pages of files that it maps included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardc
+
+MIB = 2**20
+
+
+class Deep(nn.Module):
+    """Much weight, little activation. width * width * layers numbers."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def ways(folder: str) -> dict[str, dict[str, str]]:
+    """What of `data.offload` is compared, by name."""
+    return {
+        "nothing": {}, "optimizer on the cpu": {"optimizer": "cpu"}, "optimizer in files": {"optimizer": folder},
+        "optimizer and parameters in files": {"optimizer": folder, "parameters": folder},
+    }  # fmt: skip
+
+
+def status(key: str) -> int:
+    """Bytes, of /proc/self/status."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def one(width: int, layers: int, steps: int, offload: dict[str, str]) -> dict[str, Any]:
+    """Train in this process: {"loss", "peak": bytes above what was there before the engine was made, "ms" a step, "params": bytes}."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    batch = (torch.randn(8, width),)
+    with torch.device("meta"):
+        shape = Deep(width, layers)
+    spec = {"shardc": 1, "mesh": {"dp": 1}, "data": {"zero": 3, "bucket_mb": 8, "offload": offload}}
+    program = shardc.compile(shape, batch, spec, prove=False)
+    before = status("VmRSS")
+    engine = program.engine(lambda: Deep(width, layers), lambda ps: torch.optim.AdamW(ps, lr=1e-3))
+    engine.step(batch)  # makes the state
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    start = time.perf_counter()
+    for _ in range(steps):
+        loss = engine.step(batch)
+    ms = (time.perf_counter() - start) / steps * 1000
+    peak = status("VmHWM") - before
+    engine.close()
+    return {"loss": float(loss), "peak": peak, "ms": ms, "params": sum(p.numel() * p.element_size() for p in shape.parameters())}
+
+
+def measure(width: int, layers: int, steps: int, offload: dict[str, str]) -> dict[str, Any]:
+    """`one` in a process of its own."""
+    args = json.dumps({"width": width, "layers": layers, "steps": steps, "offload": offload})
+    done = subprocess.run([sys.executable, __file__, "--one", args], check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("width", 1024), ("layers", 32), ("steps", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dir", default="")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(one(**json.loads(given.one))))
+        return
+    with tempfile.TemporaryDirectory(dir=given.dir or None) as folder:
+        found = {name: measure(given.width, given.layers, given.steps, offload) for name, offload in ways(folder).items()}
+    first = found["nothing"]
+    print(f"{first['params'] / MIB:.0f} MiB of float32 parameters, AdamW, one process x 1 thread, mean of {given.steps} steps\n")
+    print("| offloaded | peak memory, MiB | step, ms |\n|---|---:|---:|")
+    for name, x in found.items():
+        assert x["loss"] == first["loss"], f"{name}: {x['loss']} is not {first['loss']}"
+        print(f"| {name} | {x['peak'] / MIB:.0f} | {x['ms']:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
