@@ -6,13 +6,14 @@ before                                              after
     chunk(x, 3, -1)                                     split_with_sizes(x, [64, 64, 64], 2)
     to(x, float32), clone(x), contiguous(x), add(x, 0)  x
     dropout(x, 0.1, True)                               dropout(x, 0.1, rng, 4)          counter-based; 4 = its ordinal
+    randn_like(x)                                       random('normal', (0.0, 1.0), [8, 16], f32, rng, 5)
     cross_entropy_loss(x, t)                            sum(nll(x, t, -100)) / sum(t != -100)
     batch_norm(x, ...)                                  means and elementwise ops
     scaled_dot_product_attention(q, k, v, None, 0.1)    matmul, softmax, dropout, matmul; one op without dropout
     arange(16, device=cpu)                              arange(16)                       the program says where it runs
 
 The rewrites stand in canonical_*.py, one file per kind of op. What has neither a rewrite nor a rule is taken apart by torch's own
-decompositions (canonical_decompose.py). Random ops other than dropout are refused, naming the model's line.
+decompositions (canonical_decompose.py). Random ops that cannot be drawn from the counter generator are refused, naming the model's line.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import fx
 from shardc import values
 from shardc.passes import (  # noqa: F401 (they register)
     canonical_create,
+    canonical_draw,
     canonical_lookup,
     canonical_loss,
     canonical_moments,
@@ -72,7 +74,7 @@ class Canonical:
                 env[node] = _rewritten(emit, node, env)
         join_slices(graph)
         _erase_dead(graph)
-        _number_dropouts(graph)
+        _number_random(graph)
         graph.lint()
         return replace(program, graph=graph)
 
@@ -111,7 +113,8 @@ def _canonical_call(
         return parts
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise emit.refuse(
-            f"{op} draws random numbers, which differ on every mesh", "draw them outside of the model and pass them in with the batch"
+            f"{op} draws random numbers that would differ on every mesh",
+            "draw them outside of the model and pass them in with the batch, or make them of rand, randn, randint, bernoulli, exponential_",
         )
     return _copied(emit, op, args, {k: v for k, v in kwargs.items() if k not in _PLACE}, value, name)
 
@@ -166,8 +169,11 @@ def _erase_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _number_dropouts(graph: fx.Graph) -> None:
-    """The index of a dropout is its ordinal in the finished graph: the same for every mesh."""
-    found = (node for node in graph.nodes if node.target is ops.dropout)
-    for i, node in enumerate(found):
-        node.update_arg(3, i)
+def _number_random(graph: fx.Graph) -> None:
+    """The index of a random op is its ordinal in the finished graph: the same for every mesh."""
+    for i, node in enumerate(n for n in graph.nodes if n.target in _INDEX):
+        node.update_arg(_INDEX[node.target], i)
+
+
+#: Random ops -> the position of their index.
+_INDEX: dict[Any, int] = {ops.dropout: 3, ops.random: 5}

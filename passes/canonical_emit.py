@@ -147,6 +147,10 @@ class Emit:
             return self(aten.zeros_like.default, x)
         return self.typed(value(x), ops.dropout, x, p, self.rng, 0)
 
+    def random(self, kind: str, options: Sequence[float], size: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        """Numbers from the counter generator (shardc/runtime/random_ops.py); their index is set when the graph is finished."""
+        return self.typed(Value(tuple(size), dtype), ops.random, kind, tuple(options), list(size), dtype, self.rng, 0)
+
     def constant(self, node: fx.Node) -> Tensor | None:
         """The value of a small tensor that depends on nothing that is given at run time; None for others."""
         if node not in self.known:

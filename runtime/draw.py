@@ -16,7 +16,7 @@ from torch import Tensor
 from shardc.runtime import rng
 
 Key = tuple[int, int]
-_CHUNK = 1 << 20  # elements computed at once: bounds the float64 temporaries
+CHUNK = 1 << 20  # elements computed at once: bounds the float64 temporaries
 
 
 def draw(name: str, out: Tensor, key: Key, args: Mapping[str, Any]) -> None:
@@ -28,8 +28,8 @@ def draw(name: str, out: Tensor, key: Key, args: Mapping[str, Any]) -> None:
     flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
     each = {k: v.expand(out.shape).reshape(-1) for k, v in args.items() if isinstance(v, Tensor) and k in _PER_ELEMENT}
     wide = torch.int64 if out.numel() >= 2**31 else torch.int32
-    for start in range(0, out.numel(), _CHUNK):
-        end = min(start + _CHUNK, out.numel())
+    for start in range(0, out.numel(), CHUNK):
+        end = min(start + CHUNK, out.numel())
         index = torch.arange(start, end, dtype=wide, device=out.device)
         flat[start:end] = sample(key, index, {k: v[start:end] for k, v in each.items()}, out.dtype)
     if not out.is_contiguous():

@@ -246,6 +246,10 @@ def _only_one_lives(x: fx.Node, at: fx.Node, family: Sequence[fx.Node], order: M
     return not any(read_later(n) for n in family if not same(n) and order[n] < order[at])
 
 
+#: Functional twins that are called otherwise.
+_RENAMED: dict[Any, OpOverload] = {aten.normal_.default: aten.normal_functional.default, aten.bernoulli_.float: aten.bernoulli.p}
+
+
 def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """The functional twin of one in-place op, at the insertion point."""
     assert isinstance(node.target, OpOverload)
@@ -261,7 +265,9 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
             return _like(graph, aten.full_like.default, (x, rest[0]), {}, node)
         return _copied(graph, node)
     packet = getattr(aten, name.removesuffix("_"), None)
-    twin = getattr(packet, overload, None) if name.endswith("_") and packet is not None else None
+    twin = _RENAMED.get(node.target)
+    if twin is None and name.endswith("_"):
+        twin = getattr(packet, overload, None)
     if twin is None:
         raise ShardcError(
             f"{node.target} changes a tensor in place", where=source.place(node), fix="use an op that returns a new tensor"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.program import Program
+from shardc.runtime import ops
 
 #: Ops that make a tensor from nothing. A canonical graph's name no device: it runs wherever the program runs.
 FACTORIES = frozenset(
@@ -23,7 +24,7 @@ def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     for node in copy.nodes:
-        if getattr(node.target, "overloadpacket", None) in FACTORIES:
+        if getattr(node.target, "overloadpacket", None) in FACTORIES or node.target is ops.random:
             node.kwargs = {**node.kwargs, "device": torch.device(device)}
     return copy
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardc.capture import capture, default_loss
-from shardc.errors import ShardcError
 from shardc.interpret import interpret, on_device, tensors_of, widened
 from shardc.passes import canonical
 from shardc.program import Program, Value
@@ -340,21 +339,6 @@ def test_factories_run_on_any_device() -> None:
     moved = on_device(program.graph, "meta")
     assert {op_name(n.target) for n in moved.nodes if "device" in n.kwargs} == {"arange", "zeros", "full"}
     assert [n.meta.get("value") for n in moved.nodes] == [n.meta.get("value") for n in program.graph.nodes]
-
-
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (lambda w: (w * torch.rand(6)).sum(), r"aten.rand.default draws random numbers.*torch.rand\(6\)"),
-        (lambda w: (w * torch.randn_like(w)).sum(), "aten.randn_like.default draws random numbers"),
-        (lambda w: torch.bernoulli(w.sigmoid()).sum() + w.sum(), "aten.bernoulli.default draws random numbers"),
-    ],
-)
-def test_other_randomness_is_refused(function: Any, text: str) -> None:
-    with pytest.raises(ShardcError, match=text) as e:
-        compiled(function)
-    assert "test_canonical.py:" in e.value.where
-    assert e.value.fix
 
 
 def test_dead_code_goes() -> None:

@@ -174,7 +174,7 @@ def test_cauchy_and_permutation() -> None:
 def test_draws_go_by_element_not_by_memory_order_or_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, columns = torch.empty(30, 7), torch.empty(7, 30).T
     draw("normal_", rows, (1, 2), {"mean": torch.arange(210.0).view(30, 7), "std": 0.1})
-    monkeypatch.setattr("shardc.runtime.draw._CHUNK", 16)
+    monkeypatch.setattr("shardc.runtime.draw.CHUNK", 16)
     draw("normal_", columns, (1, 2), {"mean": torch.arange(210.0).view(30, 7), "std": 0.1})
     assert torch.equal(rows, columns)
     assert (rows.flatten() - torch.arange(210.0)).abs().max() < 1

@@ -1,24 +1,46 @@
-"""Random ops. Masks are a function of the global element's index, so any dim may be split; the rank tells which elements it has."""
+"""Random ops. Masks and numbers are a function of the global element's index, so any dim may be split; the rank tells which elements it has."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from shardc.rules.core import Call, LocalCall, rule
+from shardc.rules.notation import Signature
 from shardc.rules.pointwise import broadcast
 from shardc.runtime import ops
+from shardc.runtime.rng import Digits, Paddings
+
+
+def _held(call: LocalCall) -> tuple[Digits, Paddings]:
+    """Which part of its result a rank holds."""
+    layout = call.outputs[0]
+    digits = tuple((s.dim, axis, s.split, s.sections) for axis, s in layout.shards())
+    return digits, tuple((s.dim, s.padding, s.blocks) for s in layout.paddings())
 
 
 def local_dropout(call: LocalCall) -> fx.Node:
-    shape = call.call.results[0].shape
-    layout = call.outputs[0]
-    digits = tuple((s.dim, axis, s.split, s.sections) for axis, s in layout.shards())
-    paddings = tuple((s.dim, s.padding, s.blocks) for s in layout.paddings())
-    args = (*call.args[:4], call.mesh_node, shape, digits, *((paddings,) if paddings else ()))
+    digits, paddings = _held(call)
+    args = (*call.args[:4], call.mesh_node, call.call.results[0].shape, digits, *((paddings,) if paddings else ()))
     return call.emit(call.call.target, args, {}) if digits else call.same()
 
 
 rule(ops.dropout, broadcast, linear="0", local=local_dropout)
+
+
+def drawn(call: Call) -> Signature:
+    """Every dim of the result is a factor; a permutation is drawn whole."""
+    out = call.results[0].shape
+    sizes = {f"d{i}": s for i, s in enumerate(out)}
+    return Signature((), (tuple((f,) for f in sizes),), sizes, frozenset(), frozenset(sizes) if call.args[0] == "permutation" else frozenset())
+
+
+def local_random(call: LocalCall) -> fx.Node:
+    digits, paddings = _held(call)
+    args = (*call.args[:6], call.mesh_node, digits, *((paddings,) if paddings else ()))
+    return call.emit(call.call.target, args, {}) if digits else call.same()
+
+
+rule(ops.random, drawn, local=local_random)
 
 
 def _stat(call: Call) -> str:
