@@ -69,18 +69,20 @@ class Data:
 
         def reduced(p: Param) -> Param:
             axes = tuple(a for a, placement in p.layout.items if isinstance(placement, Varying)) if p.requires_grad else ()
-            return replace(p, reduce=mesh.collapse(axes), order=order[p.name])
+            shared = program.sharing(p) if p.requires_grad else ""
+            return replace(p, reduce=mesh.collapse(axes) + ((shared,) if shared else ()), order=order[p.name])
 
         params = tuple(reduced(p) for p in program.params)
         buckets = self._buckets(sorted(params, key=lambda p: p.order), uses, axis, mesh)
         # the engine starts buckets in one order on all ranks: the one in which their last gradients finish
         number = {p.name: p.order for p in params}
-        buckets.sort(key=lambda b: max(number[n] for n in b.params))
+        buckets.sort(key=lambda b: (b.late, max(number[n] for n in b.params)))
         index = {name: i for i, b in enumerate(buckets) for name in b.params}
         params = tuple(replace(p, bucket=index.get(p.name, -1)) for p in params)
         program = replace(program, params=params, buckets=tuple(buckets), notes=notes)
         if any(b.zero for b in buckets):
-            program = replace(program, stages=tuple(Stage(self._whole(s.graph, program, uses), s.name) for s in program.stages))
+            stages = tuple(replace(s, graph=self._whole(i, program, uses)) for i, s in enumerate(program.stages))
+            program = replace(program, stages=stages)
         return program
 
     def _buckets(self, params: list[Param], uses: _Uses, axis: str, mesh: Mesh) -> list[Bucket]:
@@ -94,11 +96,12 @@ class Data:
             size = max(replace(p.value, dtype=dtype).nbytes(mesh), p.value.nbytes(mesh))
             compute = uses.dtype(p.name) if zero else None
             # parameters of one dtype together; where they are gathered, not with those that are needed at other times or not at all
-            key = (p.reduce, p.dtype, zero, compute, zero == 3 and (p.requires_grad, p.name in uses.first, uses.far(p.name)))
+            key = (p.reduce, p.dtype, zero, compute, p.stages, zero == 3 and (p.requires_grad, p.name in uses.first, uses.far(p.name)))
             at, filled = open_at.get(key, (-1, 0))
             if at < 0 or filled + size > self.bucket_mb * 2**20:
                 at, filled = len(buckets), 0
-                buckets.append(Bucket(p.reduce, dtype, (), axis if zero else "", zero, compute, self.prefetch))
+                late = any("[" in a for a in p.reduce)
+                buckets.append(Bucket(p.reduce, dtype, (), axis if zero else "", zero, compute, self.prefetch, p.stages or (0,), late))
             buckets[at] = replace(buckets[at], params=(*buckets[at].params, p.name))
             open_at[key] = (at, filled + size)
         return buckets
@@ -112,17 +115,18 @@ class Data:
 
     # --- where parameters are whole
 
-    def _whole(self, graph: fx.Graph, program: Program, uses: _Uses) -> fx.Graph:
+    def _whole(self, stage: int, program: Program, uses: _Uses) -> fx.Graph:
         """A copy of a stage's graph in which ops take the parameters of cut buckets from `gather_wait` and `updated`."""
         copy = fx.Graph()
-        copy.output(copy.graph_copy(graph, {}))
+        copy.output(copy.graph_copy(program.stages[stage].graph, {}))
         nodes = {n.name: n for n in copy.nodes}
+        position = {n: i for i, n in enumerate(copy.nodes)}.__getitem__
         used: list[tuple[fx.Node, int]] = []
         for i, b in enumerate(program.buckets):
-            found = [nodes[name] for name in uses.first_users(b.params)]
+            found = [nodes[name] for name in uses.first_users(stage, b.params)]
             if b.zero and found:
-                used.append((min(found, key=uses.position), i))
-        used.sort(key=lambda u: uses.position(u[0]))
+                used.append((min(found, key=position), i))
+        used.sort(key=lambda u: position(u[0]))
         started: dict[int, fx.Node] = {}
 
         def start(at: int) -> None:
@@ -180,32 +184,27 @@ def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
 
 
 class _Uses:
-    """Where parameters are used in the stages' graphs. first: position of a parameter's first user; end: after all positions."""
+    """Where parameters are used in the stages' graphs, one after the other. first: position of a parameter's first user; end: after all."""
 
     def __init__(self, program: Program) -> None:
         self.first: dict[str, int] = {}
+        self.end = 0
         self._last: dict[str, int] = {}
-        self._first_user: dict[str, str] = {}
-        self._at: dict[str, int] = {}
+        self._first_user: dict[tuple[int, str], str] = {}
         self._casts: dict[str, set[torch.dtype | None]] = {}
         names = {p.name for p in program.params}
-        for stage in program.stages:
+        for i, stage in enumerate(program.stages):
             for node in stage.graph.nodes:
-                self._at[node.name] = len(self._at)
-                for used in node.all_input_nodes:
-                    self.first.setdefault(used.name, self._at[node.name])
-                    self._last[used.name] = self._at[node.name]
-                    if used.name in names:
-                        self._first_user.setdefault(used.name, node.name)
-                        cast = node.kwargs.get("dtype") if node.target is torch.ops.aten._to_copy.default and len(node.kwargs) == 1 else None
-                        self._casts.setdefault(used.name, set()).add(cast if isinstance(cast, torch.dtype) else None)
-        self.end = len(self._at) + len(self.first)
+                for used in (x for x in node.all_input_nodes if x.name in names):
+                    self.first.setdefault(used.name, self.end)
+                    self._last[used.name] = self.end
+                    self._first_user.setdefault((i, used.name), node.name)
+                    cast = node.kwargs.get("dtype") if node.target is torch.ops.aten._to_copy.default and len(node.kwargs) == 1 else None
+                    self._casts.setdefault(used.name, set()).add(cast if isinstance(cast, torch.dtype) else None)
+                self.end += 1
 
-    def position(self, node: fx.Node) -> int:
-        return self._at[node.name]
-
-    def first_users(self, params: tuple[str, ...]) -> list[str]:
-        return [self._first_user[p] for p in params if p in self._first_user]
+    def first_users(self, stage: int, params: tuple[str, ...]) -> list[str]:
+        return [self._first_user[stage, p] for p in params if (stage, p) in self._first_user]
 
     def dtype(self, param: str) -> torch.dtype | None:
         """The dtype in which all ops want a parameter, where that is another one than it has."""
@@ -214,4 +213,4 @@ class _Uses:
 
     def far(self, param: str) -> bool:
         """Is it used again much later (a tied embedding)? What lies with it would stay gathered as long."""
-        return self._last.get(param, 0) - self.first.get(param, 0) > len(self._at) // 4
+        return self._last.get(param, 0) - self.first.get(param, 0) > self.end // 4

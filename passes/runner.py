@@ -27,8 +27,9 @@ class Runner:
         start = time.perf_counter()
         program = work()
         self.seconds[name] = round(time.perf_counter() - start, 3)
-        for graph in (program.graph, *(s.graph for s in program.stages)):
-            check(graph, program, typed=name != "capture")
+        check(program.graph, program, typed=name != "capture")
+        for stage in program.stages:
+            check(stage.graph, program, typed=True, piped=bool(program.axis))
         if self.dump:
             self._dump(name, program)
         return program
@@ -40,14 +41,17 @@ class Runner:
         self._last = report.dump(self.dump, len(self.seconds) - 1, name, program, self._last)
 
 
-def check(graph: fx.Graph, program: Program, *, typed: bool) -> None:
+def check(graph: fx.Graph, program: Program, *, typed: bool, piped: bool = False) -> None:
     """What every graph promises (see shardc.program): lint, placeholders in order, metadata on every op.
 
     typed: every op has a value; what capture brings still has ops without one (asserts), which canonical drops.
+    piped: it is a stage of a pipeline.
     """
     graph.lint()
-    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+    names = [n.name for n in graph.nodes if n.op == "placeholder" and "collective" not in n.meta]
     expected = ["mesh", "rng", *(x.name for xs in (program.params, program.buffers, program.inputs) for x in xs)]
+    if piped:  # a stage takes what it uses
+        expected = [n for n in expected if n in names]
     assert names == expected, f"placeholders {names} are not {expected}"
     for node in graph.nodes:
         if node.op == "call_function":

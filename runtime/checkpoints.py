@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import Layout
-from shardc.program import Param, Program
+from shardc.program import Buffer, Param, Program
 from shardc.runtime.flat import Run, elements
 from shardc.runtime.weights import check_names
 
@@ -43,6 +43,7 @@ class Part:
     """This rank's part of a global tensor, as torch.distributed.checkpoint sees it.
 
     run: local is 1-d, this stretch of the flattened local part; None: it is the local part. replicas: the axes whose ranks have the same.
+    copy: a rank of another pipeline stage has the same, and writes it.
     """
 
     local: Tensor
@@ -50,6 +51,7 @@ class Part:
     layout: Layout = field(default_factory=Layout)
     run: Run | None = None
     replicas: tuple[str, ...] = ()
+    copy: bool = False
 
     def boxes(self, mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
         """(place in the global tensor, what is there: a view of the local tensor)."""
@@ -71,7 +73,7 @@ class Part:
 
     def items(self, key: str, mesh: Mesh, coords: Mapping[str, int]) -> list[WriteItem]:
         """What this rank, at `coords`, writes of it: nothing if another replica does."""
-        if any(coords[a] for a in self.replicas):
+        if self.copy or any(coords[a] for a in self.replicas):
             return []
         properties, size = TensorProperties(dtype=self.local.dtype), torch.Size(self.shape)
         return [
@@ -133,10 +135,10 @@ Runs = Mapping[str, Run]
 Room = Callable[[Any, str, Tensor], Tensor]
 
 
-def _replicas(mesh: Mesh, layout: Layout, cut: Iterable[str] = ()) -> tuple[str, ...]:
+def _replicas(program: Program, layout: Layout, cut: Iterable[str] = ()) -> tuple[str, ...]:
     """The axes whose ranks hold the same."""
-    split = {a for a, _ in layout.shards()} | set(cut)
-    return tuple(a for a in mesh.names if a not in split)
+    split = {a for a, _ in layout.shards()} | set(cut) | {program.axis}
+    return tuple(a for a in program.mesh.names if a not in split)
 
 
 def _cut(program: Program, p: Param) -> tuple[str, ...]:
@@ -145,20 +147,31 @@ def _cut(program: Program, p: Param) -> tuple[str, ...]:
     return program.mesh.parts(bucket.shard) if bucket is not None and bucket.zero else ()
 
 
-def _part(program: Program, p: Param, x: Tensor, run: Run | None) -> Part:
+def _part(program: Program, p: Param, x: Tensor, run: Run | None, mesh: Any) -> Part:
     cut = _cut(program, p) if run is not None else ()
-    return Part(x, p.shape, p.layout, run, _replicas(program.mesh, p.layout, cut))
+    return Part(x, p.shape, p.layout, run, _replicas(program, p.layout, cut), _copied(program, p, mesh))
 
 
-def _model_parts(program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], runs: Runs) -> dict[str, Part]:
-    parts = {f"model.{p.fqn}": _part(program, p, params[p.name], runs.get(p.name)) for p in program.params}
-    kept = [b for b in program.buffers if b.fqn and (b.persistent or b.updated)]
-    return parts | {f"model.{b.fqn}": Part(buffers[b.name], b.shape, b.layout, None, _replicas(program.mesh, b.layout)) for b in kept}
+def _copied(program: Program, x: Param | Buffer, mesh: Any) -> bool:
+    """Is a rank of another pipeline stage the first that has it?"""
+    return bool(program.axis) and mesh.coordinate(program.axis) != program.holders(x)[0]
+
+
+def _model_parts(program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], runs: Runs, mesh: Any) -> dict[str, Part]:
+    parts = {f"model.{p.fqn}": _part(program, p, params[p.name], runs.get(p.name), mesh) for p in program.params if p.name in params}
+    return parts | {
+        f"model.{b.fqn}": Part(buffers[b.name], b.shape, b.layout, None, _replicas(program, b.layout), _copied(program, b, mesh))
+        for b in _kept(program) if b.name in buffers
+    }  # fmt: skip
+
+
+def _kept(program: Program) -> list[Buffer]:
+    return [b for b in program.buffers if b.fqn and (b.persistent or b.updated)]
 
 
 def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer) -> list[list[Param]]:
     """The program's parameters in the optimizer's groups."""
-    known = {id(params[p.name]): p for p in program.params}
+    known = {id(params[p.name]): p for p in program.params if p.name in params}
     for group in optimizer.param_groups:
         for x in group["params"]:
             if id(x) not in known:
@@ -170,28 +183,27 @@ def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer
 
 
 def _optimizer_state(
-    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, runs: Runs
+    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, runs: Runs, mesh: Any
 ) -> tuple[dict[str, Part], dict[str, Any]]:
     """Tensors of the optimizer's state as parts, and all the rest of it as JSON-able values."""
     parts: dict[str, Part] = {}
     numbers: dict[str, dict[str, Any]] = {}
     groups = _groups(program, params, optimizer)
-    mesh = program.mesh
     for p in (p for group in groups for p in group):
         local, run = params[p.name], runs.get(p.name)
         if run is not None and not run.size:
             continue  # of a stretch without elements there is no state, or none that means anything
         # a number is the same on all ranks; the first that holds some of the parameter writes it
         first = run is None or not run.start
-        whole = _replicas(mesh, Layout(), _cut(program, p) if run is not None else ())
+        whole = _replicas(program, Layout(), _cut(program, p) if run is not None else ())
         for name, x in optimizer.state.get(local, {}).items():
             if not isinstance(x, Tensor):
                 numbers.setdefault(p.fqn, {})[name] = x
             elif x.shape == local.shape:
-                parts[f"optimizer.{p.fqn}.{name}"] = _part(program, p, x, run)
+                parts[f"optimizer.{p.fqn}.{name}"] = _part(program, p, x, run, mesh)
             elif x.dim() == 0 or (run is None and not p.layout.shards()):
                 if first:
-                    parts[f"optimizer.{p.fqn}.{name}"] = Part(x, tuple(x.shape), replicas=whole)
+                    parts[f"optimizer.{p.fqn}.{name}"] = Part(x, tuple(x.shape), replicas=whole, copy=_copied(program, p, mesh))
             else:
                 raise ShardcError(
                     f"the optimizer's state {name!r} of shape {list(x.shape)} does not lie like its parameter, {list(local.shape)}",
@@ -216,14 +228,13 @@ def save(
     """
     folder = Path(folder).absolute()
     work = folder.with_name(f".{folder.name}.saving")
-    parts = _model_parts(program, params, buffers, runs or {})
+    parts = _model_parts(program, params, buffers, runs or {}, mesh)
     manifest: dict[str, Any] = {
         "format": _FORMAT, "model": program.meta.get("model", ""), "mesh": dict(mesh.layout.axes), "extra": dict(extra or {})
     }  # fmt: skip
     if optimizer is not None:
-        more, manifest["optimizer"] = _optimizer_state(program, params, optimizer, runs or {})
+        more, manifest["optimizer"] = _optimizer_state(program, params, optimizer, runs or {}, mesh)
         parts |= more
-    numbers = manifest["optimizer"]["numbers"] if optimizer is not None else {}
     _json(manifest)  # what cannot be written is found before anything is
     if mesh.rank == 0:
         shutil.rmtree(work, ignore_errors=True)
@@ -233,20 +244,32 @@ def save(
     plan = SavePlan([i for key, part in parts.items() for i in part.items(key, mesh.layout, _coords(mesh))])
     mine = writer.prepare_global_plan([SavePlan([])] * mesh.rank + [plan])[-1]  # names its file after the rank
     results = writer.write_data(mine, planner).wait()
-    _results(work, mesh.rank).write_bytes(pickle.dumps((plan, results, numbers)))
+    _results(work, mesh.rank).write_bytes(pickle.dumps((plan, results, manifest.get("optimizer"))))
     mesh.barrier()
     if mesh.rank == 0:
         every = [pickle.loads(_results(work, r).read_bytes()) for r in range(mesh.layout.world)]
         _, metadata = planner.create_global_plan([p for p, _, _ in every])
         writer.finish(metadata, [r for _, r, _ in every])
-        for _, _, found in reversed(every):  # the first rank that has a number says it
-            for fqn, values in found.items():
-                numbers[fqn] = {**numbers.get(fqn, {}), **values}
+        if any(facts for _, _, facts in every):
+            manifest["optimizer"] = _together([facts for _, _, facts in every if facts])
         for r in range(mesh.layout.world):
             _results(work, r).unlink()
         (work / "manifest.json").write_text(_json(manifest))
         _replace(folder, work)
     mesh.barrier()
+
+
+def _together(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The optimizer's facts from those of all ranks: the first rank that has a number says it; groups have the parameters of all stages."""
+    numbers: dict[str, Any] = {}
+    for found in reversed(facts):
+        for fqn, values in found["numbers"].items():
+            numbers[fqn] = {**numbers.get(fqn, {}), **values}
+    groups = [
+        {**group, "params": list(dict.fromkeys(n for found in facts for n in found["groups"][i]["params"]))}
+        for i, group in enumerate(facts[0]["groups"])
+    ]
+    return {**facts[0], "groups": groups, "numbers": numbers}
 
 
 def _results(work: Path, rank: int) -> Path:
@@ -294,15 +317,15 @@ def load(
         what = "there is no checkpoint in this folder"
         raise ShardcError(what, where=str(folder), fix="pass a folder that shardc saved to") from e
     stored = {k: x for k, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
-    parts = _model_parts(program, params, buffers, runs or {})
+    parts = _model_parts(program, params, buffers, runs or {}, mesh)
     errors = Errors()
     have = {k.removeprefix("model."): tuple(x.size) for k, x in stored.items() if k.startswith("model.")}
-    want = {k.removeprefix("model."): part.shape for k, part in parts.items()}
+    want = {x.fqn: x.shape for x in (*program.params, *_kept(program))}
     check_names(errors, want, have, want, f"the checkpoint {folder.name}")
     states: dict[str, dict[str, Any]] = {}
     if optimizer is not None:
         with errors.collect():
-            states = _optimizer_parts(program, params, optimizer, manifest, stored, parts, str(folder), runs or {}, room)
+            states = _optimizer_parts(program, params, optimizer, manifest, stored, parts, str(folder), runs or {}, room, mesh)
     errors.raise_any()
 
     planner = _Loading(parts, mesh)
@@ -321,7 +344,7 @@ def load(
 
 def _optimizer_parts(
     program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, manifest: Mapping[str, Any],
-    stored: Mapping[str, TensorStorageMetadata], parts: dict[str, Part], folder: str, runs: Runs, room: Room | None,
+    stored: Mapping[str, TensorStorageMetadata], parts: dict[str, Part], folder: str, runs: Runs, room: Room | None, mesh: Any,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to `parts`."""
     facts = manifest.get("optimizer")
@@ -336,7 +359,8 @@ def _optimizer_parts(
     members = {p.fqn: p for group in _groups(program, params, optimizer) for p in group}
     errors = Errors()
     saved = {n: stored[f"model.{n}"].size for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored}
-    check_names(errors, {n: p.shape for n, p in members.items()}, saved, members, "the checkpoint's optimizer")
+    elsewhere = {p.fqn for p in program.params if p.name not in params}
+    check_names(errors, {n: p.shape for n, p in members.items()}, saved, elsewhere | set(members), "the checkpoint's optimizer")
     errors.raise_any()
     states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(n, {})) for n in members}
     for key, tensor in stored.items():
@@ -348,7 +372,7 @@ def _optimizer_parts(
         form = torch.empty(local.shape if alike else tensor.size, dtype=tensor.properties.dtype, device="meta")
         x = room(local, name, form) if room and name != "step" else torch.zeros_like(form, device="cpu" if name == "step" else local.device)
         states[fqn][name] = x
-        parts[key] = _part(program, p, x, runs.get(p.name)) if alike else Part(x, tuple(tensor.size))
+        parts[key] = _part(program, p, x, runs.get(p.name), mesh) if alike else Part(x, tuple(tensor.size))
     return states
 
 
@@ -359,9 +383,10 @@ def _fill_optimizer(
     """Through the optimizer's own load_state_dict, which knows where its state lies and in which dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
-    for group, members in zip(optimizer.param_groups, _groups(program, params, optimizer), strict=True):
-        first = members[0].fqn if members else ""
-        hyper: dict[str, Any] = next((g for g in facts["groups"] if first in g["params"]), {})
+    for i, (group, members) in enumerate(zip(optimizer.param_groups, _groups(program, params, optimizer), strict=True)):
+        # by name; a group of which this rank has nothing, by number
+        alike = [g for g in facts["groups"] if members[0].fqn in g["params"]] if members else facts["groups"][i : i + 1]
+        hyper: dict[str, Any] = alike[0] if alike else {}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[p.fqn] for p in members), strict=True))
         settled = {k: _like(group.get(k), x) for k, x in hyper.items()}

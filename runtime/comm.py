@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class CommRecord:
     """One collective that ran on this rank.
 
     bytes: of the whole (reduced, gathered or exchanged) local tensor, as in shardc.program.Collective.
-    direction: "forward", "backward" or "update". tag: the program's node or bucket that asked for it.
+    direction: "forward", "recompute" (of forward, in backward), "backward" or "update". tag: the program's node or bucket that asked for it.
     """
 
     kind: str
@@ -38,6 +39,15 @@ class CommRecord:
     @property
     def axis(self) -> str:
         return "+".join(self.axes)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in a step a program ran: which of how many microbatches, if a step has several, and what all of them add up to."""
+
+    microbatch: int | None
+    of: int | None
+    totals: tuple[Tensor, ...]
 
 
 class Work:
@@ -70,6 +80,7 @@ class RankMesh(ABC):
             self._sizes[axis] = layout.size(axis)
             self._coords[axis] = layout.group(rank, (axis,)).index(rank)
         self.totals: tuple[Tensor, ...] = ()
+        self._again = False
         self.records: list[CommRecord] = []
         self.recording = record
 
@@ -78,18 +89,39 @@ class RankMesh(ABC):
         self._coords["microbatch"], self._sizes["microbatch"] = microbatch, of
         self.totals = tuple(totals)
 
+    def moment(self) -> Moment:
+        """What `turn_to` set: where in a step programs run now."""
+        return Moment(self._coords.get("microbatch"), self._sizes.get("microbatch"), self.totals)
+
+    @contextmanager
+    def again(self, moment: Moment) -> Iterator[None]:
+        """While open, what runs is forward of an earlier moment once more (shardc.runtime.recompute), and is recorded as "recompute"."""
+        now, before = self.moment(), self._again
+        self._turn(moment)
+        self._again = True
+        try:
+            yield
+        finally:
+            self._turn(now)
+            self._again = before
+
+    def _turn(self, to: Moment) -> None:
+        if to.microbatch is not None and to.of is not None:
+            self.turn_to(to.microbatch, to.of, to.totals)
+
     def coordinate(self, axis: str) -> int:
         return self._coords[axis]
 
     def size(self, axis: str) -> int:
-        return self._sizes[axis]
+        return self._sizes[axis] if axis in self._sizes else self.layout.size(axis)
 
     def members(self, axes: Iterable[str]) -> int:
         """Number of ranks in a group over `axes`."""
-        return math.prod(self._sizes[a] for a in axes)
+        return math.prod(self.size(a) for a in axes)
 
     def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
         if self.recording:
+            direction = "recompute" if self._again and direction == "forward" else direction
             self.records.append(CommRecord(kind, axes, nbytes, direction, tag))
 
     # --- what programs call
@@ -148,6 +180,18 @@ class RankMesh(ABC):
         self._note("all_to_all", (axis,), parts.nbytes, direction, tag)
         return self._all_to_all(parts.contiguous(), axis, tag)
 
+    def start_send(self, x: Tensor, axis: str, to: int, *, direction: str = "forward", tag: str = "") -> Work:
+        """Send a tensor to the rank at another coordinate of `axis`, in the background. x may not be changed until then.
+
+        What one rank sends another arrives in the order in which it is sent, and has to be received in that order.
+        """
+        self._note("send_recv", (axis,), x.nbytes, direction, tag)
+        return self._start_send(x.detach().contiguous(), axis, to, tag)
+
+    def start_receive(self, into: Tensor, axis: str, source: int, *, tag: str = "") -> Work:
+        """Receive the next tensor that the rank at another coordinate of `axis` sends, in the background. into: contiguous, of its type."""
+        return self._start_receive(into, axis, source, tag)
+
     @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank of the mesh is here."""
@@ -175,6 +219,12 @@ class RankMesh(ABC):
     @abstractmethod
     def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor: ...
 
+    @abstractmethod
+    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work: ...
+
+    @abstractmethod
+    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work: ...
+
 
 # torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -185,6 +235,8 @@ class TorchMesh(RankMesh):
     """A rank of torch.distributed's world. Process groups are made for every set of axes that a program names, on all ranks alike.
 
     layout: the mesh; its size must be the world's. axes: the sets of axes to make groups for (single axes always are).
+    lines: axes along which ranks send to each other. Each gets a group for either direction: NCCL carries out what two ranks send each
+    other in one group one after the other, and both would wait if each sent first.
     device: "cuda" (NCCL) or "cpu" (gloo); default: what the process group that exists already runs on, else cuda where every
     process of this machine has a GPU of its own.
     Joins the world that torchrun (or `shardc run`) describes in the environment, unless a process group exists already.
@@ -192,7 +244,8 @@ class TorchMesh(RankMesh):
     """
 
     def __init__(
-        self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), *, device: torch.device | str | None = None, record: bool = False
+        self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), *, lines: Iterable[str] = (), device: torch.device | str | None = None,
+        record: bool = False,
     ) -> None:  # fmt: skip
         kind = torch.device(device).type if device is not None else _device_type()
         here = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
@@ -211,13 +264,21 @@ class TorchMesh(RankMesh):
         for names in sorted(wanted, key=sorted):
             if names:
                 self._make(names)
+        self._lines: dict[tuple[str, bool], Any] = {}
+        for axis in lines:
+            for upwards in (True, False):
+                for ranks in dict.fromkeys(layout.group(r, (axis,)) for r in range(layout.world)):
+                    group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+                    if rank in ranks:
+                        self._lines[axis, upwards] = group
 
     def _split(self, axes: Iterable[str]) -> frozenset[str]:
-        return frozenset(part for a in axes for part in self.layout.parts(a) if self.size(part) > 1)
+        return frozenset(part for a in axes for part in self.layout.parts(a) if self.layout.size(part) > 1)
 
     def _make(self, names: frozenset[str]) -> None:
         # new_group is collective: every rank makes all groups, also those it is not in, in one order
-        for ranks in dict.fromkeys(self.layout.group(r, names) for r in range(self.layout.world)):
+        sets = (self.layout.group(r, names) for r in range(self.layout.world) if self.layout.on(r, names))
+        for ranks in dict.fromkeys(sets):
             group = dist.group.WORLD if len(ranks) == self.layout.world else dist.new_group(list(ranks))
             if self.rank in ranks:
                 self._groups[names] = group
@@ -273,6 +334,14 @@ class TorchMesh(RankMesh):
         out = torch.empty_like(parts)
         dist.all_to_all_single(out, parts, group=self._group((axis,)))
         return out
+
+    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
+        group = self._lines[axis, to > self.coordinate(axis)]
+        work = dist.isend(x, group=group, group_dst=to)
+        return Work(work, lambda: x.data_ptr())  # the tensor lives as long as the work
+
+    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
+        return Work(dist.irecv(into, group=self._lines[axis, source < self.coordinate(axis)], group_src=source))
 
     def barrier(self) -> None:
         if dist.is_initialized():

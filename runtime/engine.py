@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from shardc.program import Program, Stage
+from shardc.program import Program
 from shardc.runtime import groups, inputs, lr, state
 from shardc.runtime.comm import TorchMesh
+from shardc.runtime.interpreter import Around, Interpreter
 from shardc.runtime.loader import Loader, Loaders
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload_optimizer import Paged
@@ -20,9 +20,6 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.scaler import Scaler
 from shardc.runtime.zero import Buckets, GradNorm, norm_axes
 from shardc.runtime.zero_optimizer import stand_in, take_over
-
-# fx writes a graph's code with notes on its nodes: ranks that are threads of one process must not do so at the same time
-_WRITING = threading.Lock()
 
 OptimizerOf = Callable[[groups.Parameters], torch.optim.Optimizer]
 
@@ -35,6 +32,7 @@ def adamw(params: groups.Parameters) -> torch.optim.Optimizer:
 def groups_of(program: Program) -> list[tuple[str, ...]]:
     """The sets of axes over which the program communicates: a mesh makes its process groups for them."""
     found = [axes for b in program.buckets for axes in (b.axes, (b.shard,) if b.shard else (), tuple(a for a in b.axes if a != b.shard))]
+    found += [(program.axis,)] if program.axis else []
     found += [tuple(a for a, _ in p.layout.shards()) for p in program.params]
     found += [norm_axes(program, p.name) for p in program.params]
     for stage in program.stages:
@@ -44,16 +42,9 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
-def runnable(stages: Sequence[Stage], device: torch.device) -> fx.GraphModule:
-    """The one stage as a function of (mesh, rng, *params, *buffers, *inputs); frees each value after its last use."""
-    assert len(stages) == 1, f"{len(stages)} stages: this engine runs one"
-    graph = stages[0].graph
-    if device.type != "cpu":
-        from shardc.interpret import on_device
-
-        graph = on_device(graph, device)
-    with _WRITING:
-        return fx.GraphModule(nn.Module(), graph)
+def runtime_mesh(program: Program) -> TorchMesh:
+    """This rank of torch.distributed's world, with the groups that a program communicates in."""
+    return TorchMesh(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else ())
 
 
 class Engine:
@@ -80,21 +71,21 @@ class Engine:
         scheduler: lr.SchedulerOf | None = None, clip_norm: float | None = None, norm: bool = False, mesh: Any = None,
     ) -> None:  # fmt: skip
         self.program = program
-        self.mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
+        self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = Rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
         parts, self.buffers = state.local_parts(program, model, self.mesh, seed)
         self._offload = Offload(program.meta.get("offload", {}), self.mesh)
         self._buckets = Buckets(program, parts, self.mesh, self._offload)
         self.params = self._buckets.owned
-        self.optimizer = self._optimizer(optimizer) if optimizer is not None else None
+        self._updates = optimizer is not None
+        self.optimizer = self._optimizer(optimizer) if optimizer is not None else None  # None also where a rank has nothing to train
         self._paged = Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
         self.scheduler = lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self.loaders = Loaders()
         self.grad_norm: Tensor | None = None
         self._norm = GradNorm(program, self.params, self.mesh)
-        self._run = runnable(program.stages, self.mesh.device)
-        self._count = runnable((program.counts,), self.mesh.device) if program.counts is not None else None
+        self._interpreter = Interpreter(program, self.mesh)
         self.scaler = Scaler(program.meta["loss_scale"], self.mesh) if "loss_scale" in program.meta else None
         self._unbucketed = [n for n in self.params if n not in self._buckets.names]
 
@@ -134,40 +125,28 @@ class Engine:
 
     def backward(self, batch: Any, *, local: bool = False) -> Tensor:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
-        parts = self._take(batch, local=local)
+        values = self._take(batch, local=local)
         for p in self.params.values():
             p.grad = None
         self.rng.training = True
         self._norm.start()
-        total: Tensor | None = None
-        for i, given in enumerate(parts):
-            first, last = i == 0, i == len(parts) - 1
-            self.mesh.turn_to(i, len(parts), self.mesh.totals)
-            with self._buckets.saving():
-                loss, news = self._run(self.mesh, self.rng, *self._buckets.given.values(), *self.buffers.values(), *given)
-            given.clear()
-            self._buckets.start(first=first, last=last)
-            if loss.requires_grad:
-                (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
-            self._buckets.finish(self._reduced)
-            total = loss.detach() if total is None else total + loss.detach()
+        scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
+        around = Around(self._buckets.saving, self._buckets.start, self._buckets.pause, self._buckets.reduce, scaled)
+        total, news = self._interpreter.step(values, around)
+        self._buckets.finish(self._reduced)
         self._reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.agree()
-        self.buffers |= new_buffers(self.program, news)
-        assert total is not None
+        self.buffers |= news
         return total
 
-    def _take(self, batch: Any, *, local: bool) -> list[list[Tensor]]:
-        """This rank's part of every input, by microbatch; and what they add up to before they run."""
+    def _take(self, batch: Any, *, local: bool) -> list[dict[str, Any]]:
+        """What the stages here take, by microbatch: {placeholder: value}; and what the microbatches add up to, before they run."""
         parts = inputs.microbatches(self.program, inputs.take(self.program, batch, self.mesh, local=local))
-        totals: list[Tensor] = []
-        for i, given in enumerate(parts) if self._count is not None else ():
-            self.mesh.turn_to(i, len(parts))
-            found, _ = self._count(self.mesh, self.rng, *self._buckets.given.values(), *self.buffers.values(), *given)
-            totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else list(found)
-        self.mesh.turn_to(0, len(parts), totals)
-        return parts
+        stored = {"mesh": self.mesh, "rng": self.rng, **self._buckets.given, **self.buffers}
+        values = [{**stored, **dict(zip((x.name for x in self.program.inputs), given, strict=True))} for given in parts]
+        self._interpreter.count(values)
+        return values
 
     def _reduced(self, names: Sequence[str]) -> None:
         """Gradients that are summed over ranks, while others still are on their way."""
@@ -178,13 +157,14 @@ class Engine:
 
     def update(self) -> None:
         """The second half of `step`: clip, and step the optimizer."""
-        if self.optimizer is not None:
+        if self._updates:
             if self._wants_norm:
                 self.grad_norm = self._norm.total()
             if self.scaler is None or not self.scaler.overflow:
                 if self.clip_norm is not None and self.grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
-                (self._paged or self.optimizer).step()
+                if self.optimizer is not None:
+                    (self._paged or self.optimizer).step()
                 self._buckets.publish()
                 if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either
                     self.scheduler.step()
@@ -196,13 +176,7 @@ class Engine:
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
         """The global loss without dropout and with BatchNorm's running statistics; nothing changes."""
         self.rng.training = False
-        parts = self._take(batch, local=local)
-        total = torch.zeros((), device=self.mesh.device)
-        for i, given in enumerate(parts):
-            self.mesh.turn_to(i, len(parts), self.mesh.totals)
-            loss, _ = self._run(self.mesh, self.rng, *self._buckets.given.values(), *self.buffers.values(), *given)
-            total = total + loss if i else loss
-        return total.detach()
+        return self._interpreter.evaluate(self._take(batch, local=local))
 
     # --- data
 
@@ -266,7 +240,3 @@ class Engine:
         if isinstance(self.mesh, TorchMesh):
             self.mesh.close()
 
-
-def new_buffers(program: Program, news: Iterable[Tensor]) -> dict[str, Tensor]:
-    """{name: value after the step} of the buffers that the step updates."""
-    return {b.name: new.detach() for b, new in zip((b for b in program.buffers if b.updated), news, strict=True)}

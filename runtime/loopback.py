@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +37,12 @@ class _World:
         self.lock = threading.Lock()
         self.layout = layout
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
-        self.waiting: dict[int, str] = {}  # rank -> the collective it sleeps in
+        self.mail: dict[tuple[int, int, int], tuple[str, Tensor]] = {}  # (from, to, how many before it) -> what was sent
+        self.sent: Counter[tuple[int, int]] = Counter()
+        self.posted: Counter[tuple[int, int]] = Counter()
+        self.expects: dict[int, tuple[int, int, int]] = {}  # rank that sleeps until something comes -> what
+        self.arrived = threading.Condition(self.lock)
+        self.waiting: dict[int, str] = {}  # rank -> what it sleeps in
         self.running = set(range(layout.world))
         self.failed = False
 
@@ -76,9 +82,39 @@ class _World:
             meeting.changed.wait()
         return meeting.results.pop(rank)
 
+    def send(self, rank: int, to: int, what: str, item: Tensor) -> None:
+        with self.lock:
+            self.mail[rank, to, self.sent[rank, to]] = what, item
+            self.sent[rank, to] += 1
+            self.arrived.notify_all()
+
+    def post(self, rank: int, source: int) -> int:
+        """The next item from another rank will be received: its number."""
+        with self.lock:
+            self.posted[source, rank] += 1
+            return self.posted[source, rank] - 1
+
+    def receive(self, rank: int, source: int, number: int, what: str) -> Tensor:
+        """An item from another rank; it has to be called what is expected."""
+        key = (source, rank, number)
+        with self.lock:
+            while key not in self.mail:
+                self.waiting[rank], self.expects[rank] = f"receive {what} from rank {source}", key
+                self._check()
+                if not self.failed:
+                    self.arrived.wait()
+                if self.failed:
+                    raise Aborted
+                del self.waiting[rank], self.expects[rank]
+            sent, item = self.mail.pop(key)
+        if sent != what:
+            raise RuntimeError(f"rank {rank} waits for {what}, and rank {source} sent {sent}")
+        return item
+
     def _check(self) -> None:
         """Raise if nobody is left who could wake the sleepers."""
-        if self.waiting and len(self.waiting) == len(self.running) and not self.failed:
+        asleep = [r for r in self.waiting if self.expects.get(r) not in self.mail]
+        if asleep and len(asleep) == len(self.running) and not self.failed:
             every = (f"rank {r}: {self.waiting.get(r, 'has ended')}" for r in range(self.layout.world))
             raise RuntimeError(f"ranks wait for each other: {'; '.join(every)}")
 
@@ -91,6 +127,7 @@ class _World:
     def abort(self) -> None:
         with self.lock:
             self.failed = True
+            self.arrived.notify_all()
             for m in self.meetings.values():
                 m.changed.notify_all()
 
@@ -151,6 +188,22 @@ class LoopbackMesh(RankMesh):
             return [torch.stack([sent[i] for sent in items]) for i in range(len(items))]
 
         return self._exchange((axis,), f"all_to_all {_named(tag, parts)}", parts.detach(), combine)
+
+    def _peer(self, axis: str, coordinate: int) -> int:
+        return self.layout.group(self.rank, (axis,))[coordinate]
+
+    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
+        self._world.send(self.rank, self._peer(axis, to), _named(tag, x), x.clone())
+        return Work()
+
+    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
+        sender = self._peer(axis, source)
+        number = self._world.post(self.rank, sender)
+
+        def arrive() -> None:
+            into.copy_(self._world.receive(self.rank, sender, number, _named(tag, into)))
+
+        return Work(then=arrive)
 
     def barrier(self) -> None:
         if self.layout.world > 1:

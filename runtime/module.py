@@ -13,7 +13,8 @@ from shardc.errors import ShardcError
 from shardc.program import Program
 from shardc.runtime import inputs, state
 from shardc.runtime.comm import TorchMesh
-from shardc.runtime.engine import groups_of, new_buffers, runnable
+from shardc.runtime.engine import runtime_mesh
+from shardc.runtime.interpreter import runnable
 from shardc.runtime.rng import Rng
 from shardc.runtime.zero import Buckets
 from shardc.torch_private import after_backward
@@ -85,12 +86,17 @@ class ShardedModule(nn.Module):
                 f"a step of this program is {program.microbatches} microbatches, each with a backward of its own: a module has one",
                 where="batch.microbatches", fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
             )  # fmt: skip
+        if program.axis:
+            raise ShardcError(
+                f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule", where="pipeline",
+                fix="use program.engine(...)",
+            )  # fmt: skip
         if program.meta.get("offload"):
             raise ShardcError(
                 "the engine moves what is offloaded, and a module has none: it does not step the optimizer",
                 where="data.offload", fix="use program.engine(...), or leave offload out",
             )  # fmt: skip
-        mesh = mesh if mesh is not None else TorchMesh(program.mesh, groups_of(program))
+        mesh = mesh if mesh is not None else runtime_mesh(program)
         parts, buffers = state.local_parts(program, model, mesh, seed)
         buckets = Buckets(program, parts, mesh)
         for x in program.params:
@@ -103,8 +109,8 @@ class ShardedModule(nn.Module):
                 parent, name = _home(self, fqn)
                 parent.register_buffer(name, buffers[b.name], persistent=b.persistent)
         updates = _Updates(buckets)
-        self.register_load_state_dict_post_hook(updates.note)
-        self._running = _Running(program, model, mesh, Rng(seed), runnable(program.stages, mesh.device), buckets, updates)
+        self.register_load_state_dict_post_hook(updates.note)  # type: ignore[no-untyped-call]
+        self._running = _Running(program, model, mesh, Rng(seed), runnable(program.stages[0], mesh.device, program), buckets, updates)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The global loss of this rank's part of a batch. Raises ShardcError for another part than was compiled."""
@@ -120,12 +126,12 @@ class ShardedModule(nn.Module):
             loss, news = r.run(r.mesh, r.rng, *params, *buffers, *given)
         if self.training:
             r.rng.step += 1
-            for name, new in new_buffers(r.program, news).items():
-                self._replace_buffer(name, new)
+            for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=True):
+                self._replace_buffer(b.name, new.detach())
         if not loss.requires_grad:
             return loss  # type: ignore[no-any-return]
         result: Tensor = _Start.apply(loss, r.buckets)  # type: ignore[no-untyped-call]
-        result.register_hook(r.updates.note)
+        result.register_hook(r.updates.note)  # type: ignore[no-untyped-call]
         return result
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:

@@ -65,8 +65,9 @@ def local_parts(
         cut = x.layout.local(whole.detach(), mesh.layout, coords)
         return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
-    params = ((p.name, nn.Parameter(part(p), requires_grad=p.requires_grad)) for p in program.params)
-    return params, {b.name: part(b) for b in program.buffers}
+    mine = [p for p in program.params if program.has(p, coords)]
+    params = ((p.name, nn.Parameter(part(p), requires_grad=p.requires_grad)) for p in mine)
+    return params, {b.name: part(b) for b in program.buffers if program.has(b, coords)}
 
 
 def _check(program: Program, given: Weights, rest: Weights | None) -> None:
@@ -115,8 +116,26 @@ def _entries(
     for x in _all(program):
         if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
             continue
-        local = params[x.name] if isinstance(x, Param) else buffers[x.name]
+        held: Mapping[str, Tensor] = params if isinstance(x, Param) else buffers
+        local = _everywhere(program, mesh, x, held)
         yield x, gather(local, x.layout, mesh, x.fqn).to(device="cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _everywhere(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
+    """This rank's part; where its pipeline stage has none, that of the first stage that has. Collective over the pipeline's axis."""
+    if not program.axis:
+        return held[x.name]
+    first, *_ = holders = program.holders(x)
+    at, others = mesh.coordinate(program.axis), [c for c in range(mesh.size(program.axis)) if c not in holders]
+    if at in others:
+        found = torch.empty(x.layout.local_shape(x.shape, program.mesh), dtype=x.dtype, device=mesh.device)
+        mesh.start_receive(found, program.axis, first, tag=x.fqn).wait()
+        return found
+    local = held[x.name]
+    if at == first:
+        for work in [mesh.start_send(local, program.axis, c, direction="state", tag=x.fqn) for c in others]:
+            work.wait()
+    return local
 
 
 def full_state_dict(

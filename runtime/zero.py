@@ -7,7 +7,7 @@ warm-up step finds it out, and all ranks agree. What ZeRO keeps cut is a matter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,6 +27,8 @@ class Buckets:
     """The buckets of one rank. params: whole local parameters by name, which the buckets take over, one at a time.
 
     Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. Forward runs within `saving()`.
+    Several backwards a step, of microbatches and of a pipeline's stages: `start(...)`, backward, `pause()` for each, `reduce()` after a
+    stage's last, and `finish()`.
 
     .given: what the program's graph gets, in order. .owned: what the optimizer works on, and where gradients stand: the parameters, or
     this rank's stretch of each (1-d). .runs: which stretch, of those that are cut.
@@ -42,11 +44,16 @@ class Buckets:
         self.mesh = mesh
         self._offload = offload if offload is not None else Offload({}, mesh)
         self._gathered = Gathered()
-        self._all = [self._make(program, i, mesh) for i, b in enumerate(program.buckets) if b.zero or mesh.members(b.axes) > 1]
+        at = mesh.coordinate(program.axis) if program.axis else 0
+        here = {s for s, coordinate in enumerate(program.schedule.placement) if coordinate == at} if program.schedule is not None else {0}
+        mine = [i for i, b in enumerate(program.buckets) if not here.isdisjoint(b.stages)]
+        self._all = [self._make(program, i, mesh) for i in mine if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1]
+        self._stages = {b: here.intersection(b.spec.stages) for b in self._all}
+        self._left: dict[Summed, set[int]] = {}  # the stages of a bucket whose last backward of a step has not begun
         self._of = {n: b for b in self._all for n in b.spec.params}
         self._hooked = [b for b in self._all if not isinstance(b, Stored)]
         self._next = 0
-        self._active = self._last = False
+        self._active = False
         self._flying: list[Summed] = []
         self.given: dict[str, Any] = {}
         self.owned: dict[str, nn.Parameter] = {}
@@ -80,16 +87,32 @@ class Buckets:
 
     # --- gradients
 
-    def saving(self) -> AbstractContextManager[None]:
-        """Around forward."""
-        return self._gathered.saving() if len(self._hooked) < len(self._all) else nullcontext()
+    def saving(self, run: Hashable = 0) -> AbstractContextManager[None]:
+        """Around forward. run: which one, where several wait for their backward."""
+        return self._gathered.saving(run) if len(self._hooked) < len(self._all) else nullcontext()
 
-    def start(self, *, first: bool = True, last: bool = True) -> None:
-        """Before backward, or as its first act. first, last: of the backwards whose gradients add up to a step's."""
+    def start(self, run: Hashable = 0, stage: int = 0, first: bool = True, last: bool = True) -> None:
+        """Before backward, or as its first act. first: of the step on this rank; last: of the step, of this stage of a pipeline."""
+        if first:
+            self._next, self._active, self._flying = 0, True, []
+            self._left = {b: set(stages) for b, stages in self._stages.items()}
         for b in self._all:
-            b.start(first)
-        self._next, self._active, self._last = 0, True, last
-        self._flying = []
+            if first or stage in self._stages[b]:
+                b.start(first)
+            if last:
+                self._left[b].discard(stage)
+        self._gathered.turn_to(run)
+
+    def pause(self) -> None:
+        """After a backward, if others of the same step may come."""
+        self._gathered.finish()
+
+    def reduce(self) -> None:
+        """After the last backward of a stage: begin the sums that wait for gradients which did not come."""
+        for b in self._hooked:
+            if not self._left[b]:
+                b.missing = set()  # what has not come will not come
+        self._launch(all_of_them=False)
 
     def reset(self) -> None:
         """Forget a backward that failed halfway. Not while one is running."""
@@ -107,9 +130,9 @@ class Buckets:
 
     def _launch(self, *, all_of_them: bool) -> None:
         """Start the buckets that are due, in order: every rank must start them alike."""
-        while self._last and self._next < len(self._hooked):
+        while self._next < len(self._hooked):
             bucket = self._hooked[self._next]
-            if bucket.missing and not all_of_them:
+            if self._left[bucket] or ((bucket.missing or bucket.spec.late) and not all_of_them):
                 return
             bucket.launch()
             self._next += 1
@@ -125,16 +148,15 @@ class Buckets:
         """After backward: wait for all sums. reduced: called with each bucket's parameters while later ones are still under way."""
         self._launch(all_of_them=True)
         self._gathered.finish()
-        if self._last:
-            for b in self._all:
-                if isinstance(b, Stored):
-                    b.launch()
-            for b in self._all:
-                b.settle()
-            for b in self._all:
-                b.finish()
-                if reduced is not None:
-                    reduced(b.spec.params)
+        for b in self._all:
+            if isinstance(b, Stored):
+                b.launch()
+        for b in self._all:
+            b.settle()
+        for b in self._all:
+            b.finish()
+            if reduced is not None:
+                reduced(b.spec.params)
         self._active = False
 
     # --- parameters
@@ -186,6 +208,8 @@ class GradNorm:
     def __init__(self, program: Program, params: Mapping[str, nn.Parameter], mesh: Any) -> None:
         self.params, self.mesh = params, mesh
         self._axes = {p.name: norm_axes(program, p.name) for p in program.params}
+        at = mesh.coordinate(program.axis) if program.axis else 0
+        self._mine = {p.name for p in program.params if not program.axis or program.holders(p)[0] == at}  # of copies, the first one counts
         self._dtypes: dict[tuple[str, ...], torch.dtype] = {}  # known without gradients: a rank may have none where others have some
         for p in program.params:
             axes = self._axes[p.name]
@@ -196,11 +220,11 @@ class GradNorm:
 
     def start(self) -> None:
         self._squares = {axes: [] for axes in self._axes.values()}
-        self._todo = set(self._axes)
+        self._todo = set(self._mine)
 
     def add(self, names: Sequence[str]) -> None:
         groups: dict[tuple[str, ...], list[Tensor]] = {}
-        for name in names:
+        for name in (n for n in names if n in self._mine):
             grad = self.params[name].grad
             if grad is not None and grad.numel():
                 groups.setdefault(self._axes[name], []).append(grad.detach())
@@ -223,7 +247,7 @@ class GradNorm:
 def norm_axes(program: Program, name: str) -> tuple[str, ...]:
     """The axes whose ranks hold different parts of a parameter's gradient."""
     p, mesh = program.param(name), program.mesh
-    cut = {a for a, _ in p.layout.shards()}
+    cut = {a for a, _ in p.layout.shards()} | ({program.axis} if program.axis else set())
     bucket = program.bucket(p)
     if bucket is not None and bucket.zero:
         cut |= set(mesh.parts(bucket.shard))

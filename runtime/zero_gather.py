@@ -7,7 +7,7 @@ buckets backward will need, in which order, so that the next one is under way wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,7 +45,9 @@ class Gathered:
     def __init__(self) -> None:
         self._under_way: dict[Source, tuple[Tensor, Work]] = {}
         self._alive: dict[int, tuple[StorageWeakRef, Source]] = {}  # by address: what forward has gathered, while it is there
-        self._needed: dict[Source, int] = {}  # saved pieces that backward has not asked for, by bucket; the last one packed stands last
+        # saved pieces that backward has not asked for, by bucket; the last one packed stands last; of each forward that waits for backward
+        self._waiting: dict[Hashable, dict[Source, int]] = {}
+        self._needed: dict[Source, int] = {}
         self._here: dict[Source, Tensor] = {}  # in backward
         self._current: Source | None = None
 
@@ -62,22 +64,29 @@ class Gathered:
         whole, work = self._under_way.pop(bucket)
         work.wait()
         storage = whole.untyped_storage()
-        self._alive[storage.data_ptr()] = StorageWeakRef(storage), bucket
+        self._alive[storage.data_ptr()] = StorageWeakRef(storage), bucket  # type: ignore[no-untyped-call]
         return whole
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self, run: Hashable = 0) -> Iterator[None]:
         """Around forward: autograd keeps notes of gathered buckets instead of the buckets."""
+        self._needed = self._waiting[run] = {}
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._alive.clear()
 
     def _pack(self, x: Tensor) -> Tensor | _Saved:
         ref, bucket = self._alive.get(x.untyped_storage().data_ptr(), (None, None))
-        if ref is None or bucket is None or ref.expired() or x.is_conj() or x.is_neg() or x.numel() == 0:
+        if ref is None or bucket is None or x.is_conj() or x.is_neg() or x.numel() == 0:
+            return x
+        if ref.expired():  # type: ignore[no-untyped-call]
             return x
         self._needed[bucket] = self._needed.pop(bucket, 0) + 1
-        return _Saved(bucket, x.storage_offset(), x.shape, x.stride())
+        return _Saved(bucket, int(x.storage_offset()), x.shape, x.stride())
+
+    def turn_to(self, run: Hashable) -> None:
+        """Backward of this run of forward comes next."""
+        self._needed = self._waiting.setdefault(run, {})
 
     # --- backward, which uses buckets in the reverse order of their last use in forward, on all ranks alike
 
@@ -95,7 +104,7 @@ class Gathered:
             del self._here[done]  # an op that still works with it keeps it alive
         self._current = bucket
         if bucket not in self._here:
-            whole, work = self._under_way.pop(bucket, None) or bucket.start_gather("backward")
+            whole, work = self._under_way.pop(bucket) if bucket in self._under_way else bucket.start_gather("backward")
             work.wait()
             self._here[bucket] = whole
         order = list(self._needed)
@@ -114,8 +123,9 @@ class Gathered:
         """After backward: nothing is kept."""
         for _, work in self._under_way.values():
             work.wait()
-        for kept in (self._under_way, self._needed, self._here):
-            kept.clear()  # type: ignore[attr-defined]
+        self._under_way.clear()
+        self._needed.clear()
+        self._here.clear()
         self._current = None
 
 

@@ -5,7 +5,9 @@
     layouts.json     parameters, buffers, inputs, buckets, in the notation of shardc.placement
     single.py        the model as one device runs it
     counts.py        what is added up over the microbatches of a step before they run, if anything
-    stage0.py        what every rank runs; `forward` in it is just what is executed after loading
+    stage0.py        what every rank runs (of a pipeline, stage1.py, ...: what the ranks of that stage run); `forward` in it is just
+                     what is executed after loading
+    schedule.txt     of a pipeline: who runs which stage when (shardc.runtime.schedule)
     constants.safetensors   tensors that capture found in the code
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,11 +30,12 @@ from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
 from shardc.parse import graph_of
 from shardc.placement import Layout, Shard, parse, show
-from shardc.program import Bucket, Buffer, Input, Param, Program, Stage, Value
+from shardc.program import Bucket, Buffer, Input, Param, Program, Region, Stage, Value
+from shardc.runtime import schedule
 from shardc.spec import Spec
 
 FORMAT = 1
-MANIFEST, LAYOUTS, SPEC, CONSTANTS = "manifest.json", "layouts.json", "spec.yaml", "constants.safetensors"
+MANIFEST, LAYOUTS, SPEC, CONSTANTS, SCHEDULE = "manifest.json", "layouts.json", "spec.yaml", "constants.safetensors", "schedule.txt"
 
 
 def save(program: Program, folder: str | Path) -> None:
@@ -74,9 +78,11 @@ def _check_free(folder: Path, given: str) -> None:
 def _write(program: Program, folder: Path) -> None:
     files = {"single.py": emit.module(program.graph, program, "The model as one device runs it.")}
     for i, stage in enumerate(program.stages):
-        files[f"stage{i}.py"] = emit.module(stage.graph, program, f"{stage.name}: what every rank of {program.mesh} runs.")
+        files[f"stage{i}.py"] = emit.module(stage.graph, program, f"{stage.name}: what {emit.who(program, i)} of {program.mesh} runs.")
     if program.counts is not None:
         files["counts.py"] = emit.module(program.counts.graph, program, "What is added up over the microbatches of a step before they run.")
+    if program.schedule is not None:
+        files[SCHEDULE] = f"{program.schedule}\n"
     files[LAYOUTS] = json.dumps(_layouts(program), indent=1, ensure_ascii=False)
     if program.spec is not None:
         files[SPEC] = str(program.spec)
@@ -88,7 +94,8 @@ def _write(program: Program, folder: Path) -> None:
         save_file(constants, folder / CONSTANTS)
     manifest = {
         "format": FORMAT, "shardc": version("shardc"), "torch": str(torch.__version__), "mesh": dict(program.mesh.axes),
-        "stages": [s.name for s in program.stages], "notes": list(program.notes), "meta": program.meta,
+        "stages": [{"name": s.name, "updates": s.updates} for s in program.stages], "axis": program.axis,
+        "notes": list(program.notes), "meta": program.meta,
         "sha256": {f.name: _hash(f) for f in sorted(folder.iterdir())},
     }  # fmt: skip
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -104,11 +111,17 @@ def _layouts(program: Program) -> dict[str, Any]:
 
     return {
         "params": [
-            {**named(p), "fqn": p.fqn, "aliases": p.aliases, "trained": p.requires_grad, "reduce": p.reduce, "order": p.order, "bucket": p.bucket}
+            {
+                **named(p), "fqn": p.fqn, "aliases": p.aliases, "trained": p.requires_grad, "reduce": p.reduce, "order": p.order,
+                "bucket": p.bucket, "stages": p.stages,
+            }
             for p in program.params
         ],
         "buffers": [
-            {**named(b), "fqn": b.fqn, "aliases": b.aliases, "updated": b.updated, "persistent": b.persistent, "constant": b.constant is not None}
+            {
+                **named(b), "fqn": b.fqn, "aliases": b.aliases, "updated": b.updated, "persistent": b.persistent,
+                "constant": b.constant is not None, "stages": b.stages,
+            }
             for b in program.buffers
         ],
         "microbatches": program.microbatches,
@@ -116,10 +129,11 @@ def _layouts(program: Program) -> dict[str, Any]:
         "buckets": [
             {
                 "axes": b.axes, "dtype": str(b.dtype), "params": b.params, "shard": b.shard, "zero": b.zero,
-                "compute": str(b.compute) if b.compute else None, "prefetch": b.prefetch,
+                "compute": str(b.compute) if b.compute else None, "prefetch": b.prefetch, "stages": b.stages, "late": b.late,
             }
             for b in program.buckets
         ],
+        "regions": [asdict(r) for r in program.regions],
     }  # fmt: skip
 
 
@@ -133,18 +147,21 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
     manifest = _manifest(folder, trust)
     try:
         program = _tables(folder, manifest)
-        stages = [str(name) for name in manifest["stages"]]
+        stages = [(str(s["name"]), tuple(s["updates"])) for s in manifest["stages"]]
+        program.axis = str(manifest["axis"])
     except (KeyError, TypeError, ValueError, AttributeError) as e:  # tables that someone edited: shardc's own have every entry
         what = f"the artifact's tables cannot be read: {type(e).__name__}: {e}"
         raise ShardcError(what, where=str(folder), fix=f"undo the changes in {LAYOUTS} and {MANIFEST}, or compile again") from e
     local = {x.name: x.value for x in program.stored}
     whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
 
-    def graph(name: str, types: dict[str, Value]) -> fx.Graph:
-        return graph_of((folder / name).read_text(encoding="utf-8"), program.mesh, types, str(folder / name))
+    def graph(name: str, types: dict[str, Value], *, piped: bool = False) -> fx.Graph:
+        return graph_of((folder / name).read_text(encoding="utf-8"), program.mesh, types, str(folder / name), piped=piped)
 
     program.graph = graph("single.py", whole)
-    program.stages = tuple(Stage(graph(f"stage{i}.py", local), name) for i, name in enumerate(stages))
+    program.stages = tuple(Stage(graph(f"stage{i}.py", local, piped=bool(program.axis)), name, updates) for i, (name, updates) in enumerate(stages))
+    if program.axis:
+        program.schedule = schedule.parse((folder / SCHEDULE).read_text(encoding="utf-8"), str(folder / SCHEDULE))
     program.counts = Stage(graph("counts.py", local), "counts") if "counts.py" in manifest["sha256"] else None
     program.spec = Spec.load(folder / SPEC) if SPEC in manifest["sha256"] else None
     return program
@@ -196,14 +213,14 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
     params = tuple(
         Param(
             **typed(p), fqn=p["fqn"], aliases=tuple(p["aliases"]), requires_grad=p["trained"], reduce=tuple(p["reduce"]), order=p["order"],
-            bucket=p["bucket"],
+            bucket=p["bucket"], stages=tuple(p["stages"]),
         )
         for p in tables["params"]
     )  # fmt: skip
     buffers = tuple(
         Buffer(
             **typed(b), fqn=b["fqn"], aliases=tuple(b["aliases"]), updated=b["updated"], persistent=b["persistent"],
-            constant=constants[b["name"]] if b["constant"] else None,
+            constant=constants[b["name"]] if b["constant"] else None, stages=tuple(b["stages"]),
         )
         for b in tables["buffers"]
     )  # fmt: skip
@@ -211,12 +228,14 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
     buckets = tuple(
         Bucket(
             tuple(b["axes"]), dtype(b["dtype"]), tuple(b["params"]), b["shard"], b["zero"], dtype(b["compute"]) if b["compute"] else None,
-            b["prefetch"],
+            b["prefetch"], tuple(b["stages"]), b["late"],
         )
         for b in tables["buckets"]
     )  # fmt: skip
     notes, microbatches = tuple(manifest["notes"]), int(tables["microbatches"])
-    return Program(mesh, fx.Graph(), params, buffers, inputs, (), buckets, microbatches, None, None, notes, manifest["meta"])
+    regions = tuple(Region(**r) for r in tables.get("regions", ()))
+    meta: dict[str, Any] = manifest["meta"]
+    return Program(mesh, fx.Graph(), params, buffers, inputs, (), buckets, microbatches, None, None, notes, meta, regions=regions)
 
 
 def _cut(s: Shard | None) -> dict[str, int] | None:

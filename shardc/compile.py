@@ -1,6 +1,6 @@
 """Read this first: the whole flow in one straight function. DESIGN section 1 has the picture.
 
-    capture ► precision ► canonical ► annotate ► place ► partition ► data      (experts, pipeline, checkpoint, overlap: to come)
+    capture ► precision ► canonical ► annotate ► place ► partition ► accumulate ► pipeline ► data      (experts: to come)
     global graph of one device                  one rank's program
 """
 
@@ -19,8 +19,10 @@ from shardc.passes import plans, runner
 from shardc.passes.accumulate import Accumulate, widened
 from shardc.passes.annotate import Annotate
 from shardc.passes.canonical import Canonical
+from shardc.passes.checkpoint import Checkpoint
 from shardc.passes.data import Data
 from shardc.passes.partition import Partition
+from shardc.passes.pipeline import Pipeline
 from shardc.passes.precision import Precision
 from shardc.place import place
 from shardc.program import Program
@@ -66,13 +68,17 @@ def compile(
         program = steps.run("precision", lambda: dtypes.run(program))
     program = steps.run("canonical", lambda: Canonical().run(program))
     notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
-    wide = widened(asked)
+    wide = widened(Pipeline.inner(asked))
     program = steps.run("annotate", lambda: Annotate(wide, carried).run(program, wide.mesh))
     program = steps.run("place", lambda: place(program, program.mesh))
     program = steps.run("partition", lambda: Partition(strict=asked.strict).run(program, program.mesh))
     if asked.batch.microbatches > 1:
         accumulate = Accumulate(asked.where(("batch", "microbatches")))
         program = steps.run("accumulate", lambda: accumulate.run(program, program.mesh))
+    if asked.pipeline is not None:
+        program = steps.run("pipeline", lambda: Pipeline(asked).run(program, program.mesh))
+    if asked.checkpoint:
+        program = steps.run("checkpoint", lambda: Checkpoint(asked).run(program, program.mesh))
     data = Data.of(asked, dtypes.reduce)
     program = steps.run("data", lambda: data.run(program, program.mesh))
 

@@ -6,8 +6,9 @@
     del proj, y
 
 A line is one op; its comment is the type of the result (shardc.placement.show), `grad` where a gradient flows, and for collectives what
-runs forward/backward, the axes, bytes per rank and cause (`unasked` before it if no annotation asked for it). `shardc.parse` reads it back:
-the text is the artifact, not a picture of it.
+runs forward/backward, the axes, bytes per rank and cause (`unasked` before it if no annotation asked for it). Before that stands the region
+of values that backward computes again, and `kept` with those that it does not. `shardc.parse` reads it back: the text is the artifact, not a
+picture of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.placement import show
-from shardc.program import Bucket, Buffer, Collective, Input, Param, Program, Source, Value
+from shardc.program import Bucket, Buffer, Collective, Input, Param, Program, Region, Source, Value
 from shardc.torch_private import OpOverload
 
 HEADER = '''import torch
@@ -50,6 +51,9 @@ def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
                 fix = "rename it in the model: programs call their ops by that name"
                 raise ShardcError(f"{node.name!r} cannot be the name of a parameter, buffer or input", where=what_is(x) if x else "", fix=fix)
             kind = f"  # {value_text(node.meta['value'])}  {what_is(x)}".rstrip() if x is not None else ""
+            if "collective" in node.meta:  # a value of another stage
+                lines.append(f"    # {source_text(node.meta.get('source', Source()))}")
+                kind = f"  # {comment(node)}"
             lines.append(f"    {node.name},{kind}")
     lines.append("):")
     last = _last_uses(graph)
@@ -90,11 +94,16 @@ def text(program: Program) -> str:
         if program.counts is not None:
             lines += [f"# counts: what every rank adds up over the {program.microbatches} microbatches first"]
             lines += [function(program.counts.graph, program, program.counts.name)]
-        for stage in program.stages:
-            lines += [f"# {stage.name}: what every rank runs{often}", function(stage.graph, program, stage.name)]
+        for i, stage in enumerate(program.stages):
+            lines += [f"# {stage.name}: what {who(program, i)} runs{often}", function(stage.graph, program, stage.name)]
     else:
         lines += ["# the model as one device runs it", function(program.graph, program, "single")]
     return "\n".join(lines)
+
+
+def who(program: Program, stage: int) -> str:
+    """The ranks that run a stage."""
+    return "every rank" if program.schedule is None else f"every rank with {program.axis}={program.schedule.placement[stage]}"
 
 
 def _head(program: Program) -> Iterator[str]:
@@ -117,8 +126,12 @@ def _head(program: Program) -> Iterator[str]:
         yield from (f"#   {buffer_text(b)}" for b in program.buffers)
     yield "# inputs: place in the batch, type"
     yield from (f"#   {what_is(i)}  {i.value}" for i in program.inputs)
+    yield from (f"# region {plain(r.name)}: {region_head(r)}" for r in program.regions)
     for i, b in enumerate(program.buckets):
         yield f"# bucket {i}: {bucket_text(b, program)}"
+    for e in program.edges:
+        size = human(sum(v.nbytes(program.mesh) for v in e.values))
+        yield f"# stage{e.source} -> stage{e.target}: {', '.join(e.names)}, {size} a microbatch"
 
 
 def _offload(asked: Mapping[str, Any]) -> Iterator[str]:
@@ -151,6 +164,12 @@ def bucket_text(b: Bucket, program: Program) -> str:
         f"{kept} split over {b.shard}: {plural(len(b.params), 'parameter')}, {size}, from {b.params[0]} to {b.params[-1]}; "
         f"gradients: {', then '.join(ways) or 'no sum'}; {after}"
     )
+
+
+def region_head(r: Region) -> str:
+    where = f"in {plain(r.parent)}, " if r.parent else ""
+    repeats = f" and {plural(r.again, 'collective')}" if r.again else ""
+    return f"{where}keeps {human(r.kept)}{' on the CPU' if r.offload else ''}, computes {human(r.dropped)}{repeats} again  {plain(r.cause)}"
 
 
 def plural(n: int, what: str) -> str:
@@ -191,8 +210,16 @@ def value_text(value: Value | tuple[Value, ...] | None) -> str:
 
 def comment(node: fx.Node) -> str:
     found: Collective | None = node.meta.get("collective")
-    typed = value_text(node.meta["value"])
-    return typed if found is None else f"{typed} | {collective_text(found)}"
+    parts = [value_text(node.meta["value"])]
+    if "region" in node.meta:
+        parts.append(region_text(node.meta["region"], node.meta.get("kept", ())))
+    return " | ".join(parts if found is None else [*parts, collective_text(found)])
+
+
+def region_text(region: str, kept: Sequence[str]) -> str:
+    """`region "h.0"`; with a result that is kept, `region "h.0" kept "h.0"`."""
+    names = [json.dumps(n) for n in (region, *kept)]  # escaped: on one line, and read back as they are
+    return " ".join(["region", names[0], *(["kept", *names[1:]] if kept else [])])
 
 
 def collective_text(c: Collective) -> str:

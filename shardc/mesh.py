@@ -20,6 +20,11 @@ class Mesh:
 
     >>> m.refine("tp", 2).axes
     (('dp', 2), ('tp.0', 2), ('tp.1', 2))
+
+    Some coordinates of an axis are an axis too: their ranks, in order. Ranks elsewhere have no place on it.
+
+    >>> m.some("tp", (0, 3)), m.size("tp[0,3]"), m.group(1 * 4 + 3, ("tp[0,3]",))
+    ('tp[0,3]', 2, (4, 7))
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -39,9 +44,21 @@ class Mesh:
     def parts(self, axis: str) -> tuple[str, ...]:
         """The digits that a named axis consists of: itself, if it is seen whole. Raises KeyError on an unknown one."""
         found = tuple(name for name in self.names if name == axis or name.startswith(f"{axis}."))
+        if "[" in axis:
+            return (axis,)
         if not found:
             raise KeyError(axis)
         return found
+
+    @staticmethod
+    def some(axis: str, coordinates: Iterable[int]) -> str:
+        """The axis of these coordinates alone: "pp[0,3]"."""
+        return f"{axis}[{','.join(map(str, coordinates))}]"
+
+    def among(self, axis: str) -> tuple[str, tuple[int, ...]]:
+        """The axis in the mesh and its coordinates that an axis consists of: what `some` put together; all of any other."""
+        whole, bracket, inside = axis.partition("[")
+        return whole, tuple(map(int, inside[:-1].split(","))) if bracket else tuple(range(self.size(axis)))
 
     def refine(self, axis: str, *outer: int) -> Mesh:
         """`axis` seen in digits: of these sizes, outermost first, and of what then remains."""
@@ -59,6 +76,8 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         sizes = dict(self.axes)
+        if "[" in axis:
+            return len(self.among(axis)[1])
         return sizes[axis] if axis in sizes else math.prod(sizes[part] for part in self.parts(axis))
 
     def stride(self, axis: str) -> int:
@@ -72,13 +91,19 @@ class Mesh:
     def rank(self, coords: Mapping[str, int]) -> int:
         return sum(coords[name] * self.stride(name) for name in self.names)
 
+    def on(self, rank: int, axes: Iterable[str]) -> bool:
+        """Has the rank a place on all these axes?"""
+        at = self.coords(rank)
+        return all(at[whole] in some for whole, some in (self.among(part) for a in axes for part in self.parts(a)))
+
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only in `axes`, in the order of those axes in the mesh."""
-        wanted, mine = {part for a in axes for part in self.parts(a)}, self.coords(rank)
-        found = [rank - sum(mine[a] * self.stride(a) for a in self.names if a in wanted)]
+        """The ranks that differ from `rank` only in `axes` (it is one of them), in the order of those axes in the mesh."""
+        wanted = {self.among(part)[0]: self.among(part)[1] for a in axes for part in self.parts(a)}
+        mine = self.coords(rank)
+        found = [rank - sum(mine[a] * self.stride(a) for a in wanted)]
         for a in self.names:
             if a in wanted:
-                found = [r + i * self.stride(a) for r in found for i in range(self.size(a))]
+                found = [r + i * self.stride(a) for r in found for i in wanted[a]]
         return tuple(found)
 
     def __str__(self) -> str:

@@ -30,18 +30,19 @@ _COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d+) (unasked )?(\".*\")$")
 _PREAMBLE = [ast.unparse(s) for s in ast.parse(HEADER).body]
 
 
-def graph_of(text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "program") -> fx.Graph:
+def graph_of(text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "program", *, piped: bool = False) -> fx.Graph:
     """The graph of the one function in a text.
 
     types: of params, buffers and inputs, in order, by name (from the artifact's layouts); what the text says of them has to agree.
+    piped: the function is a pipeline's stage: it takes some of them, and after them values of other stages.
     Raises ShardcError with file and line for anything that `shardc.emit` would not have written.
     """
-    return _Reader(text, mesh, types, file).run()
+    return _Reader(text, mesh, types, file, piped).run()
 
 
 class _Reader:
-    def __init__(self, text: str, mesh: Mesh, types: Mapping[str, Value], file: str) -> None:
-        self.text, self.mesh, self.types, self.file = text, mesh, types, file
+    def __init__(self, text: str, mesh: Mesh, types: Mapping[str, Value], file: str, piped: bool) -> None:
+        self.text, self.mesh, self.types, self.file, self.piped = text, mesh, types, file, piped
         self.lines = text.split("\n")
         self.graph = fx.Graph()
         self.env: dict[str, fx.Node] = {}
@@ -99,8 +100,11 @@ class _Reader:
         for s in others:
             if ast.unparse(s) not in _PREAMBLE:
                 raise self.unreadable(s, s.lineno)
-        names = ["mesh", "rng", *self.types]
         a = function.args
+        names = ["mesh", "rng", *self.types]
+        if self.piped:
+            taken = [x.arg for x in a.args]
+            names = [n for n in names if n in taken] + [n for n in taken if n not in names]
         if a.posonlyargs or a.vararg or a.kwonlyargs or a.kwarg or a.defaults or [x.arg for x in a.args] != names:
             found = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
             off = [f"no {n!r}" for n in names if n not in found] + [f"{n!r} too much" for n in sorted(found - set(names))]
@@ -108,10 +112,21 @@ class _Reader:
         for x in a.args:
             self.env[x.arg] = node = self.graph.placeholder(x.arg)
             node.meta = {"value": self.types.get(x.arg), "source": Source()}
+            if x.arg not in ("mesh", "rng", *self.types):
+                self._received(node, self._behind(x).removeprefix(",").strip().removeprefix("# "), x.lineno)
+                continue
             said = self._behind(x).removeprefix(",").strip().removeprefix("# ").partition("  ")[0]
             if said and x.arg in self.types and said != value_text(self.types[x.arg]):
                 raise self.wrong(x.lineno, f"{x.arg} is {said} here, but {value_text(self.types[x.arg])} in the layouts")
         return function
+
+    def _received(self, node: fx.Node, comment: str, line: int) -> None:
+        """A value of another stage; the line before says where it comes from."""
+        m = _SOURCE.match(self.lines[line - 2].strip())
+        source = Source("" if m[1] == "·" else m[1], m[2], m[3] or "") if m else Source()
+        self._describe(node, comment, source, line)
+        if "collective" not in node.meta:
+            raise self.wrong(line, f"{node.name} is not in the layouts, and does not say what sends it")
 
     def _behind(self, node: ast.stmt | ast.arg) -> str:
         """What stands behind a piece of code on its last line. (ast counts bytes, hence the detour.)"""
@@ -142,8 +157,15 @@ class _Reader:
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         if node.name != name:
             raise self.wrong(line, f"{name} is assigned twice, or is a name that Python uses")
+        self._describe(node, comment, source, line)
+        self.env[name] = node
+
+    def _describe(self, node: fx.Node, comment: str, source: Source, line: int) -> None:
+        """What the comment behind it says of a value."""
         typed, _, collective = comment.partition(" | ")
         node.meta = {"value": self._types(typed, line), "source": source}
+        if collective.startswith("region "):
+            collective = self._region(node, collective.removeprefix("region "), line)
         if collective:
             m = _COLLECTIVE.match(collective)
             if not m:
@@ -153,7 +175,26 @@ class _Reader:
             except json.JSONDecodeError as e:
                 raise self.wrong(line, f"cannot read the cause {m[6]}: {e.msg}") from None
             node.meta["collective"] = Collective(m[1], m[2], tuple(m[3].split("+")), int(m[4]), cause, not m[5])
-        self.env[name] = node
+
+    def _region(self, node: fx.Node, text: str, line: int) -> str:
+        """Read the region, and who keeps the result; what is left behind them."""
+        names: list[str] = []
+        decoder = json.JSONDecoder()
+        while text and not text.startswith("| "):
+            if len(names) == 1:
+                text = text.removeprefix("kept ")
+            try:
+                name, end = decoder.raw_decode(text)
+            except json.JSONDecodeError as e:
+                raise self.wrong(line, f"cannot read the region {text!r}: {e.msg}") from None
+            names.append(str(name))
+            text = text[end:].lstrip()
+        if not names:
+            raise self.wrong(line, "a region without a name")
+        node.meta["region"] = names[0]
+        if names[1:]:
+            node.meta["kept"] = tuple(names[1:])
+        return text.removeprefix("| ")
 
     def _types(self, text: str, line: int) -> Value | tuple[Value, ...]:
         if text not in self.seen:

@@ -5,14 +5,17 @@ parameters, buffers and inputs. The *global* graph is the model as one device ru
 
 Conventions of both graphs
     placeholders   `mesh` (a runtime mesh) and `rng` (a runtime random state) first, then one for every entry of `params`,
-                   `buffers` and `inputs`, in that order, named as their `.name`.
+                   `buffers` and `inputs`, in that order, named as their `.name`. The stages of a pipeline take only those that
+                   they use, and after them the values of other stages: placeholders with a `collective`.
     call_function  every other op: `torch.ops.*` overloads, `operator.getitem`, or functions of `shardc.runtime.ops`, which
                    take `mesh` / `rng` explicitly. Nothing in a graph depends on a global.
-    output         `(loss, (new value of every buffer with updated=True, in order))`
+    output         `(loss, (new value of every buffer with updated=True, in order))`; of a pipeline's stage
+                   `(loss or None, (new values of the buffers in its .updates), (what other stages take))`
 Node metadata (all of it: passes may rely on these keys only)
     node.meta["value"]       Value, or a tuple of them for an op with several results (None for mesh and rng)
     node.meta["source"]      Source: the model's module and line the op came from
     node.meta["collective"]  Collective, on nodes that communicate
+    node.meta["region"]      name of the innermost Region that a stage's op is in; "kept": names of those of its regions that keep its result
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from shardc.placement import Layout, Shard, show
 if TYPE_CHECKING:
     from shardc.runtime.engine import Engine
     from shardc.runtime.module import ShardedModule
+    from shardc.runtime.schedule import Schedule
     from shardc.spec import Spec
     from shardc.verify import Report
 
@@ -60,11 +64,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Source:
-    """Where an op came from. module: FQN in the user's model ("" = the root); line: "file.py:31"; code: that line's text."""
+    """Where an op came from. module: FQN in the user's model ("" = the root); line: "file.py:31"; code: that line's text.
+
+    calls: "FQN@n" for every module on the way that had been called n times before (not in the program's text).
+    """
 
     module: str = ""
     line: str = ""
     code: str = ""
+    calls: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         return " ".join(p for p in (self.module, f"({self.line})" if self.line else "") if p)
@@ -94,6 +102,7 @@ class Param:
     name: its placeholder in the graphs. fqn: the first of its names in the model; aliases: the others.
     shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed (the `vary` lifted out).
     order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 = none.
+    stages: of a pipeline: those that use it, whose ranks have it.
     """
 
     name: str
@@ -106,6 +115,7 @@ class Param:
     reduce: tuple[str, ...] = ()
     order: int = 0
     bucket: int = -1
+    stages: tuple[int, ...] = ()
 
     @property
     def value(self) -> Value:
@@ -118,6 +128,7 @@ class Buffer:
 
     updated: the step computes a new value for it. persistent: it is in the state_dict.
     constant: the tensor itself, for constants that capture lifted out of the code (they have no name in the model).
+    stages: of a pipeline: those that use it, whose ranks have it.
     """
 
     name: str
@@ -129,6 +140,7 @@ class Buffer:
     updated: bool = False
     persistent: bool = True
     constant: torch.Tensor | None = field(default=None, compare=False)
+    stages: tuple[int, ...] = ()
 
     @property
     def value(self) -> Value:
@@ -166,6 +178,8 @@ class Bucket:
     zero: what is kept cut: 1 the optimizer's state, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020, "ZeRO"); 0 = nothing.
     compute: dtype in which the whole parameters are held or gathered, where all ops want another one than is stored; None = as stored.
     prefetch: at zero 3, how many buckets are gathered ahead of their use in backward. (Forward's gathers stand in the graph.)
+    stages: of a pipeline: those that use its parameters. late: other ranks' stages do too, and the sum is begun after all backwards:
+        the ranks do not get there at the same time.
     """
 
     axes: tuple[str, ...]
@@ -175,14 +189,73 @@ class Bucket:
     zero: int = 0
     compute: torch.dtype | None = None
     prefetch: int = 1
+    stages: tuple[int, ...] = (0,)
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """Ops whose results are computed again in backward, so that they need not be kept (shardc.passes.checkpoint, shardc.runtime.recompute).
+
+    name: the FQN of the module, with the number of its call after the first ("encoder.layer@2"). parent: name of the region around it.
+    offload: what it keeps lies on the CPU until backward. cause: the spec line.
+    kept, dropped: bytes of one rank that it holds until backward, and that it need not; again: collectives that backward repeats.
+    """
+
+    name: str
+    parent: str = ""
+    offload: bool = False
+    cause: str = ""
+    kept: int = 0
+    dropped: int = 0
+    again: int = 0
 
 
 @dataclass
 class Stage:
-    """What one rank runs. graph: local sizes, explicit collectives; see the module's docstring for its conventions."""
+    """What one rank runs. graph: local sizes, explicit collectives; see the module's docstring for its conventions.
+
+    updates: the buffers of which a pipeline's stage computes the new value.
+    """
 
     graph: fx.Graph
     name: str = "stage0"
+    updates: tuple[str, ...] = ()
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The params, buffers and inputs among its placeholders."""
+        return tuple(n.name for n in self.graph.find_nodes(op="placeholder") if "collective" not in n.meta and n.meta.get("value") is not None)
+
+    @property
+    def receives(self) -> dict[str, Value]:
+        """The values of other stages among its placeholders, in order."""
+        return {n.name: n.meta["value"] for n in self.graph.find_nodes(op="placeholder") if "collective" in n.meta}
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """What it makes for other stages, in the order in which it returns them."""
+        returned: Any = self.graph.output_node().args[0]
+        return tuple(n.name for n in returned[2]) if len(returned) > 2 else ()
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What one stage of a pipeline makes for another one. names: of the values; values: their types."""
+
+    source: int
+    target: int
+    names: tuple[str, ...]
+    values: tuple[Value, ...]
+
+    @property
+    def gradient(self) -> bool:
+        """Do gradients go back?"""
+        return bool(self.differentiable())
+
+    def differentiable(self) -> tuple[tuple[str, Value], ...]:
+        """(name, type) of those whose gradients go back."""
+        return tuple((n, v) for n, v in zip(self.names, self.values, strict=True) if v.requires_grad)
 
 
 @dataclass
@@ -191,6 +264,7 @@ class Program:
 
     microbatches: a step runs the stages so many times, each time on its part of every input, and adds losses and gradients up.
     counts: what is run on all microbatches before; output `(summands, ())`, whose sums over microbatches `ops.total(mesh, i)` are.
+    axis: mesh axis over which the stages are spread; "" = there is one stage, on every rank. schedule: who runs which of them when.
     """
 
     mesh: Mesh
@@ -205,6 +279,9 @@ class Program:
     spec: Spec | None = None
     notes: tuple[str, ...] = ()  # what a user should know: gathers nobody asked for, replicated ops, ...
     meta: dict[str, Any] = field(default_factory=dict)  # JSON-able facts for the manifest: model name, versions, seconds
+    axis: str = ""
+    schedule: Schedule | None = None
+    regions: tuple[Region, ...] = ()  # outer ones before those in them
 
     @property
     def stored(self) -> tuple[Param | Buffer | Input, ...]:
@@ -221,6 +298,31 @@ class Program:
     def bucket(self, p: Param) -> Bucket | None:
         """The bucket that a parameter lies in."""
         return self.buckets[p.bucket] if 0 <= p.bucket < len(self.buckets) else None
+
+    # --- pipelines
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """What stages make for each other, by pair of stages."""
+        made = {name: i for i, stage in enumerate(self.stages) for name in stage.sends}
+        found: dict[tuple[int, int], dict[str, Value]] = {}
+        for i, stage in enumerate(self.stages):
+            for name, value in stage.receives.items():
+                found.setdefault((made[name], i), {})[name] = value
+        return tuple(Edge(*pair, tuple(each), tuple(each.values())) for pair, each in sorted(found.items()))
+
+    def holders(self, x: Param | Buffer) -> tuple[int, ...]:
+        """The coordinates on the pipeline's axis whose ranks have a parameter or buffer, sorted; () without a pipeline."""
+        return tuple(sorted({self.schedule.placement[s] for s in x.stages})) if self.schedule is not None else ()
+
+    def sharing(self, p: Param) -> str:
+        """The axis (shardc.mesh) over which several coordinates have copies of a parameter; "" if one has it, or all alike."""
+        at = self.holders(p)
+        return self.mesh.some(self.axis, at) if len(at) > 1 else ""
+
+    def has(self, x: Param | Buffer, coords: Mapping[str, int]) -> bool:
+        """Does the rank at these coordinates have it?"""
+        return not self.axis or coords[self.axis] in self.holders(x)
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Program:
         """A copy with the layouts of the named params, buffers and inputs replaced."""

@@ -85,21 +85,23 @@ def simulate(
     grads: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     for p in program.params:
-        parts = [r.grads[p.name] for r in ranks]
-        if not any(g is not None for g in parts):
+        parts = {i: r.grads[p.name] for i, r in enumerate(ranks) if p.name in r.grads}
+        if not any(g is not None for g in parts.values()):
             continue
-        for rank, g in enumerate(parts):
+        for rank, g in parts.items():
             assert g is not None or not ranks[rank].params[p.name].numel(), f"{p.fqn} has a gradient on some ranks only"
-        there = [r.params[p.name] if g is None else g for g, r in zip(parts, ranks, strict=True)]  # without elements, without values
+        there = {i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()}  # without elements, without values
         grads |= dict.fromkeys((p.fqn, *p.aliases), _join(program, p, _local(program, p, there), "the gradient of "))
     for p in program.params:
-        whole = _join(program, p, _local(program, p, [r.params[p.name] for r in ranks]), "")
+        whole = _join(program, p, _local(program, p, {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}), "")
         for rank, r in enumerate(ranks):  # what ops see is what was updated
-            seen = p.layout.local(whole, program.mesh, program.mesh.coords(rank))
-            _check_replica(seen, r.wholes[p.name], f"{p.fqn} on rank {rank}")
+            if p.name in r.wholes:
+                seen = p.layout.local(whole, program.mesh, program.mesh.coords(rank))
+                _check_replica(seen, r.wholes[p.name], f"{p.fqn} on rank {rank}")
         state |= dict.fromkeys((p.fqn, *p.aliases), whole)
     for x in (b for b in program.buffers if b.fqn):
-        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, [r.buffers[x.name] for r in ranks], ""))
+        held = {i: r.buffers[x.name] for i, r in enumerate(ranks) if x.name in r.buffers}
+        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, held, ""))
     for rank, r in enumerate(ranks):
         _check_replica(ranks[0].loss, r.loss, f"the loss of rank {rank}")
     causes = _causes(program)
@@ -107,20 +109,21 @@ def simulate(
     return Simulation(ranks[0].loss, grads, state, comms)
 
 
-def _local(program: Program, p: Param, kept: list[Tensor]) -> list[Tensor]:
+def _local(program: Program, p: Param, kept: dict[int, Tensor]) -> dict[int, Tensor]:
     """Every rank's whole local part of a parameter (or its gradient), from what the ranks keep."""
     bucket = program.bucket(p)
     if bucket is None or not bucket.zero:
         return kept
     shape, mesh = p.layout.local_shape(p.shape, program.mesh), program.mesh
-    return [torch.cat([kept[r] for r in mesh.group(rank, (bucket.shard,))]).view(shape) for rank in range(mesh.world)]
+    return {rank: torch.cat([kept[r] for r in mesh.group(rank, (bucket.shard,))]).view(shape) for rank in kept}
 
 
-def _join(program: Program, x: Param | Buffer, parts: list[Tensor], what: str) -> Tensor:
-    """The global tensor; every rank must hold its part of it."""
+def _join(program: Program, x: Param | Buffer, parts: dict[int, Tensor], what: str) -> Tensor:
+    """The global tensor from {rank: its part}; every rank that has one must hold its part of it."""
     mesh = program.mesh
-    whole = x.layout.join(lambda coords: parts[mesh.rank(coords)], mesh)
-    for rank, part in enumerate(parts):
+    stage = {program.axis: program.holders(x)[0]} if program.axis else {}
+    whole = x.layout.join(lambda coords: parts[mesh.rank({**coords, **stage})], mesh)
+    for rank, part in parts.items():
         _check_replica(x.layout.local(whole, mesh, mesh.coords(rank)), part, f"{what}{x.fqn} on rank {rank}")
     return whole
 

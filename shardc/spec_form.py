@@ -327,16 +327,18 @@ class Expert(Section):
 
 
 class Checkpoint(Section):
-    """One kind of recomputed region. save: kinds of results that are kept; budget: the share of bytes to keep, chosen by cost."""
+    """One kind of recomputed region. save: kinds of results that are kept; budget: the share of bytes to keep, chosen by cost; neither:
+    everything is computed again. every: only each k-th of the modules, from the first."""
 
     match: Pattern = Field(description="modules that are recomputed", examples=["model.layers.*"])
-    save: Annotated[tuple[Literal["linear", "attention", "collective"], ...], BeforeValidator(_tuple)] | None = Field(
+    save: Annotated[tuple[Literal["linear", "attention", "collective", "matmul", "conv", "norm"], ...], BeforeValidator(_tuple)] | None = Field(
         default=None, description="results that are kept; [] = recompute everything", examples=[["linear", "attention"]]
     )
     budget: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None, description="share of the saved bytes to keep, chosen by cost", examples=[0.5]
     )
-    offload: Literal["none", "cpu"] = "none"
+    every: Count = Field(default=1, description="recompute each k-th of the modules only", examples=[2])
+    offload: Literal["none", "cpu"] = Field(default="none", description="cpu = what is kept waits there for backward")
 
 
 class Precision(Section):

@@ -190,9 +190,9 @@ def test_one_mistake_is_said_once() -> None:
 # --- not built yet -----------------------------------------------------------------------------------------------------
 
 ASKED: dict[str, Any] = {
-    "sequence": {"sequence": {"axis": "cp"}}, "pipeline": {"pipeline": {"axis": "pp"}},
+    "sequence": {"sequence": {"axis": "cp"}},
     "experts": {"experts": [{"match": "a", "axis": "tp"}]},
-    "checkpoint": {"checkpoint": [{"match": "a"}]}, "batch_norm": {"batch_norm": "local"},
+    "batch_norm": {"batch_norm": "local"},
 }  # fmt: skip
 
 

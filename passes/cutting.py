@@ -1,0 +1,233 @@
+"""Where to cut a rank's graph into pipeline stages: before modules, by counts of layers, or by cost.
+
+A graph's *main* ops are those that depend on both parameters and the batch, in the order in which they run; a cut is a position among
+them. What only depends on one of the two (masks, rotary tables; normed weights) is made wherever it is used, and cannot be cut.
+
+Cost is counted in bytes of memory traffic. A product of two matrices counts as the traffic that takes as long; what crosses a cut, as the
+traffic that takes as long as sending it; parameters, as what an optimizer's step reads and writes of them, spread over the microbatches.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torch import fx
+
+from shardc.calls import call_of, tensors, values
+from shardc.errors import Errors, ShardcError
+from shardc.mesh import Mesh
+from shardc.patterns import match, nearest
+from shardc.program import Source
+from shardc.rules import core
+from shardc.spec import Spec
+
+#: What a device does in the time in which it moves a byte of its memory: floating-point operations (an H100: 990 TFLOP/s, 3.35 TB/s).
+FLOPS = 300
+#: How many bytes of its memory it moves while it sends one byte to another one (50 GB/s).
+LINK = 64
+#: Bytes that an optimizer's step moves for every byte of a parameter: weight, gradient, two moments, read and written.
+UPDATE = 8
+#: Stages may be this much costlier than the best cut's, if less crosses then, or a cut is then between modules.
+SLACK = 1.05
+
+_LAYER = re.compile(r"(?:(.*?)\.)?(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The main ops of a graph: what the choice of cuts looks at.
+
+    work: cost of each. weight: bytes of the parameters that each is the first to use. crossing: entry p: bytes of what ops before p make
+    and ops from p on use.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    work: tuple[float, ...]
+    crossing: tuple[int, ...]
+
+    @staticmethod
+    def of(main: Sequence[fx.Node], mesh: Mesh, microbatches: int) -> Ops:
+        position = {n: i for i, n in enumerate(main)}
+        change = [0] * (len(main) + 2)
+        seen: set[fx.Node] = set()
+        work = []
+        for i, n in enumerate(main):
+            traffic = sum(v.nbytes(mesh) for x in (*tensors(n), n) for v in values(x))
+            rule = core.find(n.target)
+            flops = rule.flops(call_of(n)) / mesh.world if rule is not None and rule.flops is not None else 0
+            fresh = [x for x in _weights(n, position) if x not in seen]
+            seen |= set(fresh)
+            update = UPDATE * sum(x.meta["value"].nbytes(mesh) for x in fresh) / microbatches
+            work.append(max(traffic, flops / FLOPS) + update)
+            last = max((position[u] for u in users(n) if u in position), default=i)
+            nbytes = sum(v.nbytes(mesh) for v in values(n))
+            change[i + 1] += nbytes
+            change[last + 1] -= nbytes
+        return Ops(tuple(main), tuple(work), tuple(accumulate(change[:-1])))
+
+
+def users(node: fx.Node) -> list[fx.Node]:
+    """The ops that use a result, looking through `getitem`."""
+    return [u for user in node.users for u in (users(user) if user.target is operator.getitem else [user])]
+
+
+def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
+    """The placeholders behind an op's operands that are no main ops themselves: its weights (and inputs)."""
+    found, todo, seen = [], [x for x in node.all_input_nodes if x not in main], set[fx.Node]()
+    while todo:
+        x = todo.pop()
+        if x not in seen:
+            seen.add(x)
+            todo += x.all_input_nodes
+            if x.op == "placeholder" and x.meta.get("value") is not None:
+                found.append(x)
+    return found
+
+
+def positions(main: Sequence[fx.Node], spec: Spec, mesh: Mesh) -> list[int]:
+    """Where the stages after the first begin, as positions in the main ops.
+
+    mesh: of the ranks of one stage. Raises ShardcError, at the spec's line, for modules that do not exist or are not in the order in which
+    they run, counts that are not the model's, and more stages than there are ops.
+    """
+    p = spec.pipeline
+    assert p is not None
+    if p.cut is not None:
+        return _before(main, p.cut, spec)
+    if p.balance is not None:
+        return _counted(main, p.balance, spec)
+    n = p.stages or default_stages(spec)
+    if n > len(main):
+        what = f"{n} stages, and the model has only {len(main)} ops that depend on its input and its weights"
+        raise ShardcError(what, where=spec.where(("pipeline", "stages")), fix=f"at most {len(main)} stages")
+    return even(Ops.of(main, mesh, spec.batch.microbatches), n)
+
+
+def default_stages(spec: Spec) -> int:
+    """One stage a rank; two for the schedules that need several."""
+    p = spec.pipeline
+    assert p is not None
+    return spec.mesh.size(p.axis) * (2 if p.schedule in ("interleaved", "zb-v") else 1)
+
+
+# --- before modules, by counts ----------------------------------------------------------------------------------------
+
+
+def _module(node: fx.Node) -> str:
+    found: Source = node.meta.get("source", Source())
+    return found.module
+
+
+def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[int]:
+    errors = Errors()
+    every = dict.fromkeys(m for n in main for m in _outer(_module(n)))
+    found = []
+    for i, name in enumerate(names):
+        where = spec.where(("pipeline", "cut", i))
+        inside = [at for at, n in enumerate(main) if any(match(name, m) for m in _outer(_module(n)))]
+        if not inside:
+            near = nearest(name, every)
+            fix = f"is it {near}?" if near else "name a module as model.named_modules() does; one whose ops depend on its input"
+            errors.add(f"no op of the model runs in a module {name!r}", where=where, fix=fix)
+        elif inside[0] == 0:
+            errors.add(f"{name!r} runs first: nothing is left for the stage before it", where=where, fix="leave it out, or name a later module")
+        else:
+            found.append((inside[0], name, where))
+    for (at, name, _), (then, other, where) in pairwise(found):
+        if then <= at:
+            what = f"{other!r} does not run after {name!r} begins"
+            errors.add(what, where=where, fix="list the modules in the order in which they run")
+    errors.raise_any()
+    return [at for at, _, _ in found]
+
+
+def _outer(module: str) -> list[str]:
+    """a.b.c -> a.b.c, a.b, a"""
+    parts = module.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)] if module else []
+
+
+def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
+    """The model's outermost lists of layers: {list: [(layer, position of its first op)]}, all in the order in which they run."""
+    found: dict[str, dict[str, int]] = {}
+    for at, n in enumerate(main):
+        if m := _LAYER.match(_module(n)):
+            found.setdefault(m[1] or "", {}).setdefault(f"{m[1]}.{m[2]}" if m[1] else m[2], at)
+    return {name: sorted(each.items(), key=lambda item: item[1]) for name, each in found.items()}
+
+
+def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list[int]:
+    found = layers(main)
+    whole = sorted((layer for each in found.values() if len(each) > 1 for layer in each), key=lambda item: item[1])
+    fitting = [each for each in ([whole] if whole else []) + sorted(found.values(), key=len, reverse=True) if len(each) == sum(counts)]
+    if not fitting:
+        has = ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in found.items() if len(each) > 1)
+        what = f"balance counts {sum(counts)} layers, and the model has {has or 'no lists of layers'}"
+        fix = f"make the counts add up to {len(whole)}" if whole else "write stages: N, or cut: [modules]"
+        raise ShardcError(what, where=spec.where(("pipeline", "balance")), fix=fix)
+    starts = list(accumulate(counts))[:-1]
+    return [fitting[0][i][1] for i in starts]
+
+
+# --- by cost ----------------------------------------------------------------------------------------------------------
+
+
+def even(ops: Ops, n: int) -> list[int]:
+    """n - 1 cuts for which the costliest stage is as cheap as can be (up to SLACK), and little crosses."""
+    total = [0.0, *accumulate(ops.work)]
+    low, high = total[-1] / n, total[-1] + LINK * max(ops.crossing)
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _Limit(ops, total, middle).enough(0, n) else (middle, high)
+    limit = _Limit(ops, total, high * SLACK)
+    cuts: list[int] = []
+    a = 0
+    for left in range(n - 1, 0, -1):  # stages after this one
+        earliest = bisect_left(range(len(ops.work)), True, lo=a + 1, key=lambda c: limit.enough(c, left))
+        fits = [c for c in range(earliest, limit.furthest(a, left) + 1) if limit.allows(a, c)]
+        cheapest = min(ops.crossing[c] for c in fits)
+        ideal = total[a] + (total[-1] - total[a]) / (left + 1)
+        a = min((c for c in fits if ops.crossing[c] <= 1.01 * cheapest), key=lambda c: (_inside(ops, c), abs(total[c] - ideal)))
+        cuts.append(a)
+    return cuts
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """Stages that cost at most `limit`. total: the work before every position."""
+
+    ops: Ops
+    total: Sequence[float]
+    limit: float
+
+    def allows(self, a: int, b: int) -> bool:
+        """May a stage be the ops from a up to b?"""
+        return self.total[b] - self.total[a] + LINK * self.ops.crossing[b] <= self.limit
+
+    def furthest(self, a: int, left: int) -> int:
+        """Where a stage from a on ends at the latest, `left` more to come; a if nowhere."""
+        last = len(self.ops.work) - left
+        b = min(bisect_right(self.total, self.total[a] + self.limit) - 1, last)
+        while b > a and not self.allows(a, b):
+            b -= 1
+        return b
+
+    def enough(self, a: int, stages: int) -> bool:
+        """Can so many stages do what is left from a on? (From later on they can all the more.)"""
+        for left in range(stages - 1, 0, -1):
+            b = self.furthest(a, left)
+            if b == a:
+                return False
+            a = b
+        return self.total[-1] - self.total[a] <= self.limit
+
+
+def _inside(ops: Ops, cut: int) -> int:
+    """How deep in the model a cut is: the number of modules that it takes apart."""
+    one, other = _outer(_module(ops.nodes[cut - 1])), _outer(_module(ops.nodes[cut]))
+    return len(set(one) & set(other))

@@ -1,0 +1,60 @@
+"""Tensors that wait on the CPU from forward to backward (`checkpoint: {offload: cpu}`).
+
+On CUDA the copies run on a stream of their own, beside the computation, into and out of pinned memory. (Compare
+torch.autograd.graph.save_on_cpu, whose copies the computation waits for.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Away:
+    """A tensor on the CPU. Who takes it `back` shares one copy with the others who have it then."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.device = x.device
+        self._here: weakref.ref[Tensor] | None = None
+        self._stream: Any = _aside(x.device)
+        x = x.detach()
+        self._cpu = torch.empty_like(x, device="cpu", pin_memory=self._stream is not None)
+        if self._stream is None:
+            self._cpu.copy_(x)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self._stream):
+            self._cpu.copy_(x, non_blocking=True)
+        x.record_stream(self._stream)  # its memory is not used anew before the copy is done
+
+    @staticmethod
+    def useful(x: Tensor) -> bool:
+        """Is there another place than the CPU that this would free?"""
+        return x.device.type not in ("cpu", "meta")
+
+    def back(self) -> Tensor:
+        """On its device again."""
+        x = self._here() if self._here is not None else None
+        if x is None:
+            x = self._fetch()
+            self._here = weakref.ref(x)
+        return x
+
+    def _fetch(self) -> Tensor:
+        if self._stream is None:
+            return self._cpu.to(self.device)
+        here = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._stream):  # behind the copy to the CPU
+            x = torch.empty_like(self._cpu, device=self.device)
+            x.copy_(self._cpu, non_blocking=True)
+        here.wait_stream(self._stream)
+        x.record_stream(here)
+        return x
+
+
+def _aside(device: torch.device) -> Any:
+    """The stream beside the computation; one a device, of torch's pool."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

@@ -1,0 +1,122 @@
+"""What autograd keeps of a call for its backward: found out by running it on tensors without data, with hooks in autograd's way.
+
+    relu(x)                  its result
+    linear(x, w)             x, w
+    layer_norm(x, w, b)      x, w, b, and 2 numbers a row of its own
+    transpose(x), add(x, y)  nothing
+
+Shapes are those of one rank. Ops of shardc.runtime.ops, whose code looks at a running mesh, have their entry here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardc.calls import call_of, tensors, values
+from shardc.mesh import Mesh
+from shardc.program import Value
+from shardc.rules.core import Operand
+from shardc.runtime import ops
+from shardc.torch_private import FakeTensorMode, OpOverload
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Of one call. operands, results: which of them are kept; own: bytes of what the op made for backward only.
+
+    views: for every result the operand whose memory it is, or -1.
+    """
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    own: int = 0
+    views: tuple[int, ...] = (-1,)
+
+
+def _elements(v: Value) -> int:
+    return math.prod(v.shape)
+
+
+#: What the ops of programs keep; those that are not here keep nothing.
+_OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
+    ops.dropout: lambda given, made: Saved(own=_elements(made[0])),  # a mask of bools
+    ops.nll_parts: lambda given, made: Saved(own=given[0].nbytes() + 9 * _elements(given[1])),  # exponentials; indices; bools
+    ops.nll_join: lambda given, made: Saved((0,), own=_elements(made[0])),
+    ops.embedding_partial: lambda given, made: Saved(own=9 * _elements(given[1])),  # indices; bools
+}
+#: Those whose result is their operand, seen differently, on some rank at least.
+_VIEWS = (ops.vary, ops.unvary, ops.shard, ops.shard_varying, ops.to_partial, ops.varying_to_partial, ops.fill_padding, ops.select_partial)
+#: Those that are plain torch inside.
+_PLAIN = (ops.nll, ops.batch_stat, ops.partial_mean)
+
+
+class SavedOf:
+    """Looks calls up, and runs every kind of call once. mesh: of the program whose calls are asked for."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._known: dict[Any, Saved] = {}
+
+    def local(self, v: Value) -> Value:
+        """The type of one rank's part."""
+        return Value(v.local_shape(self.mesh), v.dtype, v.requires_grad)
+
+    def __call__(self, node: fx.Node) -> Saved:
+        call = call_of(node)
+        given, made = [self.local(v) for v in call.operands], [self.local(v) for v in values(node) if v is not None]
+        if node.target in _VIEWS:
+            return Saved(views=(0,))
+        if node.target in _OURS:
+            return _OURS[node.target](given, made) if any(v.requires_grad for v in given) else Saved()
+        if not isinstance(node.target, OpOverload) and node.target not in _PLAIN:
+            return Saved()
+        key = repr((str(call.target), call.args, call.kwargs, given))
+        if key not in self._known:
+            self._known[key] = _run(call.target, call.args, dict(call.kwargs), given)
+        return self._known[key]
+
+
+def _run(target: Any, args: Any, kwargs: Any, given: Sequence[Value]) -> Saved:
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x.detach())
+        return x
+
+    with FakeTensorMode():
+        operands = [torch.empty(v.shape, dtype=v.dtype).requires_grad_(v.requires_grad) for v in given]
+
+        def put(a: Any) -> Any:
+            if isinstance(a, Operand):
+                return operands[a.index]
+            if isinstance(a, (tuple, list)):
+                return type(a)(put(x) for x in a)
+            return None if a == "rng" else a
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
+            result = target(*put(args), **{k: put(a) for k, a in kwargs.items()})
+        made = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
+        ours, theirs = [_storage(x) for x in operands], [_storage(x) for x in made]
+        kept = {_storage(x): x for x in packed}
+        own = sum(x.untyped_storage().nbytes() for s, x in kept.items() if s not in ours and s not in theirs)
+        return Saved(
+            tuple(i for i, s in enumerate(ours) if s in kept), tuple(i for i, s in enumerate(theirs) if s in kept and s not in ours), own,
+            tuple(ours.index(s) if s in ours else -1 for s in theirs),
+        )  # fmt: skip
+
+
+def _storage(x: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that `Saved.operands` and `.views` count."""
+    return tensors(node)
