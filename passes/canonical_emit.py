@@ -93,6 +93,7 @@ class Emit:
         self.source = Source()
         self.known: dict[fx.Node, Tensor | None] = {}
         self.decomposed: dict[str, fx.GraphModule | None] = {}  # calls that were taken apart (canonical_decompose.py)
+        self.apart: list[tuple[OpOverload, Source]] = []  # and where
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of an aten op, its type inferred."""
@@ -116,9 +117,9 @@ class Emit:
         """`x` in a dtype, and called so: linear_bf16."""
         if dtype is None or value(x).dtype == dtype:
             return x
-        call: Any = (x,), {"dtype": dtype}
-        node = self.graph.create_node("call_function", aten._to_copy.default, *call, name=f"{x.name}_{DTYPES.get(dtype, 'cast')}")
-        node.meta = {"value": values.infer(aten._to_copy.default, *call), "source": self.source}
+        args, kwargs = (x,), {"dtype": dtype}
+        node = self.graph.create_node("call_function", aten._to_copy.default, args, kwargs, name=f"{x.name}_{DTYPES.get(dtype, 'cast')}")  # type: ignore[arg-type]
+        node.meta = {"value": values.infer(aten._to_copy.default, args, kwargs), "source": self.source}
         return node
 
     def detach(self, x: fx.Node) -> fx.Node:

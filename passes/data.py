@@ -26,7 +26,7 @@ from torch import fx
 
 from shardc.mesh import Mesh
 from shardc.placement import Shard, Varying
-from shardc.program import Bucket, Collective, Param, Program, Source, Stage, Value
+from shardc.program import Bucket, Collective, Param, Program, Source, Value
 from shardc.runtime import ops
 from shardc.spec import Spec
 

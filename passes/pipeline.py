@@ -155,7 +155,7 @@ class _Cut:
                 self._put(n, at)
         for n in reversed(self.main):  # forward, to where it is used
             users = [u for u in cutting.users(n) if u in self.stage]
-            operands = dict.fromkeys(_made(x) for x in tensors(n) if x in self.stage)
+            operands = list(dict.fromkeys(_made(x) for x in tensors(n) if x in self.stage))
             if n.target is operator.getitem or not users or len(users) < len(cutting.users(n)) or _flops(n):
                 continue
             at = min(self.stage[u] for u in users)
@@ -177,23 +177,24 @@ class _Cut:
 
     def _stages(self) -> list[Stage]:
         output = next(n for n in self.graph.nodes if n.op == "output")
-        loss, news = output.args[0]  # type: ignore[misc]
-        assert isinstance(loss, fx.Node)
+        returned: Any = output.args[0]
+        loss: fx.Node = returned[0]
+        news: tuple[fx.Node, ...] = returned[1]
         updated = [b.name for b in self.program.buffers if b.updated]
         at_end = self.stage.get(loss, self.count - 1)
-        made_at = {name: self._home(new, name) for name, new in zip(updated, news, strict=True)}  # type: ignore[arg-type]
+        made_at = {name: self._home(new, name) for name, new in zip(updated, news, strict=True)}
         roots: list[list[fx.Node]] = [[] for _ in range(self.count)]
         for n, s in self.stage.items():
             roots[s].append(n)
         roots[at_end].append(loss)
-        for name, new in zip(updated, news, strict=True):  # type: ignore[arg-type]
+        for name, new in zip(updated, news, strict=True):
             roots[made_at[name]].append(new)
         needs = [self._behind(r, s) for s, r in enumerate(roots)]
         writers = [_Writer(self, s, needs[s]) for s in range(self.count)]
         found = []
         for s, writer in enumerate(writers):
             theirs = [name for name in updated if made_at[name] == s]
-            mine = [new for name, new in zip(updated, news, strict=True) if made_at[name] == s]  # type: ignore[arg-type]
+            mine = [new for name, new in zip(updated, news, strict=True) if made_at[name] == s]
             sent = [n for n in self.main if self.stage[n] == s and any(n in other.received for other in writers)]
             found.append(Stage(writer.write(loss if s == at_end else None, mine, sent), f"stage{s}", tuple(theirs)))
         return found

@@ -320,7 +320,8 @@ def load(
     parts = _model_parts(program, params, buffers, runs or {}, mesh)
     errors = Errors()
     have = {k.removeprefix("model."): tuple(x.size) for k, x in stored.items() if k.startswith("model.")}
-    want = {x.fqn: x.shape for x in (*program.params, *_kept(program))}
+    wanted: list[Param | Buffer] = [*program.params, *_kept(program)]
+    want = {x.fqn: x.shape for x in wanted}
     check_names(errors, want, have, want, f"the checkpoint {folder.name}")
     states: dict[str, dict[str, Any]] = {}
     if optimizer is not None:

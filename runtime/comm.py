@@ -51,17 +51,20 @@ class Moment:
 
 
 class Work:
-    """A collective under way; `wait` returns when its tensor is ready. then: what is left to do with what came, in `wait`."""
+    """A collective under way; `wait` returns when its tensor is ready. then: what is left to do with what came, in `wait`.
 
-    def __init__(self, handle: Any = None, then: Callable[[], None] | None = None) -> None:
-        self._handle, self._then = handle, then
+    kept: what has to be there until then.
+    """
+
+    def __init__(self, handle: Any = None, then: Callable[[], None] | None = None, kept: Tensor | None = None) -> None:
+        self._handle, self._then, self._kept = handle, then, kept
 
     def wait(self) -> None:
         if self._handle is not None:
             self._handle.wait()
         if self._then is not None:
             self._then()
-        self._handle = self._then = None
+        self._handle = self._then = self._kept = None
 
 
 class RankMesh(ABC):
@@ -337,8 +340,7 @@ class TorchMesh(RankMesh):
 
     def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
         group = self._lines[axis, to > self.coordinate(axis)]
-        work = dist.isend(x, group=group, group_dst=to)
-        return Work(work, lambda: x.data_ptr())  # the tensor lives as long as the work
+        return Work(dist.isend(x, group=group, group_dst=to), kept=x)
 
     def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
         return Work(dist.irecv(into, group=self._lines[axis, source < self.coordinate(axis)], group_src=source))

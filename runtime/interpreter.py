@@ -82,9 +82,10 @@ class Interpreter:
     def count(self, values: Values) -> None:
         """Before the step: what all microbatches add up to."""
         totals: list[Tensor] = []
-        for i, given in enumerate(values) if self._count is not None else ():
+        run = self._count
+        for i, given in enumerate(values) if run is not None else ():
             self.mesh.turn_to(i, len(values))
-            found, _ = self._count(*(given.get(n) for n in self._counted))  # of parameters it looks at none
+            found, _ = run(*(given.get(n) for n in self._counted))  # of parameters it looks at none
             totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else list(found)
         self.mesh.turn_to(0, len(values), totals)
 
@@ -105,10 +106,8 @@ class Interpreter:
         return self._total(run.losses)
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
-        if losses:
-            total = sum(losses[1:], losses[0])
-        else:
-            total = torch.zeros((), dtype=_loss_of(self.program).dtype, device=self.mesh.device)
+        none = torch.zeros((), dtype=_loss_of(self.program).dtype, device=self.mesh.device)
+        total = sum(losses[1:], losses[0]) if losses else none
         if self.axis and self.mesh.size(self.axis) > 1:
             total = self.mesh.all_reduce(total, (self.axis,), direction="forward", tag="loss")
         return total

@@ -64,7 +64,8 @@ def _like(now: Any, saved: Any) -> Any:
     if isinstance(saved, Mapping):
         if saved.keys() == {_PAIRS}:
             pairs = dict(saved[_PAIRS])
-            return type(now)(pairs) if isinstance(now, Mapping) else pairs
+            made: Any = type(now)
+            return made(pairs) if isinstance(now, Mapping) else pairs
         return {k: _like(now.get(k) if isinstance(now, Mapping) else None, v) for k, v in saved.items()}
     if isinstance(saved, list):
         each = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from shardc.errors import ShardcError
 from shardc.program import Program
 from shardc.runtime import inputs, state
-from shardc.runtime.comm import TorchMesh
 from shardc.runtime.engine import runtime_mesh
 from shardc.runtime.interpreter import runnable
 from shardc.runtime.rng import Rng

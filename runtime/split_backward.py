@@ -34,7 +34,7 @@ def split(stage: Stage, params: set[str], inputs: set[str]) -> Stage:
     data: set[fx.Node] = set()
     weights: set[fx.Node] = set()
     for n in graph.nodes:
-        if n.name in inputs or "collective" in n.meta and n.op == "placeholder" or not data.isdisjoint(n.all_input_nodes):
+        if n.name in inputs or (n.op == "placeholder" and "collective" in n.meta) or not data.isdisjoint(n.all_input_nodes):
             data.add(n)
         elif n.name in params or not weights.isdisjoint(n.all_input_nodes):
             weights.add(n)
