@@ -82,11 +82,11 @@ class Interpreter:
     def count(self, values: Values) -> None:
         """Before the step: what all microbatches add up to."""
         totals: list[Tensor] = []
-        run = self._count
-        for i, given in enumerate(values) if run is not None else ():
-            self.mesh.turn_to(i, len(values))
-            found, _ = run(*(given.get(n) for n in self._counted))  # of parameters it looks at none
-            totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else list(found)
+        if self._count is not None:
+            for i, given in enumerate(values):
+                self.mesh.turn_to(i, len(values))
+                found, _ = self._count(*(given.get(n) for n in self._counted))  # of parameters it looks at none
+                totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else list(found)
         self.mesh.turn_to(0, len(values), totals)
 
     def step(self, values: Values, around: Around) -> tuple[Tensor, dict[str, Tensor]]:
