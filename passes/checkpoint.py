@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.calls import call_of, tensors, values
+from shardc.calls import tensors
 from shardc.emit import human
 from shardc.errors import Errors
 from shardc.mesh import Mesh
@@ -77,7 +77,7 @@ class Checkpoint:
                 if node.op == "call_function":
                     self._put(node, asked, regions, entry)
         order = sorted(regions.values(), key=lambda r: r.name.count("."))  # outer ones first: their names are the beginnings of others
-        saved, alike = SavedOf(mesh), _Alike({})
+        saved, alike = SavedOf(program), _Alike({})
         for stage in stages:
             graph = _Graph(stage.graph, replace(program, regions=tuple(order)), saved)
             for region in order[::-1]:  # what an inner region holds, an outer one may compute again
@@ -169,10 +169,10 @@ class _Graph:
 
     def __init__(self, graph: fx.Graph, program: Program, saved: SavedOf) -> None:
         self.nodes = list(graph.nodes)
-        self.local, self.mesh = saved.local, saved.mesh
+        self._types = saved
         self.saved: dict[fx.Node, Saved] = {}
         self.base: dict[fx.Node, fx.Node] = {}
-        stored = {x.name for x in (*program.params, *program.buffers)} | {"mesh", "rng"}
+        stored = {"mesh", "rng", *(p.name for p in program.params), *(b.name for b in program.buffers)}
         self.weights: set[fx.Node] = set()
         self.parents = {r.name: r.parent for r in program.regions}
         self.held: dict[str, frozenset[fx.Node]] = {}  # by region, of those that are decided
@@ -211,7 +211,7 @@ class _Graph:
         """Bytes of a node's own result on one rank: none of its own if it is a view."""
         if self.base[node] is not node:
             return 0
-        return sum(self.local(v).nbytes() for v in values(node) if v is not None)
+        return sum(v.nbytes() for v in self._types.types(node))
 
     def cost(self, node: fx.Node) -> float:
         """What it takes to run an op again, in flops."""
@@ -222,10 +222,9 @@ class _Graph:
     def _cost(self, node: fx.Node) -> float:
         if self.base[node] is not node or node.target is operator.getitem:
             return 0.0
-        rule, call = core.find(node.target), call_of(node)
-        call = replace(call, operands=tuple(map(self.local, call.operands)), results=tuple(map(self.local, call.results)))
+        rule, call = core.find(node.target), self._types.call(node)
         flops = rule.flops(call) if rule is not None and rule.flops is not None else 0
-        touched = sum(v.nbytes() for v in (*call.operands, *call.results) if v is not None)
+        touched = sum(v.nbytes() for v in (*call.operands, *call.results))
         collective: Collective | None = node.meta.get("collective")
         sent = collective.bytes if collective is not None and collective.kind != "none" else 0
         return flops + FLOPS_PER_TOUCH * touched + FLOPS_PER_BYTE * sent

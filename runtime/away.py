@@ -13,22 +13,26 @@ import torch
 from torch import Tensor
 
 
-class Away:
-    """A tensor on the CPU. Who takes it `back` shares one copy with the others who have it then."""
+def beside(device: torch.device) -> Any:
+    """A stream for the copies of one forward and its backward, or None where there are no streams."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def __init__(self, x: Tensor) -> None:
-        self.device = x.device
+
+class Away:
+    """A tensor on the CPU. All who take it `back` at a time share one copy. stream: `beside` its device."""
+
+    def __init__(self, x: Tensor, stream: Any) -> None:
+        self.device, self._stream = x.device, stream
         self._here: weakref.ref[Tensor] | None = None
-        self._stream: Any = _aside(x.device)
         x = x.detach()
-        self._cpu = torch.empty_like(x, device="cpu", pin_memory=self._stream is not None)
-        if self._stream is None:
+        self._cpu = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
+        if stream is None:
             self._cpu.copy_(x)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
             self._cpu.copy_(x, non_blocking=True)
-        x.record_stream(self._stream)  # its memory is not used anew before the copy is done
+        x.record_stream(stream)  # its memory is not used anew before the copy is done
 
     @staticmethod
     def useful(x: Tensor) -> bool:
@@ -39,13 +43,13 @@ class Away:
         """On its device again."""
         x = self._here() if self._here is not None else None
         if x is None:
-            x = self._fetch()
+            x = self._fetched()
             self._here = weakref.ref(x)
         return x
 
-    def _fetch(self) -> Tensor:
+    def _fetched(self) -> Tensor:
         if self._stream is None:
-            return self._cpu.to(self.device)
+            return self._cpu.to(self.device, copy=True)
         here = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._stream):  # behind the copy to the CPU
             x = torch.empty_like(self._cpu, device=self.device)
@@ -53,8 +57,3 @@ class Away:
         here.wait_stream(self._stream)
         x.record_stream(here)
         return x
-
-
-def _aside(device: torch.device) -> Any:
-    """The stream beside the computation; one a device, of torch's pool."""
-    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

@@ -18,7 +18,7 @@ under autograd, up to the last saved tensor; and Chen et al. 2016, "Training Dee
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.program import Program
 from shardc.runtime import ops
-from shardc.runtime.away import Away
+from shardc.runtime.away import Away, beside
 from shardc.torch_private import outer_hooks
 
 #: Ops whose result may be their operand on some ranks and a new tensor on others: what they save must not start a recomputation on some
@@ -81,6 +81,11 @@ class _Op:
 
     def __call__(self, given: Sequence[Any]) -> Any:
         return self.target(*[_fill(a, given) for a in self.args], **{k: _fill(a, given) for k, a in self.kwargs.items()})
+
+
+def _mapped(a: Any, slots: Mapping[fx.Node, _Slot]) -> Any:
+    found: Any = fx.map_arg(a, slots.__getitem__)  # type: ignore[arg-type]
+    return found
 
 
 def _fill(a: Any, given: Sequence[Any]) -> Any:
@@ -139,8 +144,8 @@ def taped(graph: fx.Graph, program: Program) -> fx.GraphModule:
     found: dict[int, _Op] = {}
     for n in tagged:
         slots = {u: _Slot(k) for k, u in enumerate(n.all_input_nodes)}
-        args, kwargs = (fx.node.map_arg(a, slots.__getitem__) for a in (n.args, n.kwargs))
-        op = found[index[n]] = _Op(n.target, args, dict(kwargs), tuple(index[u] for u in slots), regions[n.meta["region"]].above)  # type: ignore[arg-type]
+        args, kwargs = _mapped(n.args, slots), {k: _mapped(a, slots) for k, a in n.kwargs.items()}
+        op = found[index[n]] = _Op(n.target, args, kwargs, tuple(index[u] for u in slots), regions[n.meta["region"]].above)
         for region in op.chain:
             region.ops.append(index[n])
             if region.name not in n.meta.get("kept", ()):
@@ -156,7 +161,7 @@ def taped(graph: fx.Graph, program: Program) -> fx.GraphModule:
 
 def _weights(graph: fx.Graph, program: Program, index: dict[fx.Node, int]) -> frozenset[int]:
     """What follows from parameters and buffers alone: it stays on the device anyway, or its parts do."""
-    stored = {x.name for x in (*program.params, *program.buffers)} | {"mesh", "rng"}
+    stored = {"mesh", "rng", *(p.name for p in program.params), *(b.name for b in program.buffers)}
     found: set[fx.Node] = set()
     for n in graph.nodes:
         if n.name in stored if n.op == "placeholder" else n.all_input_nodes and all(u in found for u in n.all_input_nodes):
@@ -205,7 +210,8 @@ class Saved:
             return self.unpack(self.held)
         assert self.tensor is not None
         if self.tensor._version != self.version:
-            raise RuntimeError("a tensor that backward needs was modified in place: backward ran twice over an op that reuses it, or something wrote to it")
+            what = "a tensor that backward needs was modified in place: backward ran twice over an op that reuses it, or something wrote to it"
+            raise RuntimeError(what)
         return self.tensor
 
 
@@ -217,7 +223,7 @@ class _Wanted:
     made: Made
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: Any
 
     def put(self, x: Tensor) -> None:
         saved = self.saved()
@@ -296,6 +302,7 @@ class Tape:
         self._where: dict[_Storage, Made] = {}
         self._pending: list[tuple[Saved, Tensor]] = []
         self._away: dict[Any, Away] = {}
+        self._beside: Any = None
 
     def run(self, i: int, *given: Any) -> Any:
         """Run op i on the values of the nodes that it takes."""
@@ -356,7 +363,8 @@ class Tape:
         if any(r.away for r in chain) and made[0] not in self.regions.weights and Away.useful(x):
             key = (_storage(x), x.size(), x.stride(), x.storage_offset())
             if key not in self._away:
-                self._away[key] = Away(x)
+                self._beside = self._beside or beside(x.device)
+                self._away[key] = Away(x, self._beside)
             saved.held, saved.unpack = self._away[key], Away.back
         elif self.outer is not None:
             saved.held, saved.unpack = self.outer[0](x.detach() if x.grad_fn is not None else x), self.outer[1]

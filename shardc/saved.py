@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.calls import call_of, tensors, values
-from shardc.mesh import Mesh
-from shardc.program import Value
-from shardc.rules.core import Operand
+from shardc.program import Program, Value
+from shardc.rules.core import Call, Operand
 from shardc.runtime import ops
 from shardc.torch_private import FakeTensorMode, OpOverload
 
@@ -59,26 +58,37 @@ _PLAIN = (ops.nll, ops.batch_stat, ops.partial_mean)
 
 
 class SavedOf:
-    """Looks calls up, and runs every kind of call once. mesh: of the program whose calls are asked for."""
+    """Looks calls of a program's stages up, and runs every kind of call once."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, program: Program) -> None:
+        self.mesh = program.mesh
+        self._cut = {x.name: x.microbatch for x in program.inputs if x.microbatch is not None}
+        self._microbatches = program.microbatches
         self._known: dict[Any, Saved] = {}
 
-    def local(self, v: Value) -> Value:
-        """The type of one rank's part."""
-        return Value(v.local_shape(self.mesh), v.dtype, v.requires_grad)
+    def types(self, node: fx.Node) -> tuple[Value, ...]:
+        """The types of a node's results on one rank, in one microbatch."""
+        found = tuple(Value(v.local_shape(self.mesh), v.dtype, v.requires_grad) for v in values(node) if v is not None)
+        if node.op == "placeholder" and (cut := self._cut.get(node.name)) is not None:  # its type is that of the whole step's
+            shape = list(found[0].shape)
+            shape[cut.dim] = cut.padded(shape[cut.dim]) // self._microbatches
+            return (replace(found[0], shape=tuple(shape)),)
+        return found
+
+    def call(self, node: fx.Node) -> Call:
+        """A call with the types of one rank."""
+        return replace(call_of(node), operands=tuple(self.types(x)[0] for x in tensors(node)), results=self.types(node))
 
     def __call__(self, node: fx.Node) -> Saved:
-        call = call_of(node)
-        given, made = [self.local(v) for v in call.operands], [self.local(v) for v in values(node) if v is not None]
+        call = self.call(node)
+        given, made = call.operands, call.results
         if node.target in _VIEWS:
             return Saved(views=(0,))
         if node.target in _OURS:
             return _OURS[node.target](given, made) if any(v.requires_grad for v in given) else Saved()
         if not isinstance(node.target, OpOverload) and node.target not in _PLAIN:
             return Saved()
-        key = repr((str(call.target), call.args, call.kwargs, given))
+        key = repr((str(node.target), call.args, call.kwargs, given))
         if key not in self._known:
             self._known[key] = _run(call.target, call.args, dict(call.kwargs), given)
         return self._known[key]
@@ -115,8 +125,3 @@ def _run(target: Any, args: Any, kwargs: Any, given: Sequence[Value]) -> Saved:
 
 def _storage(x: Tensor) -> StorageWeakRef:
     return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes that `Saved.operands` and `.views` count."""
-    return tensors(node)

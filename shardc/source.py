@@ -13,6 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,15 +36,20 @@ def is_users(filename: str) -> bool:
 
 def of_node(node: fx.Node, prefix: str = "model") -> Source:
     """Module and line of an exported node. prefix: name under which the capture's wrapper module holds the user's model."""
-    module = ""
+    module, calls = "", tuple[str, ...]()
     stack = node.meta.get("nn_module_stack")
     if stack:
-        fqn = str(next(reversed(stack.values()))[0]).partition("@")[0]
-        module = fqn.removeprefix(prefix).removeprefix(".")
+        module = _bare(next(reversed(stack.values())), prefix)
+        calls = tuple(f"{_bare(v, prefix)}@{k.rpartition('@')[2]}" for k, v in stack.items() if "@" in str(k))
     for filename, line, code in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
         if is_users(filename):
-            return Source(module, f"{Path(filename).name}:{line}", code.strip())
-    return Source(module)
+            return Source(module, f"{Path(filename).name}:{line}", code.strip(), calls)
+    return Source(module, calls=calls)
+
+
+def _bare(entry: tuple[Any, ...], prefix: str) -> str:
+    """The model's name of a module on the stack."""
+    return str(entry[0]).partition("@")[0].removeprefix(prefix).removeprefix(".")
 
 
 def where(source: Source) -> str:

@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 __all__ = [
-    "DATA_DEPENDENT", "FakeTensor", "HigherOrderOperator", "OpOverload", "after_backward", "decompositions", "fake_mode",
-    "fake_tensor", "overload_of", "replaced_trunc_normal", "traced_functional", "traced_node", "traced_on", "traced_with",
+    "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "decompositions", "fake_mode",
+    "fake_tensor", "outer_hooks", "overload_of", "replaced_trunc_normal", "traced_functional", "traced_node", "traced_on", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -124,6 +124,13 @@ def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextMan
     It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
     """
     return mock.patch("torch.nn.init._no_grad_trunc_normal_", function)
+
+
+def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """(pack, unpack) of the `torch.autograd.graph.saved_tensors_hooks` that are open now. Only the innermost ones are ever called by
+    autograd: hooks that work within others have to pass on themselves what they do not take."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
 
 
 def after_backward(callback: Callable[[], None]) -> None:
