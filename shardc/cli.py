@@ -144,7 +144,8 @@ def inspect(
     comm: Annotated[bool, typer.Option("--comm", help="collectives of a step by axis and cause")] = False,
     html: Annotated[Path | None, typer.Option(help="write one HTML file")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="not built yet")] = False,
-    schedule: Annotated[bool, typer.Option("--schedule", help="not built yet")] = False,
+    schedule: Annotated[bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")] = False,
+    svg: Annotated[Path | None, typer.Option(help="with --schedule: write it to an SVG file")] = None,
     mesh: MeshOption = None, set_: SetOption = None, batch: BatchOption = None, seq: SeqOption = None, trust: TrustOption = False,
     as_json: JsonOption = False, debug: DebugOption = False,
 ) -> None:  # fmt: skip
@@ -152,15 +153,18 @@ def inspect(
     from shardc import emit, report
 
     with _told(debug), tempfile.TemporaryDirectory() as folder:
-        for asked, name, issue in ((memory, "--memory", "Memory"), (schedule, "--schedule", "Pipelines")):
-            if asked:
-                raise ShardcError(f"{name} is not built yet (issue {issue!r})", where=name, fix="leave it out; --comm shows what is sent")
+        if memory:
+            raise ShardcError("--memory is not built yet (issue 'Memory')", where="--memory", fix="leave it out; --comm shows what is sent")
+        if svg and not schedule:
+            raise ShardcError("--svg draws the schedule", where="--svg", fix="add --schedule")
         program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, dump=Path(folder) if diff else None)
         if stage is not None and not 0 <= stage < len(program.stages):
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"the program has stages 0 to {len(program.stages) - 1}")
         if html:
             html.write_text(report.html(program))
-        if as_json:
+        if schedule:
+            _schedule(program, svg, as_json)
+        elif as_json:
             print(json.dumps(report.to_json(program)))
         elif diff:
             _print(_difference(Path(folder), diff, model))
@@ -174,6 +178,25 @@ def inspect(
             _print(f"written to {html}")
         else:
             _print(str(program))
+
+
+def _schedule(program: Any, svg: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from shardc.report import timeline
+
+    drawn = timeline.timeline(program)
+    if svg:
+        svg.write_text(timeline.svg(drawn), encoding="utf-8")
+    if as_json:
+        print(json.dumps(timeline.to_json(drawn)))
+    elif svg:
+        _print(f"written to {svg}")
+    elif sys.stdout.isatty():
+        console = Console()
+        console.print(timeline.text(drawn, width=console.width))
+    else:
+        _print(timeline.text(drawn).plain)
 
 
 def _difference(folder: Path, name: str, model: str) -> str:
