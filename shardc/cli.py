@@ -1,4 +1,4 @@
-"""The command line: compile | inspect | verify | run | spec. Exit status 0 = done, 1 = the check or run failed, 2 = the input is wrong."""
+"""The command line: compile | inspect | verify | run | rules | spec. Exit status 0 = done, 1 = the check or run failed, 2 = the input is wrong."""
 
 from __future__ import annotations
 
@@ -142,6 +142,7 @@ def inspect(
     before: Annotated[bool, typer.Option("--before", help="the captured graph: the model as one device runs it")] = False,
     diff: Annotated[str | None, typer.Option(help="what a pass changed: canonical | annotate | place | partition | data")] = None,
     comm: Annotated[bool, typer.Option("--comm", help="collectives of a step by axis and cause")] = False,
+    coverage: Annotated[bool, typer.Option("--coverage", help="ops of a model file that no rule knows, and their lines; needs no spec")] = False,
     html: Annotated[Path | None, typer.Option(help="write one HTML file")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="not built yet")] = False,
     schedule: Annotated[bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")] = False,
@@ -157,6 +158,10 @@ def inspect(
             raise ShardcError("--memory is not built yet (issue 'Memory')", where="--memory", fix="leave it out; --comm shows what is sent")
         if svg and not schedule:
             raise ShardcError("--svg draws the schedule", where="--svg", fix="add --schedule")
+        if coverage:
+            found = _coverage(model, batch, seq)
+            _print(json.dumps(found.to_json()) if as_json else str(found))
+            return
         program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, dump=Path(folder) if diff else None)
         if stage is not None and not 0 <= stage < len(program.stages):
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"the program has stages 0 to {len(program.stages) - 1}")
@@ -178,6 +183,18 @@ def inspect(
             _print(f"written to {html}")
         else:
             _print(str(program))
+
+
+def _coverage(source: str, batch: int | None, seq: int | None) -> Any:
+    """Which ops of a model file have no rule."""
+    if _is_artifact(source):
+        raise ShardcError("a compiled DIR has no op without a rule", where=source, fix="name a model file: shardc inspect model.py --coverage")
+    import shardc
+    from shardc import modelfile
+
+    file = modelfile.load(source, batch=batch, seq=seq)
+    with errors.status("capturing"):
+        return shardc.coverage(file.on_meta(), file.batch, loss=file.loss)
 
 
 def _schedule(program: Any, svg: Path | None, as_json: bool) -> None:
@@ -284,6 +301,21 @@ def _tell(summary: dict[str, Any], as_json: bool) -> None:
     _print(f"{summary['steps']} steps in {summary['seconds']:.1f} s, {summary['tokens_per_second']:,.0f} tokens/s: {last}{held}")
     if summary["saved"]:
         _print(f"saved to {summary['saved']}: checkpoint/ (loads on any mesh), model.safetensors (the plain model's weights)")
+
+
+@app.command()
+def rules(
+    ops: Annotated[list[str] | None, typer.Argument(help="names or globs: aten.mm.default 'aten.*norm*' (default: all)", show_default=False)] = None,
+    check: Annotated[bool, typer.Option("--check", help="prove them against the whole ops; exit status 1 if one is wrong")] = False,
+    file: Annotated[str | None, typer.Option("--file", help="a Python file that registers rules; alone: only its rules")] = None,
+    as_json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
+    """List the rules of ops: what may be split. --check proves them: forward, backward, on 2, 3, 4, 6 parts and on two axes."""
+    from shardc.report import rules as report
+
+    with _told(debug):
+        status = report.command(ops or [], check=check, file=file, as_json=as_json, show=_print)
+        raise typer.Exit(status)
 
 
 @app.command()

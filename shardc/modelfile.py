@@ -86,15 +86,15 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> Model
 
 def imported(ref: str) -> ModuleType:
     """Run a Python file for what it registers, such as rules; it needs no model(). Raises ShardcError as `load` does."""
-    return _import(_existing(ref, ref))
+    return _import(_existing(ref, ref, "file", "a Python file that registers rules"))
 
 
-def _existing(name: str, ref: str) -> Path:
+def _existing(name: str, ref: str, kind: str = "model file", wanted: str = "a Python file with model() and batch(), or hf:config.json") -> Path:
     path = Path(name)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [], 1)
-        fix = f"did you mean {path.parent / near[0]}?" if near else "name a Python file with model() and batch(), or hf:config.json"
-        raise ShardcError(f"there is no model file {name}", where=ref, fix=fix)
+        fix = f"did you mean {path.parent / near[0]}?" if near else f"name {wanted}"
+        raise ShardcError(f"there is no {kind} {name}", where=ref, fix=fix)
     return path
 
 

@@ -15,6 +15,7 @@ aten = torch.ops.aten
 def attention(call: Call) -> Signature:
     """q[..., h, s, d], k[..., g, t, d], v[..., g, t, e]: heads and batch split. With grouped queries h = (g, r): kv heads g split.
 
+    If keys and values come in different groups, h = (g, m, r), where one has g heads and the other (g, m).
     Queries split over their sequence too, unless a causal mask counts rows from zero. Keys are reduced over: they stay whole.
     """
     q, k, v = (o.shape for o in call.operands[:3])
@@ -30,10 +31,16 @@ def attention(call: Call) -> Signature:
 
     full_query: list[Dim] = leading(out)
     query, key, value = leading(q), leading(k), leading(v)
-    if lead and len(k) > 2 and len(q) > 2 and (k[-3] not in (1, q[-3]) or dict(call.kwargs).get("enable_gqa")):
-        sizes |= {"g": k[-3], "r": q[-3] // k[-3]}
-        full_query[-1] = query[-1] = ("g", "r")
-        key[-1] = value[-1] = ("g",)
+    whole = {"t", "d", "e"} | ({"s"} if causal else set())
+    if lead and len(k) > 2 and len(q) > 2 and dict(call.kwargs).get("enable_gqa"):  # without the word heads broadcast
+        few, many = sorted((k[-3], v[-3]))
+        sizes |= {"g": few, "m": many // few, "r": q[-3] // many}
+        full_query[-1] = query[-1] = ("g", "m", "r")
+        key[-1], value[-1] = (("g", "m") if x[-3] == many else ("g",) for x in (k, v))
+        if many % few:  # groups that cut through each other
+            sizes |= {"gk": k[-3], "gv": v[-3], "h": q[-3]}
+            whole |= {"gk", "gv", "h"}
+            full_query[-1], query[-1], key[-1], value[-1] = ("h",), ("h",), ("gk",), ("gv",)
     ins: list[tuple[Dim, ...]] = [(*query, ("s",), ("d",)), (*key, ("t",), ("d",)), (*value, ("t",), ("e",))]
     if len(call.operands) > 3:
         mask = call.operands[3].shape
@@ -41,7 +48,6 @@ def attention(call: Call) -> Signature:
         skip = len(full) - len(mask)
         shape = (*out[:-2], q[-2], k[-2])
         ins.append(tuple(n if s == f and s != 1 else () for n, s, f in zip(full[skip:], mask, shape[skip:], strict=True)))
-    whole = {"t", "d", "e"} | ({"s"} if causal else set())
     return Signature(tuple(ins), ((*full_query, ("s",), ("e",)),), sizes, frozenset(), frozenset(whole))
 
 

@@ -20,12 +20,12 @@ def _flops_bias_first(call: Call) -> int:
     return 2 * math.prod(call.results[0].shape) * call.operands[1].shape[-1]
 
 
-def _linear_in(call: Call) -> str:
+def bias_or_not(call: Call) -> str:
     """Jointly in (input, bias), and in (weight, bias)."""
     return "0 2 | 1 2" if len(call.operands) == 3 else "0 | 1"
 
 
-rule(aten.linear.default, "... k+, n k+, n -> ... n", linear=_linear_in, added=(2,), flops=_flops)
+rule(aten.linear.default, "... k+, n k+, n -> ... n", linear=bias_or_not, added=(2,), flops=_flops)
 rule(aten.mm.default, "m k+, k+ n -> m n", linear="0 | 1", flops=_flops)
 rule(aten.bmm.default, "b m k+, b k+ n -> b m n", linear="0 | 1", flops=_flops)
 rule(aten.mv.default, "m k+, k+ -> m", linear="0 | 1", flops=_flops)

@@ -102,7 +102,7 @@ def run_nodes(graph: fx.Graph, given: Iterable[Any]) -> tuple[Tensor, ...]:
             break
         else:
             known[node] = node.target(*fx.node.map_arg(node.args, known.__getitem__), **fx.node.map_arg(node.kwargs, known.__getitem__))
-    return fx.node.map_arg(node.args[0], known.__getitem__)  # type: ignore[no-any-return]
+    return fx.node.map_arg(node.args[0], known.__getitem__)
 
 
 def on_ranks(mesh: Mesh, graph: fx.Graph, one_rank: Callable[[int, Any], Any]) -> list[Any]:

@@ -44,7 +44,7 @@ def changed(sample: Sample, change: Callable[[int, Tensor], Tensor]) -> Sample:
                 t.constants.append(y)
             return y
 
-        return fx.node.map_aggregate(sample(t), one)  # type: ignore[return-value]
+        return fx.node.map_aggregate(sample(t), one)
 
     return made
 
@@ -105,8 +105,7 @@ def shapes(op: Any, case: Case, sample: Sample) -> Iterator[tuple[str, Sample]]:
     cuts: dict[tuple[tuple[int, int], ...], str] = {}
     for f, size in sig.sizes.items():
         if size > 1 and (known or f in sig.splittable()):
-            places = [(i, d) for i, dims in enumerate(sig.inputs) for d, dim in enumerate(dims) if f in dim]
-            cuts.setdefault(tuple(places), f"{f} of size 1")
+            cuts.setdefault(tuple((i, d) for i, dims in enumerate(sig.inputs) for d, dim in enumerate(dims) if f in dim), f"{f} of size 1")
     for i, x in enumerate(case.tensors if known else ()):
         for d, size in enumerate(x.shape):
             if size > 1:

@@ -17,6 +17,8 @@ sample(
     lambda t: call(t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), t.real(1, 6)),
     lambda t: call(t.real(2, 24, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), enable_gqa=True),
     lambda t: call(t.real(2, 24, 4, 3), t.real(2, 2, 6, 3), t.real(2, 2, 6, 4), t.real(2, 24, 4, 6), enable_gqa=True),
+    lambda t: call(t.real(2, 24, 4, 3), t.real(2, 12, 6, 3), t.real(2, 4, 6, 4), enable_gqa=True),
+    lambda t: call(t.real(2, 6, 4, 3), t.real(2, 2, 6, 3), t.real(2, 3, 6, 4), enable_gqa=True),
     lambda t: call(t.real(2, 24, 4, 3), t.real(2, 1, 6, 3), t.real(2, 1, 6, 4), enable_gqa=True),
     lambda t: call(t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), enable_gqa=True),
     lambda t: call(t.real(12, 4, 3), t.real(12, 6, 3), t.real(12, 6, 4), is_causal=True),
