@@ -149,6 +149,7 @@ def test_names_that_the_text_needs_are_refused() -> None:
     graph = torch.fx.Graph()
     for n in ("mesh", "rng", "aten"):
         graph.placeholder(n).meta["value"] = None
+    graph.output((None, ()))
     x = replace(p.params[0], name="aten", fqn="aten")
     with pytest.raises(shardc.ShardcError, match="'aten' cannot be the name of a parameter") as caught:
         str(replace(p, params=(x,), buckets=(), stages=(Stage(graph),)))

@@ -101,5 +101,6 @@ def program() -> Program:
     buckets = (Bucket(("dp",), torch.float64, ("up_weight", "scale")),)
     notes = ("new: all_reduce that nobody asked for",)
     return Program(
-        MESH, _graph(_single, layouts=False), PARAMS, BUFFERS, INPUTS, (Stage(_graph(_local, layouts=True)),), buckets, None, notes, {"model": "MLP"}
+        MESH, _graph(_single, layouts=False), PARAMS, BUFFERS, INPUTS, (Stage(_graph(_local, layouts=True)),), buckets,
+        notes=notes, meta={"model": "MLP"},
     )  # fmt: skip
