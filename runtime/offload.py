@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime.offload_mover import Home, Mover
-from shardc.runtime.offload_place import Files, Memory, Place
+from shardc.runtime.offload_place import Files, Memory, Place, return_freed
 
 _Read = tuple[Home, str]  # what is read, and for which direction
 
@@ -41,10 +41,13 @@ class Offload:
             if name != "none":
                 made[name] = made.get(name) or (Memory(mesh.device) if name == "cpu" else Files(name, mesh.rank, f"data.offload.{what}"))
                 self.places[what] = made[name]
+        if self.device.type == "cpu" and any(isinstance(p, Files) for p in made.values()):
+            return_freed()
         self.homes: dict[nn.Parameter, Home] = {}
         self._after: dict[_Read, tuple[_Read, torch.dtype | None]] = {}
         self._last: _Read | None = None
         self._coming: tuple[_Read, Future[Any]] | None = None
+        self._read: list[Home] = []  # what may still be read
 
     @property
     def mover(self) -> Mover:
@@ -103,6 +106,9 @@ class Offload:
             self._after[self._last] = key, dtype
         self._last, self._coming = key, None
         (found,) = self.mover.taken(coming)
+        self._read.append(home)
+        if len(self._read) > 2:  # gathers that began earlier have ended, or bring it in again
+            self._read.pop(0).slot.behind()
         if key in self._after:
             following, as_dtype = self._after[key]
             self._coming = following, self.mover.fetch([following[0]], as_dtype)
@@ -111,6 +117,8 @@ class Offload:
     def changed(self) -> None:
         """Parameters have changed: what was read ahead is old."""
         self._coming = self._last = None
+        while self._read:
+            self._read.pop().slot.behind()
 
     def close(self) -> None:
         """Remove the files. Tensors in them stay readable as long as someone holds them."""

@@ -25,17 +25,18 @@ class Home:
 class Mover:
     """One thread, which carries out what it is asked for in order: what is put is there for every fetch that comes after.
 
-    On CUDA the copies run on a stream of their own. device: where tensors are worked with.
+    On CUDA the copies run on a stream of their own. device: where tensors are worked with. .in_place: on the CPU nothing is copied that
+    need not be: a home is as good a place to work in as any other, and the system pages it in and out.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.in_place = device, device.type == "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._puts: list[Future[None]] = []
 
     def fetch(self, homes: Sequence[Home], dtype: torch.dtype | None = None) -> Future[tuple[list[Tensor], Any]]:
-        """Begin to copy to the device, as `dtype` if given; `taken` of the result has the copies."""
+        """Begin to bring to the device, as `dtype` if given; `taken` of the result has them. When they are done with: `put`."""
         return self._thread.submit(self._fetch, list(homes), dtype)
 
     def taken(self, coming: Future[tuple[list[Tensor], Any]]) -> list[Tensor]:
@@ -49,7 +50,7 @@ class Mover:
         return found
 
     def put(self, moves: Iterable[tuple[Tensor, Home]]) -> None:
-        """Begin to copy from the device. The tensors may not be changed any more."""
+        """Begin to bring back from the device, or to let go what is in place. The tensors may not be changed any more."""
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         self._puts.append(self._thread.submit(self._put, list(moves), ready))
 
@@ -69,6 +70,8 @@ class Mover:
         slots = dict.fromkeys(h.slot for h in homes)
         for slot in slots:
             slot.ahead()
+        if self.in_place and all(dtype in (None, h.tensor.dtype) for h in homes):
+            return [h.tensor for h in homes], None
         with self._aside():
             found = [torch.empty_like(h.tensor, dtype=dtype, device=self.device).copy_(h.tensor, non_blocking=True) for h in homes]
             ready = self._stream.record_event() if self._stream is not None else None
@@ -81,7 +84,8 @@ class Mover:
             if ready is not None:
                 self._stream.wait_event(ready)
             for x, home in moves:
-                home.tensor.copy_(x, non_blocking=True)
+                if x.data_ptr() != home.tensor.data_ptr():
+                    home.tensor.copy_(x, non_blocking=True)
         slots = dict.fromkeys(home.slot for _, home in moves)
         if self._stream is not None:
             self._stream.synchronize()  # before the tensors are freed, and the copies are read

@@ -117,7 +117,7 @@ class Paged:
             return
         away = [
             (p, key, x) for p in page for key, x in self.optimizer.state.get(p, {}).items()
-            if isinstance(x, Tensor) and _moves(x, self._offload.device) and not self._is_home(p, key, x)
+            if isinstance(x, Tensor) and (_moves(x, self._offload.device) or self._is_home(p, key, x))
         ]  # fmt: skip
         forms = {(p, key): torch.empty_like(x, device="meta") for p, key, x in away}  # dense strides
         new = [at for at, form in forms.items() if not self._fits(*at, form)]
