@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from shardc import values
+from shardc.errors import Errors, ShardcError
 from shardc.passes import (  # noqa: F401 (they register)
     canonical_create,
     canonical_draw,
@@ -42,7 +43,7 @@ from shardc.passes import (  # noqa: F401 (they register)
 from shardc.passes.canonical_decompose import decompose, needed
 from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
 from shardc.passes.canonical_slices import join_slices
-from shardc.program import Program, Value
+from shardc.program import Program, Source, Value
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -55,32 +56,59 @@ class Canonical:
     """Rewrites the global graph of a captured program; parameters, buffers and inputs stay as they are."""
 
     def run(self, program: Program) -> Program:
-        """A program with a canonical global graph. Raises ShardcError for random ops that have no mesh-independent form."""
-        graph = fx.Graph()
-        env: dict[fx.Node, Any] = {}
-        alive = _alive(program.graph)
-        emit: Emit | None = None
-        for node in program.graph.nodes:
-            if node.op == "placeholder":
-                env[node] = copy = graph.placeholder(node.name)
-                copy.meta = dict(node.meta)
-                assert copy.name == node.name
-                if node.name == "rng":
-                    emit = Emit(graph, copy)
-            elif node.op == "output":
-                graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
-            elif node in alive:
-                assert emit is not None, "no placeholder named rng"
-                env[node] = _rewritten(emit, node, env)
-        join_slices(graph)
-        _erase_dead(graph)
-        _number_random(graph)
-        graph.lint()
-        return replace(program, graph=graph)
+        """A program with a canonical global graph. Raises ShardcError, all at once, for calls that have no mesh-independent form."""
+        found = rewritten(program.graph)
+        errors = Errors()
+        errors.found.extend({e.what: e for e in reversed(found.refused.values())}.values())  # the first of those that read alike
+        errors.raise_any()
+        return replace(program, graph=found.graph)
 
 
 def run(program: Program) -> Program:
     return Canonical().run(program)
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A canonical graph. refused: calls that have no form in it, which it holds as they were.
+
+    apart: ops without a rule that torch's decompositions took apart, and where they stood.
+    """
+
+    graph: fx.Graph
+    refused: dict[fx.Node, ShardcError]
+    apart: list[tuple[OpOverload, Source]]
+
+
+def rewritten(captured: fx.Graph) -> Rewritten:
+    """The canonical form of a captured graph, and what has none."""
+    graph = fx.Graph()
+    refused: dict[fx.Node, ShardcError] = {}
+    env: dict[fx.Node, Any] = {}
+    alive = _alive(captured)
+    emit: Emit | None = None
+    for node in captured.nodes:
+        if node.op == "placeholder":
+            env[node] = copy = graph.placeholder(node.name)
+            copy.meta = dict(node.meta)
+            assert copy.name == node.name
+            if node.name == "rng":
+                emit = Emit(graph, copy)
+        elif node.op == "output":
+            graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
+        elif node in alive:
+            assert emit is not None, "no placeholder named rng"
+            try:
+                env[node] = _rewritten(emit, node, env)
+            except ShardcError as e:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+                env[node] = copy = _copied(emit, node.target, args, kwargs, node.meta["value"], node.name)
+                refused[copy] = e
+    join_slices(graph)
+    _erase_dead(graph)
+    _number_random(graph)
+    graph.lint()
+    return Rewritten(graph, refused, emit.apart if emit is not None else [])
 
 
 def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
@@ -110,6 +138,7 @@ def _canonical_call(
     if (change := TABLE.get(values.op_name(op))) is not None:
         return change(emit, Args(op, args, kwargs), value)
     if needed(op) and (parts := decompose(emit, op, args, kwargs, partial(_canonical_call, emit))) is not None:
+        emit.apart.append((op, emit.source))
         return parts
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise emit.refuse(

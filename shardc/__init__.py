@@ -6,10 +6,11 @@ from shardc.artifact import load
 from shardc.compile import compile
 from shardc.errors import ShardcError
 from shardc.program import Program
+from shardc.report.coverage import Coverage, coverage
 from shardc.rules.own import check_rule, rule
 from shardc.runtime.groups import groups
 from shardc.simulate import Simulation, simulate
 from shardc.spec import Spec
 
-__all__ = ["Program", "ShardcError", "Simulation", "Spec", "check_rule", "compile", "groups", "load", "rule", "simulate"]
+__all__ = ["Coverage", "Program", "ShardcError", "Simulation", "Spec", "check_rule", "compile", "coverage", "groups", "load", "rule", "simulate"]
 __version__ = "0.1.0"

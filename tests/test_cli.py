@@ -167,7 +167,7 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
         "model.py:9", "", "",
     ),
     ("item", net("        return self.a(x).sum() * x.max().item()"), "model.py:8", "", ""),
-    ("random op", net("        return (self.a(x) + torch.rand(4, 8)).sum()"), "model.py:8", "", ""),
+    ("random op", net("        return (self.a(x) + torch.poisson(x)).sum()"), "model.py:8", "draws random numbers", "pass them in with the batch"),
     (
         "custom autograd function",
         net("        return Twice.apply(self.a(x)).sum()").replace(

@@ -1,0 +1,139 @@
+"""Coverage: which ops of a model no rule knows, and on which lines; without any spec.
+
+    text = str(shardc.coverage(model, batch))
+    assert shardc.coverage(model, batch).covered
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from shardc.calls import call_of
+from shardc.capture import capture
+from shardc.passes.canonical import rewritten
+from shardc.program import Program, Source
+from shardc.rules import core
+from shardc.rules.core import Rule
+
+#: How an op is covered, worst first -> what that means to the user.
+KINDS = {
+    "refused": "cannot be compiled",
+    "no rule": "refused by compile, unless the spec says `unknown_ops: replicate` (every rank runs them whole); shardc.rule(op, ...) adds one",
+    "whole": "a rule, but nothing to split in these calls of values that depend on parameters or the batch: every rank runs them whole",
+    "decomposed": "no rule of their own: taken apart by torch's decompositions, into ops that have rules",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the model on which an op is called: "file.py:31", its text, the first module that runs it, how many calls."""
+
+    line: str
+    code: str
+    module: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """An op that is not covered by a rule, or not by one that splits it. how: a key of KINDS; why: for what is refused, the message."""
+
+    op: str
+    how: str
+    count: int
+    lines: tuple[Line, ...]
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What of a model has no rule. calls, ops: how many the captured graph has, and how many different ones."""
+
+    model: str
+    calls: int
+    ops: int
+    rows: tuple[Row, ...]
+
+    @property
+    def covered(self) -> bool:
+        """Whether every op can be compiled without `unknown_ops: replicate`."""
+        return not any(r.how in ("refused", "no rule") for r in self.rows)
+
+    def __str__(self) -> str:
+        missing = sum(r.how in ("refused", "no rule") for r in self.rows)
+        lines = [f"{self.model}: {self.calls} calls of {self.ops} ops; {f'{missing} without a rule' if missing else 'every op has a rule'}"]
+        for how, meaning in KINDS.items():
+            rows = [r for r in self.rows if r.how == how]
+            if rows:
+                lines += ["", f"{how}: {meaning}"]
+            for r in rows:
+                lines.append(f"  {r.count:>4}×  {r.op}" + (f": {r.why}" if r.why else ""))
+                lines += [f"         {_place(at)}" for at in r.lines]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "covered": self.covered}
+
+
+def _place(at: Line) -> str:
+    often = f" ({at.count}×, first in {at.module or 'the model'})" if at.count > 1 else f" ({at.module})" if at.module else ""
+    return f"{at.line}{often}: {at.code}" if at.code else f"{at.line}{often}"
+
+
+def coverage(model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor] | None = None) -> Coverage:
+    """Capture a model (it may be on the meta device) and say which of its ops have no rule, with the model's lines.
+
+    Arguments as of `shardc.compile`. Raises ShardcError for a model that cannot be captured.
+    """
+    return of_program(capture(model, batch, loss=loss, prove=False))
+
+
+def of_program(captured: Program) -> Coverage:
+    """The same of a captured program."""
+    found = rewritten(captured.graph)
+    calls = [n for n in captured.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    missing: list[tuple[str, str, Source, str]] = []
+    given = {p.name for p in captured.params} | {i.name for i in captured.inputs}
+    moving: set[fx.Node] = set()  # what depends on a parameter or the batch
+    for node in found.graph.nodes:
+        if node.name in given or any(n in moving for n in node.all_input_nodes):
+            moving.add(node)
+        if node.op == "call_function" and node.target is not operator.getitem:
+            rule = core.find(node.target)
+            why = found.refused[node].what if node in found.refused else ""
+            how = "refused" if why else "no rule" if rule is None else "whole" if node in moving and _whole(rule, node) else ""
+            if how:
+                missing.append((str(node.target), how, node.meta.get("source", Source()), why))
+    missing += [(str(op), "decomposed", at, "") for op, at in found.apart]
+    rows = sorted(_rows(missing), key=lambda r: (list(KINDS).index(r.how), -r.count, r.op))
+    name = str(captured.meta.get("model", "the model"))
+    return Coverage(name, len(calls), len({n.target for n in calls}), tuple(rows))
+
+
+def _rows(missing: Iterable[tuple[str, str, Source, str]]) -> list[Row]:
+    found: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
+    whys: dict[tuple[str, str], str] = {}
+    for op, how, at, why in missing:
+        found.setdefault((op, how), {}).setdefault((at.line, at.code), []).append(at.module)
+        whys.setdefault((op, how), why)
+    return [
+        Row(
+            op, how, sum(map(len, lines.values())),
+            tuple(Line(line, code, modules[0], len(modules)) for (line, code), modules in lines.items()), whys[op, how],
+        )
+        for (op, how), lines in found.items()
+    ]  # fmt: skip
+
+
+def _whole(rule: Rule, node: fx.Node) -> bool:
+    """Is there nothing to split in a call, though its tensors have dims to split?"""
+    call = call_of(node)
+    sizes = [s for v in (*call.operands, *call.results) for s in v.shape]
+    if rule.extra is not None or max(sizes, default=1) == 1:
+        return False
+    return not rule.signature(call).splittable()
