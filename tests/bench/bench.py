@@ -23,6 +23,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+PARTS = ["tensor", "zero", "pipeline"]
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
@@ -163,7 +164,7 @@ def into_readme(text: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["tensor", "zero"], action="append", help="a part; README's table keeps the others")
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part; README's table keeps the others")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the harness; implies --dry")
@@ -173,4 +174,4 @@ if __name__ == "__main__":
         os.environ["SHARDC_BENCH"] = "quick"  # before processes start
     os.environ["OMP_NUM_THREADS"] = "1"
     save = None if arguments.dry or arguments.quick else ROOT / "docs" / "bench.json"
-    sys.exit(main(arguments.only or ["tensor", "zero"], arguments.rounds, arguments.steps, save))
+    sys.exit(main(arguments.only or PARTS, arguments.rounds, arguments.steps, save))

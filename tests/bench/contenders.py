@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llama
 from torch import Tensor
 
 Step = Callable[[dict[str, Tensor]], float]
@@ -34,9 +35,18 @@ class Group:
         return (self.ours, *self.peers)
 
 
+#: of a pipeline's step
+MICROBATCHES = 4
+
 SHARDC = {
     "shardc tp=2": Ours("llama", {"dp": 1, "tp": 2}),
     "shardc tp=2 +sp": Ours("llama-sp", {"dp": 1, "tp": 2}),
+    **{
+        f"shardc {s}": Ours("llama", {"dp": 1, "tp": 1, "pp": 2}, (
+            "pipeline.axis=pp", f"pipeline.schedule={s}", f"pipeline.balance={[llama.SIZE.layers // n] * n}", f"batch.microbatches={MICROBATCHES}",
+        ))
+        for s, n in (("gpipe", 2), ("1f1b", 2), ("interleaved", 4))
+    },
     **{f"shardc zero {z}": Ours("llama", {"dp": 2, "tp": 1}, (f"data.zero={z}",)) for z in range(4)},
 }
 
@@ -52,6 +62,7 @@ PARTS = {
         Group("shardc zero 2", ("DeepSpeed 2",), 1.00),
         Group("shardc zero 3", ("DeepSpeed 3", "FSDP2 by block", "FSDP2 whole"), 1.00),
     ),
+    "pipeline": tuple(Group(f"shardc {s}", (f"pipelining {s}",), 1.00) for s in ("gpipe", "1f1b", "interleaved")),
 }
 
 
@@ -68,6 +79,10 @@ def prepare(name: str, files: Path) -> Callable[[Any], Step]:
         import peers_tensor
 
         return peers_tensor.prepare(sequence="+sp" in name, loss="loss" in name)
+    if name.startswith("pipelining"):
+        import peers_pipeline
+
+        return peers_pipeline.prepare(name)
     import peers_data
 
     return peers_data.prepare(name)

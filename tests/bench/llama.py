@@ -25,7 +25,7 @@ class Size:
 
 
 FULL = Size(layers=8, hidden=512, heads=8, inter=1408, vocab=8192, batch=4, seq=256)
-QUICK = Size(layers=2, hidden=64, heads=4, inter=128, vocab=512, batch=4, seq=32)  # tries the harness; its figures say nothing
+QUICK = Size(layers=4, hidden=64, heads=4, inter=128, vocab=512, batch=4, seq=32)  # tries the harness; its figures say nothing
 SIZE = QUICK if os.environ.get("SHARDC_BENCH") == "quick" else FULL  # processes inherit it
 
 

@@ -21,7 +21,7 @@ class Contender:
 
     def __init__(self, artifact: Path, model: Any) -> None:
         program = load(artifact)
-        self._mesh = TimedMesh(program.mesh, groups_of(program))
+        self._mesh = TimedMesh(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else ())
         self._engine = program.engine(model, optimizer=llama.optimizer, mesh=self._mesh)
         self._steps = 0
 
@@ -72,8 +72,8 @@ class _Timed(Work):
 class TimedMesh(TorchMesh):
     """Notes in `.sent` what runs in the background: "sums" of gradients, "gathers" of parameters."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.sent: dict[str, list[Sent]] = {"sums": [], "gathers": []}
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
