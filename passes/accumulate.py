@@ -13,6 +13,7 @@ Microbatches are placed as one more axis, the innermost that splits the batch. W
              loss = s_s / n_s                                the losses of the microbatches add up to the step's
 
 So means weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are those of the whole batch.
+What is gathered of the batch (all labels, to be counted on each rank) comes from `counts` too: the sum of parts among zeros.
 Gradients add up in the parameters. Anything else that needs all rows at once (BatchNorm's statistics) is refused, by name.
 """
 
@@ -22,20 +23,32 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
-from shardc.calls import call_of, tensors
+from shardc.calls import call_of, tensors, values
 from shardc.errors import Errors
 from shardc.mesh import Mesh
-from shardc.placement import REPLICATE, Layout, Shard
+from shardc.placement import REPLICATE, VARYING, Layout, Shard
 from shardc.program import Collective, Input, Program, Source, Stage, Value
 from shardc.rules import core
 from shardc.runtime import ops
 from shardc.spec import Spec
 
 AXIS = "microbatch"
-#: Conversions of what all microbatches have alike: they only look at which microbatch it is.
-_ALONE = {ops.shard, ops.shard_varying, ops.unvary, ops.to_partial, ops.varying_to_partial, ops.unshard_partial}
+#: Conversions of what all microbatches have alike: they only look at which microbatch it is. The step's loss is the sum of the
+#: microbatches' losses, so the step's gradient is the sum of theirs, if each op's backward is the plain derivative of what it does here.
+_ALONE: dict[Any, Any] = {
+    ops.shard: ops.shard_varying, ops.shard_varying: ops.shard_varying, ops.to_partial: ops.varying_to_partial,
+    ops.varying_to_partial: ops.varying_to_partial, ops.unshard_partial: ops.unshard_partial,
+}  # fmt: skip
+#: Linear in their first operand, and blind to the axis: of a summand they give a summand.
+_LINEAR = {
+    operator.getitem, ops.all_reduce, ops.vary, ops.unvary, ops.shard, ops.shard_varying, ops.unshard_partial, ops.to_partial,
+    ops.varying_to_partial, ops.all_gather, ops.all_gather_varying, ops.reduce_scatter, ops.all_to_all, ops.partial_mean, ops.select_partial,
+}  # fmt: skip
+#: A tensor and a number, added.
+_PLUS = {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
 
 
 def widened(spec: Spec) -> Spec:
@@ -103,6 +116,11 @@ def _one(value: Value, mesh: Mesh) -> Value:
     return replace(value, shape=tuple(shape), layout=Layout(tuple((a, inner(p)) for a, p in layout.items)))
 
 
+def _alike(node: fx.Node) -> bool:
+    """Is what a node computes the same in all microbatches, if no microbatches had but a summand of it?"""
+    return all(v.layout[AXIS] in (REPLICATE, VARYING) for v in values(node))
+
+
 @dataclass
 class _Writer:
     old: fx.Graph
@@ -116,6 +134,7 @@ class _Writer:
         self.errors = Errors()
         self.known = self._known()
         self.summands: set[fx.Node] = set()
+        self.apart: set[tuple[fx.Node, fx.Node]] = set()  # (user, summand): where parts of a sum are added to others, to be summed later
         self.totals: list[fx.Node] = []
         self.mesh_node = next(n for n in self.graph.nodes if n.name == "mesh")
         for node in list(self.graph.nodes):
@@ -134,9 +153,7 @@ class _Writer:
         """What follows from the batch and buffers alone, before any parameter is looked at."""
         found: set[fx.Node] = set()
         for n in self.graph.nodes:
-            if n.op == "placeholder" and n.name not in self.params:
-                found.add(n)
-            elif n.op == "call_function" and all(u in found for u in n.all_input_nodes):
+            if (n.op == "placeholder" and n.name not in self.params) or (n.op == "call_function" and all(u in found for u in n.all_input_nodes)):
                 found.add(n)
         return found
 
@@ -144,21 +161,25 @@ class _Writer:
         """Take the axis out of a conversion. False: the node is gone, or an error."""
         collective: Collective | None = node.meta.get("collective")
         axes: tuple[str, ...] = collective.axes if collective is not None else ()
-        if node.target is ops.vary:
-            axes = node.args[2]  # type: ignore[assignment]
+        if node.target in (ops.vary, ops.unvary):
+            axes = node.args[2] if node.target is ops.vary else (node.args[2],)  # type: ignore[assignment]
         alone = node.target in _ALONE and node.args[2] == AXIS
         if AXIS not in axes and not alone:
             return True
         rest = tuple(a for a in axes if a != AXIS)
+        if alone and node.args[0] in self.summands and node.target in (ops.to_partial, ops.varying_to_partial):
+            self._is(node, node.args[0], node)  # a part of a sum it is already
+            return False
         if alone:
-            if node.target is ops.shard:  # the gradients of other parts come with the other microbatches
-                node.target = ops.shard_varying
+            node.target = _ALONE[node.target]
             node.meta.pop("collective", None)
             return True
-        if node.target is ops.vary:
+        if node.target in (ops.vary, ops.unvary):
             return self._over(node, node.args[0], rest) is node
         if node.target is ops.all_reduce and node in self.known:
-            self._total(node, rest)
+            self._over(node, self._total(node, node.args[0]), rest)
+        elif node.target in (ops.all_gather, ops.all_gather_varying) and node in self.known:
+            self._joined(node)
         elif node.target is ops.all_reduce:
             self.summands.add(self._over(node, node.args[0], rest))
         else:
@@ -172,23 +193,51 @@ class _Writer:
             if "collective" in node.meta:
                 node.meta["collective"] = replace(node.meta["collective"], axes=rest)
             return node
+        return self._is(node, x, x if node.target is ops.all_reduce else None)
+
+    def _is(self, node: fx.Node, x: Any, parts: fx.Node | None) -> fx.Node:
+        """x stands for node from here on. parts: which of the two is one part of several, that its users sum later."""
+        assert isinstance(x, fx.Node)
+        if parts is not None:
+            if twice := [u for u in node.users if u in x.users]:
+                self._refuse(node, twice[0])
+            self.apart |= {(user, x) for user in parts.users if user is not node}
         node.replace_all_uses_with(x)
         self.graph.erase_node(node)
-        assert isinstance(x, fx.Node)
         return x
 
-    def _total(self, node: fx.Node, rest: tuple[str, ...]) -> None:
-        x = node.args[0]
+    def _total(self, node: fx.Node, x: Any) -> fx.Node:
+        """What stands before node for the sum of x over all microbatches."""
         assert isinstance(x, fx.Node)
         if any(n.target is ops.total for n in self._ancestors(x)):
             self._refuse(node, node)
-            return
-        with self.graph.inserting_before(node):
-            total = self.graph.create_node("call_function", ops.total, (self.mesh_node, len(self.totals)), {}, name=f"{x.name}_total")
-        total.meta = {"value": x.meta["value"], "source": x.meta.get("source", Source())}
+        value = replace(x.meta["value"], layout=_without(x.meta["value"].layout))
+        total = self._before(node, ops.total, (self.mesh_node, len(self.totals)), f"{x.name}_total", value)
         self.totals.append(x)
-        self._over(node, total, rest)
-        self.known.add(total)
+        return total
+
+    def _joined(self, node: fx.Node) -> None:
+        """All microbatches' parts in one: each among zeros, and their sum. Truth values are counted."""
+        x, value = node.args[0], node.meta["value"]
+        assert isinstance(x, fx.Node)
+        dtype = torch.uint8 if value.dtype == torch.bool else value.dtype
+        cast = torch.ops.aten._to_copy.default
+        if dtype != value.dtype:
+            x = self._before(node, cast, (x,), f"{x.name}_counted", replace(x.meta["value"], dtype=dtype), dtype=dtype)
+        whole = replace(value, dtype=dtype)
+        total = self._total(node, self._before(node, ops.unshard_partial, (x, *node.args[1:]), f"{x.name}_among", whole))
+        if dtype != value.dtype:
+            total = self._before(node, cast, (total,), f"{total.name}_found", value, dtype=value.dtype)
+        node.replace_all_uses_with(total)
+        self.graph.erase_node(node)
+
+    def _before(self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, value: Value, **kwargs: Any) -> fx.Node:
+        """A new op before a node, known from the batch alone."""
+        with self.graph.inserting_before(node):
+            new = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        new.meta = {"value": value, "source": node.meta.get("source", Source())}
+        self.known.add(new)
+        return new
 
     def _ancestors(self, node: fx.Node) -> set[fx.Node]:
         found: set[fx.Node] = set()
@@ -203,39 +252,48 @@ class _Writer:
     # --- sums over the microbatches, of which each has a summand
 
     def _propagate(self, node: fx.Node) -> None:
-        """An op on summands gives summands if it is linear in them."""
+        """An op on summands gives summands if it is linear in them, and all else that it takes is alike in all microbatches."""
         operands = tensors(node)
-        at = {i for i, x in enumerate(operands) if x in self.summands}
+        at = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.apart}
         if not at or node in self.summands:
             return
-        if node.target is operator.getitem or node.target in (ops.all_reduce, ops.vary):
-            self.summands.add(node)
-            return
-        rule = core.find(node.target)
-        groups = rule.groups(call_of(node)) if rule is not None else ()
-        for group in sorted(groups, key=len):
-            others = [operands[i] for i in group if i not in at]
-            if at <= set(group) and all(x.meta["value"].layout[AXIS] == REPLICATE for x in others):
-                for x in dict.fromkeys(others):
-                    node.replace_input_with(x, self._once(node, x))
+        if all(_alike(x) for x in (node, *(x for i, x in enumerate(operands) if i not in at))):
+            if at == {0} and (node.target in _LINEAR or (node.target is ops.fill_padding and (len(node.args) < 8 or not node.args[7]))):
                 self.summands.add(node)
                 return
+            rule = core.find(node.target)
+            for group in sorted(rule.groups(call_of(node)) if rule is not None else (), key=len):
+                if at <= set(group):
+                    for x in dict.fromkeys(operands[i] for i in group if i not in at):
+                        node.replace_input_with(x, self._once(node, x))
+                    self.summands.add(node)
+                    return
+            if node.target in _PLUS and at == {0} == set(range(len(operands))):
+                self._plus(node)
+                return
         self._refuse(operands[min(at)], node)
+
+    def _plus(self, node: fx.Node) -> None:
+        """A number that is added to a sum is added in the first microbatch."""
+        x, number, value = node.args[0], node.args[1], node.meta["value"]
+        full = self._before(node, torch.ops.aten.full.default, ([], number), f"{node.name}_number", replace(value, shape=()), dtype=value.dtype)
+        node.args = (x, self._once(node, full), *node.args[2:])
+        self.summands.add(node)
 
     def _once(self, user: fx.Node, x: fx.Node) -> fx.Node:
         """x in the first microbatch, zeros in the others: what is added to a sum is added once."""
         with self.graph.inserting_before(user):
-            new = self.graph.create_node("call_function", ops.to_partial, (x, self.mesh_node, AXIS), {}, name=f"{x.name}_once")
+            new = self.graph.create_node("call_function", ops.varying_to_partial, (x, self.mesh_node, AXIS), {}, name=f"{x.name}_once")
         new.meta = {"value": x.meta["value"], "source": x.meta.get("source", Source())}
         self.summands.add(new)
         return new
 
     def _output(self, node: fx.Node) -> None:
-        loss, news = node.args[0]  # type: ignore[misc]
-        assert isinstance(loss, fx.Node)
-        for new in news:  # type: ignore[union-attr]
+        returned: Any = node.args[0]
+        loss, news = returned
+        for new in news:
             if new in self.summands:
-                self._refuse(new, new)  # type: ignore[arg-type]
+                self._refuse(new, new)
         if loss not in self.summands:
             node.args = ((self._once(node, loss), news),)
 

@@ -224,7 +224,8 @@ class Cut(_Part):
     def ready(self) -> None:
         assert self._master is not None
         self._own_slices(self._master, trained=True)
-        self.owned = {n: self.owned[n].requires_grad_(self.params[n].requires_grad) for n in self.spec.params}
+        for name, p in self.owned.items():
+            p.requires_grad_(self.params[name].requires_grad)
         self._keep()
 
     # --- gradients
@@ -261,6 +262,8 @@ class Cut(_Part):
         mine = self._whole[self.low : self.high]
         if self.spec.compute is not None:
             mine.copy_(self._master)
+            if self._home is not None:
+                self._home.slot.behind()
         self._gather = self.mesh.start_all_gather(mine, self._whole, self.spec.shard, direction="update", tag=self.tag)
 
     def settled(self) -> None:
