@@ -283,11 +283,23 @@ class _Frame:
         for w in wanted:
             if w.made[1] < -1:
                 w.put(caught[-2 - w.made[1]])
+        caught.clear()  # autograd holds the hook, the hook this list, and a result in it would hold autograd's graph
         return result.detach() if isinstance(result, Tensor) else type(result)(x.detach() for x in result)
 
 
 def _never(_: None) -> Tensor:
     raise AssertionError("backward of a recomputation")
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Collects what one op saves. Autograd keeps this as long as what was saved: it must not know the tape."""
+
+    pending: list[tuple[Saved, Tensor]]
+
+    def __call__(self, x: Tensor) -> Saved:
+        self.pending.append((saved := Saved(), x))
+        return saved
 
 
 class Tape:
@@ -300,7 +312,6 @@ class Tape:
         self.outer = outer_hooks()
         self._frames: dict[_Region, _Frame] = {}
         self._where: dict[_Storage, Made] = {}
-        self._pending: list[tuple[Saved, Tensor]] = []
         self._away: dict[Any, Away] = {}
         self._beside: Any = None
 
@@ -315,12 +326,13 @@ class Tape:
             seen = self._frame(region).seen
             for k in positions:
                 seen[op.takes[k]] = given[k]
-        with saved_tensors_hooks(self._pack, Saved.get):
+        pending: list[tuple[Saved, Tensor]] = []
+        with saved_tensors_hooks(_Packing(pending), Saved.get):
             result = op(given)
         self._note(i, result)
-        for n, (saved, x) in enumerate(self._pending):
+        for n, (saved, x) in enumerate(pending):
             self._settle(i, n, saved, x, given)
-        self._pending.clear()
+        pending.clear()  # as in `_Frame._caught`
         for region in op.closes:
             self._close(self._frames.pop(region))
         return result
@@ -339,10 +351,6 @@ class Tape:
             for k, x in enumerate(result):
                 if isinstance(x, Tensor) and x.layout is torch.strided:
                     self._where.setdefault(_storage(x), (at, k))
-
-    def _pack(self, x: Tensor) -> Saved:
-        self._pending.append((saved := Saved(), x))
-        return saved
 
     def _settle(self, i: int, n: int, saved: Saved, x: Tensor, given: Sequence[Any]) -> None:
         """The n-th tensor that op i saved: where it will come from."""
