@@ -2,6 +2,7 @@
 
 Time: the contenders of a group (contenders.PARTS) take turns, a few steps each, round after round: what the machine does meanwhile falls
 on all alike. A ratio is the median over rounds of (median step of the one / median step of the other).
+CPU: processor time of a step, both processes and all their threads; steadier than the clock where the machine is shared.
 Memory: each contender in two fresh processes; the peak of resident memory during steps, less what was there after imports.
 Overlap: in the same steps, of the time in which ours sums gradients, or gathers parameters, in the background, how much it waits.
 Every contender starts from the same weights and gets the same batches; the run fails if their losses differ.
@@ -14,16 +15,17 @@ import datetime
 import json
 import os
 import platform
-import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median as middle
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PARTS = ["tensor", "zero", "pipeline"]
+Round = dict[str, dict[str, list[float]]]  # {contender: {"wall", "cpu": seconds of each step}}
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
@@ -42,7 +44,7 @@ def main(parts: list[str], rounds: int, steps: int, out: Path | None) -> int:
             for group in groups:
                 timed, found = take_turns(group.names, files, rounds, steps)
                 losses |= found["losses"]
-                result["contenders"] |= {n: {"ms": 1000 * statistics.median(t for r in timed for t in r[n])} for n in group.names}
+                result["contenders"] |= {n: {k: 1000 * middle(t for r in timed for t in r[n][k]) for k in ("wall", "cpu")} for n in group.names}
                 result["contenders"][group.ours]["overlap"] = found["overlap"]
                 result["ratios"] += [ratio(timed, group.ours, peer, group.target) for peer in group.peers]
             for name in names:
@@ -93,11 +95,11 @@ def about(model: Any, rounds: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def take_turns(names: tuple[str, ...], files: Path, rounds: int, steps: int) -> tuple[list[dict[str, list[float]]], dict[str, Any]]:
-    """[{name: seconds of each step}] by round; and {"losses": everyone's first ones, "overlap": of the first name}."""
+def take_turns(names: tuple[str, ...], files: Path, rounds: int, steps: int) -> tuple[list[Round], dict[str, Any]]:
+    """What each round took; and {"losses": everyone's first ones, "overlap": of the first name}."""
     from world import World
 
-    times: list[dict[str, list[float]]] = []
+    times: list[Round] = []
     with ExitStack() as stack:
         worlds = {name: stack.enter_context(World(name, files)) for name in names}
         losses = {name: world.ask("build", steps=2) for name, world in worlds.items()}
@@ -105,16 +107,15 @@ def take_turns(names: tuple[str, ...], files: Path, rounds: int, steps: int) -> 
         for r in range(rounds):
             turns = names[r % len(names) :] + names[: r % len(names)]  # nobody is always first
             times.append({name: worlds[name].ask("time", steps=steps) for name in turns})
-            took = ", ".join(f"{n} {1000 * statistics.median(times[-1][n]):.0f}" for n in names)
+            took = ", ".join(f"{n} {1000 * middle(times[-1][n]['wall']):.0f}" for n in names)
             print(f"round {r + 1} of {rounds}: {took}", flush=True)
         return times, {"losses": losses, "overlap": worlds[names[0]].ask("overlap")}
 
 
-def ratio(timed: list[dict[str, list[float]]], ours: str, peer: str, target: float) -> dict[str, Any]:
-    by_round = sorted(statistics.median(r[ours]) / statistics.median(r[peer]) for r in timed)
-    return {
-        "shardc": ours, "peer": peer, "target": target, "time": statistics.median(by_round), "low": by_round[0], "high": by_round[-1],
-    }  # fmt: skip
+def ratio(timed: list[Round], ours: str, peer: str, target: float) -> dict[str, Any]:
+    found = {k: sorted(middle(r[ours][k]) / middle(r[peer][k]) for r in timed) for k in ("wall", "cpu")}
+    middles = {k: middle(ratios) for k, ratios in found.items()}
+    return {"shardc": ours, "peer": peer, "target": target, **middles, "low": found["wall"][0], "high": found["wall"][-1]}
 
 
 def table(r: dict[str, Any]) -> str:
@@ -123,13 +124,13 @@ def table(r: dict[str, Any]) -> str:
     lines = [
         f"{r['model']}, batch {r['batch']}, AdamW, 2 processes x 1 thread, gloo; {r['date']}, {r['machine']}, torch {r['torch']}.",
         f"Contenders take turns: {r['rounds']} rounds of {r['steps']} steps each. First losses agree to {r['worst_loss_difference']:.0e}.",
-        "", "| | step, ms | peak memory, MiB | against | time | rounds | target | memory |", "|---|---:|---:|---|---:|---:|---:|---:|",
+        "", "| | step, ms | peak memory, MiB | against | time | rounds | target | CPU | memory |", "|---|---:|---:|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for x in r["ratios"]:
         ours, peer = who[x["shardc"]], who[x["peer"]]
         lines.append(
-            f"| {x['shardc']} | {ours['ms']:.0f} | {ours['mib']:.0f} | {x['peer']}: {peer['ms']:.0f} ms, {peer['mib']:.0f} MiB "
-            f"| {x['time']:.2f}x | {x['low']:.2f}-{x['high']:.2f} | {x['target']:.2f}x | {ours['mib'] / peer['mib']:.2f}x |"
+            f"| {x['shardc']} | {ours['wall']:.0f} | {ours['mib']:.0f} | {x['peer']}: {peer['wall']:.0f} ms, {peer['mib']:.0f} MiB "
+            f"| {x['wall']:.2f}x | {x['low']:.2f}-{x['high']:.2f} | {x['target']:.2f}x | {x['cpu']:.2f}x | {ours['mib'] / peer['mib']:.2f}x |"
         )
     background = {n: v["overlap"] for n, v in who.items() if any(s["seconds"] for s in v.get("overlap", {}).values())}
     if background:

@@ -104,20 +104,24 @@ class _Worker:
         del model
         return [self._step(llama.batch(i)) for i in range(steps)]
 
-    def time(self, steps: int) -> list[float]:
-        """Seconds of each step."""
+    def time(self, steps: int) -> dict[str, list[float]]:
+        """{"wall": seconds of each step, "cpu": processor seconds of all ranks, and all their threads}."""
         import llama
+        import torch
         import torch.distributed as dist
 
-        took = []
+        wall, cpu = [], []
         for i in range(steps):
             batch = llama.batch(i)
             dist.barrier()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             self._step(batch)
             dist.barrier()
-            took.append(time.perf_counter() - start)
-        return took
+            wall.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - busy)
+        total = torch.tensor(cpu)
+        dist.all_reduce(total)
+        return {"wall": wall, "cpu": total.tolist()}
 
     def overlap(self) -> dict[str, dict[str, float]] | None:
         """Of all steps since it was last asked; see ours.Contender. None: not ours."""
