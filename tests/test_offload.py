@@ -108,11 +108,12 @@ def same(a: Result, b: Result) -> None:
 TP = {"shard": {"up": "column", "down": "row"}, "uneven": "pad"}
 HALF = {"precision": {"compute": "bfloat16"}}
 FLOAT16 = {"precision": {"compute": "float16", "loss_scale": "dynamic"}}
+PIPELINE = {"pipeline": {"axis": "pp", "cut": ["frozen"], "schedule": "gpipe"}, "batch": {"microbatches": 2}}
 HYBRID = {"data": {"axis": ["dp_outer", "dp"]}}
 CASES: list[tuple[dict[str, int], int, dict[str, Any]]] = [
     ({"dp": 2}, 0, {}), ({"dp": 2}, 1, {}), ({"dp": 2}, 2, HALF), ({"dp": 3}, 3, {"uneven": "pad"}), ({"dp": 2}, 3, HALF),
     ({"dp": 2}, 1, FLOAT16), ({"dp": 2, "tp": 2}, 3, TP), ({"dp_outer": 2, "dp": 2}, 3, HYBRID), ({"dp": 2}, 3, {"batch": {"microbatches": 2}}),
-    ({"tp": 2}, 0, TP), ({"dp": 1}, 0, {}),
+    ({"tp": 2}, 0, TP), ({"dp": 1}, 0, {}), ({"pp": 2, "dp": 2}, 3, PIPELINE),
 ]  # fmt: skip
 
 

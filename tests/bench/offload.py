@@ -1,6 +1,6 @@
 """What offload frees, and what it costs: peak memory and time of steps on one device, each way in a process of its own.
 
-    python tests/bench/offload.py [--width 1024] [--layers 32] [--rows 512] [--steps 5] [--bucket_mb 8] [--dir /scratch/offload]
+    python tests/bench/offload.py [--width 1024] [--layers 32] [--rows 64] [--steps 5] [--bucket_mb 8] [--dir /scratch/offload]
 
 Peak memory is the system's (VmHWM): everything that the process has in memory, pages of files that it maps included.
 """
@@ -83,7 +83,7 @@ def measure(**args: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("width", 1024), ("layers", 32), ("rows", 512), ("steps", 5), ("bucket_mb", 8)):
+    for name, default in (("width", 1024), ("layers", 32), ("rows", 64), ("steps", 5), ("bucket_mb", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dir", default="")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -95,7 +95,8 @@ def main() -> None:
         sizes = {key: getattr(given, key) for key in ("width", "layers", "rows", "steps", "bucket_mb")}
         found = {name: measure(**sizes, offload=offload) for name, offload in ways(folder).items()}
     first = found["nothing"]
-    print(f"{first['params'] / MIB:.0f} MiB of float32 parameters, {given.rows} rows, AdamW, one process x 1 thread, fastest of {given.steps} steps\n")
+    size = f"{first['params'] / MIB:.0f} MiB of float32 parameters, {given.rows} rows"
+    print(f"{size}, AdamW, one process x 1 thread, fastest of {given.steps} steps\n")
     print("| offloaded | peak memory, MiB | step, ms |\n|---|---:|---:|")
     for name, x in found.items():
         assert x["loss"] == first["loss"], f"{name}: {x['loss']} is not {first['loss']}"
