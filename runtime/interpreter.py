@@ -106,17 +106,15 @@ class Interpreter:
         return self._total(run.losses)
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
-        none = torch.zeros((), dtype=_loss_of(self.program).dtype, device=self.mesh.device)
-        total = sum(losses[1:], losses[0]) if losses else none
+        total = sum(losses[1:], losses[0]) if losses else self._zero()
         if self.axis and self.mesh.size(self.axis) > 1:
             total = self.mesh.all_reduce(total, (self.axis,), direction="forward", tag="loss")
         return total
 
-
-def _loss_of(program: Program) -> Value:
-    loss: Any = program.graph.output_node().args[0][0]  # type: ignore[index]
-    value: Value = loss.meta["value"]
-    return value
+    def _zero(self) -> Tensor:
+        """The loss of a rank that does not compute it."""
+        returned: Any = self.program.graph.output_node().args[0]
+        return torch.zeros((), dtype=returned[0].meta["value"].dtype, device=self.mesh.device)
 
 
 class _Runnable:

@@ -173,7 +173,6 @@ pipeline: {axis: pp, stages: two}
         ("6:3", "duplicate key '*.b'"),
         ("8:17", "unknown key 'zeor' in `data`"),
         ("9:1", "unknown section 'stricct'"),
-        ("10:1", "`pipeline` is not built yet"),
         ("10:18", "the mesh has no axis 'pp'"),
         ("10:30", "`pipeline.stages` must be a whole number, not 'two'"),
     ]
