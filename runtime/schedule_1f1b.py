@@ -1,4 +1,4 @@
-"""1F1B (arXiv 1806.03377) and interleaved 1F1B (arXiv 2104.04473): as soon as a rank can, it runs one backward for each forward.
+"""1F1B (arXiv 1806.03377, 2006.09503) and interleaved 1F1B (arXiv 2104.04473): as soon as a rank can, it runs one backward for each forward.
 
     rank 0: 0F0 0F1             0B0 0F2     0B1     0B2
     rank 1:     1F0 1B0     1F1 1B1     1F2 1B2

@@ -115,6 +115,12 @@ class Schedule:
     def ranks(self) -> int:
         return len(self.actions)
 
+    @property
+    def sizes(self) -> str:
+        counts = (self.stages, "stage", "s"), (self.ranks, "rank", "s"), (self.microbatches, "microbatch", "es")
+        stages, ranks, microbatches = (f"{n} {what}{many if n != 1 else ''}" for n, what, many in counts)
+        return f"{stages} on {ranks}, {microbatches}"
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(s for s, r in enumerate(self.placement) if r == rank)
 
@@ -127,8 +133,8 @@ class Schedule:
         return ((r, i, a) for r, each in enumerate(self.actions) for i, a in enumerate(each))
 
     def __str__(self) -> str:
-        head = f"# {self.name}: {self.stages} stages on {self.ranks} ranks, {self.microbatches} microbatches"
-        return "\n".join([head, *(f"rank {r}: {' '.join(map(str, each))}".rstrip() for r, each in enumerate(self.actions)), ""])
+        rows = (f"rank {r}: {' '.join(map(str, each))}".rstrip() for r, each in enumerate(self.actions))
+        return "\n".join([f"# {self.name}: {self.sizes}", *rows, ""])
 
 
 def live(actions: Iterable[Action]) -> int:

@@ -212,7 +212,7 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     ("no such pass", ["inspect", "model.py", "spec.yaml", "--diff", "plaice"], "there is no pass plaice", "place"),
     ("no such stage", ["inspect", "model.py", "spec.yaml", "--stage", "3"], "there is no stage 3", "stages 0 to 0"),
     ("memory", ["inspect", "model.py", "spec.yaml", "--memory"], "--memory is not built yet", "--comm"),
-    ("schedule", ["inspect", "model.py", "spec.yaml", "--schedule"], "--schedule is not built yet", ""),
+    ("svg alone", ["inspect", "model.py", "spec.yaml", "--svg", "time.svg"], "--svg draws the schedule", "add --schedule"),
     ("processes", ["run", "model.py", "spec.yaml", "--nproc", "3"], "", ""),
     ("nothing to resume", ["run", "model.py", "spec.yaml", "--resume", "gone"], "there is no checkpoint in gone", "--save"),
     ("batch of a model file", ["compile", "model.py", "spec.yaml", "--batch", "3"], "belong to hf: models", "batch()"),

@@ -9,6 +9,7 @@ from html import escape
 from shardc import emit
 from shardc.program import Program
 from shardc.report.comm import comm_rows
+from shardc.report.timeline import svg, timeline
 
 _STYLE = """
 :root{color-scheme:light dark;--back:#fbfaf7;--ink:#23241f;--soft:#6d6e65;--line:#e2e0d8;--mark:#a3430f;--tint:#f6e7dc}
@@ -33,6 +34,7 @@ def html(program: Program) -> str:
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><h1>{title}</h1>',
         f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
         "<h2>Collectives of one training step, on one rank</h2>", _comms(program),
+        _schedule(program),
         f"<details><summary>{emit.plural(len(program.params), 'parameter')}</summary>{_params(program)}</details>",
         "<h2>Program</h2><pre>", "\n".join(map(_line, emit.text(program).splitlines())), "</pre></body></html>\n",
     ])  # fmt: skip
@@ -41,6 +43,10 @@ def html(program: Program) -> str:
 def _comms(program: Program) -> str:
     rows = [(r.axes, r.direction, r.kind, str(r.count), emit.human(r.bytes), r.cause) for r in comm_rows(program)]
     return _table(("axis", "direction", "collective", "a step", "bytes a rank", "cause"), rows, (3, 4)) if rows else "<p>None.</p>"
+
+
+def _schedule(program: Program) -> str:
+    return f'<h2>Schedule</h2><div class="wide">{svg(timeline(program))}</div>' if program.schedule is not None else ""
 
 
 def _params(program: Program) -> str:

@@ -78,13 +78,13 @@ def draw(schedule: Schedule, costs: Costs | None = None, edges: schedules.Edges 
 def text(t: Timeline, *, width: int | None = None) -> Text:
     s = t.schedule
     heads = [f"rank {r}  {_stages(s, r)}" for r in range(s.ranks)]
-    tails = [f"{100 * t.bubble(r):5.1f} %  {live}" for r, live in enumerate(t.live)]
+    tails = [f"{100 * t.bubble(r):5.1f} %  {live:5}" for r, live in enumerate(t.live)]
     margin = max(map(len, heads)) + 2
     scale = _scale(t, lambda slot: len(_name(s, slot)) + 1)
     if width is not None:
         scale = min(scale, max(width - margin - 2 - max(map(len, tails)), 10) / (t.end or 1))
     out = Text(f"{_title(t)}\n\n", no_wrap=True)
-    out.append(f"{'':{margin}}{_header(round(t.end * scale))}\n", "dim")
+    out.append(f"{'':{margin}}{'time':{round(t.end * scale)}}   bubble   live\n", "dim")
     for head, slots, tail in zip(heads, t.slots, tails, strict=True):
         out.append(head.ljust(margin))
         at = 0
@@ -97,6 +97,8 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
         out.append(f"  {tail}\n")
     stage = "stage, " if _several(s) else ""
     out.append(f"\n{stage}kind, microbatch: {', '.join(f'{k} {_NAMES[k]}' for k in _kinds(t))}\n", "dim")
+    if any((slot.end - slot.start) * scale < 1 for each in t.slots for slot in each):
+        out.append("some take less than a column: --svg FILE draws them all\n", "dim")
     return out
 
 
@@ -157,12 +159,7 @@ def to_json(t: Timeline) -> dict[str, Any]:
 
 
 def _title(t: Timeline) -> str:
-    s = t.schedule
-    return f"{s.name}: {s.stages} stages on {s.ranks} ranks, {s.microbatches} microbatches; bubble {100 * t.bubble():.1f} %"
-
-
-def _header(columns: int) -> str:
-    return f"{'time':{max(columns, 5)}}  bubble  live"
+    return f"{t.schedule.name}: {t.schedule.sizes}; bubble {100 * t.bubble():.1f} %"
 
 
 def _stages(s: Schedule, rank: int) -> str:
