@@ -82,7 +82,7 @@ def load(asked: str, *, stages: int, ranks: int, microbatches: int, edges: Edges
     if asked in SCHEDULES:
         made = make(asked, stages=stages, ranks=ranks, microbatches=microbatches, edges=given, where=where)
     else:
-        read = parse(_read(asked, where), asked)
+        read = replace(parse(_read(asked, where), asked), name=asked)  # whatever it was printed from
         for what, has, wants in (("ranks", read.ranks, ranks), ("stages", read.stages, stages), ("microbatches", read.microbatches, microbatches)):
             if has != wants:
                 raise ShardcError(f"{asked} has {has} {what}, and the spec {wants}", where=where, fix=f"change the file's {what} or the spec's")

@@ -17,12 +17,16 @@ from shardc.errors import Errors
 from shardc.runtime.schedule_actions import RECEIVES, SENDS, Action, Kind, Schedule
 
 _RANK = re.compile(r"\s*rank\s+(\d+)\s*:")
+_TITLE = re.compile(r"# (.+): \d+ stages? on \d+ ranks?, \d+ microbatch(?:es)?\n")
 _WORD = re.compile(r"[^\s,]+")
 _ACTION = re.compile(r"(?:(?P<stage>\d+)(?:(?P<kind>[FBIW]|SEND_[FB]|RECV_[FB])(?P<microbatch>\d+)(?:(?P<way>[<>])(?P<peer>\d+))?|REDUCE)|STEP)")
 
 
-def parse(text: str, name: str = "schedule") -> Schedule:
-    """The inverse of `str(schedule)`. Raises ShardcError with the line and column of every word that is no action."""
+def parse(text: str, file: str = "schedule") -> Schedule:
+    """The inverse of `str(schedule)`; its name is `file` where the text has none.
+
+    Raises ShardcError with the line and column of every word that is no action.
+    """
     lines = [line.partition("#")[0] for line in text.splitlines()]
     named = any(map(_RANK.match, lines))
     actions: list[list[Action]] = []
@@ -33,12 +37,12 @@ def parse(text: str, name: str = "schedule") -> Schedule:
         if found := _RANK.match(line):
             start = found.end()
             if int(found[1]) != len(actions):
-                errors.add(f"rank {found[1]} comes after {len(actions)} ranks", where=f"{name}:{n}:1", fix=f"write `rank {len(actions)}:` here")
+                errors.add(f"rank {found[1]} comes after {len(actions)} ranks", where=f"{file}:{n}:1", fix=f"write `rank {len(actions)}:` here")
         if found or (not named and line.strip(" ,\t")):
             actions.append([])
             places.append([])
         for word in _WORD.finditer(line, start):
-            where = f"{name}:{n}:{word.start() + 1}"
+            where = f"{file}:{n}:{word.start() + 1}"
             if not actions:
                 errors.add(f"{word[0]} stands before the first rank", where=where, fix="begin with `rank 0:`")
                 break
@@ -49,9 +53,10 @@ def parse(text: str, name: str = "schedule") -> Schedule:
             else:
                 errors.add(f"{word[0]!r} is no action", where=where, fix=made)
     if not any(actions):
-        errors.add("the schedule has no actions", where=name, fix="write a line a rank: `rank 0: 0F0 0B0`")
+        errors.add("the schedule has no actions", where=file, fix="write a line a rank: `rank 0: 0F0 0B0`")
     errors.raise_any()
-    return Schedule.of(name, actions, tuple(map(tuple, places)))
+    first = _TITLE.match(text)
+    return Schedule.of(first[1] if first else file, actions, tuple(map(tuple, places)))
 
 
 def _action(word: str) -> Action | str:
