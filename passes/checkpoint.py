@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.calls import tensors
@@ -39,6 +40,8 @@ from shardc.values import op_name
 
 #: Memory that is read or written once costs as much time as so many flops (H100: 3.35 TB/s against 400 Tflop/s in bf16).
 FLOPS_PER_TOUCH = 120.0
+#: A mask takes hashing its indices: so many times its size in 32-bit numbers read and written.
+HASHED = 80.0
 _NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "instance_norm", "batch_norm", "native_batch_norm"}
 
 
@@ -76,6 +79,7 @@ class Checkpoint:
             for node in stage.graph.nodes:
                 if node.op == "call_function":
                     self._put(node, asked, regions, entry)
+            _part_masks(stage.graph)
         order = sorted(regions.values(), key=lambda r: r.name.count("."))  # outer ones first: their names are the beginnings of others
         saved, alike = SavedOf(program), _Alike({})
         for stage in stages:
@@ -137,6 +141,25 @@ class Checkpoint:
             node.meta["region"] = parent
 
 
+def _part_masks(graph: fx.Graph) -> None:
+    """In regions, masks of dropout are made by themselves: they depend on no value, so that to have one again nothing before it has to run.
+
+        y = dropout(x, 0.1, rng, 3)      becomes      keep = dropout_mask(0.1, rng, 3, mesh, [8, 16]);  y = masked(x, keep, 0.1)
+    """
+    mesh = next(iter(graph.nodes))
+    for node in list(graph.find_nodes(op="call_function", target=ops.dropout)):
+        x, p, rng, index, _, shape, *where = (*node.args, None, None)[: max(len(node.args), 6)]
+        if "region" not in node.meta or not isinstance(p, float) or p >= 1:
+            continue
+        assert isinstance(x, fx.Node)
+        value = node.meta["value"]
+        with graph.inserting_before(node):
+            sizes = list(value.shape) if shape is None else shape  # nothing is split where none is given
+            keep = graph.create_node("call_function", ops.dropout_mask, (p, rng, index, mesh, sizes, *where), {}, name=f"{node.name}_mask")
+        keep.meta = {**node.meta, "value": replace(value, dtype=torch.bool, requires_grad=False)}
+        node.target, node.args = ops.masked, (x, keep, p)
+
+
 def _parents(module: str) -> list[str]:
     """ "a.b.c" -> ["a", "a.b", "a.b.c"]."""
     parts = module.split(".") if module else []
@@ -172,7 +195,7 @@ class _Graph:
         self._types = saved
         self.saved: dict[fx.Node, Saved] = {}
         self.base: dict[fx.Node, fx.Node] = {}
-        stored = {"mesh", "rng", *(p.name for p in program.params), *(b.name for b in program.buffers)}
+        stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
         self.weights: set[fx.Node] = set()
         self.parents = {r.name: r.parent for r in program.regions}
         self.held: dict[str, frozenset[fx.Node]] = {}  # by region, of those that are decided
@@ -225,6 +248,8 @@ class _Graph:
         rule, call = core.find(node.target), self._types.call(node)
         flops = rule.flops(call) if rule is not None and rule.flops is not None else 0
         touched = sum(v.nbytes() for v in (*call.operands, *call.results))
+        if node.target is ops.dropout_mask:
+            touched *= HASHED
         collective: Collective | None = node.meta.get("collective")
         sent = collective.bytes if collective is not None and collective.kind != "none" else 0
         return flops + FLOPS_PER_TOUCH * touched + FLOPS_PER_BYTE * sent
@@ -314,7 +339,7 @@ class _Choice:
                 for u in n.all_input_nodes:
                     if u.meta.get("value") is not None:
                         need(u)
-        kept = kept_own + sum(graph.nbytes(n) for n in held)
+        kept = kept_own + sum(graph.nbytes(n) for n in {graph.base[n] for n in held} - graph.weights)
         notes = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(size for n, size in self.own.items() if n in needed)
         again = sum(1 for n in needed if (c := n.meta.get("collective")) is not None and c.kind != "none")
         return _Found(kept, notes, again, sum(map(graph.cost, needed)), frozenset(held))
@@ -358,4 +383,5 @@ class _Choice:
 
     def _solid(self, n: fx.Node) -> bool:
         """Is an op's result always a tensor of its own, on every rank? Views are for free."""
-        return n.target is not operator.getitem and n.target not in (ops.fill_padding, ops.select_partial) and self.graph.base[n] is n
+        views = self.graph.saved[n].views if n in self.graph.saved else (0,)
+        return n.target not in (ops.fill_padding, ops.select_partial) and all(at < 0 for at in views)

@@ -29,14 +29,14 @@ from shardc.runtime.math_ops import (
     total,
 )
 from shardc.runtime.random_ops import random
-from shardc.runtime.rng import dropout
+from shardc.runtime.rng import dropout, dropout_mask, masked
 from shardc.runtime.zero_ops import gather_start, gather_wait, updated
 
 __all__ = [
-    "all_gather", "all_gather_varying", "all_reduce", "all_reduce_max", "all_to_all", "batch_stat", "dropout", "embedding_partial",
-    "fill_padding", "gather_start", "gather_wait", "nll", "nll_join", "nll_max", "nll_parts", "partial_mean", "random",
-    "reduce_scatter", "select_partial", "shard", "shard_varying", "to_partial", "total", "unshard_partial", "unvary", "updated", "vary",
-    "varying_to_partial",
+    "all_gather", "all_gather_varying", "all_reduce", "all_reduce_max", "all_to_all", "batch_stat", "dropout", "dropout_mask",
+    "embedding_partial", "fill_padding", "gather_start", "gather_wait", "masked", "nll", "nll_join", "nll_max", "nll_parts",
+    "partial_mean", "random", "reduce_scatter", "select_partial", "shard", "shard_varying", "to_partial", "total",
+    "unshard_partial", "unvary", "updated", "vary", "varying_to_partial",
 ]  # fmt: skip
 
 Mesh = Any  # shardc.runtime.comm's meshes; a protocol would only repeat their docstrings

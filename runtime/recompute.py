@@ -161,7 +161,7 @@ def taped(graph: fx.Graph, program: Program) -> fx.GraphModule:
 
 def _weights(graph: fx.Graph, program: Program, index: dict[fx.Node, int]) -> frozenset[int]:
     """What follows from parameters and buffers alone: it stays on the device anyway, or its parts do."""
-    stored = {"mesh", "rng", *(p.name for p in program.params), *(b.name for b in program.buffers)}
+    stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
     found: set[fx.Node] = set()
     for n in graph.nodes:
         if n.name in stored if n.op == "placeholder" else n.all_input_nodes and all(u in found for u in n.all_input_nodes):

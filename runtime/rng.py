@@ -126,11 +126,9 @@ def indices(
     return total
 
 
-class _Dropout(Function):
+class _Masked(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, k: tuple[int, int], where: Tensor) -> Tensor:
-        # an element is kept where its number, uniform over the int32 range, is below (1 - p) of it
-        keep = bits(k, where) < round((1 - p) * 2**32) - 2**31
+    def forward(ctx: Any, x: Tensor, keep: Tensor, p: float) -> Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = 1 / (1 - p)
         return (x * keep).mul_(ctx.scale)
@@ -139,7 +137,30 @@ class _Dropout(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         (keep,) = ctx.saved_tensors
-        return (g * keep).mul_(ctx.scale), None, None, None
+        return (g * keep).mul_(ctx.scale), None, None
+
+
+def masked(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
+    """Dropout with a mask that is there (`dropout_mask`); x itself without one."""
+    if keep is None:
+        return x
+    kept: Tensor = _Masked.apply(x, keep, p)  # type: ignore[no-untyped-call]
+    return kept
+
+
+def dropout_mask(
+    p: float, rng: Rng | None, index: int, mesh: Any, shape: Sequence[int], digits: Digits = (), paddings: Paddings = (),
+    device: torch.device | str | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Which elements `dropout` keeps, bool; None when rng is not training, or p is 0. It depends on no value: only on where they are.
+
+    device: default: the mesh's.
+    """
+    if rng is None or not rng.training or p == 0:
+        return None
+    where = indices(shape, digits, mesh, mesh.device if device is None else device, paddings)
+    # an element is kept where its number, uniform over the int32 range, is below (1 - p) of it
+    return bits(rng.key(index), where) < round((1 - p) * 2**32) - 2**31
 
 
 def dropout(
@@ -151,10 +172,6 @@ def dropout(
     index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits: (dim, axis, split, sections)
     of every shard, in global digits, telling which elements x holds; paddings: as in `indices`. Saves one byte an element for backward.
     """
-    if rng is None or not rng.training or p == 0:
-        return x
-    if p == 1:
+    if p == 1 and rng is not None and rng.training:
         return x * 0
-    where = indices(shape if shape is not None else x.shape, digits, mesh, x.device, paddings)
-    kept: Tensor = _Dropout.apply(x, p, rng.key(index), where)  # type: ignore[no-untyped-call]
-    return kept
+    return masked(x, dropout_mask(p, rng, index, mesh, shape if shape is not None else x.shape, digits, paddings, x.device), p)

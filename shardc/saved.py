@@ -11,6 +11,7 @@ Shapes are those of one rank. Ops of shardc.runtime.ops, whose code looks at a r
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,17 +28,22 @@ from shardc.runtime import ops
 from shardc.torch_private import FakeTensorMode, OpOverload
 
 
+Stride = tuple[int, ...] | None
+
+
 @dataclass(frozen=True)
 class Saved:
     """Of one call. operands, results: which of them are kept; own: bytes of what the op made for backward only.
 
-    views: for every result the operand whose memory it is, or -1.
+    views: for every result the operand whose memory it is, or -1. strides: of the results, where they are known: an op may copy what
+    does not lie as it likes it, and then it keeps the copy.
     """
 
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     own: int = 0
     views: tuple[int, ...] = (-1,)
+    strides: tuple[Stride, ...] = ()
 
 
 def _elements(v: Value) -> int:
@@ -47,6 +53,7 @@ def _elements(v: Value) -> int:
 #: What the ops of programs keep; those that are not here keep nothing.
 _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     ops.dropout: lambda given, made: Saved(own=_elements(made[0])),  # a mask of bools
+    ops.masked: lambda given, made: Saved((1,)),
     ops.nll_parts: lambda given, made: Saved(own=given[0].nbytes() + 9 * _elements(given[1])),  # exponentials; indices; bools
     ops.nll_join: lambda given, made: Saved((0,), own=_elements(made[0])),
     ops.embedding_partial: lambda given, made: Saved(own=9 * _elements(given[1])),  # indices; bools
@@ -58,13 +65,14 @@ _PLAIN = (ops.nll, ops.batch_stat, ops.partial_mean)
 
 
 class SavedOf:
-    """Looks calls of a program's stages up, and runs every kind of call once."""
+    """Looks calls of a program's stages up, in their order, and runs every kind of call once."""
 
     def __init__(self, program: Program) -> None:
         self.mesh = program.mesh
         self._cut = {x.name: x.microbatch for x in program.inputs if x.microbatch is not None}
         self._microbatches = program.microbatches
         self._known: dict[Any, Saved] = {}
+        self._strides: dict[fx.Node, tuple[Stride, ...]] = {}
 
     def types(self, node: fx.Node) -> tuple[Value, ...]:
         """The types of a node's results on one rank, in one microbatch."""
@@ -80,21 +88,35 @@ class SavedOf:
         return replace(call_of(node), operands=tuple(self.types(x)[0] for x in tensors(node)), results=self.types(node))
 
     def __call__(self, node: fx.Node) -> Saved:
+        saved = self._saved(node)
+        self._strides[node] = saved.strides
+        return saved
+
+    def _stride(self, node: fx.Node) -> Stride:
+        at: Any = node
+        index = 0
+        if node.target is operator.getitem:
+            at, index = node.args
+        known = self._strides.get(at, ())
+        return known[index] if isinstance(index, int) and index < len(known) else None
+
+    def _saved(self, node: fx.Node) -> Saved:
         call = self.call(node)
         given, made = call.operands, call.results
         if node.target in _VIEWS:
-            return Saved(views=(0,))
+            return Saved(views=(0,), strides=(self._stride(tensors(node)[0]),) if given[0].shape == made[0].shape else ())
         if node.target in _OURS:
             return _OURS[node.target](given, made) if any(v.requires_grad for v in given) else Saved()
         if not isinstance(node.target, OpOverload) and node.target not in _PLAIN:
             return Saved()
-        key = repr((str(node.target), call.args, call.kwargs, given))
+        strides = tuple(map(self._stride, tensors(node)))
+        key = repr((str(node.target), call.args, call.kwargs, given, strides))
         if key not in self._known:
-            self._known[key] = _run(call.target, call.args, dict(call.kwargs), given)
+            self._known[key] = _run(call, strides)
         return self._known[key]
 
 
-def _run(target: Any, args: Any, kwargs: Any, given: Sequence[Value]) -> Saved:
+def _run(call: Call, strides: Sequence[Stride]) -> Saved:
     packed: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -102,7 +124,7 @@ def _run(target: Any, args: Any, kwargs: Any, given: Sequence[Value]) -> Saved:
         return x
 
     with FakeTensorMode():
-        operands = [torch.empty(v.shape, dtype=v.dtype).requires_grad_(v.requires_grad) for v in given]
+        operands = [_empty(v, stride) for v, stride in zip(call.operands, strides, strict=True)]
 
         def put(a: Any) -> Any:
             if isinstance(a, Operand):
@@ -112,15 +134,20 @@ def _run(target: Any, args: Any, kwargs: Any, given: Sequence[Value]) -> Saved:
             return None if a == "rng" else a
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
-            result = target(*put(args), **{k: put(a) for k, a in kwargs.items()})
+            result = call.target(*put(call.args), **{k: put(a) for k, a in call.kwargs})
         made = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
         ours, theirs = [_storage(x) for x in operands], [_storage(x) for x in made]
         kept = {_storage(x): x for x in packed}
         own = sum(x.untyped_storage().nbytes() for s, x in kept.items() if s not in ours and s not in theirs)
         return Saved(
             tuple(i for i, s in enumerate(ours) if s in kept), tuple(i for i, s in enumerate(theirs) if s in kept and s not in ours), own,
-            tuple(ours.index(s) if s in ours else -1 for s in theirs),
+            tuple(ours.index(s) if s in ours else -1 for s in theirs), tuple(tuple(x.stride()) for x in made),
         )  # fmt: skip
+
+
+def _empty(v: Value, stride: Stride) -> Tensor:
+    x = torch.empty(v.shape, dtype=v.dtype) if stride is None else torch.empty_strided(v.shape, stride, dtype=v.dtype)
+    return x.requires_grad_(v.requires_grad)
 
 
 def _storage(x: Tensor) -> StorageWeakRef:
