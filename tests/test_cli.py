@@ -205,7 +205,7 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     ("unknown axis in --mesh", ["compile", "model.py", "spec.yaml", "--mesh", "tq=2"], "tq", ""),
     ("no size in --mesh", ["compile", "model.py", "spec.yaml", "--mesh", "tp"], "'tp' is no axis=size", "--mesh dp=4,tp=1"),
     ("unknown --set", ["compile", "model.py", "spec.yaml", "--set", "data.zerro=1"], "zerro", "zero"),
-    ("what is not built", ["compile", "model.py", "spec.yaml", "--set", "data.zero=3"], "not built", ""),
+    ("what is not built", ["compile", "model.py", "spec.yaml", "--set", "sequence.axis=tp"], "not built", ""),
     ("a folder that is no artifact", ["inspect", "."], "is no shardc artifact", "shardc compile -o DIR"),
     ("a folder to compile", ["compile", "."], "is a folder", "name a model file"),
     ("overrides of an artifact", ["inspect", ".", "--mesh", "tp=1"], "has its spec inside", "compile the model again"),
