@@ -247,7 +247,7 @@ class _Graph:
             return 0.0
         rule, call = core.find(node.target), self._types.call(node)
         flops = rule.flops(call) if rule is not None and rule.flops is not None else 0
-        touched = sum(v.nbytes() for v in (*call.operands, *call.results))
+        touched = float(sum(v.nbytes() for v in (*call.operands, *call.results)))
         if node.target is ops.dropout_mask:
             touched *= HASHED
         collective: Collective | None = node.meta.get("collective")

@@ -27,7 +27,6 @@ from shardc.rules.core import Call, Operand
 from shardc.runtime import ops
 from shardc.torch_private import FakeTensorMode, OpOverload
 
-
 Stride = tuple[int, ...] | None
 
 
@@ -93,10 +92,8 @@ class SavedOf:
         return saved
 
     def _stride(self, node: fx.Node) -> Stride:
-        at: Any = node
-        index = 0
-        if node.target is operator.getitem:
-            at, index = node.args
+        at: Any = node.args[0] if node.target is operator.getitem else node
+        index: Any = node.args[1] if node.target is operator.getitem else 0
         known = self._strides.get(at, ())
         return known[index] if isinstance(index, int) and index < len(known) else None
 
