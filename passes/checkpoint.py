@@ -88,7 +88,7 @@ class Checkpoint:
                 if members := graph.members(region.name):
                     found = _Choice(graph, region.name, entry[region.name], members, alike).run()
                     old = regions[region.name]
-                    kept, dropped, again = old.kept + found.kept, old.dropped + found.dropped, old.again + found.again
+                    kept, dropped, again = old.kept + found.kept, old.dropped + found.dropped, old.again + len(found.again)
                     regions[region.name] = replace(old, kept=kept, dropped=dropped, again=again)
         made = tuple(regions[r.name] for r in order)
         return replace(program, stages=stages, regions=made, notes=(*program.notes, *_notes(made)))
@@ -257,11 +257,11 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Found:
-    """kept, dropped: bytes; again: collectives; cost: of computing again, in flops."""
+    """kept, dropped: bytes; again: the collectives that are repeated; cost: of computing again, in flops; held: values, but for parameters."""
 
     kept: int
     dropped: int
-    again: int
+    again: tuple[fx.Node, ...]
     cost: float
     held: frozenset[fx.Node]
 
@@ -297,6 +297,8 @@ class _Choice:
             whole: Any = n.args[0] if n.target is operator.getitem else n
             if whole in keep and (whole in self.own or whole in found.held or any(u in found.held for u in whole.users)):
                 n.meta["kept"] = (*n.meta.get("kept", ()), self.region)
+        for n in found.again:
+            n.meta["again"] = n.meta.get("again", 0) + 1
         return found
 
     def _wanted(self) -> None:
@@ -341,7 +343,7 @@ class _Choice:
                         need(u)
         kept = kept_own + sum(graph.nbytes(n) for n in {graph.base[n] for n in held} - graph.weights)
         notes = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(size for n, size in self.own.items() if n in needed)
-        again = sum(1 for n in needed if (c := n.meta.get("collective")) is not None and c.kind != "none")
+        again = tuple(n for n in self.members if n in needed and (c := n.meta.get("collective")) is not None and c.kind != "none")
         return _Found(kept, notes, again, sum(map(graph.cost, needed)), frozenset(held))
 
     def _bought(self, share: float) -> set[fx.Node]:

@@ -212,14 +212,14 @@ def comment(node: fx.Node) -> str:
     found: Collective | None = node.meta.get("collective")
     parts = [value_text(node.meta["value"])]
     if "region" in node.meta:
-        parts.append(region_text(node.meta["region"], node.meta.get("kept", ())))
+        parts.append(region_text(node.meta["region"], node.meta.get("kept", ()), node.meta.get("again", 0)))
     return " | ".join(parts if found is None else [*parts, collective_text(found)])
 
 
-def region_text(region: str, kept: Sequence[str]) -> str:
-    """`region "h.0"`; with a result that is kept, `region "h.0" kept "h.0"`."""
+def region_text(region: str, kept: Sequence[str], again: int) -> str:
+    """`region "h.0"`; with a result that is kept, `region "h.0" kept "h.0"`; a collective that is repeated once, `region "h.0" again 1`."""
     names = [json.dumps(n) for n in (region, *kept)]  # escaped: on one line, and read back as they are
-    return " ".join(["region", names[0], *(["kept", *names[1:]] if kept else [])])
+    return " ".join(["region", names[0], *(["kept", *names[1:]] if kept else []), *(["again", str(again)] if again else [])])
 
 
 def collective_text(c: Collective) -> str:

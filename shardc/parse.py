@@ -27,6 +27,8 @@ from shardc.torch_private import OpOverload
 
 _SOURCE = re.compile(r"# (.+?) \((.*?)\)(?:: (.*))?$")
 _COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d+) (unasked )?(\".*\")$")
+_NAME = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"'  # as JSON writes strings
+_REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d+))?(?: \| |$)")
 _PREAMBLE = [ast.unparse(s) for s in ast.parse(HEADER).body]
 
 
@@ -177,24 +179,16 @@ class _Reader:
             node.meta["collective"] = Collective(m[1], m[2], tuple(m[3].split("+")), int(m[4]), cause, not m[5])
 
     def _region(self, node: fx.Node, text: str, line: int) -> str:
-        """Read the region, and who keeps the result; what is left behind them."""
-        names: list[str] = []
-        decoder = json.JSONDecoder()
-        while text and not text.startswith("| "):
-            if len(names) == 1:
-                text = text.removeprefix("kept ")
-            try:
-                name, end = decoder.raw_decode(text)
-            except json.JSONDecodeError as e:
-                raise self.wrong(line, f"cannot read the region {text!r}: {e.msg}") from None
-            names.append(str(name))
-            text = text[end:].lstrip()
-        if not names:
-            raise self.wrong(line, "a region without a name")
-        node.meta["region"] = names[0]
-        if names[1:]:
-            node.meta["kept"] = tuple(names[1:])
-        return text.removeprefix("| ")
+        """Read the region, who keeps the result, and how often it is repeated; what is left behind them."""
+        m = _REGION.match(text)
+        if not m:
+            raise self.wrong(line, f"cannot read the region {text!r}")
+        node.meta["region"] = json.loads(m[1])
+        if m[2]:
+            node.meta["kept"] = tuple(json.loads(name) for name in re.findall(_NAME, m[2]))
+        if m[3]:
+            node.meta["again"] = int(m[3])
+        return text[m.end() :]
 
     def _types(self, text: str, line: int) -> Value | tuple[Value, ...]:
         if text not in self.seen:

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardc
+from shardc import report
 from shardc.program import Program
 from shardc.runtime.away import Away
 from shardc.runtime.engine import Engine
@@ -237,6 +238,11 @@ def test_collectives_whose_results_are_kept_are_not_repeated() -> None:
     assert {s: repeated(s) for s in ("all", "save", "save linear", "budget")} == {"all": 2, "save": 0, "save linear": 2, "budget": 0}
     program = compiled("gpt", MESHES["dp=2 tp=2"], settings("gpt")["all"])
     assert [r.again for r in program.regions] == [1, 1]
+    assert [(r.count, r.axes) for r in report.comm_rows(program) if r.direction == "recompute"] == [(2, "tp")]
+    program = compiled("gpt", MESHES["dp=2 tp=2"], [{"match": "h"}, {"match": "h.*"}])
+    assert sum(n.meta.get("again", 0) for n in program.stages[0].graph.nodes) == sum(r.again for r in program.regions)
+    sim = shardc.simulate(program, *captured("gpt")[:2])
+    assert sum(c.direction == "recompute" for c in sim.comms) == sum(r.again for r in program.regions)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -247,7 +253,7 @@ def test_the_artifact_keeps_them(setting: str, tmp_path: Path) -> None:
     assert back.regions == program.regions
     assert str(back) == str(program)
     for a, b in zip(program.stages[0].graph.nodes, back.stages[0].graph.nodes, strict=True):
-        assert [a.meta.get(k) for k in ("region", "kept")] == [b.meta.get(k) for k in ("region", "kept")]
+        assert [a.meta.get(k) for k in ("region", "kept", "again")] == [b.meta.get(k) for k in ("region", "kept", "again")]
     if setting == "nested":
         assert_same(two_steps("gpt", back), plain("gpt", "dp=2 tp=2"))
 

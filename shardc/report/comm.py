@@ -33,11 +33,13 @@ def comm_rows(program: Program) -> list[Row]:
             c = node.meta.get("collective")
             if c is not None:
                 add(c.axes, c.kind, "forward", c.cause, c.bytes)
+                for _ in range(node.meta.get("again", 0)):
+                    add(c.axes, c.kind, "recompute", c.cause, c.bytes)
                 add(c.axes, c.backward, "backward", c.cause, c.bytes)
     for b in program.buckets:
         size = sum(program.param(n).value.nbytes(program.mesh) for n in b.params)
         add(b.axes, "all_reduce", "backward", "gradients, in buckets", size)
-    rank = {"forward": 0, "backward": 1}
+    rank = {"forward": 0, "recompute": 1, "backward": 2}
     rows = [Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in found.items()]
     return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
 
