@@ -77,6 +77,8 @@ def _program(
         from shardc.artifact import load
 
         return load(source, trust=trust)
+    if spec is None and not Path(source.partition(":")[0]).exists() and not source.startswith("hf:"):
+        raise ShardcError("there is no such file or compiled DIR", where=source, fix="make one with `shardc compile model.py spec.yaml -o DIR`")
     if spec is None:
         raise ShardcError("no spec given", where=source, fix="add one: shardc ... model.py spec.yaml")
     import shardc

@@ -127,15 +127,22 @@ class Check:
 
     def default_axis(self) -> None:
         if (use := self.form.shard.use) and use.axis is None and "tp" not in self.names:
-            fix = f"write use: {{plan: {use.plan}, axis: {self.names[-1]}}}, or add tp to the mesh" if self.names else "write mesh: {tp: N}"
+            fix = self._other_than_tp(f"use: {{plan: {use.plan}, axis: ", "}")
             self.add(("shard", "use"), f"`use: {use.plan}` splits over the axis 'tp', which the mesh does not have", fix)
         styled = [(p, r.style) for p, r in self.form.shard.rules.items() if r.style and r.style != "replicate" and r.axis is None]
         if not styled or "tp" in self.names:
             return
         (pattern, style), others = styled[0], len(styled) - 1
         more = f" (and so do {others} more rules)" if others > 1 else " (and so does one more rule)" if others else ""
-        fix = f"write {{style: {style}, axis: {self.names[-1]}}}, or add tp to the mesh" if self.names else "write mesh: {tp: N}"
+        fix = self._other_than_tp(f"{{style: {style}, axis: ", "}")
         self.add(("shard", pattern), f"`{style}` splits over the axis 'tp'{more}, which the mesh does not have", fix)
+
+    def _other_than_tp(self, before: str, after: str) -> str:
+        """What to write where the mesh has no tp: an axis that does nothing else, if there is one."""
+        taken = {axis for axis, _, job in self.uses() if job != "weights"} | set(data_axes(self.form.batch, self.form.data, self.names))
+        free = [n for n in self.names if n not in taken]
+        sizes = "".join(f"{n}: {self.form.mesh[n]}, " for n in self.names)
+        return f"write {before}{free[-1]}{after}, or add tp to the mesh" if free else f"write mesh: {{{sizes}tp: N}}"
 
     def one_value(self, path: Path, dims: dict[int, tuple[DimShard, ...]]) -> None:
         """One tensor's dims: every axis once, sections that divide and share their dim with no other axis."""

@@ -42,8 +42,8 @@ WHOLE = [  # the whole text
     ("shardc: 1\nmesh: {3: 2}\n", "2:8", "`mesh.3`: a name is text, not 3", "quote it"),
     ("shardc: 1\nmesh: {tp: 2, tp: 4}\n", "2:15", "duplicate key 'tp'", "the first is in line 2"),
     ("shardc: 1\nshard:\n  '*.a': row\n", "3:10", "`row` splits over the axis 'tp', which the mesh", "mesh: {tp: N}"),
-    ("shardc: 1\nmesh: {dp: 2}\nshard: {use: model}\n", "3:14", "`use: model` splits over the axis 'tp'", "{plan: model, axis: dp}"),
-    ("shardc: 1\nmesh: {dp: 2}\nshard: {a: row, b: column, c: vocab}\n", "3:12", "(and so do 2 more rules)", "{style: row, axis: dp}"),
+    ("shardc: 1\nmesh: {dp: 2}\nshard: {use: model}\n", "3:14", "`use: model` splits over the axis 'tp'", "write mesh: {dp: 2, tp: N}"),
+    ("shardc: 1\nmesh: {mp: 2}\nshard: {a: row, b: column, c: vocab}\n", "3:12", "(and so do 2 more rules)", "{style: row, axis: mp}"),
     ("shardc: 1\nstrict: true\n---\nshardc: 1\n", "3:1", "here a second one begins", "a file of its own"),
 ]
 SECTIONS = [  # after HEAD
