@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -178,53 +177,38 @@ def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list
 
 
 def even(ops: Ops, n: int) -> list[int]:
-    """n - 1 cuts for which the costliest stage is as cheap as can be (up to SLACK), and little crosses."""
-    total = [0.0, *accumulate(ops.work)]
-    low, high = total[-1] / n, total[-1] + LINK * max(ops.crossing)
+    """n - 1 cuts for which the costliest stage is as cheap as can be (up to SLACK), and little crosses. n <= the number of ops."""
+    begins = [0.0, *accumulate(ops.work)]  # the work before every position, and with what crosses there
+    ends = [work + LINK * nbytes for work, nbytes in zip(begins, ops.crossing, strict=True)]
+    low, high = begins[-1] / n, begins[-1] + LINK * max(ops.crossing)
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
-        low, high = (low, middle) if _Limit(ops, total, middle).enough(0, n) else (middle, high)
-    limit = _Limit(ops, total, high * SLACK)
+        low, high = (low, middle) if _within(middle, begins, ends, n)[n][0] else (middle, high)
+    limit = high * SLACK
+    can = _within(limit, begins, ends, n)
     cuts: list[int] = []
     a = 0
     for left in range(n - 1, 0, -1):  # stages after this one
-        earliest = bisect_left(range(len(ops.work)), True, lo=a + 1, key=lambda c: limit.enough(c, left))
-        fits = [c for c in range(earliest, limit.furthest(a, left) + 1) if limit.allows(a, c)]
+        fits = [c for c in range(a + 1, len(ops.work)) if can[left][c] and ends[c] - begins[a] <= limit]
         cheapest = min(ops.crossing[c] for c in fits)
-        ideal = total[a] + (total[-1] - total[a]) / (left + 1)
-        a = min((c for c in fits if ops.crossing[c] <= 1.01 * cheapest), key=lambda c: (_inside(ops, c), abs(total[c] - ideal)))
+        ideal = begins[a] + (begins[-1] - begins[a]) / (left + 1)
+        a = min((c for c in fits if ops.crossing[c] <= 1.01 * cheapest), key=lambda c: (_inside(ops, c), abs(begins[c] - ideal)))
         cuts.append(a)
     return cuts
 
 
-@dataclass(frozen=True)
-class _Limit:
-    """Stages that cost at most `limit`. total: the work before every position."""
-
-    ops: Ops
-    total: Sequence[float]
-    limit: float
-
-    def allows(self, a: int, b: int) -> bool:
-        """May a stage be the ops from a up to b?"""
-        return self.total[b] - self.total[a] + LINK * self.ops.crossing[b] <= self.limit
-
-    def furthest(self, a: int, left: int) -> int:
-        """Where a stage from a on ends at the latest, `left` more to come; a if nowhere."""
-        last = len(self.ops.work) - left
-        b = min(bisect_right(self.total, self.total[a] + self.limit) - 1, last)
-        while b > a and not self.allows(a, b):
-            b -= 1
-        return b
-
-    def enough(self, a: int, stages: int) -> bool:
-        """Can so many stages do what is left from a on? (From later on they can all the more.)"""
-        for left in range(stages - 1, 0, -1):
-            b = self.furthest(a, left)
-            if b == a:
-                return False
-            a = b
-        return self.total[-1] - self.total[a] <= self.limit
+def _within(limit: float, begins: Sequence[float], ends: Sequence[float], n: int) -> list[list[bool]]:
+    """Entry [k][a]: can the ops from a on be exactly k stages, none of them costlier than the limit? A stage from a up to b costs
+    ends[b] - begins[a]."""
+    found = [[a == len(begins) - 1 for a in range(len(begins))]]
+    for _ in range(n):
+        least, made = float("inf"), [False] * len(begins)
+        for a in reversed(range(len(begins))):  # least: the cheapest end behind a
+            made[a] = least - begins[a] <= limit
+            if found[-1][a]:
+                least = min(least, ends[a])
+        found.append(made)
+    return found
 
 
 def _inside(ops: Ops, cut: int) -> int:
