@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PARTS = ["tensor", "zero", "pipeline"]
+PARTS = ["tensor", "zero", "checkpoint", "pipeline"]
 Round = dict[str, dict[str, list[float]]]  # {contender: {"wall", "cpu": seconds of each step}}
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 

@@ -47,6 +47,8 @@ SHARDC = {
         ))
         for s, n in (("gpipe", 2), ("1f1b", 2), ("interleaved", 4))
     },
+    "shardc checkpoint": Ours("llama", {"dp": 2, "tp": 1}, ('checkpoint=[{match: "model.layers.*"}]',)),
+    "shardc selective": Ours("llama", {"dp": 2, "tp": 1}, ('checkpoint=[{match: "model.layers.*", save: [linear, attention]}]',)),
     **{f"shardc zero {z}": Ours("llama", {"dp": 2, "tp": 1}, (f"data.zero={z}",)) for z in range(4)},
 }
 
@@ -61,6 +63,10 @@ PARTS = {
         Group("shardc zero 1", ("DDP, ZeroRedundancyOptimizer", "DeepSpeed 1"), 1.00),
         Group("shardc zero 2", ("DeepSpeed 2",), 1.00),
         Group("shardc zero 3", ("DeepSpeed 3", "FSDP2 by block", "FSDP2 whole"), 1.00),
+    ),
+    "checkpoint": (
+        Group("shardc checkpoint", ("DDP, checkpoint",), 1.00),
+        Group("shardc selective", ("DDP, selective checkpoint",), 1.00),
     ),
     "pipeline": tuple(Group(f"shardc {s}", (f"pipelining {s}",), 1.00) for s in ("gpipe", "1f1b", "interleaved")),
 }
@@ -83,6 +89,10 @@ def prepare(name: str, files: Path) -> Callable[[Any], Step]:
         import peers_pipeline
 
         return peers_pipeline.prepare(name)
+    if name.endswith("checkpoint"):
+        import peers_checkpoint
+
+        return peers_checkpoint.prepare(name)
     import peers_data
 
     return peers_data.prepare(name)

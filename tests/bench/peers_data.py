@@ -24,11 +24,11 @@ BUCKET_MB = 25  # of DDP, and of shardc
 def prepare(name: str) -> Callable[[Any], Step]:
     kind, _, how = name.partition(" ")
     if name == "DDP":
-        return _ddp
+        return ddp
     if kind == "DDP,":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return lambda model: _ddp(model, lambda ps: ZeroRedundancyOptimizer(ps, torch.optim.AdamW, lr=3e-4, parameters_as_bucket_view=True))
+        return lambda model: ddp(model, lambda ps: ZeroRedundancyOptimizer(ps, torch.optim.AdamW, lr=3e-4, parameters_as_bucket_view=True))
     if kind == "DeepSpeed":
         import deepspeed  # noqa: F401
 
@@ -38,7 +38,7 @@ def prepare(name: str) -> Callable[[Any], Step]:
     return lambda model: _fsdp(model, by_block=how == "by block")
 
 
-def _ddp(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = llama.optimizer) -> Step:
+def ddp(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = llama.optimizer) -> Step:
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     return _loop(wrapped, make(wrapped.parameters()))
 
