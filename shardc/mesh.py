@@ -43,9 +43,9 @@ class Mesh:
 
     def parts(self, axis: str) -> tuple[str, ...]:
         """The digits that a named axis consists of: itself, if it is seen whole. Raises KeyError on an unknown one."""
-        found = tuple(name for name in self.names if name == axis or name.startswith(f"{axis}."))
         if "[" in axis:
             return (axis,)
+        found = tuple(name for name, _ in self.axes if name == axis or name.startswith(f"{axis}."))
         if not found:
             raise KeyError(axis)
         return found
@@ -86,7 +86,11 @@ class Mesh:
         return math.prod(size for _, size in self.axes[i + 1 :])
 
     def coords(self, rank: int) -> dict[str, int]:
-        return {name: rank // self.stride(name) % size for name, size in self.axes}
+        found = []
+        for name, size in reversed(self.axes):
+            rank, at = divmod(rank, size)
+            found.append((name, at))
+        return dict(reversed(found))
 
     def rank(self, coords: Mapping[str, int]) -> int:
         return sum(coords[name] * self.stride(name) for name in self.names)
@@ -98,7 +102,7 @@ class Mesh:
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only in `axes` (it is one of them), in the order of those axes in the mesh."""
-        wanted = {self.among(part)[0]: self.among(part)[1] for a in axes for part in self.parts(a)}
+        wanted = dict(self.among(part) for a in axes for part in self.parts(a))
         mine = self.coords(rank)
         found = [rank - sum(mine[a] * self.stride(a) for a in wanted)]
         for a in self.names:

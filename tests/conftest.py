@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts in tests/golden anew instead of comparing with them")
+
+
+settings.register_profile("shardc", deadline=None, derandomize=True)  # no test fails for the time it takes
+settings.load_profile("shardc")
 
 
 def pytest_configure() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,8 +16,6 @@ from shardc.mesh import Mesh
 from shardc.placement import DTYPES, REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, chunks, parse, show, trim, unchunk, widen
 
 torch.set_num_threads(1)
-settings.register_profile("shardc", deadline=None, max_examples=150, derandomize=True)
-settings.load_profile("shardc")
 
 Case = tuple[Mesh, tuple[int, ...], Layout]
 
