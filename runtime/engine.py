@@ -60,8 +60,8 @@ class Engine:
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
 
     .params, .buffers: this rank's parts by placeholder name: of parameters what it updates, that is, at ZeRO >= 1 a flat stretch of each,
-    perhaps empty; gradients stand there. .grad_norm: 2-norm of the whole gradient in the last step, before
-    clipping; 0-dim, on every rank; None before the first step, and without `norm` and `clip_norm`.
+    perhaps empty; gradients stand there, after the update in the dtype in which they were summed. .grad_norm: 2-norm of the whole
+    gradient in the last step, before clipping; 0-dim, on every rank; None before the first step, and without `norm` and `clip_norm`.
     .scaler: the loss scaling that the spec asks for (shardc.runtime.scaler), or None. A step whose gradients are not finite on some rank
     leaves parameters and optimizer as they are, on every rank.
     """
@@ -137,7 +137,7 @@ class Engine:
         self._reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.agree()
-        self.buffers |= news
+        self.buffers |= {name: new for name, new in news.items() if name in self.buffers}
         return total
 
     def _take(self, batch: Any, *, local: bool) -> list[dict[str, Any]]:
@@ -168,6 +168,7 @@ class Engine:
                 self._buckets.publish()
                 if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either
                     self.scheduler.step()
+        self._buckets.narrow()
         if self.scaler is not None:
             self.scaler.next()
         self.rng.step += 1

@@ -159,6 +159,11 @@ class Buckets:
                 reduced(b.spec.params)
         self._active = False
 
+    def narrow(self) -> None:
+        """After an update, if nobody adds to gradients: they take the memory of their sums, where that is in a narrower dtype."""
+        for b in self._all:
+            b.narrow()
+
     # --- parameters
 
     def publish(self) -> None:

@@ -38,6 +38,8 @@ class Summed:
     def __init__(self, program: Program, index: int, mesh: Any) -> None:
         self.spec: Bucket = program.buckets[index]
         self.tag, self.mesh = f"bucket{index}", mesh
+        # whose gradients other stages' ranks may bring, if this one's stages do not
+        self.elsewhere = program.reached.intersection(self.spec.params) if self.spec.late else frozenset()
         self.flat = Flat.of(program, self.spec)
         self.params: dict[str, nn.Parameter] = {}  # whole local parts, which autograd knows
         self.owned: dict[str, nn.Parameter] = {}
@@ -45,6 +47,7 @@ class Summed:
         self.seen: set[str] = set()  # gradients that some backward of this step has brought
         self._work = Work()
         self._kept: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}  # of the last step
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
 
@@ -62,7 +65,7 @@ class Summed:
         """Before a backward. first: of the step; what stands in `.grad` then is added to what comes."""
         self.missing = set(self.spec.params)
         if first:
-            self.seen = set()
+            self.seen, self._sums = set(), {}
             self._kept = {n: self._own(p.grad) for n, p in self.owned.items() if p.grad is not None}
             for p in self.owned.values():
                 p.grad = None
@@ -121,13 +124,21 @@ class Summed:
     def _give(self, sums: dict[str, Tensor]) -> None:
         for name, p in self.owned.items():
             kept = self._kept.get(name)
-            if name not in self.seen or name not in sums:
+            if name not in (self.seen | self.elsewhere) or name not in sums:
                 p.grad = kept
             else:
                 p.grad = sums[name].to(p.dtype)
                 if kept is not None:
                     p.grad.add_(kept)
-        self._kept = {}
+        self._kept, self._sums = {}, sums
+
+    def narrow(self) -> None:
+        """After an update: gradients that were widened for it lie where they were summed again, in that dtype."""
+        for name, p in self.owned.items():
+            if p.grad is not None and p.grad.dtype != self.spec.dtype and name in self._sums:
+                grad, p.grad = p.grad, None
+                p.grad_dtype = None  # any
+                p.grad = self._sums[name].copy_(grad)
 
     # --- parameters
 
@@ -374,6 +385,9 @@ class Stored(_Part):
     def launch(self) -> None:
         """Of the step's last backward: the sum over the axes that replicate."""
         self.settle()
+        if self._fresh and self.elsewhere:  # other ranks sum with this one
+            self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
+            self._fresh = False
         if self._sum is not None and not self._fresh:
             self._rest(self._sum)
 
