@@ -3,14 +3,17 @@
 A graph's *main* ops are those that depend on both parameters and the batch, in the order in which they run; a cut is a position among
 them. What only depends on one of the two (masks, rotary tables; normed weights) is made wherever it is used, and cannot be cut.
 
-Cost is counted in bytes of memory traffic. A product of two matrices counts as the traffic that takes as long; what crosses a cut, as the
-traffic that takes as long as sending it; parameters, as what an optimizer's step reads and writes of them, spread over the microbatches.
+Cost is counted in bytes of memory traffic. A product of two matrices counts as the traffic that takes as long; parameters, as what an
+optimizer's step reads and writes of them, spread over the microbatches. What crosses a cut is sent while others compute: it costs nothing,
+but of cuts that are nearly as even the one is taken over which least crosses.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -27,7 +30,7 @@ from shardc.spec import Spec
 
 #: What a device does in the time in which it moves a byte of its memory: floating-point operations (an H100: 990 TFLOP/s, 3.35 TB/s).
 FLOPS = 300
-#: How many bytes of its memory it moves while it sends one byte to another one (50 GB/s).
+#: How many bytes of its memory it moves while it sends one byte to another one (50 GB/s): for timelines (shardc.report.timeline).
 LINK = 64
 #: Bytes that an optimizer's step moves for every byte of a parameter: weight, gradient, two moments, read and written.
 UPDATE = 8
@@ -178,18 +181,17 @@ def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list
 
 def even(ops: Ops, n: int) -> list[int]:
     """n - 1 cuts for which the costliest stage is as cheap as can be (up to SLACK), and little crosses. n <= the number of ops."""
-    begins = [0.0, *accumulate(ops.work)]  # the work before every position, and with what crosses there
-    ends = [work + LINK * nbytes for work, nbytes in zip(begins, ops.crossing, strict=True)]
-    low, high = begins[-1] / n, begins[-1] + LINK * max(ops.crossing)
+    begins = [0.0, *accumulate(ops.work)]  # the work before every position
+    low, high = begins[-1] / n, begins[-1]
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
-        low, high = (low, middle) if _within(middle, begins, ends, n)[n][0] else (middle, high)
+        low, high = (low, middle) if _fewest(middle, begins)[0] <= n else (middle, high)
     limit = high * SLACK
-    can = _within(limit, begins, ends, n)
+    fewest = _fewest(limit, begins)
     cuts: list[int] = []
     a = 0
     for left in range(n - 1, 0, -1):  # stages after this one
-        fits = [c for c in range(a + 1, len(ops.work)) if can[left][c] and ends[c] - begins[a] <= limit]
+        fits = [c for c in range(a + 1, _furthest(a, limit, begins) + 1) if fewest[c] <= left <= len(ops.work) - c]
         cheapest = min(ops.crossing[c] for c in fits)
         ideal = begins[a] + (begins[-1] - begins[a]) / (left + 1)
         a = min((c for c in fits if ops.crossing[c] <= 1.01 * cheapest), key=lambda c: (_inside(ops, c), abs(begins[c] - ideal)))
@@ -197,17 +199,17 @@ def even(ops: Ops, n: int) -> list[int]:
     return cuts
 
 
-def _within(limit: float, begins: Sequence[float], ends: Sequence[float], n: int) -> list[list[bool]]:
-    """Entry [k][a]: can the ops from a on be exactly k stages, none of them costlier than the limit? A stage from a up to b costs
-    ends[b] - begins[a]."""
-    found = [[a == len(begins) - 1 for a in range(len(begins))]]
-    for _ in range(n):
-        least, made = float("inf"), [False] * len(begins)
-        for a in reversed(range(len(begins))):  # least: the cheapest end behind a
-            made[a] = least - begins[a] <= limit
-            if found[-1][a]:
-                least = min(least, ends[a])
-        found.append(made)
+def _furthest(a: int, limit: float, begins: Sequence[float]) -> int:
+    """Where a stage from position a on, of at most this cost, ends at the latest."""
+    return bisect_right(begins, begins[a] + limit) - 1
+
+
+def _fewest(limit: float, begins: Sequence[float]) -> list[float]:
+    """How many stages of at most this cost the ops from every position on take."""
+    found = [0.0] * len(begins)
+    for a in reversed(range(len(begins) - 1)):
+        end = _furthest(a, limit, begins)
+        found[a] = 1 + found[end] if end > a else math.inf
     return found
 
 

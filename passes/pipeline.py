@@ -69,10 +69,12 @@ class Pipeline:
         cut = _Cut(whole.graph, program, mesh, self.spec, cause)
         stages = cut.run()
         program = replace(program, mesh=self._with_axis(mesh), stages=tuple(stages), axis=asked.axis)
-        used: dict[str, list[int]] = {}
+        counted = _looked_at(program.counts.graph) if program.counts is not None else set()
+        used: dict[str, list[int]] = {name: list(range(len(stages))) for name in counted}  # every rank counts
         for i, stage in enumerate(stages):
             for name in stage.takes:
-                used.setdefault(name, []).append(i)
+                used.setdefault(name, [])
+                used[name] += [i] if i not in used[name] else []
 
         def put(x: Any) -> Any:  # what nothing uses stays with the first stage
             return replace(x, stages=tuple(used.get(x.name, (0,))))
@@ -90,6 +92,16 @@ def _notes(program: Program) -> Iterable[str]:
     for p in program.params:
         if shared := program.sharing(p):
             yield f"{p.fqn} is used by stages {', '.join(map(str, p.stages))}: each rank of {shared} has a copy, and their gradients are summed"
+    for b in program.buffers:
+        home, others = program.spreads(b)
+        if others:
+            stage = next(i for i, s in enumerate(program.stages) if b.name in s.updates)
+            yield f"{b.fqn} is updated by stage {stage}, and sent after the step: {program.axis} {home} -> {', '.join(map(str, others))}"
+
+
+def _looked_at(graph: fx.Graph) -> set[str]:
+    """The placeholders that something uses."""
+    return {n.name for n in graph.find_nodes(op="placeholder") if n.users}
 
 
 @dataclass
@@ -191,21 +203,40 @@ class _Cut:
             roots[made_at[name]].append(new)
         needs = [self._behind(r, s) for s, r in enumerate(roots)]
         writers = [_Writer(self, s, needs[s]) for s in range(self.count)]
-        found = []
-        for s, writer in enumerate(writers):
+        found: list[Stage] = []
+        asked: set[fx.Node] = {loss}  # what gradients come back for: known from later stages first
+        for s, writer in reversed(list(enumerate(writers))):
             theirs = [name for name in updated if made_at[name] == s]
             mine = [new for name, new in zip(updated, news, strict=True) if made_at[name] == s]
             sent = [n for n in self.main if self.stage[n] == s and any(n in other.received for other in writers)]
-            found.append(Stage(writer.write(loss if s == at_end else None, mine, sent), f"stage{s}", tuple(theirs)))
+            trained = self._trained([n for n in (loss, *sent) if n in asked and self.stage.get(n, at_end) == s], s)
+            asked |= trained.intersection(writer.received)
+            graph = writer.write(loss if s == at_end else None, mine, sent, trained)
+            found.append(Stage(graph, f"stage{s}", tuple(theirs)))
+        return found[::-1]
+
+    def _trained(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
+        """What gradients of these reach in a stage, and on its edge."""
+        found: set[fx.Node] = set()
+        todo = list(roots)
+        while todo:
+            n = todo.pop()
+            if n not in found and any(v is not None and v.requires_grad for v in values(n)):
+                found.add(n)
+                if self.stage.get(n, stage) == stage:
+                    todo += n.all_input_nodes
         return found
 
-    def _home(self, new: Any, buffer: str) -> int:
-        """The stage that computes a buffer's new value: the first one that uses the buffer, if any could."""
+    def _home(self, new: fx.Node, buffer: str) -> int:
+        """The stage that computes a buffer's new value; where any could, one that uses it, or the buffer, or what it is made of."""
         if new in self.stage:
             return self.stage[new]
-        old = next(n for n in self.graph.nodes if n.name == buffer)
-        using = {self.stage[u] for u in _reached(old) if u in self.stage}
-        return min(using, default=0)
+        made_of = [n for n in self._behind([new], -1) if n.op == "placeholder" and n.meta.get("value") is not None]
+        for use in ([new], [n for n in made_of if n.name == buffer], made_of):
+            if found := {self.stage[u] for n in use for u in _reached(n) if u in self.stage}:
+                return min(found)
+        module = next(b.fqn for b in self.program.buffers if b.name == buffer).rpartition(".")[0]
+        return next((s for n, s in self.stage.items() if n.meta.get("source", Source()).module == module), 0)
 
     def _behind(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
         """What a stage needs to compute these: placeholders, its own ops, ops done again, and values of other stages."""
@@ -249,7 +280,8 @@ class _Writer:
         self.cut, self.stage, self.needs = cut, stage, needs
         self.received = [n for n in cut.main if n in needs and cut.stage[n] != stage]
 
-    def write(self, loss: fx.Node | None, news: list[fx.Node], sent: list[fx.Node]) -> fx.Graph:
+    def write(self, loss: fx.Node | None, news: list[fx.Node], sent: list[fx.Node], trained: set[fx.Node]) -> fx.Graph:
+        """trained: what gradients reach; only those of its received values go back."""
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
         old = self.cut.graph.nodes
@@ -258,7 +290,7 @@ class _Writer:
                 made[n] = graph.node_copy(n)
         for n in self.received:
             made[n] = new = graph.placeholder(n.name)
-            value = n.meta["value"]
+            value = replace(n.meta["value"], requires_grad=n in trained)
             back = "send_recv" if value.requires_grad else "none"
             crossing = Collective("send_recv", back, (self.cut.spec.pipeline.axis,), value.nbytes(self.cut.mesh), self.cut.cause)  # type: ignore[union-attr]
             new.meta = {"value": value, "source": n.meta.get("source", Source()), "collective": crossing}

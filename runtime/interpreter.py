@@ -4,7 +4,7 @@ A stage is a function of its rank's parameters, buffers and inputs and of values
 and a microbatch m, forward keeps what the stage received (leaves) and what it made for others; backward starts from the gradients of the
 latter, and leaves those of the former, to be sent back. A program of one stage is the same loop over `F0 B0 F1 B1 ...`.
 
-A receive is posted where it stands and waited for by the action that uses it; sends are waited for when the step ends.
+A receive is posted where it stands and waited for by the action that uses it; sends are only waited for when the step ends.
 """
 
 from __future__ import annotations
@@ -96,7 +96,25 @@ class Interpreter:
         """
         run = _Run(self, values, self.actions, around)
         run.go()
-        return self._total(run.losses), run.news
+        return self._total(run.losses), self._spread(run.news)
+
+    def _spread(self, news: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The new values of the buffers that are here, from the ranks whose stages computed them."""
+        found, works = {}, []
+        for b in self.program.buffers if self.axis else ():
+            home, others = self.program.spreads(b)
+            if self.at in others:
+                found[b.name] = self.empty(b.value)
+                works.append(self.mesh.start_receive(found[b.name], self.axis, home, tag=b.name))
+            elif b.name in news:
+                works += [self.mesh.start_send(news[b.name], self.axis, c, direction="update", tag=b.name) for c in others]
+        for work in works:
+            work.wait()
+        return {**news, **found}
+
+    def empty(self, value: Value) -> Tensor:
+        """Room for this rank's part of a value."""
+        return torch.empty(value.local_shape(self.program.mesh), dtype=value.dtype, device=self.mesh.device)
 
     @torch.no_grad()
     def evaluate(self, values: Values) -> Tensor:
@@ -250,7 +268,7 @@ class _Run:
                 theirs = {}
                 for name, value in edge.differentiable():
                     found = grads.get(name)
-                    theirs[name] = found if found is not None else self._empty(value).zero_()
+                    theirs[name] = found if found is not None else self.on.empty(value).zero_()
                 self._deliver(edge, m, theirs, "backward")
 
     def reduce(self, action: Action) -> None:
@@ -274,9 +292,6 @@ class _Run:
             for name, g in values.items():
                 mine[name] = mine[name] + g if name in mine else g
 
-    def _empty(self, value: Value) -> Tensor:
-        return torch.empty(value.local_shape(self.on.program.mesh), dtype=value.dtype, device=self.on.mesh.device)
-
     def _way(self, action: Action) -> tuple[Edge, Way]:
         """The edge over which an action sends or receives, and in which direction."""
         here, there = action.stage, action.peer
@@ -286,7 +301,7 @@ class _Run:
     def post(self, action: Action) -> None:
         """Begin to receive."""
         edge, way = self._way(action)
-        into = {n: self._empty(v) for n, v in (zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable())}
+        into = {n: self.on.empty(v) for n, v in (zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable())}
         peer = self.on.schedule.placement[action.peer]
         works = [self.on.mesh.start_receive(x, self.on.axis, peer, tag=n) for n, x in into.items()]
         self.posted.setdefault((action.stage, action.microbatch, way), []).append((edge, into, works))
@@ -300,6 +315,7 @@ class _Run:
 
     def send(self, action: Action) -> None:
         edge, way = self._way(action)
+        self.sending = [work for work in self.sending if not work.done()]  # what has left is freed
         names = edge.names if way == "forward" else tuple(n for n, _ in edge.differentiable())
         to = self.on.schedule.placement[action.peer]
         for name, x in zip(names, self.outbox.pop((edge.source, edge.target, action.microbatch, way)), strict=True):

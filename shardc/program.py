@@ -321,6 +321,30 @@ class Program:
         at = self.holders(p)
         return self.mesh.some(self.axis, at) if len(at) > 1 else ""
 
+    def spreads(self, b: Buffer) -> tuple[int, tuple[int, ...]]:
+        """Which coordinate computes a buffer's new value, and which others have it too and get it after the step."""
+        if self.schedule is None or not b.updated:
+            return 0, ()
+        home = next(self.schedule.placement[i] for i, stage in enumerate(self.stages) if b.name in stage.updates)
+        return home, tuple(c for c in self.holders(b) if c != home)
+
+    @property
+    def reached(self) -> frozenset[str]:
+        """The parameters that gradients reach, in any of the stages."""
+        wanted = {name for e in self.edges for name, _ in e.differentiable()}
+        found: set[fx.Node] = set()
+        for stage in self.stages:
+            returned: Any = stage.graph.output_node().args[0]
+            todo = [n for n in (returned[0], *(returned[2] if len(returned) > 2 else ())) if n is not None]
+            todo = [n for n in todo if n is returned[0] or n.name in wanted]
+            while todo:
+                n = todo.pop()
+                value = n.meta.get("value")
+                if n not in found and any(v.requires_grad for v in (value if isinstance(value, tuple) else (value,)) if v is not None):
+                    found.add(n)
+                    todo += n.all_input_nodes
+        return frozenset(n.name for n in found if n.op == "placeholder")
+
     def has(self, x: Param | Buffer, coords: Mapping[str, int]) -> bool:
         """Does the rank at these coordinates have it?"""
         return not self.axis or coords[self.axis] in self.holders(x)
