@@ -8,6 +8,7 @@ The model is captured in the mode it is in: put it in train mode first. It may l
 
 from __future__ import annotations
 
+import operator
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -20,13 +21,14 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from shardc import functional, proof, source, values, watch
+from shardc import causes, functional, proof, source, steady, values, watch
 from shardc.errors import ShardcError
 from shardc.known_values import known_values
 from shardc.mesh import Mesh
+from shardc.methods import traceable
 from shardc.program import Buffer, Input, Param, Program, Source, Value
 from shardc.runtime.custom_ops import with_gradient_of
-from shardc.torch_private import DATA_DEPENDENT, fake_tensor, traced_with
+from shardc.torch_private import FakeTensor, OpOverload, fake_tensor, traced_with
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -46,11 +48,16 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     if not isinstance(model, nn.Module):
         raise ShardcError(f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="pass an instance of the model")
     watch.check_hooks(model)
+    batch = _plain(batch)
     leaves = Leaves(batch)
-    program = _lift(model, leaves, *_export(model, leaves, loss))
+    with steady.unchanged(model) as changes:
+        exported = _export(model, leaves, loss)
+    changes.refuse_made()
+    program = _lift(model, leaves, *exported)
     program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
     if prove:
-        notes = proof.prove(program, model, batch, lambda b: _Wrapper(model, Leaves(b), loss)(*Leaves(b).tensors))
+        with steady.unchanged(model):
+            notes = proof.prove(program, model, batch, lambda b: _Wrapper(model, Leaves(b), loss)(*Leaves(b).tensors), changes.set)
         program.notes += notes
     return program
 
@@ -76,6 +83,13 @@ class Leaves:
         for i, x in zip(self.at, tensors, strict=True):
             flat[i] = x
         return pytree.tree_unflatten(flat, self.spec)
+
+
+def _plain(batch: Any) -> Any:
+    """A batch with every mapping as a dict: transformers' tokenizers return a class of their own, which pytrees take for a leaf."""
+    if isinstance(batch, Mapping) and (type(batch) is dict or type(batch) not in pytree.SUPPORTED_NODES):
+        return {k: _plain(v) for k, v in batch.items()}
+    return type(batch)(map(_plain, batch)) if type(batch) in (list, tuple) else batch
 
 
 def _key(key: Any) -> str | int:
@@ -136,20 +150,22 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
     """The exported model without regions and in-place ops, and {FQN of a buffer: its new value}."""
     mode, tensors = watch.fakes(model)
     inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # a new one each: export merges inputs that are one object
-    training = {name: m.training for name, m in model.named_modules()}
     wrapper = _Wrapper(model, leaves, loss)
     wrapper.training = model.training
     with (
-        warnings.catch_warnings(), watch.lean_transformers(model), watch.watching(wrapper.side), known_values(),
+        warnings.catch_warnings(), watch.lean_transformers(model), watch.watching(wrapper.side), known_values(), traceable(),
         watch.swapped(model, tensors),
         traced_with(source.trace_of_call),
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
+        numbers = steady.random_state()
         try:
             exported = torch.export.export(wrapper, inputs, strict=False)
         except Exception as e:  # tracing runs the user's Python, which may raise anything; it is raised again as what it means
-            raise _explained(e) from e
-        assert training == {name: m.training for name, m in model.named_modules()}
+            raise causes.of_error(e) from e
+        if steady.random_state() != numbers:
+            with mode:
+                raise steady.refuse_random(*steady.line_that_changes(steady.random_state, lambda: wrapper(*inputs)))
         gm = exported.graph_module
         cut = functional.inline_regions(gm)
         functional.drop_checks(gm.graph)
@@ -184,42 +200,23 @@ def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
     return found
 
 
-def _explained(error: Exception) -> ShardcError:
-    """What an exception raised while tracing means to the user."""
-    chain: list[BaseException] = [error]
-    while (e := chain[-1].__cause__ or chain[-1].__context__) is not None and e not in chain:
-        chain.append(e)
-    for e in chain:
-        if isinstance(e, ShardcError):
-            return e
-    at = source.of_exception(error)
-    code = f" ({at.code})" if at.code else ""
-    if any(isinstance(e, DATA_DEPENDENT) for e in chain):
-        return ShardcError(
-            f"the model's control flow or shapes depend on a tensor's value{code}", where=at.line,
-            fix="compute both branches and choose with torch.where; for experts use an implementation without a loop over them",
-        )  # fmt: skip
-    text = str(error).strip().splitlines()
-    return ShardcError(
-        f"the model's forward failed: {type(error).__name__}: {text[0] if text else ''}{code}", where=at.line,
-        fix="check that model and batch run together in plain PyTorch",
-    )  # fmt: skip
-
-
 def _check(graph: fx.Graph) -> None:
-    """Refuse what depends on the values of tensors and was traced nevertheless: `.item()`, unknown sizes."""
+    """Refuse what was traced though no program can hold it: values of tensors as numbers, unknown sizes, sparse tensors, transforms."""
     for node in graph.nodes:
         val = node.meta.get("val")
         many = val if isinstance(val, (tuple, list)) else (val,)
+        name = values.op_name(node.target)
+        if any(isinstance(v, Tensor) and v.layout is not torch.strided for v in many):
+            raise causes.of_op(node, f"sparse {name}")
+        if node.op == "call_function" and node.target is not operator.getitem and not isinstance(node.target, OpOverload):
+            raise causes.of_op(node, f"transform {name}")
         dynamic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or any(
             isinstance(v, Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape) for v in many
         )
         if dynamic:
-            at = source.of_node(node)
-            raise ShardcError(
-                f"the model's control flow or shapes depend on a tensor's value ({at.code or node.target})", where=source.where(at),
-                fix="keep it a tensor: no .item(), no nonzero, no boolean indexing",
-            )  # fmt: skip
+            first = node.args[0] if node.target is operator.getitem else node
+            assert isinstance(first, fx.Node)
+            raise causes.of_op(node, values.op_name(first.target))
 
 
 # --- into a Program ---------------------------------------------------------------------------------------------------
@@ -261,8 +258,12 @@ def _lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: 
     placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
     specs = exported.graph_signature.input_specs
     for spec in specs:
+        if spec.kind == InputKind.CUSTOM_OBJ:
+            raise causes.of_input(placeholders[spec.arg.name], "object")
         if spec.kind == InputKind.CONSTANT_TENSOR:
             constant = exported.constants[str(spec.target)].detach()
+            if isinstance(constant, FakeTensor):
+                raise causes.of_input(placeholders[spec.arg.name], "fake")
             node = place(str(spec.target).removeprefix("model."), values.of_tensor(constant))
             buffers.append(Buffer(node.name, "", tuple(constant.shape), constant.dtype, persistent=False, constant=constant))
             env[placeholders[spec.arg.name]] = node
@@ -281,6 +282,10 @@ def _lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: 
     owners = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
     news = {owners[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
     with_news = tuple(_detached(graph, news[b.name]) for b in buffers if b.updated)
+    if not values.requires_grad(loss) and any(p.requires_grad for p in params):
+        what = "the loss depends on no trainable parameter"
+        fix = "check that nothing between the parameters and the loss is detached, or computed under no_grad"
+        raise ShardcError(what, where=source.where(loss.meta.get("source", Source())), fix=fix)
     graph.output((loss, with_news))
     graph.lint()
     meta = {"model": type(model).__name__, "shared_modules": _shared_modules(model)}

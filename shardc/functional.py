@@ -173,6 +173,7 @@ def remove_inplace(
     inplace = [node for node in graph.nodes if is_inplace(node)]
     if any(_writes_out(node) for node in inplace):
         return None
+    grads = _with_gradient(graph, params, cut) if inplace else set()
     for node in inplace:
         for x in _written(node):
             if (name := params.get(root[x])) is not None:
@@ -180,10 +181,10 @@ def remove_inplace(
                     f"the forward pass writes to the parameter {name.removeprefix('model.')!r}", where=source.place(node),
                     fix="change parameters outside of forward, or make it a buffer",
                 )  # fmt: skip
-            if node in cut and root[x] not in cut and root[x] not in buffers and root[x].op != "placeholder":
+            if ((node in cut and root[x] not in cut) or _detached(x, grads)) and root[x] not in buffers and root[x].op != "placeholder":
                 raise ShardcError(
-                    f"{node.target} changes an activation in place under no_grad, behind autograd's back", where=source.place(node),
-                    fix="compute a new tensor instead",
+                    f"{node.target} changes an activation in place under no_grad or through .detach(), .data: behind autograd's back",
+                    where=source.place(node), fix="compute a new tensor instead",
                 )  # fmt: skip
             if x in family[root[x]] and not _only_one_lives(x, node, family[root[x]], order):
                 return None
@@ -218,6 +219,26 @@ def _aliased(node: fx.Node) -> fx.Node | None:
         if declared or torch.Tag.maybe_aliasing_or_mutating in node.target.tags:  # the latter: dropout, type_as, ...
             return node.args[0]
     return None
+
+
+def _with_gradient(graph: fx.Graph, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> set[fx.Node]:
+    """The values through which a gradient flows to a parameter."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in params or (node not in cut and node.target is not aten.detach.default and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _detached(x: fx.Node, grads: set[fx.Node]) -> bool:
+    """Does a value share the memory of one that has a gradient and is a result of its own, without having one itself?"""
+    node: fx.Node | None = x
+    while node is not None:
+        before = _aliased(node)
+        if node.target is aten.detach.default and before in grads and len(node.args[0].users) > 1:  # type: ignore[union-attr]
+            return True
+        node = before
+    return False
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

@@ -3,6 +3,7 @@
     if (mask == causal).all():                  # masks made of constants: a traced tensor, whose value does not depend on the batch
     if (var < 0).any(): raise ValueError(...)   # a check: the captured program does what the model does where nothing is wrong
     assert ids.max() < n
+    if mask.any(): x[mask] = 0                  # the branch does nothing where the condition is false: it may always be taken
 """
 
 from __future__ import annotations
@@ -55,13 +56,16 @@ def _asking(original: Callable[..., Any], check: bool) -> Callable[..., Any]:
 
 
 def harmless(frame: FrameType) -> bool | None:
-    """The truth value with which a check in progress in `frame` does not raise; None if what runs there is no check."""
+    """The truth value that does no harm to what `frame` asks: with which a check does not raise; None if what runs there is no check."""
     return _checks(frame.f_code).get(frame.f_lineno)
 
 
 @lru_cache(maxsize=256)
 def _checks(code: CodeType) -> dict[int, bool]:
-    """Lines of a function's checks (`if x: raise`, `assert x`) -> the truth value of what they ask with which they do not raise."""
+    """Lines of a function's checks (`if x: raise`, `assert x`) -> the truth value of what they ask with which they do not raise.
+
+    And of conditions of writes to a mask (`if mask.any(): x[mask] = 0`) -> True.
+    """
     try:
         lines, first = inspect.getsourcelines(code)
     except OSError:  # code without a file
@@ -75,6 +79,8 @@ def _checks(code: CodeType) -> dict[int, bool]:
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and all(isinstance(s, ast.Raise) for s in node.body):
             asked = _asked(node.test, False)
+        elif isinstance(node, ast.If) and not node.orelse and all(_writes_where(node.test, s) for s in node.body):
+            asked = {True}
         elif isinstance(node, ast.Assert):
             asked = _asked(node.test, True)
         else:
@@ -83,6 +89,16 @@ def _checks(code: CodeType) -> dict[int, bool]:
             span = range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1)
             found |= dict.fromkeys((line + shift for line in span), asked.pop())
     return found
+
+
+def _writes_where(test: ast.expr, statement: ast.stmt) -> bool:
+    """Is it `x[mask] = value` behind `if mask.any():` (or torch.any(mask))?"""
+    if not isinstance(test, ast.Call) or not isinstance(test.func, ast.Attribute) or test.func.attr != "any":
+        return False
+    mask = test.args[0] if test.args else test.func.value
+    return isinstance(statement, ast.Assign) and all(
+        isinstance(t, ast.Subscript) and ast.dump(t.slice) == ast.dump(mask) for t in statement.targets
+    )
 
 
 def _asked(test: ast.expr, wanted: bool) -> set[bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from shardc import source, watch
 from shardc.errors import Errors, ShardcError
 from shardc.interpret import interpret, reach
-from shardc.program import Program
+from shardc.program import Program, Source
 from shardc.torch_private import FakeTensor
 
 #: Models up to so many multiply-adds (parameters × tokens) are run; larger ones only pass the static checks.
@@ -28,15 +28,18 @@ LIMIT_PARAMS = 50e6
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
-def prove(program: Program, model: nn.Module, batch: Any, eager: Callable[[Any], Tensor]) -> tuple[str, ...]:
-    """Compare the captured graph with `eager(batch) -> loss`, which runs the user's model.
+def prove(
+    program: Program, model: nn.Module, batch: Any, eager: Callable[[Any], Tensor], changed: Mapping[str, Source]
+) -> tuple[str, ...]:  # fmt: skip
+    """Compare the captured graph with `eager(batch) -> loss`, which runs the user's model. changed: attributes that its forward sets.
 
     Returns notes for the user: why nothing was compared, if so. Raises ShardcError naming every tensor that differs.
     """
     sizes = [math.prod(p.shape) for p in program.params]
     elements = max(i.value.nbytes() // i.dtype.itemsize for i in program.inputs)
     if sum(sizes) > LIMIT_PARAMS or sum(sizes) * elements > LIMIT_WORK:
-        return ("capture was checked statically only: the model is too large to run here once",)
+        sets = (f"forward sets {', '.join(map(repr, changed))}: the program sees the value of the first call",) if changed else ()
+        return ("capture was checked statically only: the model is too large to run here once", *sets)
     real = not any(_empty(x) for x in (*model.parameters(), *model.buffers(), *(reach(batch, i.path) for i in program.inputs)))
     generator = torch.Generator().manual_seed(0)
     tensors = {id(x): _leaf(x, generator) for x in (*model.parameters(), *model.buffers())}
@@ -56,6 +59,16 @@ def prove(program: Program, model: nn.Module, batch: Any, eager: Callable[[Any],
             with watch.swapped(model, tensors):  # backward too: a reentrant checkpoint runs the model again
                 want = eager(whole)
                 want_grads = _grads(want, trained)
+                after = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
+            if changed:
+                with torch.no_grad():
+                    for name, buffer in buffers.items():
+                        buffer.copy_(before[name])
+                torch.manual_seed(0)
+                with watch.swapped(model, tensors):
+                    _same_again(want, eager(whole), changed)
+        except ShardcError:
+            raise
         except Exception as e:  # the user's own code; on made-up numbers it may fail where it would not on real ones
             if not real:
                 why = f"the model does not run on made-up numbers ({type(e).__name__}: {e})"
@@ -70,6 +83,7 @@ def prove(program: Program, model: nn.Module, batch: Any, eager: Callable[[Any],
         got_grads = _grads(got, trained)
     errors = Errors()
     _compare(errors, "the loss", "", want, got)
+    errors.raise_any()  # gradients that differ as well say nothing more
     # a gradient that is zero in exact arithmetic (an attention key's bias) is rounding on both sides: measured against the largest
     floor = 1e-3 * max((_largest(g) for g in want_grads.values()), default=0.0)
     for p in program.params:
@@ -77,14 +91,28 @@ def prove(program: Program, model: nn.Module, batch: Any, eager: Callable[[Any],
             _compare(errors, "the gradient", p.fqn, want_grads[p.name], got_grads[p.name], floor)
     for b in program.buffers:
         if b.updated:
-            _compare(errors, "the new value", b.fqn, buffers[b.fqn], news[b.name])
-        elif b.constant is None and not torch.equal(before[b.fqn], buffers[b.fqn]):
+            _compare(errors, "the new value", b.fqn, after[b.fqn], news[b.name])
+        elif b.constant is None and not torch.equal(before[b.fqn], after[b.fqn]):
             errors.add(
                 "the model updates the buffer, but the captured graph does not", where=b.fqn,
                 fix="update it with an in-place op in forward",
             )  # fmt: skip
     errors.raise_any()
     return ()
+
+
+def _same_again(first: Tensor, second: Tensor, changed: Mapping[str, Source]) -> None:
+    """Raise ShardcError if two calls of the model, with the same buffers and random numbers, gave different losses."""
+    again = Errors()
+    _compare(again, "the loss", "", first, second)
+    if again.found:
+        at = next((at for at in changed.values() if at.line), Source())
+        code = f" ({at.code})" if at.code else ""
+        names = ", ".join(map(repr, changed))
+        raise ShardcError(
+            f"the model gives another loss when it is called again: its forward sets {names}, of which a program sees the first value{code}",
+            where=at.line, fix="make it a buffer (register_buffer) that forward changes in place, or set it outside of forward",
+        )  # fmt: skip
 
 
 def _empty(x: Any) -> bool:

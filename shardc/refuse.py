@@ -7,6 +7,7 @@ import operator
 from torch import fx
 
 from shardc.calls import result, tensors
+from shardc.causes import way_around
 from shardc.errors import Errors
 from shardc.mesh import Mesh
 from shardc.placement import Shard
@@ -30,7 +31,9 @@ def check_rules(program: Program, *, replicate: bool) -> list[str]:
         if replicate:
             notes.append(f"{at}: {name} has no rule; every rank runs it whole")
         else:
-            errors.add(what, where=at, fix=f"register one, shardc.rule({name}, \"... -> ...\"), or set `unknown_ops: replicate`")
+            around = way_around(name)
+            register = f"{'or ' if around else ''}register one, shardc.rule({name}, \"... -> ...\"), or set `unknown_ops: replicate`"
+            errors.add(what, where=at, fix=f"{around}; {register}" if around else register)
     errors.raise_any()
     return notes
 

@@ -76,7 +76,7 @@ def of_exception(error: BaseException) -> Source:
         tb = e.__traceback__
         while tb is not None:
             if is_users(tb.tb_frame.f_code.co_filename):
-                found = _of_frame(tb.tb_frame, tb.tb_lineno)
+                found = of_frame(tb.tb_frame, tb.tb_lineno)
             tb = tb.tb_next
         if found.line:
             return found
@@ -86,7 +86,7 @@ def of_exception(error: BaseException) -> Source:
 def of_call() -> Source:
     """The innermost user's line of the calls now in progress."""
     frame = _users_frame()
-    return Source() if frame is None else _of_frame(frame, frame.f_lineno)
+    return Source() if frame is None else of_frame(frame, frame.f_lineno)
 
 
 def trace_of_call() -> str | None:
@@ -104,7 +104,8 @@ def _users_frame() -> FrameType | None:
     return frame
 
 
-def _of_frame(frame: FrameType, line: int) -> Source:
+def of_frame(frame: FrameType, line: int) -> Source:
+    """A line of a frame."""
     name = frame.f_code.co_filename
     return Source("", f"{Path(name).name}:{line}", linecache.getline(name, line).strip())
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from shardc import custom_function, source
 from shardc.errors import Errors, ShardcError
-from shardc.torch_private import FakeTensor, fake_mode, fake_tensor, traced_node
+from shardc.torch_private import FakeTensor, OpOverload, fake_mode, fake_tensor, traced_node
 
 T = TypeVar("T")
 
@@ -82,13 +82,18 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
     """
     masking: ModuleType | None = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:
-        for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
-            if getattr(config, "use_cache", None) is True:
-                stack.enter_context(mock.patch.object(config, "use_cache", False))
+        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
+        cached = [c for c in configs if getattr(c, "use_cache", None) is True]
+        for config in cached:
+            stack.enter_context(mock.patch.object(config, "use_cache", False))
         if masking is not None:
             packed = masking.find_packed_sequence_indices
+            # a model that fills a cache does not look for packed sequences; checkpointing turns its cache off
+            looks = not cached or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
 
             def find_packed_sequence_indices(position_ids: Tensor) -> Any:
+                if not looks:
+                    return None
                 known = constant_value(position_ids)
                 return packed(position_ids) if known is None or untraced(packed, known) is not None else None
 
@@ -104,11 +109,21 @@ def isinstance_fake(x: Any = None) -> bool:
 
 
 def constant_value(x: Tensor) -> Tensor | None:
-    """The value of a traced tensor that depends on no input and no parameter; None for all others."""
+    """The value of a traced tensor that depends on no input and no parameter; None for all others.
+
+    Random numbers have no value, except where it is the same at both ends of their range: `torch.rand([]) < 0.0`.
+    """
     if not isinstance(x, FakeTensor):
         return x
     node = traced_node(x)
-    return None if node is None else untraced(_evaluate, node, {})
+    if node is None:
+        return None
+    known: dict[fx.Node, Tensor] = {}
+    low = untraced(_evaluate, node, known, 0.0)
+    if low is None or not any(_random(n) for n in known):
+        return low
+    high = untraced(_evaluate, node, {}, 1.0 - 2.0**-24)
+    return low if high is not None and torch.equal(low, high) else None
 
 
 def untraced(function: Callable[..., T], *args: Any) -> T:
@@ -117,17 +132,24 @@ def untraced(function: Callable[..., T], *args: Any) -> T:
         return pool.submit(function, *args).result()
 
 
-def _evaluate(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
+def _evaluate(node: fx.Node, known: dict[fx.Node, Tensor], drawn: float) -> Tensor | None:
+    """The value of a node that depends on nothing given. drawn: what uniform random numbers are taken to be."""
     if node in known:
         return known[node]
-    if node.op != "call_function":
+    if node.op != "call_function" or (_random(node) and node.target._schema.name not in ("aten::rand", "aten::rand_like")):  # type: ignore[union-attr]
         return None
     for n in node.all_input_nodes:
-        if _evaluate(n, known) is None:
+        if _evaluate(n, known, drawn) is None:
             return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
-    known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    with torch.random.fork_rng(devices=[]):
+        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    known[node] = result.fill_(drawn) if _random(node) else result
     return known[node]
+
+
+def _random(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 @contextmanager

@@ -324,17 +324,17 @@ def _range(self: Net, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "line"),
+    ("function", "what", "line"),
     [
-        (_branch, "if y.sum() > 0:"),
-        (_item, "y.sum() * y.max().item()"),
-        (_experts, "rows = torch.where(chosen == expert)[0]"),
-        (_masked, "return y[y > 0].sum()"),
-        (_range, "for _ in range(int(y.sum())):"),
+        (_branch, "a branch depends on a tensor's value", "if y.sum() > 0:"),
+        (_item, "a tensor becomes a Python number", "y.sum() * y.max().item()"),
+        (_experts, "the loop over experts depends on a tensor's value", "rows = torch.where(chosen == expert)[0]"),
+        (_masked, "indexing by a condition gives a size that depends on a tensor's value", "return y[y > 0].sum()"),
+        (_range, "the length of a loop depends on a tensor's value", "for _ in range(int(y.sum())):"),
     ],
 )
-def test_data_dependence_is_refused(function: Any, line: str) -> None:
-    refused(function, "the model's control flow or shapes depend on a tensor's value", line=line)
+def test_data_dependence_is_refused(function: Any, what: str, line: str) -> None:
+    refused(function, what, line=line)
 
 
 def test_losses_that_are_none() -> None:

@@ -72,6 +72,45 @@ def test_checks_that_only_raise_are_left_out(function: Callable[[Tensor], Tensor
     captured(function)
 
 
+def test_writes_to_a_mask_need_no_condition() -> None:
+    def function(x: Tensor) -> Tensor:
+        x, mask = x * 1, x > 0
+        if mask.any():
+            x[mask] = -2.0
+        if torch.any(mask):
+            x[mask] = 1.0
+        return x
+
+    assert aten.index_put.default in captured(function)
+
+    def other(x: Tensor) -> Tensor:
+        mask = x > 0
+        if mask.any():
+            x = x * 2
+        return x
+
+    with pytest.raises(shardc.ShardcError, match="a branch depends on a tensor's value"):
+        captured(other)
+
+
+def test_random_numbers_are_known_only_where_all_agree() -> None:
+    """LayerDrop: at rate 0 no layer is dropped; at another rate nobody knows."""
+
+    def layer(rate: float) -> Callable[[Tensor], Tensor]:
+        def function(x: Tensor) -> Tensor:
+            dropout_probability = torch.rand([])
+            if not dropout_probability < rate:
+                x = x.sin()
+            return x
+
+        return function
+
+    assert aten.sin.default in captured(layer(0.0))
+    assert aten.sin.default not in captured(layer(1.0))
+    with pytest.raises(shardc.ShardcError, match="LayerDrop leaves out layers at random"):
+        captured(layer(0.1))
+
+
 def branches(x: Tensor) -> Tensor:
     if (x > 0.5).all():
         x = x * 2
@@ -88,7 +127,7 @@ def branches_or_raises(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [branches, branches_or_raises, raises_on_either])
 def test_what_does_more_than_raise_is_refused(function: Callable[[Tensor], Tensor]) -> None:
     """`raises_on_either` asks for two truth values on one line, which do not tell which of them is asked for."""
-    with pytest.raises(shardc.ShardcError, match="control flow or shapes depend on a tensor's value"):
+    with pytest.raises(shardc.ShardcError, match="a branch depends on a tensor's value"):
         captured(function)
 
 

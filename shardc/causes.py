@@ -1,0 +1,195 @@
+"""Why a model cannot be captured: one message per cause, as a table.
+
+A cause is recognised by what was raised while the model was traced, by an op in the graph, or by the line of the model; the first row
+that fits counts. Rows for known cases of libraries come first, general ones last.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from shardc import source
+from shardc.errors import ShardcError
+from shardc.program import Source
+from shardc.torch_private import DATA_DEPENDENT
+
+DATA = "data-dependent"  # stands for what tracing raises where the value of a tensor is asked for
+MASK = "keep the size and mask instead: torch.where(mask, x, 0), and divide sums by mask.sum()"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One row. raised: regex on "TypeName: message" of any exception on the way, or DATA; op: regex on the name of an op in the graph;
+    code: regex on the model's line. All that are given have to fit. what: the sentence of the error ({op} is the op's name); fix: the way out.
+    """
+
+    what: str
+    fix: str
+    raised: str = ""
+    op: str = ""
+    code: str = ""
+
+    def fits(self, raised: str, op: str, code: str) -> bool:
+        pairs = ((self.raised, raised), (self.op, op), (self.code, code))
+        return all(re.search(pattern, text) is not None for pattern, text in pairs if pattern)
+
+
+DEPENDS = "depends on a tensor's value"
+NUMBER = f"a tensor becomes a Python number (.item(), int(), float(), tolist(), an index of one element): the program {DEPENDS}"
+KEEP = "keep it a tensor: x * n, not x * n.item(); pick rows with index_select(0, i.view(1)) or gather"
+CAUSES = (
+    # --- transformers
+    Cause(
+        f"LayerDrop leaves out layers at random: a branch {DEPENDS}",
+        "set the config's layerdrop to 0 (config.layerdrop, encoder_layerdrop, decoder_layerdrop)",
+        raised=DATA, code=r"layer_?drop|dropout_probability|skip_the_layer|drop_prob",
+    ),
+    Cause(
+        f"the loop over experts {DEPENDS}", 'config.experts_implementation = "batched_mm", or an implementation that runs every expert',
+        raised=DATA, code=r"expert",
+    ),
+    Cause(
+        f"the loop over experts {DEPENDS}", 'config.experts_implementation = "batched_mm", or an implementation that runs every expert',
+        op=r"nonzero|item|^where$", code=r"expert",
+    ),
+    Cause(
+        "the attention implementation needs a package or device that is not here",
+        'config._attn_implementation = "sdpa" (or model.set_attn_implementation("sdpa")); ranks run the fastest kernel of their device',
+        raised=r"(?i)flash.?attn|flash.?attention|flex.?attention|`kernels` is",
+    ),
+    Cause(
+        f"the labels without padding have a size that {DEPENDS}",
+        "give the loss from outside: loss=lambda output, batch: F.ctc_loss(...) takes padded labels [n, s] and their lengths",
+        op=r"masked_select|^index$", code=r"masked_select\(labels_mask\)",
+    ),
+    # --- the value of a tensor
+    Cause(
+        f"the size of the one-hot encoding {DEPENDS}", "give the number of classes: F.one_hot(x, num_classes=n)",
+        raised=DATA, code=r"one_hot\(",
+    ),
+    Cause(
+        f"the length of a loop {DEPENDS}", "run a fixed number of turns, and mask out what is too many: torch.where(i < n, step(x), x)",
+        raised=DATA, code=r"^\s*(for|while)\b|\brange\(",
+    ),
+    Cause(
+        f"a branch {DEPENDS}", "compute both branches and choose with torch.where(condition, a, b)",
+        raised=DATA, code=r"^\s*(if|elif|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b",
+    ),
+    Cause(
+        f"the size of a slice or tensor {DEPENDS}", MASK,
+        raised=DATA, code=r"\[[^\]]*:|\b(split|view|reshape|expand|narrow|zeros|ones|full|empty|rand|randn|arange)\(",
+    ),
+    Cause(NUMBER, KEEP, raised=DATA),
+    Cause(NUMBER, KEEP, op=r"^item$|_local_scalar_dense"),
+    Cause(
+        "packed sequences have a size that depends on the lengths' values", "feed the padded sequences and leave padding out of the loss",
+        op=r"_pack_padded_sequence|_pad_packed_sequence",
+    ),
+    Cause(
+        "repeat_interleave gives a size that depends on a tensor's values", "say it: repeat_interleave(x, n, output_size=total)",
+        op=r"repeat_interleave",
+    ),
+    Cause(f"indexing by a condition gives a size that {DEPENDS} (x[mask], masked_select)", MASK, op=r"^index$|masked_select"),
+    Cause(
+        f"{{op}} gives a size that {DEPENDS}", MASK,
+        op=r"nonzero|^where$|unique|bincount|histc|argwhere|_coalesce|masked",
+    ),
+    Cause("a sparse tensor ({op}) cannot be split", "use dense tensors: x.to_dense(), torch.scatter_add for sums over edges", op=r"^sparse "),
+    Cause(
+        "the model uses a transform of torch.func's that cannot be split ({op})", "write it with batched ops",
+        op=r"^transform ",
+    ),
+    Cause(
+        "a generator or another object of the model's own stands in the graph", "leave generator= out: the step's seed makes it reproducible",
+        op=r"^object$",
+    ),
+    Cause(
+        "a gradient is computed inside forward (torch.autograd.grad, torch.func.grad), where tracing does not see it",
+        "write the gradient in ordinary ops, as a formula",
+        op=r"^fake$",
+    ),
+    Cause(f"the size of what {{op}} gives {DEPENDS}", MASK, op=r"."),
+    # --- leaving the graph
+    Cause(
+        "the model leaves torch: .numpy() gives a value that the program cannot follow", "write it in torch ops",
+        raised=r"numpy\(\)|Can't call numpy|__array__",
+    ),
+    Cause(
+        "the model names a device that is not here", "make tensors where others are (device=x.device), or register them as buffers",
+        raised=r"not linked with support for|Torch not compiled with|No CUDA|Cannot access accelerator|Invalid device|to be on the same device",
+    ),
+    Cause(
+        "a parameter is changed in place while its gradient is recorded", "change parameters outside of forward, or make it a buffer",
+        raised=r"leaf Variable that requires grad",
+    ),
+    Cause(
+        "the model uses control flow or a transform of torch's own (torch.cond, torch.func, vmap) that cannot be split",
+        "write it with torch.where, batched ops, or a loop of fixed length",
+        raised=r"HigherOrder|higher order|functorch|vmap|UncapturedHigherOrderOpError",
+    ),
+    Cause(
+        "a TorchScript module cannot be traced", "use the module that was scripted",
+        raised=r"ScriptModule|RecursiveScriptModule|torch\.jit",
+    ),
+    Cause(
+        "the model copies a tensor with copy.deepcopy", "use x.clone()", raised=r"support the deepcopy protocol",
+    ),
+)  # fmt: skip
+
+
+#: Ops of libraries that have no rule -> the way around them.
+INSTEAD = {
+    "grouped_mm": 'config.experts_implementation = "batched_mm": products of batches have rules',
+}
+
+
+def way_around(op: str) -> str:
+    """How to do without an op that has no rule, if that is known; else ""."""
+    return next((fix for name, fix in INSTEAD.items() if name in op), "")
+
+
+def of_error(error: BaseException) -> ShardcError:
+    """What an exception that was raised while a model was traced means to its user."""
+    chain: list[BaseException] = [error]
+    while (e := chain[-1].__cause__ or chain[-1].__context__) is not None and e not in chain:
+        chain.append(e)
+    for e in chain:
+        if isinstance(e, ShardcError):
+            return e
+    at = source.of_exception(error)
+    raised = "\n".join(f"{type(e).__name__}: {e}" for e in chain)
+    if any(isinstance(e, DATA_DEPENDENT) for e in chain):
+        raised = DATA
+    for cause in CAUSES:
+        if cause.raised and cause.fits(raised, "", at.code):
+            return _error(cause, at, at.line)
+    text = str(error).strip().splitlines()
+    code = f" ({at.code})" if at.code else ""
+    return ShardcError(
+        f"the model's forward failed: {type(error).__name__}: {text[0] if text else ''}{code}", where=at.line,
+        fix="check that model and batch run together in plain PyTorch",
+    )  # fmt: skip
+
+
+def of_op(node: fx.Node, name: str) -> ShardcError:
+    """Why an op of an exported graph, whose result has a size or value that is not known, cannot be kept."""
+    at = source.of_node(node)
+    cause = next(c for c in CAUSES if c.op and c.fits("", name, at.code))
+    return _error(cause, at, source.where(at), op=name)
+
+
+def of_input(placeholder: fx.Node, kind: str) -> ShardcError:
+    """Why something that is neither parameter, buffer nor constant cannot be given to a graph. kind: "object" or "fake"."""
+    user = next(iter(placeholder.users), placeholder)
+    at = source.of_node(user)
+    cause = next(c for c in CAUSES if c.op and c.fits("", kind, at.code))
+    return _error(cause, at, source.where(at))
+
+
+def _error(cause: Cause, at: Source, where: str, **names: Any) -> ShardcError:
+    code = f" ({at.code})" if at.code else ""
+    return ShardcError(cause.what.format(**names) + code, where=where, fix=cause.fix)
