@@ -4,12 +4,14 @@ A stage is a function of its rank's parameters, buffers and inputs and of values
 and a microbatch m, forward keeps what the stage received (leaves) and what it made for others; backward starts from the gradients of the
 latter, and leaves those of the former, to be sent back. A program of one stage is the same loop over `F0 B0 F1 B1 ...`.
 
-A receive is posted where it stands and waited for by the action that uses it; sends are only waited for when the step ends.
+A receive is posted where it stands and waited for by the action that uses it; a send is waited for, and what it sent freed, when
+IN_FLIGHT others have begun after it.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +26,8 @@ from shardc.runtime.recompute import taped
 from shardc.runtime.schedule import Action
 from shardc.runtime.split_backward import Split, split
 
+#: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
+IN_FLIGHT = 2
 # fx writes a graph's code with notes on its nodes: ranks that are threads of one process must not do so at the same time
 _WRITING = threading.Lock()
 
@@ -161,7 +165,7 @@ class _Run:
         self.grads: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> gradients of what it made
         self.posted: dict[tuple[int, int, Way], list[tuple[Edge, dict[str, Tensor], list[Work]]]] = {}  # (stage, microbatch, way)
         self.outbox: dict[tuple[int, int, int, Way], list[Tensor]] = {}
-        self.sending: list[Work] = []
+        self.sending: deque[list[Work]] = deque()
         wanted = [a for a in actions if a.kind in ("B", "W")]
         self.first = wanted[0] if wanted else None
         self.last = {a.stage: a for a in wanted}
@@ -180,8 +184,9 @@ class _Run:
                 if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
                     e.add_note(f"at {action} of the schedule: stage {action.stage}, microbatch {action.microbatch}")
                 raise
-        for work in self.sending:
-            work.wait()
+        for works in self.sending:
+            for work in works:
+                work.wait()
 
     # --- computing
 
@@ -315,8 +320,11 @@ class _Run:
 
     def send(self, action: Action) -> None:
         edge, way = self._way(action)
-        self.sending = [work for work in self.sending if not work.done()]  # what has left is freed
         names = edge.names if way == "forward" else tuple(n for n, _ in edge.differentiable())
         to = self.on.schedule.placement[action.peer]
-        for name, x in zip(names, self.outbox.pop((edge.source, edge.target, action.microbatch, way)), strict=True):
-            self.sending.append(self.on.mesh.start_send(x, self.on.axis, to, direction=way, tag=name))
+        values = self.outbox.pop((edge.source, edge.target, action.microbatch, way))
+        works = [self.on.mesh.start_send(x, self.on.axis, to, direction=way, tag=n) for n, x in zip(names, values, strict=True)]
+        self.sending.append(works)
+        if len(self.sending) > IN_FLIGHT:  # schedules are proven to end even if every send waited for its receive at once
+            for work in self.sending.popleft():
+                work.wait()
