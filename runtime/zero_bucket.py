@@ -47,7 +47,7 @@ class Summed:
         self.seen: set[str] = set()  # gradients that some backward of this step has brought
         self._work = Work()
         self._kept: dict[str, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}  # of the last step
+        self._sums: dict[str, Tensor] = {}  # of the last step, in another dtype than its gradients
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
 
@@ -66,21 +66,12 @@ class Summed:
         self.missing = set(self.spec.params)
         if first:
             self.seen, self._sums = set(), {}
-            self._kept = {n: self._own(p.grad) for n, p in self.owned.items() if p.grad is not None}
+            self._kept = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
             for p in self.owned.values():
                 p.grad = None
 
-    def _own(self, grad: Tensor) -> Tensor:
-        """grad, or a copy if it lies in the bucket's memory."""
-        mine = self._memory()
-        return grad.clone() if mine is not None and grad.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr() else grad
-
-    def _memory(self) -> Tensor | None:
-        """Where finished gradients lie."""
-        return self._buffer
-
     def _flat(self) -> Tensor:
-        """The buffer of whole gradients, made when the first one arrives."""
+        """The buffer of whole gradients, made when the step's first one arrives."""
         if self._buffer is None:
             self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
             self._buffer[sum(self.flat.sizes) :].zero_()
@@ -117,9 +108,13 @@ class Summed:
         """Later buckets are under way: go on with this one."""
 
     def finish(self) -> None:
-        """Wait for the sums: gradients stand in `.owned`."""
+        """Wait for the sums: gradients stand in `.owned`, and nowhere else: who lets go of them frees the memory for the next forward."""
         self._work.wait()
         self._give(self._views)
+        self._free()
+
+    def _free(self) -> None:
+        self._buffer, self._views = None, {}
 
     def _give(self, sums: dict[str, Tensor]) -> None:
         for name, p in self.owned.items():
@@ -130,7 +125,7 @@ class Summed:
                 p.grad = sums[name].to(p.dtype)
                 if kept is not None:
                     p.grad.add_(kept)
-        self._kept, self._sums = {}, sums
+        self._kept, self._sums = {}, {n: x for n, x in sums.items() if x.dtype != self.owned[n].dtype}
 
     def narrow(self) -> None:
         """After an update: gradients that were widened for it lie where they were summed again, in that dtype."""
@@ -139,6 +134,7 @@ class Summed:
                 grad, p.grad = p.grad, None
                 p.grad_dtype = None  # any
                 p.grad = self._sums[name].copy_(grad)
+        self._sums = {}
 
     # --- parameters
 
@@ -165,9 +161,6 @@ class _Part(Summed):
         self.rest = tuple(a for a in self.spec.axes if a != self.spec.shard)
         self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
         self._sum: Tensor | None = None  # the gradients' part
-
-    def _memory(self) -> Tensor | None:
-        return self._sum
 
     def _slices(self, part: Tensor) -> dict[str, Tensor]:
         """This rank's stretch of every parameter in its part of the flat buffer."""
@@ -245,7 +238,7 @@ class Cut(_Part):
         flat = self._filled()
         if self.spec.zero == 1:
             self._sum = flat[self.low : self.high]
-        elif self._sum is None:
+        else:
             self._sum = torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
         self._reduce(flat, self._sum)
         self._settled = False
@@ -256,7 +249,7 @@ class Cut(_Part):
             self._work.wait()
             self._settled = True
             if self.spec.zero >= 2:
-                self._buffer, self._views = None, {}
+                self._free()
             self._rest(self._sum)
 
     def finish(self) -> None:
@@ -264,6 +257,8 @@ class Cut(_Part):
         self._work.wait()
         assert self._sum is not None
         self._give_part(self._sum)
+        self._sum = None
+        self._free()
 
     # --- parameters
 
@@ -395,6 +390,7 @@ class Stored(_Part):
         self._work.wait()
         if self._sum is not None:
             self._give_part(self._sum)
+            self._sum = None
         else:
             self._give({})
 
