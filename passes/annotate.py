@@ -20,6 +20,7 @@ from shardc.calls import result, tensors, values
 from shardc.errors import Errors
 from shardc.mesh import Mesh
 from shardc.passes import explicit, heads, plans, structure, uneven
+from shardc.passes.experts import Experts
 from shardc.passes.plan import Plan
 from shardc.passes.roles import styled
 from shardc.patterns import first_match, match, nearest
@@ -54,6 +55,8 @@ class Annotate:
                 plan = self._plan(program, mesh, weights.named, layouts)
                 layouts |= weights.planned(plan)
                 program = replace(program, notes=(*program.notes, *plan.notes), meta={**program.meta, **self._written(program, plan, weights.named)})
+        with errors.collect():
+            layouts |= Experts(self.spec, program).layouts(layouts, mesh)
         if self.spec.uneven == "pad":
             layouts = uneven.pad_weights(program, layouts, mesh)
         with errors.collect():

@@ -39,6 +39,7 @@ from shardc.passes import (  # noqa: F401 (they register)
     canonical_random,
     canonical_recurrent,
     canonical_views,
+    experts,
 )
 from shardc.passes.canonical_decompose import decompose, needed
 from shardc.passes.canonical_emit import TABLE, Args, Emit, Result

@@ -115,6 +115,10 @@ class _Writer:
         last = typed[0] if not isinstance(node.meta["value"], tuple) else typed
 
         def emit(target: Any, a: tuple[Any, ...], k: dict[str, Any], *, value: Any = None, collective: Collective | None = None) -> fx.Node:
+            if collective is not None and not collective.cause:
+                why = [node.meta.get("why", {}).get(part, "") for axis in collective.axes for part in self.mesh.parts(axis)]
+                cause = "; ".join(dict.fromkeys(filter(None, why)))
+                collective = replace(collective, cause=cause, asked=bool(cause))
             return self._emit(target, a, k, last if value is None else value, node, collective)
 
         split = any(s.kind not in ("replicate", "varying", "partial") for s in strategies.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +183,18 @@ class RankMesh(ABC):
         self._note("all_to_all", (axis,), parts.nbytes, direction, tag)
         return self._all_to_all(parts.contiguous(), axis, tag)
 
+    def all_to_all_rows(
+        self, x: Tensor, sent: Sequence[int], received: Sequence[int], axes: tuple[str, ...], *, direction: str = "forward", tag: str = ""
+    ) -> Tensor:  # fmt: skip
+        """x [rows, ...]: the first sent[0] for the first rank of the group over `axes`, and so on -> [rows, ...]: what came, by rank.
+
+        received: rows that come from each. A rank may send nothing, and get nothing.
+        """
+        if self.members(axes) == 1:
+            return x
+        self._note("all_to_all", axes, x.nbytes, direction, tag)
+        return self._all_to_all_rows(x.contiguous(), list(sent), list(received), axes, tag)
+
     def start_send(self, x: Tensor, axis: str, to: int, *, direction: str = "forward", tag: str = "") -> Work:
         """Send a tensor to the rank at another coordinate of `axis`, in the background. x may not be changed until then.
 
@@ -221,6 +233,9 @@ class RankMesh(ABC):
 
     @abstractmethod
     def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor: ...
+
+    @abstractmethod
+    def _all_to_all_rows(self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str) -> Tensor: ...
 
     @abstractmethod
     def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work: ...
@@ -336,6 +351,11 @@ class TorchMesh(RankMesh):
     def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor:
         out = torch.empty_like(parts)
         dist.all_to_all_single(out, parts, group=self._group((axis,)))
+        return out
+
+    def _all_to_all_rows(self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str) -> Tensor:
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(out, x, received, sent, group=self._group(axes))
         return out
 
     def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:

@@ -189,6 +189,15 @@ class LoopbackMesh(RankMesh):
 
         return self._exchange((axis,), f"all_to_all {_named(tag, parts)}", parts.detach(), combine)
 
+    def _all_to_all_rows(self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str) -> Tensor:
+        def combine(items: list[tuple[Tensor, ...]]) -> list[Tensor]:
+            return [torch.cat([parts[i] for parts in items]) for i in range(len(items))]
+
+        what = f"all_to_all {tag} {x.dtype} rows of {list(x.shape[1:])}"  # their numbers differ from rank to rank
+        found = self._exchange(axes, what, x.detach().split_with_sizes(sent), combine)
+        assert len(found) == sum(received)
+        return found
+
     def _peer(self, axis: str, coordinate: int) -> int:
         return self.layout.group(self.rank, (axis,))[coordinate]
 

@@ -16,6 +16,15 @@ from torch.autograd.function import once_differentiable
 
 from shardc.placement import Shard, trim, widen
 from shardc.runtime import digits
+from shardc.runtime.experts import (
+    experts,
+    experts_apply,
+    experts_combine,
+    experts_keep,
+    experts_return,
+    experts_route,
+    experts_send,
+)
 from shardc.runtime.math_ops import (
     batch_stat,
     embedding_partial,
@@ -34,9 +43,10 @@ from shardc.runtime.zero_ops import gather_start, gather_wait, updated
 
 __all__ = [
     "all_gather", "all_gather_varying", "all_reduce", "all_reduce_max", "all_to_all", "batch_stat", "dropout", "dropout_mask",
-    "embedding_partial", "fill_padding", "gather_start", "gather_wait", "masked", "nll", "nll_join", "nll_max", "nll_parts",
-    "partial_mean", "random", "reduce_scatter", "select_partial", "shard", "shard_varying", "to_partial", "total",
-    "unshard_partial", "unvary", "updated", "vary", "varying_to_partial",
+    "embedding_partial", "experts", "experts_apply", "experts_combine", "experts_keep", "experts_return", "experts_route", "experts_send",
+    "fill_padding", "gather_start", "gather_wait", "masked", "nll", "nll_join", "nll_max", "nll_parts", "partial_mean", "random",
+    "reduce_scatter", "select_partial", "shard", "shard_varying", "to_partial", "total", "unshard_partial", "unvary", "updated", "vary",
+    "varying_to_partial",
 ]  # fmt: skip
 
 Mesh = Any  # shardc.runtime.comm's meshes; a protocol would only repeat their docstrings

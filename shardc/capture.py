@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from shardc import causes, functional, proof, source, steady, values, watch
+from shardc import causes, functional, proof, source, steady, transformers_experts, values, watch
 from shardc.errors import ShardcError
 from shardc.known_values import known_values
 from shardc.mesh import Mesh
@@ -153,8 +153,8 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
     wrapper = _Wrapper(model, leaves, loss)
     wrapper.training = model.training
     with (
-        warnings.catch_warnings(), watch.lean_transformers(model), watch.watching(wrapper.side), known_values(), traceable(),
-        watch.swapped(model, tensors),
+        warnings.catch_warnings(), watch.lean_transformers(model), transformers_experts.as_one_op(), watch.watching(wrapper.side),
+        known_values(), traceable(), watch.swapped(model, tensors),
         traced_with(source.trace_of_call),
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs

@@ -1,6 +1,6 @@
 """Read this first: the whole flow in one straight function. DESIGN section 1 has the picture.
 
-    capture ► precision ► canonical ► annotate ► place ► partition ► accumulate ► pipeline ► data      (experts: to come)
+    capture ► precision ► canonical ► experts ► annotate ► place ► partition ► accumulate ► pipeline ► checkpoint ► data
     global graph of one device                  one rank's program
 """
 
@@ -21,6 +21,7 @@ from shardc.passes.annotate import Annotate
 from shardc.passes.canonical import Canonical
 from shardc.passes.checkpoint import Checkpoint
 from shardc.passes.data import Data
+from shardc.passes.experts import Experts
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
 from shardc.passes.precision import Precision
@@ -68,6 +69,8 @@ def compile(
         program = steps.run("precision", lambda: dtypes.run(program))
     program = steps.run("canonical", lambda: Canonical().run(program))
     notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
+    if asked.experts:
+        program = steps.run("experts", lambda: Experts(asked, program).limited())
     wide = widened(Pipeline.inner(asked))
     program = steps.run("annotate", lambda: Annotate(wide, carried).run(program, wide.mesh))
     program = steps.run("place", lambda: place(program, program.mesh))

@@ -181,8 +181,20 @@ class Spec:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, and those of data.axis."""
-        return data_axes(self.batch, self.data, self.mesh.names)
+        """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, those of data.axis, and those that
+        experts have for themselves."""
+        found = data_axes(self.batch, self.data, self.mesh.names)
+        return found if self.batch.axes is not None else tuple(n for n in self.mesh.names if n in found or n in self.expert_axes)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes that experts have for themselves: no other section names them."""
+        others = {r.axis for r in self.shard if r.dims is None and r.style != "replicate"}
+        given = [*(r.dims or {} for r in self.shard), *(r.dims for r in self.activations)]
+        others |= {s.axis for dims in given for shards in dims.values() for s in shards}
+        others |= {self.shard_axis} if self.shard_use else set()
+        others |= {x.axis for x in (self.sequence, self.pipeline) if x is not None}
+        return tuple(dict.fromkeys(e.axis for e in self.experts if e.axis not in others))
 
     def where(self, path: tuple[str | int, ...]) -> str:
         """Place of a key, "spec.yaml:7:3"; of what encloses it if it is not written. For a dict: `spec: shard."*.o_proj"`."""

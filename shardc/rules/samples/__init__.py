@@ -4,6 +4,7 @@ from shardc.rules.samples import (
     attention,
     conv,
     create,
+    experts,
     fourier,
     index,
     linalg,
@@ -15,10 +16,11 @@ from shardc.rules.samples import (
     recurrent,
     reduce,
     views,
+    writes,
 )
 from shardc.rules.samples.make import RNG, SAMPLES, Arguments, Sample, Tensors, call, sample, samples
 
 __all__ = [
-    "RNG", "SAMPLES", "Arguments", "Sample", "Tensors", "attention", "call", "conv", "create", "fourier", "index", "linalg", "loss",
-    "matmul", "norm", "pointwise", "random", "recurrent", "reduce", "sample", "samples", "views",
+    "RNG", "SAMPLES", "Arguments", "Sample", "Tensors", "attention", "call", "conv", "create", "experts", "fourier", "index", "linalg", "loss",
+    "matmul", "norm", "pointwise", "random", "recurrent", "reduce", "sample", "samples", "views", "writes",
 ]  # fmt: skip

@@ -1,0 +1,116 @@
+"""Experts: `t h, t k, t k, e (2 i) h, e h i -> t h`. Tokens split is data parallel, i tensor parallel, e expert parallel.
+
+Two ways to spread experts over an axis. With tokens whole there, each rank computes what its experts make of all tokens: partial sums.
+With tokens split there too, tokens go to the experts' ranks and back ("exchange"): every expert sees all its tokens, so its weights'
+gradients are whole, and nothing but chosen tokens is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.placement import PARTIAL, VARYING, Layout, Partial, Placement, Shard
+from shardc.program import Collective, Value
+from shardc.rules.core import Call, LocalCall, Operand, Strategy, needs_vary, rule
+from shardc.rules.notation import Dim, Signature
+from shardc.runtime import ops
+from shardc.runtime.expert_activation import read
+
+#: Positions of the arguments of `ops.experts`.
+X, INDEX, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS, ACTIVATION, TRANSPOSED = range(9)
+
+
+def experts(call: Call) -> Signature:
+    """The signature of a call: what the activation takes apart says how i lies in the first product's columns."""
+    x, index, up, down = (call.operands[i].shape for i in (X, INDEX, UP, DOWN))
+    activation = read(call.arg(ACTIVATION, "activation"))
+    transposed = bool(call.arg(TRANSPOSED, "transposed", False))
+    i = down[1] if transposed else down[2]
+    sizes = {"t": x[0], "h": x[1], "k": index[1], "e": up[0], "p": activation.parts, "i": i, "o": x[1]}
+    columns: Dim = {"": ("i",), "halves": ("p", "i"), "stripes": ("i", "p")}[activation.word]
+    first: tuple[Dim, ...] = (("e",), ("h",), columns) if transposed else (("e",), columns, ("h",))
+    second: tuple[Dim, ...] = (("e",), ("i",), ("o",)) if transposed else (("e",), ("o",), ("i",))
+    ins: list[tuple[Dim, ...]] = [(("t",), ("h",)), (("t",), ("k",)), (("t",), ("k",)), first, second]
+    ins += [(("e",), columns)] * (_bias(call, UP_BIAS) is not None) + [(("e",), ("o",))] * (_bias(call, DOWN_BIAS) is not None)
+    return Signature(tuple(ins), ((("t",), ("o",)),), sizes, frozenset("ei"), frozenset("hkp"))
+
+
+def _bias(call: Call, position: int) -> int | None:
+    """Which operand a bias is."""
+    found = call.arg(position, "")
+    return found.index if isinstance(found, Operand) else None
+
+
+def linear(call: Call) -> str:
+    """In the weights of the choices; in the second product with its bias."""
+    bias = _bias(call, DOWN_BIAS)
+    return f"{WEIGHTS} | {DOWN}" + (f" {bias}" if bias is not None else "")
+
+
+def exchange(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
+    """Tokens and experts split over the same ranks."""
+    tokens = {p for p in available[X] | {Shard(0)} if isinstance(p, Shard) and p.dim == 0 and not p.sections}
+    held = {p for p in available[UP] | ({Shard(0)} if Shard(0) in available[UP] else set()) if isinstance(p, Shard) and p.dim == 0}
+    t, e = call.operands[X].shape[0], call.operands[UP].shape[0]
+    for x in sorted(tokens, key=repr):
+        for w in sorted(held, key=repr):
+            if x.padded(t) % (x.split * n) == 0 == w.padded(e) % (w.split * n) and not w.sections:
+                yield Strategy("exchange", (x, x, x, *[w] * (len(call.operands) - 3)), (x,))
+
+
+def flops(call: Call) -> int:
+    t, k = call.operands[INDEX].shape
+    return 2 * t * k * sum(math.prod(call.operands[i].shape[1:]) for i in (UP, DOWN))
+
+
+def local(call: LocalCall) -> fx.Node:
+    """Where experts are split: routing, exchange, products, exchange, weighted sum, each an op of its own."""
+    shards = call.inputs[UP].shards(0)
+    if not shards:
+        return call.same()
+    axes = call.mesh.collapse(call.axes("exchange"))
+    x, index, weights, up, down, up_bias, down_bias, activation, *rest = call.args
+    types = call.call.operands
+    experts, (t, k), h = types[UP].shape[0], types[INDEX].shape, types[X].shape[1]
+    digits, padding, blocks = tuple((a, s.split, *s.sections) for a, s in shards), shards[0][1].padding, shards[0][1].blocks
+    here = call.inputs[UP].local_shape(types[UP].shape, call.mesh)[0]
+    ranks = math.prod(call.mesh.size(a) for a in axes)
+
+    tokens = {a: replace(s, padding=s.padding * k) for a, s in call.inputs[X].shards(0)}
+
+    def typed(*shape: int, dtype: torch.dtype, layout: dict[str, Placement], grad: bool = False) -> Value:
+        return Value(shape, dtype, grad, Layout.of(layout, call.mesh))
+
+    summed: dict[str, Placement] = {a: PARTIAL for a, p in call.outputs[0].items if isinstance(p, Partial)}
+    every: dict[str, Placement] = {a: VARYING for a in summed if needs_vary(types[X])}
+    rows = typed(t * k, h, dtype=types[X].dtype, layout=tokens | every, grad=types[X].requires_grad)
+    made = typed(t * k, h, dtype=types[X].dtype, layout=tokens | summed, grad=call.call.results[0].requires_grad)
+    pairs = typed(t * k, dtype=torch.int64, layout=dict(tokens))
+    counts = typed(2, ranks, here, dtype=torch.int64, layout={})
+
+    def sends(value: Value, kind: str = "all_to_all") -> Collective | None:
+        nbytes = ranks * here * 8 if value is counts else value.nbytes(call.mesh)
+        return Collective("all_to_all", kind if value.requires_grad else "none", axes, nbytes) if axes else None
+
+    def part(node: fx.Node, i: int, value: Value) -> fx.Node:
+        return call.emit(operator.getitem, (node, i), {}, value=value)
+
+    mesh: Any = call.mesh_node
+    where = (index, mesh, axes, experts, digits, *((padding, blocks) if padding else ()))
+    route = call.emit(ops.experts_route, where, {}, value=(pairs, counts), collective=sends(counts))
+    order, numbers = part(route, 0, pairs), part(route, 1, counts)
+    sent = call.emit(ops.experts_send, (x, order, numbers, mesh, axes, k), {}, value=rows, collective=sends(rows))
+    result = call.emit(ops.experts_apply, (sent, numbers, up, down, up_bias, down_bias, activation, *rest), {}, value=made)
+    back = call.emit(ops.experts_return, (result, numbers, mesh, axes), {}, value=made, collective=sends(made)) if axes else result
+    return call.emit(ops.experts_combine, (back, order, weights), {})
+
+
+rule(ops.experts_keep, "t! k! -> t! k!")  # which of all tokens come first: their numbers are gathered, not the tokens
+rule(ops.experts, experts, linear=linear, added=(DOWN_BIAS, UP_BIAS), local=local, extra=exchange, flops=flops)
