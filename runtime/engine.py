@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardc.errors import ShardcError
 from shardc.program import Program
 from shardc.runtime import groups, inputs, lr, state
 from shardc.runtime.comm import TorchMesh
@@ -64,6 +65,9 @@ class Engine:
     gradient in the last step, before clipping; 0-dim, on every rank; None before the first step, and without `norm` and `clip_norm`.
     .scaler: the loss scaling that the spec asks for (shardc.runtime.scaler), or None. A step whose gradients are not finite on some rank
     leaves parameters and optimizer as they are, on every rank.
+
+    An error in a step before its update (a wrong batch, a failing op, Ctrl-C) leaves the engine as it was, if all ranks meet it: the next
+    step starts afresh. One in the update itself, as in an optimizer of one's own, does not: the engine then asks for a checkpoint.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Engine:
         self._offload = Offload(program.meta.get("offload", {}), self.mesh)
         self._buckets = Buckets(program, parts, self.mesh, self._offload)
         self.params = self._buckets.owned
-        self._updates = optimizer is not None
+        self._updates, self._whole = optimizer is not None, True
         self.optimizer = self._optimizer(optimizer) if optimizer is not None else None  # None also where a rank has nothing to train
         self._paged = Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
         self.scheduler = lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
@@ -125,6 +129,8 @@ class Engine:
 
     def backward(self, batch: Any, *, local: bool = False) -> Tensor:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
+        self._check()
+        self._buckets.reset(forward=True)
         values = self._take(batch, local=local)
         for p in self.params.values():
             p.grad = None
@@ -157,10 +163,12 @@ class Engine:
 
     def update(self) -> None:
         """The second half of `step`: clip, and step the optimizer."""
+        self._check()
         if self._updates:
             if self._wants_norm:
                 self.grad_norm = self._norm.total()
             if self.scaler is None or not self.scaler.overflow:
+                self._whole = False
                 if self.clip_norm is not None and self.grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
                 if self.optimizer is not None:
@@ -172,10 +180,21 @@ class Engine:
         if self.scaler is not None:
             self.scaler.next()
         self.rng.step += 1
+        self._whole = True
+
+    def _check(self) -> None:
+        """After an error in backward the next step is as any other; after one in an update, nobody knows what was updated."""
+        if not self._whole:
+            raise ShardcError(
+                "an update failed halfway: some parameters may have been updated, others not, and ranks may differ",
+                where="Engine.update", fix="load a checkpoint into this engine, or make a new one",
+            )  # fmt: skip
 
     @torch.no_grad()
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
         """The global loss without dropout and with BatchNorm's running statistics; nothing changes."""
+        self._check()
+        self._buckets.reset(forward=True)
         self.rng.training = False
         return self._interpreter.evaluate(self._take(batch, local=local))
 
@@ -200,6 +219,7 @@ class Engine:
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint that any mesh can load: parameters, buffers, optimizer, scheduler, loaders, step, seed. Collective."""
+        self._check()
         extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
         if self.scaler is not None:
             extra["loss_scale"] = self.scaler.state_dict()
@@ -211,6 +231,7 @@ class Engine:
 
     def load(self, folder: str | Path) -> None:
         """Read a checkpoint that any mesh wrote. Collective."""
+        self._buckets.reset(forward=True)
         self._buckets.settled()
         room = self._paged.room if self._paged is not None else None
         with self._offload.at_home():
@@ -219,6 +240,7 @@ class Engine:
         if self._paged is not None:
             self._paged.rest()
         self._buckets.publish()
+        self._whole = True
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])

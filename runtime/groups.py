@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -93,7 +94,13 @@ def groups(
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ShardcError for settings of groups that look like misspelt ones of the optimizer's: torch would ignore them."""
+    """Raises ShardcError for an optimizer that computes the loss itself, and for settings of groups that look like misspelt ones of the
+    optimizer's: torch would ignore them."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        what = f"{type(optimizer).__name__} computes the loss as often as it likes in a step, and the engine computes it once"
+        fix = "use program.module(model) in a loop of your own, and optimizer.step(closure)"
+        raise ShardcError(what, where="optimizer", fix=fix)
     errors = Errors()
     for i, group in enumerate(optimizer.param_groups):
         for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names"}:

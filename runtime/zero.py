@@ -114,9 +114,9 @@ class Buckets:
                 b.missing = set()  # what has not come will not come
         self._launch(all_of_them=False)
 
-    def reset(self) -> None:
-        """Forget a backward that failed halfway. Not while one is running."""
-        if self._active:
+    def reset(self, *, forward: bool = False) -> None:
+        """Forget a backward that failed halfway, and forwards that wait for theirs too. Not while one is running."""
+        if self._active or forward:
             self._gathered.finish()
         self._active = False
 

@@ -65,6 +65,7 @@ class Summed:
         """Before a backward. first: of the step; what stands in `.grad` then is added to what comes."""
         self.missing = set(self.spec.params)
         if first:
+            self._work.wait()  # of a step that failed halfway
             self.seen, self._sums = set(), {}
             self._kept = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
             for p in self.owned.values():
@@ -188,7 +189,7 @@ class _Part(Summed):
         """Begin to sum flat into part."""
         if self.spec.shard in self.spec.axes:
             self._work = self.mesh.start_reduce_scatter(flat, part, self.spec.shard, direction="backward", tag=self.tag)
-        elif part.data_ptr() != flat[self.low : self.high].data_ptr():
+        elif self.spec.zero > 1:  # else it is a part of flat
             part.copy_(flat[self.low : self.high])  # all ranks of the axis have the same gradient
 
     def _rest(self, part: Tensor) -> None:
@@ -351,7 +352,7 @@ class Stored(_Part):
     def start(self, first: bool) -> None:
         super().start(first)
         if first:
-            self._fresh = True
+            self._fresh, self._coming, self._flying = True, None, None
 
     def arrived(self, grads: Sequence[Tensor | None]) -> None:
         """Backward has all gradients of this bucket: begin their sum."""

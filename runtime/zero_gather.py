@@ -44,7 +44,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self._under_way: dict[Source, tuple[Tensor, Work]] = {}
-        self._alive: dict[int, tuple[StorageWeakRef, Source]] = {}  # by address: what forward has gathered, while it is there
+        self._alive: dict[StorageWeakRef, Source] = {}  # what forward has gathered
         # saved pieces that backward has not asked for, by bucket; the last one packed stands last; of each forward that waits for backward
         self._waiting: dict[Hashable, dict[Source, int]] = {}
         self._needed: dict[Source, int] = {}
@@ -63,23 +63,22 @@ class Gathered:
         self.start(bucket)
         whole, work = self._under_way.pop(bucket)
         work.wait()
-        storage = whole.untyped_storage()
-        self._alive[storage.data_ptr()] = StorageWeakRef(storage), bucket  # type: ignore[no-untyped-call]
+        self._alive[_storage(whole)] = bucket
         return whole
 
     @contextmanager
     def saving(self, run: Hashable = 0) -> Iterator[None]:
         """Around forward: autograd keeps notes of gathered buckets instead of the buckets."""
         self._needed = self._waiting[run] = {}
-        with saved_tensors_hooks(self._pack, self._unpack):
-            yield
-        self._alive.clear()
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._alive.clear()
 
     def _pack(self, x: Tensor) -> Tensor | _Saved:
-        ref, bucket = self._alive.get(x.untyped_storage().data_ptr(), (None, None))
-        if ref is None or bucket is None or x.is_conj() or x.is_neg() or x.numel() == 0:
-            return x
-        if ref.expired():  # type: ignore[no-untyped-call]
+        bucket = self._alive.get(_storage(x)) if x.layout is torch.strided else None
+        if bucket is None or x.is_conj() or x.is_neg() or x.numel() == 0:
             return x
         self._needed[bucket] = self._needed.pop(bucket, 0) + 1
         return _Saved(bucket, int(x.storage_offset()), x.shape, x.stride())
@@ -127,6 +126,11 @@ class Gathered:
         self._needed.clear()
         self._here.clear()
         self._current = None
+
+
+def _storage(x: Tensor) -> StorageWeakRef:
+    """Equal for tensors that share memory, and never given twice while it is kept; does not keep the memory."""
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def views(whole: Tensor, starts: list[int], shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:

@@ -153,8 +153,9 @@ def _largest(x: Tensor) -> float:
 
 
 def _compare(errors: Errors, what: str, where: str, want: Tensor, got: Tensor, floor: float = 0.0) -> None:
-    bound = TOLERANCE.get(want.dtype, 0.0)
-    want, got = want.detach().double(), got.detach().double()
+    bound = TOLERANCE.get(want.dtype.to_real() if want.dtype.is_complex else want.dtype, 0.0)
+    wide = torch.promote_types(want.dtype, torch.float64)
+    want, got = want.detach().to(wide), got.detach().to(wide)
     scale = max(_largest(want), floor)
     if not torch.allclose(got, want, rtol=0, atol=bound * scale + 1e-30, equal_nan=True):
         worst = (got - want).abs().max().item() / (scale or 1.0)
