@@ -14,10 +14,13 @@ from shardc.passes.canonical_emit import Args, Emit, Result, rewrite
 from shardc.program import Value
 
 aten = torch.ops.aten
-_FILL = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "empty_like": 0, "new_empty": 0}
+_FILL = {
+    "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "empty_like": 0, "new_empty": 0, "new_empty_strided": 0, "empty_strided": 0,
+    "empty_permuted": 0,
+}  # fmt: skip
 
 
-@rewrite("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
+@rewrite(*_FILL, "full_like", "new_full")
 def filled(emit: Emit, a: Args, out: Value) -> Result:
     fill = _FILL.get(a.op_name)
     if fill is None:
@@ -27,7 +30,10 @@ def filled(emit: Emit, a: Args, out: Value) -> Result:
     return emit(aten.full.default, list(out.shape), fill, dtype=out.dtype)
 
 
-@rewrite("eye", "linspace", "logspace", "scalar_tensor", "zeros", "ones", "full", "arange")
+@rewrite(
+    "eye", "linspace", "logspace", "scalar_tensor", "zeros", "ones", "full", "arange", "fft_fftfreq", "fft_rfftfreq", "hann_window",
+    "hamming_window", "kaiser_window", "blackman_window", "bartlett_window",
+)  # fmt: skip
 def made(emit: Emit, a: Args, out: Value) -> Result:
     """A floating dtype is written down: left out it would be the default dtype of the process that runs the program."""
     positional = [a.named[x.name] for x in a.op._schema.arguments if not x.kwarg_only]

@@ -100,9 +100,21 @@ def l1_loss(emit: Emit, a: Args, out: Value) -> Result:
     return emit.reduce(emit(aten.abs.default, emit(aten.sub.Tensor, a.self, a.target)), a.reduction)
 
 
-@rewrite("smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss")
+@rewrite("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction")
+def linear_cross_entropy(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
+    """linear, then cross_entropy: torch's op takes chunks of the batch only to save memory, and gives gradients as further results."""
+    logits = emit(aten.linear.default, a.input, a.linear_weight, a.linear_bias)
+    per, _valid, weights = _hard(emit, _nll(emit, logits, a.target, a.ignore_index), a.target, a.weight, a.ignore_index)
+    result = _mean(emit, per, weights, {"none": 0, "mean": 1, "sum": 2}[a.get("reduction", "none")])
+    return result if isinstance(out, Value) else (result, *[None] * (len(out) - 1))
+
+
+@rewrite(
+    "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss",
+    "multilabel_margin_loss",
+)  # fmt: skip
 def elementwise(emit: Emit, a: Args, out: Value) -> Result:
-    """The elementwise op, then its weight (a factor), then the reduction as ops of their own."""
+    """The op per element (or row), then its weight (a factor), then the reduction as ops of their own."""
     arguments, own = a.op._schema.arguments, {"reduction": 0, "weight": None}
     positional = [own.get(s.name, a[s.name]) for s in arguments if not s.kwarg_only]
     keywords = {s.name: a[s.name] for s in arguments if s.kwarg_only}

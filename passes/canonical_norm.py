@@ -40,6 +40,8 @@ def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Re
     y = _affine(emit, x, _stat(emit, mean, running[0]), _stat(emit, var, running[1]), a)
     if isinstance(out, Value):
         return y
+    if len(out) < 5:
+        raise emit.refuse(f"{a.op} changes its running statistics unseen", "call torch.nn.functional.batch_norm")
     unbiased = emit(aten.mul.Tensor, emit.detach(var), n / max(n - 1, 1))
     news = [_moved(emit, old, new, a.momentum) for old, new in zip(running, (emit.detach(mean), unbiased), strict=True)]
     return (y, None, None, *news, *[None] * (len(out) - 5))

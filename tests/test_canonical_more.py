@@ -21,6 +21,11 @@ def bag(w: Tensor, mode: str, **options: Any) -> Tensor:
     return (F.embedding_bag(IDS, w, mode=mode, **options) * torch.arange(1, 7)).square().sum()
 
 
+def chunked_loss(w: Tensor, **options: Any) -> Tensor:
+    chunks = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    return F.linear_cross_entropy(w * 2, w, torch.tensor([0, 3, 1, 2]), options=chunks, **options)
+
+
 @pytest.mark.parametrize(("function", "expected"), [
     (lambda w: bag(w, "sum"), {"embedding": 1, "embedding_bag": 0}),
     (lambda w: bag(w, "mean"), {"embedding": 1}),
@@ -38,6 +43,11 @@ def bag(w: Tensor, mode: str, **options: Any) -> Tensor:
     (lambda w: w.norm() + w.norm(1) + w.norm(dim=0).sum() + w.norm(3) + w.norm(dim=1).sum(), {"linalg_vector_norm": 2, "sqrt": 2}),
     (lambda w: (w * 0).norm() + torch.dist(w, w + 1), {"linalg_vector_norm": 0}),
     (lambda w: F.binary_cross_entropy(w.sigmoid(), w.detach().gt(0).double(), weight=w.detach()[0].exp()), {"binary_cross_entropy": 1}),
+    (lambda w: chunked_loss(w), {"linear": 1, "nll": 1}),
+    (lambda w: chunked_loss(w, weight=w.detach().exp()[:, 0], ignore_index=1) + chunked_loss(w, reduction="none").square().sum(), {"nll": 2}),
+    (lambda w: F.multilabel_margin_loss(w, torch.tensor([[1, 3, -1, 0, 0, 0]] * 4)), {"multilabel_margin_loss": 1, "mean": 1}),
+    (lambda w: (w * torch.hann_window(6) * w.new_empty_strided((6,), (1,)).fill_(2.0)).sum(), {"hann_window": 1, "new_empty_strided": 0}),
+    (lambda w: torch.empty_permuted((4, 6), (1, 0), dtype=torch.float64).zero_().add(w).square().sum(), {"empty_permuted": 0}),
 ])  # fmt: skip
 def test_rewrites(function: Any, expected: dict[str, int]) -> None:
     found = same(function)
@@ -54,6 +64,8 @@ def put(w: Tensor, *where: Any, to: Any) -> Tensor:
     (lambda w: put(w, w > 0, to=0.5), {"where": 1, "index_put": 0}),
     (lambda w: put(w, w[:, 0] > 0, to=w[0]), {"where": 1}),
     (lambda w: put(w, slice(None), w[0] > 0, to=1.5), {"where": 1}),
+    (lambda w: put(w, ..., slice(None, None, 2), to=w[:, :3]), {"slice_scatter": 1}),
+    (lambda w: torch.diagonal_scatter(w, w[0, :4]).square().sum(), {"diagonal_scatter": 1}),
     (lambda w: put(w, torch.arange(4), w.argmax(1), to=w[:, 0]), {"scatter": 1, "index_put": 0}),
     (lambda w: put(w, torch.arange(4)[:, None], w.argsort(1)[:, :2], to=w[:, :2]), {"scatter": 1}),
     (lambda w: (w * 2).index_put((torch.arange(4), w.argmax(1)), w[:, 0], accumulate=True).square().sum(), {"scatter_add": 1}),
@@ -125,6 +137,8 @@ def test_alpha_dropout_takes_torchs_two_values() -> None:
 @pytest.mark.parametrize(("function", "text"), [
     (lambda w: F.embedding_bag(IDS.flatten(), w, torch.tensor([0, 5])).sum(), "embedding_bag with bags of different sizes"),
     (lambda w: put(w, w[:, 0] > 0, torch.tensor([1]), to=1.0), "writing to a mask"),
+    (lambda w: torch.native_batch_norm(w, None, None, w.detach()[0].clone(), w.detach()[0].clone(), True, 0.1, 1e-5)[0].sum(),
+     "native_batch_norm.default changes its running statistics unseen"),
 ])  # fmt: skip
 def test_refusals(function: Any, text: str) -> None:
     with pytest.raises(shardc.ShardcError, match=text):

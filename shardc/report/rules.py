@@ -78,8 +78,7 @@ def selected(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
     found: dict[Any, Rule] = {}
     missed = []
     for pattern in patterns:
-        globs = {pattern, f"{pattern}.*"} if "*" not in pattern else {pattern}
-        mine = {op: r for op, r in every.items() if any(fnmatch.fnmatchcase(name_of(op), g) for g in globs)}
+        mine = {op: r for op, r in every.items() if any(fnmatch.fnmatchcase(name_of(op), g) for g in (pattern, f"{pattern}.*"))}
         if not mine and (op := _op(pattern)) is not None and (r := find(op)) is not None:
             mine = {op: r}
         if not mine:

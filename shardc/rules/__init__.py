@@ -4,7 +4,6 @@ from shardc.rules import (
     attention,
     conv,
     create,
-    experts,
     fourier,
     index,
     linalg,
@@ -21,6 +20,6 @@ from shardc.rules import (
 from shardc.rules.core import RULES, Call, Choices, LocalCall, Operand, Rule, Strategy, find, rule
 
 __all__ = [
-    "RULES", "Call", "Choices", "LocalCall", "Operand", "Rule", "Strategy", "attention", "conv", "create", "experts", "find", "fourier", "index",
+    "RULES", "Call", "Choices", "LocalCall", "Operand", "Rule", "Strategy", "attention", "conv", "create", "find", "fourier", "index",
     "linalg", "loss", "matmul", "norm", "pointwise", "random", "recurrent", "reduce", "rule", "views", "writes",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -100,9 +101,24 @@ for _op in (
     aten._adaptive_avg_pool3d.default, aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec,
     aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact3d.vec,
     aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten.upsample_trilinear3d.vec,
-    aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec,
+    aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec, aten._upsample_bilinear2d_aa.default,
+    aten._upsample_bicubic2d_aa.default,
 ):  # fmt: skip
     rule(_op, pooled, linear="0")
+
+
+def fractional(call: Call) -> Signature:
+    """x[n, c, ...], places[n, c, 2 or 3] -> [n, c, ...], twice; without n, places[1, c, ..]. Space is whole on both sides."""
+    space = call.operands[1].shape[-1]
+    sig = pooled(call)
+    (x,) = sig.inputs
+    first: Dim = x[0] if len(x) == space + 2 else ()
+    sizes = {**sig.sizes, "place": space}
+    return replace(sig, inputs=(x, (first, x[-space - 1], ("place",))), sizes=sizes, whole=sig.whole | {"place"})
+
+
+for _op in (aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default):
+    rule(_op, fractional)
 
 
 def sampled(call: Call) -> Signature:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from shardc.rules.core import Call, rule
+from shardc.rules.core import Call, SignatureOf, rule
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Dim, Operand, Signature
 
@@ -35,6 +35,27 @@ def solve_triangular(call: Call) -> Signature:
 def cholesky_solve(call: Call) -> Signature:
     """B[..., n, k], L[..., n, n]."""
     return _columns(stacked(call), 0)
+
+
+def own_dims(*own: int) -> SignatureOf:
+    """Stacks whose operands have so many dims of their own: 2 = matrices, 1 = vectors (pivots), 0 = numbers."""
+
+    def stacked_each(call: Call) -> Signature:
+        """Leading dims of all operands broadcast and may be split; a matrix, its pivots, a tolerance stay whole."""
+        return _stacked(call, list(own[: len(call.operands)]))
+
+    return stacked_each
+
+
+def columns(own: SignatureOf, operand: int) -> SignatureOf:
+    """Solvers: the columns of one operand, if it stands to the right, are solved alone."""
+
+    def solved(call: Call) -> Signature:
+        """As stacked matrices; the columns of the right-hand side may be split too."""
+        position = 3 if call.target is aten.ormqr.default else len(call.args)  # elsewhere `left` is given by name
+        return _columns(own(call), operand) if call.arg(position, "left", True) else own(call)
+
+    return solved
 
 
 def _columns(sig: Signature, operand: int) -> Signature:
@@ -71,10 +92,22 @@ for _op in (
     aten.cholesky.default, aten.cholesky_inverse.default, aten.linalg_det.default, aten.logdet.default, aten.linalg_slogdet.default,
     aten.linalg_eigh.default, aten.linalg_eigvalsh.default, aten.linalg_svd.default, aten.linalg_svdvals.default,
     aten.linalg_qr.default, aten.linalg_pinv.atol_rtol_float, aten.pinverse.default, aten.matrix_exp.default,
-    aten.linalg_matrix_power.default, aten.linalg_cond.default, aten.linalg_lu_factor.default,
+    aten.linalg_matrix_power.default, aten.linalg_cond.default, aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu.default, aten._lu_with_info.default, aten.linalg_eig.default, aten.linalg_eigvals.default, aten.svd.default,
+    aten.geqrf.default, aten.linalg_ldl_factor.default, aten.linalg_ldl_factor_ex.default, aten.triangular_solve.default,
 ):  # fmt: skip
     rule(_op, stacked, flops=_flops)
 rule(aten.linalg_solve.default, solve, linear="1", flops=_flops)
+rule(aten.linalg_solve_ex.default, solve, flops=_flops)
+for _op in (aten.linalg_pinv.atol_rtol_tensor, aten.linalg_matrix_rank.atol_rtol_tensor):
+    rule(_op, own_dims(2, 0, 0), flops=_flops)
+for _op in (aten.linalg_lu_solve.default, aten.linalg_ldl_solve.default, aten.ormqr.default):
+    rule(_op, columns(own_dims(2, 1, 2), 2), linear="2", flops=_flops)
+rule(aten.lu_solve.default, columns(own_dims(2, 2, 1), 0), linear="0", flops=_flops)
+for _op in (aten.lu_unpack.default, aten.linalg_householder_product.default):
+    rule(_op, own_dims(2, 1))
+rule(aten.linalg_tensorinv.default, all_whole)
+rule(aten.linalg_tensorsolve.default, all_whole, linear="1")
 rule(aten.linalg_solve_triangular.default, solve_triangular, linear="1", flops=_flops)
 rule(aten.cholesky_solve.default, cholesky_solve, linear="0", flops=_flops)
 

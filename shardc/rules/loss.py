@@ -13,6 +13,7 @@ from shardc.mesh import Mesh
 from shardc.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.program import Collective, Value
 from shardc.rules.core import Call, LocalCall, Strategy, rule
+from shardc.rules.index import all_whole
 from shardc.rules.notation import Dim, Signature
 from shardc.runtime import (
     custom_ops,  # noqa: F401 (it registers shardc::ctc_loss)
@@ -83,6 +84,19 @@ def _shifted(layout: Layout) -> Layout:
 
 
 rule(ops.nll, nll, local=local_nll, extra=by_classes)
+
+
+def by_row(call: Call) -> Signature:
+    """x[n, c], targets[n, c] -> loss[n], as the canonical pass leaves it; a loss that reduces by itself needs all rows."""
+    if call.arg(2, "reduction", 1):
+        return all_whole(call)
+    x = call.operands[0].shape
+    rows: tuple[Dim, ...] = (("n",),) if len(x) == 2 else ()
+    each = (*rows, ("c",))
+    return Signature((each, each), (rows,), {"c": x[-1]} | ({"n": x[0]} if rows else {}), frozenset(), frozenset("c"))
+
+
+rule(torch.ops.aten.multilabel_margin_loss.default, by_row)
 
 
 def ctc(call: Call) -> Signature:

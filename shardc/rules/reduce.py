@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from shardc.rules.core import Call, LocalCall, find, rule
+from shardc.rules.index import all_whole
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.views import every_operand, whole_dims
 from shardc.runtime import ops
@@ -113,6 +114,8 @@ def histc(call: Call) -> Signature:
 
 
 rule(aten.histc.default, histc)
+for _op in (aten.histogram.bin_ct, aten.histogram.bins_tensor):
+    rule(_op, all_whole)
 
 
 def diff(call: Call) -> Signature:

@@ -4,7 +4,6 @@ from shardc.rules.samples import (
     attention,
     conv,
     create,
-    experts,
     fourier,
     index,
     linalg,
@@ -21,6 +20,6 @@ from shardc.rules.samples import (
 from shardc.rules.samples.make import RNG, SAMPLES, Arguments, Sample, Tensors, call, sample, samples
 
 __all__ = [
-    "RNG", "SAMPLES", "Arguments", "Sample", "Tensors", "attention", "call", "conv", "create", "experts", "fourier", "index", "linalg", "loss",
+    "RNG", "SAMPLES", "Arguments", "Sample", "Tensors", "attention", "call", "conv", "create", "fourier", "index", "linalg", "loss",
     "matmul", "norm", "pointwise", "random", "recurrent", "reduce", "sample", "samples", "views", "writes",
 ]  # fmt: skip

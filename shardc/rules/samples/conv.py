@@ -55,6 +55,13 @@ sample(aten.upsample_nearest1d.vec, lambda t: call(t.real(4, 12, 6), None, [2.0]
 sample(aten.upsample_nearest2d.vec, lambda t: call(t.real(4, 12, 6, 4), None, [2.0, 2.0]))
 sample(aten.upsample_bilinear2d.vec, lambda t: call(t.real(4, 12, 6, 4), None, False, [2.0, 2.0]))
 sample(aten.conv_transpose2d.input, lambda t: call(t.real(2, 24, 3, 2), t.real(24, 4, 2, 2), t.real(48), [2, 2], [0, 0], [0, 0], 12))
+sample(
+    aten.fractional_max_pool2d.default,
+    lambda t: call(t.real(4, 12, 6, 6), [2, 2], [3, 2], t.constant(t.positive(4, 12, 2))),
+    lambda t: call(t.real(12, 6, 6), [2, 2], [3, 2], t.constant(t.positive(1, 12, 2))),
+)
+sample(aten.fractional_max_pool3d.default, lambda t: call(t.real(2, 12, 4, 4, 4), [2, 2, 2], [2, 2, 2], t.constant(t.positive(2, 12, 3))))
+samples(aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default)(lambda t: call(t.real(4, 12, 6, 4), [3, 8], True))
 samples(aten.max_pool1d_with_indices.default)(lambda t: call(t.real(4, 12, 12), [2], [2]))
 samples(aten.max_pool3d_with_indices.default)(lambda t: call(t.real(2, 12, 4, 4, 6), [2, 2, 2], [2, 2, 2]))
 samples(aten.adaptive_max_pool1d.default)(lambda t: call(t.real(4, 12, 6), [4]))

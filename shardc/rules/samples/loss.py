@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from shardc.rules.samples.make import call, sample
+from shardc.rules.samples.make import Tensors, call, sample
 from shardc.runtime import ops
+
+
+def _labels(t: Tensors, n: int) -> Tensor:
+    """i64[n, 6]: two of six classes each; -1 ends a row."""
+    return torch.cat([t.orders(6, n, 2), torch.full((n, 4), -1)], 1)
+
 
 sample(
     ops.nll,
@@ -13,6 +20,12 @@ sample(
     lambda t: call(t.real(4, 12, 6), t.index(12, 4, 6), 3),
     lambda t: call(t.real(12, 12), torch.where(t.truth(12), -100, t.index(12, 12)), -100),
     lambda t: call(t.real(12), t.index(12), -100),
+)
+sample(
+    torch.ops.aten.multilabel_margin_loss.default,
+    lambda t: call(t.real(12, 6), _labels(t, 12), 0),
+    lambda t: call(t.real(6), _labels(t, 1)[0], 0),
+    lambda t: call(t.real(12, 6), _labels(t, 12)),
 )
 sample(
     torch.ops.shardc.ctc_loss.default,

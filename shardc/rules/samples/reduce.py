@@ -79,4 +79,6 @@ samples(aten.nanmedian.dim, aten.mode.default)(lambda t: call(t.real(4, 12, 6), 
 sample(aten.kthvalue.default, lambda t: call(t.real(4, 12, 6), 2, 1), lambda t: call(t.real(4, 12), 2, -2, True))
 samples(aten.median.default, aten.nanmedian.default)(lambda t: call(t.real(4, 12)))
 sample(aten.cummin.default, lambda t: call(t.real(4, 6, 12), -1))
+sample(aten.histogram.bin_ct, lambda t: call(t.constant(t.real(24)), 6))
+sample(aten.histogram.bins_tensor, lambda t: call(t.constant(t.real(24)), t.constant(torch.linspace(-2, 2, 7).double())))
 sample(aten.histc.default, lambda t: call(t.real(24), 6, -1, 1), lambda t: call(t.real(24), 6))
