@@ -4,6 +4,7 @@ from shardc.rules import (
     attention,
     conv,
     create,
+    experts,
     fourier,
     index,
     linalg,
@@ -20,6 +21,6 @@ from shardc.rules import (
 from shardc.rules.core import RULES, Call, Choices, LocalCall, Operand, Rule, Strategy, find, rule
 
 __all__ = [
-    "RULES", "Call", "Choices", "LocalCall", "Operand", "Rule", "Strategy", "attention", "conv", "create", "find", "fourier", "index",
+    "RULES", "Call", "Choices", "LocalCall", "Operand", "Rule", "Strategy", "attention", "conv", "create", "experts", "find", "fourier", "index",
     "linalg", "loss", "matmul", "norm", "pointwise", "random", "recurrent", "reduce", "rule", "views", "writes",
 ]  # fmt: skip

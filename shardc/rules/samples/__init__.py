@@ -4,6 +4,7 @@ from shardc.rules.samples import (
     attention,
     conv,
     create,
+    experts,
     fourier,
     index,
     linalg,
@@ -20,6 +21,6 @@ from shardc.rules.samples import (
 from shardc.rules.samples.make import RNG, SAMPLES, Arguments, Sample, Tensors, call, sample, samples
 
 __all__ = [
-    "RNG", "SAMPLES", "Arguments", "Sample", "Tensors", "attention", "call", "conv", "create", "fourier", "index", "linalg", "loss",
+    "RNG", "SAMPLES", "Arguments", "Sample", "Tensors", "attention", "call", "conv", "create", "experts", "fourier", "index", "linalg", "loss",
     "matmul", "norm", "pointwise", "random", "recurrent", "reduce", "sample", "samples", "views", "writes",
 ]  # fmt: skip
