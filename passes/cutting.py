@@ -4,8 +4,8 @@ A graph's *main* ops are those that depend on both parameters and the batch, in 
 them. What only depends on one of the two (masks, rotary tables; normed weights) is made wherever it is used, and cannot be cut.
 
 Cost is counted in bytes of memory traffic. A product of two matrices counts as the traffic that takes as long; parameters, as what an
-optimizer's step reads and writes of them, spread over the microbatches. What crosses a cut is sent while others compute: it costs nothing,
-but of cuts that are nearly as even the one is taken over which least crosses.
+optimizer's step reads and writes of them, spread over the microbatches. What crosses a cut is sent while the stages compute: it costs what
+takes longer than that, and of cuts that are nearly as even the one is taken over which least crosses.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from shardc.spec import Spec
 
 #: What a device does in the time in which it moves a byte of its memory: floating-point operations (an H100: 990 TFLOP/s, 3.35 TB/s).
 FLOPS = 300
-#: How many bytes of its memory it moves while it sends one byte to another one (50 GB/s): for timelines (shardc.report.timeline).
+#: How many bytes of its memory it moves while it sends one byte to another one (50 GB/s).
 LINK = 64
 #: Bytes that an optimizer's step moves for every byte of a parameter: weight, gradient, two moments, read and written.
 UPDATE = 8
 #: Stages may be this much costlier than the best cut's, if less crosses then, or a cut is then between modules.
 SLACK = 1.05
+#: Of such cuts: what part of an even stage's cost it is worth that half as much crosses, and that a cut takes one module less apart.
+CROSSING, INSIDE = 0.1, 0.02
 
 _LAYER = re.compile(r"(?:(.*?)\.)?(\d+)(?:\.|$)")
 
@@ -51,6 +53,11 @@ class Ops:
     nodes: tuple[fx.Node, ...]
     work: tuple[float, ...]
     crossing: tuple[int, ...]
+
+    def sending(self, cut: int) -> float:
+        """What it costs to send what crosses a cut there and its gradients back, each while the stages compute forward and backward: 3 times
+        the work of forward."""
+        return LINK * self.crossing[cut] / 3
 
     @staticmethod
     def of(main: Sequence[fx.Node], mesh: Mesh, microbatches: int) -> Ops:
@@ -181,36 +188,49 @@ def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list
 
 def even(ops: Ops, n: int) -> list[int]:
     """n - 1 cuts for which the costliest stage is as cheap as can be (up to SLACK), and little crosses. n <= the number of ops."""
-    begins = [0.0, *accumulate(ops.work)]  # the work before every position
-    low, high = begins[-1] / n, begins[-1]
+    low, high = sum(ops.work) / n, max(sum(ops.work), *map(ops.sending, range(len(ops.work))))
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
-        low, high = (low, middle) if _fewest(middle, begins)[0] <= n else (middle, high)
-    limit = high * SLACK
-    fewest = _fewest(limit, begins)
+        low, high = (low, middle) if _Limit(ops, middle).allows(0, n) else (middle, high)
+    limit = _Limit(ops, high * SLACK)
     cuts: list[int] = []
     a = 0
     for left in range(n - 1, 0, -1):  # stages after this one
-        fits = [c for c in range(a + 1, _furthest(a, limit, begins) + 1) if fewest[c] <= left <= len(ops.work) - c]
-        cheapest = min(ops.crossing[c] for c in fits)
-        ideal = begins[a] + (begins[-1] - begins[a]) / (left + 1)
-        a = min((c for c in fits if ops.crossing[c] <= 1.01 * cheapest), key=lambda c: (_inside(ops, c), abs(begins[c] - ideal)))
+        fits = [c for c in range(a + 1, limit.furthest(a) + 1) if limit.may(c) and limit.allows(c, left)]
+        share = max((limit.begins[-1] - limit.begins[a]) / (left + 1), 1.0)
+        least = max(min(ops.crossing[c] for c in fits), 1)
+        off = {c: abs(limit.begins[c] - limit.begins[a] - share) / share for c in fits}
+        a = min(fits, key=lambda c: off[c] + CROSSING * ops.crossing[c] / least + INSIDE * _inside(ops, c))
         cuts.append(a)
     return cuts
 
 
-def _furthest(a: int, limit: float, begins: Sequence[float]) -> int:
-    """Where a stage from position a on, of at most this cost, ends at the latest."""
-    return bisect_right(begins, begins[a] + limit) - 1
+class _Limit:
+    """Stages that cost at most `limit`, and what is sent between them. begins: the work before every position."""
 
+    def __init__(self, ops: Ops, limit: float) -> None:
+        self.ops, self.limit = ops, limit
+        self.begins = [0.0, *accumulate(ops.work)]
+        end = len(ops.work)
+        last = list(accumulate((c if self.may(c) else 0 for c in range(end)), max))  # the last cut up to every position
+        self.fewest, self.most = [0.0] * (end + 1), [0] * (end + 1)  # how many stages the ops from every position on can be
+        for a in reversed(range(end)):
+            b = self.furthest(a)
+            b = last[b] if b < end else end
+            self.fewest[a] = 1 + self.fewest[b] if b > a else math.inf
+            self.most[a] = self.most[a + 1] + (a + 1 == end or self.may(a + 1))
 
-def _fewest(limit: float, begins: Sequence[float]) -> list[float]:
-    """How many stages of at most this cost the ops from every position on take."""
-    found = [0.0] * len(begins)
-    for a in reversed(range(len(begins) - 1)):
-        end = _furthest(a, limit, begins)
-        found[a] = 1 + found[end] if end > a else math.inf
-    return found
+    def may(self, cut: int) -> bool:
+        """May a cut be here?"""
+        return self.ops.sending(cut) <= self.limit
+
+    def furthest(self, a: int) -> int:
+        """Where a stage from position a on ends at the latest."""
+        return bisect_right(self.begins, self.begins[a] + self.limit) - 1
+
+    def allows(self, a: int, n: int) -> bool:
+        """Can the ops from a on be n stages?"""
+        return self.fewest[a] <= n <= self.most[a]
 
 
 def _inside(ops: Ops, cut: int) -> int:

@@ -128,7 +128,7 @@ class _Cut:
             order[n] = stage
         for n in self.main:
             self.stage[n] = self.stage[_made(n)] if n.target is operator.getitem else order[n]
-        self._settle()
+        self._settle(cutting.Ops.of(ops, self.mesh, self.program.microbatches))
         return self._stages()
 
     # --- what may be done again
@@ -154,17 +154,33 @@ class _Cut:
 
     # --- the stages of main ops
 
-    def _settle(self) -> None:
-        """Move ops, but products, over a cut where less crosses it then: back what makes less, forward what makes more."""
+    def _settle(self, ops: cutting.Ops) -> None:
+        """Move ops, but products, over a cut where less crosses it then: back what makes less, forward what makes more. As long as that
+        leaves the stages as even as they are."""
         size = {n: sum(v.nbytes(self.mesh) for v in values(n)) for n in self.main}
+        work = dict(zip(ops.nodes, ops.work, strict=True))
+        loads, members = [0.0] * self.count, [0] * self.count
+        for n in ops.nodes:
+            loads[self.stage[n]] += work[n]
+            members[self.stage[n]] += 1
+        limit = cutting.SLACK * max(loads)
+
+        def move(n: fx.Node, to: int) -> None:
+            at = self.stage[n]
+            if loads[to] + work[n] <= limit and members[at] > 1:
+                for each, part in ((loads, work[n]), (members, 1)):
+                    each[at] -= part
+                    each[to] += part
+                self._put(n, to)
+
         for n in self.main:  # back, to where the operands are made
             operands = [_made(x) for x in tensors(n) if x in self.stage]
             if n.target is operator.getitem or not operands or _flops(n):
                 continue
             at = max(self.stage[x] for x in operands)
             saved = sum(size[x] for x in dict.fromkeys(operands) if self._only(x, n, at))
-            if at < self.stage[n] and 0 < size[n] <= saved:
-                self._put(n, at)
+            if at < self.stage[n] and 0 < size[n] < saved:
+                move(n, at)
         for n in reversed(self.main):  # forward, to where it is used
             users = [u for u in cutting.users(n) if u in self.stage]
             operands = list(dict.fromkeys(_made(x) for x in tensors(n) if x in self.stage))
@@ -173,7 +189,7 @@ class _Cut:
             at = min(self.stage[u] for u in users)
             more = sum(size[x] for x in operands if not any(self.stage[u] >= at for u in cutting.users(x) if u in self.stage and u is not n))
             if at > self.stage[n] and more < size[n]:
-                self._put(n, at)
+                move(n, at)
 
     def _only(self, x: fx.Node, user: fx.Node, at: int) -> bool:
         """Does nothing else take x over the cut behind stage `at`?"""

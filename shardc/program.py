@@ -21,18 +21,21 @@ Node metadata (all of it: passes may rely on these keys only)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from shardc.mesh import Mesh
 from shardc.placement import Layout, Shard, show
+from shardc.runtime.zero_ops import gather_start, gather_wait, updated
 
 if TYPE_CHECKING:
+    from shardc.cost import Cost, Device
     from shardc.runtime.engine import Engine
     from shardc.runtime.module import ShardedModule
     from shardc.runtime.schedule import Schedule
@@ -342,7 +345,7 @@ class Program:
                 value = n.meta.get("value")
                 if n not in found and any(v.requires_grad for v in (value if isinstance(value, tuple) else (value,)) if v is not None):
                     found.add(n)
-                    todo += n.all_input_nodes
+                    todo += _operands(n)
         return frozenset(n.name for n in found if n.op == "placeholder")
 
     def has(self, x: Param | Buffer, coords: Mapping[str, int]) -> bool:
@@ -393,9 +396,26 @@ class Program:
 
         return verify(self, seed=seed)
 
-    def cost(self, device: str = "h100-80g") -> NoReturn:
-        """Memory, flops, communication and time per rank: not built yet (issue "Memory"); raises ShardcError."""
-        from shardc.errors import ShardcError
+    def cost(self, device: str | Path | Device = "h100-80g", *, optimizer: Any = None) -> Cost:
+        """What a step takes on each rank: `.memory` (`.peak` in bytes, by kind, the op at the peak), `.flops`, `.comm` {(axis, kind): bytes},
+        `.step_seconds`; `.symbolic`: closed forms. No weights, devices or processes are needed. See shardc.cost.
 
-        fix = "`shardc inspect --comm` shows the bytes of a step by axis and cause"
-        raise ShardcError("program.cost is not built yet", where="Program.cost", fix=fix)
+        device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device. optimizer: params -> torch optimizer;
+        default AdamW. Raises ShardcError for a device that is not known.
+        """
+        from shardc.cost.device import device as described
+        from shardc.cost.price import cost
+        from shardc.runtime.engine import adamw
+
+        return cost(self, described(device), optimizer or adamw)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """What a node's gradient goes to: of a gathered bucket's entry, that parameter alone."""
+    if node.target is operator.getitem:
+        made, k = node.args
+        assert isinstance(made, fx.Node)
+        start = made.args[0] if made.target is gather_wait else made
+        if isinstance(start, fx.Node) and start.target in (gather_start, updated):
+            return [start.args[0][k]]  # type: ignore[index, list-item]
+    return node.all_input_nodes
