@@ -197,6 +197,7 @@ class _Graph:
         self.base: dict[fx.Node, fx.Node] = {}
         stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
         self.weights: set[fx.Node] = set()
+        self.stored: set[fx.Node] = set()  # there whether a region holds them or not
         self.parents = {r.name: r.parent for r in program.regions}
         self.held: dict[str, frozenset[fx.Node]] = {}  # by region, of those that are decided
         self._costs: dict[fx.Node, float] = {}
@@ -205,6 +206,7 @@ class _Graph:
             self.base[n] = n
             if n.op == "placeholder":
                 self.weights |= {n} if n.name in stored else set()
+                self.stored = set(self.weights)
                 continue
             if n.op != "call_function" or not inside:
                 continue
@@ -329,7 +331,7 @@ class _Choice:
             whole: Any = n.args[0] if n.target is operator.getitem else n
             if n in self.inside and whole not in keep:
                 needed.add(n)
-            elif graph.base[n] not in graph.weights and n not in graph.weights:
+            elif graph.base[n] not in graph.stored:
                 held[graph.base[n] if graph.base[n] not in self.inside else n] = None
 
         for n in self.wanted:
@@ -341,7 +343,7 @@ class _Choice:
                 for u in n.all_input_nodes:
                     if u.meta.get("value") is not None:
                         need(u)
-        kept = kept_own + sum(graph.nbytes(n) for n in {graph.base[n] for n in held} - graph.weights)
+        kept = kept_own + sum(graph.nbytes(n) for n in {graph.base[n] for n in held})
         notes = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(size for n, size in self.own.items() if n in needed)
         again = tuple(n for n in self.members if n in needed and (c := n.meta.get("collective")) is not None and c.kind != "none")
         return _Found(kept, notes, again, sum(map(graph.cost, needed)), frozenset(held))
