@@ -302,8 +302,8 @@ class _Writer:
         shown = value[0] if isinstance(value, tuple) else value
         self.errors.add(
             f"{source}: {total.name}, {replace(shown, layout=_without(shown.layout))}, takes all rows of the batch, and "
-            f"{getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: statistics of a batch, as BatchNorm's, "
-            f"are not those of its microbatches",
+            f"{getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: statistics of a batch, as BatchNorm's "
+            f"or a router's balance of experts, are not those of its microbatches",
             where=self.where, fix="write microbatches: 1, or use a layer that looks at each row by itself (LayerNorm, GroupNorm)",
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from shardc.mesh import Mesh
 from shardc.patterns import match, nearest
 from shardc.program import Source
 from shardc.rules import core
+from shardc.runtime import ops
 from shardc.spec import Spec
 
 #: What a device does in the time in which it moves a byte of its memory: floating-point operations (an H100: 990 TFLOP/s, 3.35 TB/s).
@@ -38,6 +39,9 @@ UPDATE = 8
 SLACK = 1.05
 #: Of such cuts: what part of an even stage's cost it is worth that half as much crosses, and that a cut takes one module less apart.
 CROSSING, INSIDE = 0.1, 0.02
+
+#: Ops that belong to the one before: how many rows they take, only their rank knows, so nobody else could receive them.
+JOINED = frozenset({ops.experts_send, ops.experts_apply, ops.experts_return, ops.experts_combine})
 
 _LAYER = re.compile(r"(?:(.*?)\.)?(\d+)(?:\.|$)")
 
@@ -79,6 +83,13 @@ class Ops:
             change[last + 1] -= nbytes
         return Ops(tuple(main), tuple(work), tuple(accumulate(change[:-1])))
 
+    def joined(self) -> tuple[Ops, list[int]]:
+        """The same with what belongs together as one; and where each of them begins."""
+        starts = [i for i, n in enumerate(self.nodes) if n.target not in JOINED]
+        ends = [*starts[1:], len(self.nodes)]
+        work = tuple(sum(self.work[a:b]) for a, b in zip(starts, ends, strict=True))
+        return Ops(tuple(self.nodes[i] for i in starts), work, (*(self.crossing[i] for i in starts), self.crossing[-1])), starts
+
 
 def users(node: fx.Node) -> list[fx.Node]:
     """The ops that use a result, looking through `getitem`."""
@@ -111,10 +122,12 @@ def positions(main: Sequence[fx.Node], spec: Spec, mesh: Mesh) -> list[int]:
     if p.balance is not None:
         return _counted(main, p.balance, spec)
     n = p.stages or default_stages(spec)
-    if n > len(main):
-        what = f"{n} stages, and the model has only {len(main)} ops that depend on its input and its weights"
-        raise ShardcError(what, where=spec.where(("pipeline", "stages")), fix=f"at most {len(main)} stages")
-    return even(Ops.of(main, mesh, spec.batch.microbatches), n)
+    most = sum(x.target not in JOINED for x in main)
+    if n > most:
+        what = f"{n} stages, and the model has only {most} ops that depend on its input and its weights"
+        raise ShardcError(what, where=spec.where(("pipeline", "stages")), fix=f"at most {most} stages")
+    whole, starts = Ops.of(main, mesh, spec.batch.microbatches).joined()
+    return [starts[at] for at in even(whole, n)]
 
 
 def default_stages(spec: Spec) -> int:
@@ -148,9 +161,11 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
         else:
             found.append((inside[0], name, where))
     for (at, name, _), (then, other, where) in pairwise(found):
-        if then <= at:
-            what = f"{other!r} does not run after {name!r} begins"
-            errors.add(what, where=where, fix="list the modules in the order in which they run")
+        if then < at:
+            errors.add(f"{other!r} begins before {name!r} does", where=where, fix="list the modules in the order in which they run")
+        elif then == at:
+            what = f"{other!r} begins where {name!r} does" if other != name else f"{other!r} is listed twice"
+            errors.add(f"{what}: nothing is left for the stage between", where=where, fix="leave it out, or name a later module")
     errors.raise_any()
     return [at for at, _, _ in found]
 
@@ -171,16 +186,18 @@ def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
 
 
 def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list[int]:
-    found = layers(main)
-    whole = sorted((layer for each in found.values() if len(each) > 1 for layer in each), key=lambda item: item[1])
-    fitting = [each for each in ([whole] if whole else []) + sorted(found.values(), key=len, reverse=True) if len(each) == sum(counts)]
-    if not fitting:
-        has = ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in found.items() if len(each) > 1)
-        what = f"balance counts {sum(counts)} layers, and the model has {has or 'no lists of layers'}"
-        fix = f"make the counts add up to {len(whole)}" if whole else "write stages: N, or cut: [modules]"
+    found = {name: each for name, each in layers(main).items() if len(each) > 1}
+    lists = {", ".join(found): sorted((layer for each in found.values() for layer in each), key=lambda item: item[1])} | found
+    fitting = {name: each for name, each in lists.items() if len(each) == sum(counts)}
+    if len(fitting) != 1:
+        has = ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in found.items()) or "no lists of layers"
+        what = f"balance counts {sum(counts)} layers, and the model has {has}"
+        many = len(lists[", ".join(found)])
+        fix = f"make the counts add up to {many}" if many else "write stages: N, or cut: [modules]"
         raise ShardcError(what, where=spec.where(("pipeline", "balance")), fix=fix)
+    (each,) = fitting.values()
     starts = list(accumulate(counts))[:-1]
-    return [fitting[0][i][1] for i in starts]
+    return [each[i][1] for i in starts]
 
 
 # --- by cost ----------------------------------------------------------------------------------------------------------

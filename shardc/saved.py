@@ -49,6 +49,12 @@ def _elements(v: Value) -> int:
     return math.prod(v.shape)
 
 
+def _between(rows: int, x: Value, up: Value, down: Value) -> int:
+    """Bytes of what experts keep between their products: the first one's result, and what the activation makes of it."""
+    m, i = (math.prod(w.shape[1:]) // x.shape[-1] for w in (up, down))
+    return rows * (m + 2 * i) * x.dtype.itemsize
+
+
 #: What the ops of programs keep; those that are not here keep nothing.
 _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     ops.dropout: lambda given, made: Saved(own=_elements(made[0])),  # a mask of bools
@@ -56,6 +62,13 @@ _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     ops.nll_parts: lambda given, made: Saved(own=given[0].nbytes() + 9 * _elements(given[1])),  # exponentials; indices; bools
     ops.nll_join: lambda given, made: Saved((0,), own=_elements(made[0])),
     ops.embedding_partial: lambda given, made: Saved(own=9 * _elements(given[1])),  # indices; bools
+    ops.experts_send: lambda given, made: Saved((1, 2)),
+    ops.experts_apply: lambda given, made: Saved((0, 1, 2, 3), own=_between(given[0].shape[0], given[0], given[2], given[3])),
+    ops.experts_return: lambda given, made: Saved((1,)),
+    ops.experts_combine: lambda given, made: Saved((1, 2), own=given[0].nbytes()),  # rows in the order of choices
+    ops.experts: lambda given, made: Saved(
+        (2, 3, 4), own=2 * given[0].nbytes() * given[1].shape[1] + _between(_elements(given[1]), given[0], given[3], given[4])
+    ),
 }
 #: Those whose result is their operand, seen differently, on some rank at least.
 _VIEWS = (ops.vary, ops.unvary, ops.shard, ops.shard_varying, ops.to_partial, ops.varying_to_partial, ops.fill_padding, ops.select_partial)
