@@ -22,7 +22,7 @@ from shardc.mesh import Mesh
 from shardc.passes import explicit, heads, plans, structure, uneven
 from shardc.passes.experts import Experts
 from shardc.passes.plan import Plan
-from shardc.passes.roles import styled
+from shardc.passes.roles import fused, styled
 from shardc.patterns import first_match, match, nearest
 from shardc.placement import REPLICATE, Layout, Placement, Shard
 from shardc.program import Input, Param, Program, Source
@@ -199,7 +199,7 @@ class _Weights:
         assert rule.style is not None
         dim = styled(node, rule.style)
         if dim is not None:
-            layout = self._split({dim: (DimShard(axis=rule.axis),)} if dim >= 0 else {}, node)
+            layout = self._split({dim: (DimShard(axis=rule.axis, split=fused(node, dim)),)} if dim >= 0 else {}, node)
             return layout if _fits(layout, p.shape, self.mesh, name, where, errors, pad=self.spec.uneven == "pad") else None
         if i in self.told:  # one error for the pattern, not one for every weight it matches
             return None

@@ -42,6 +42,8 @@ from shardc.values import op_name
 FLOPS_PER_TOUCH = 120.0
 #: A mask takes hashing its indices: so many times its size in 32-bit numbers read and written.
 HASHED = 80.0
+#: Small, and what it says has to be exchanged: always kept.
+ROUTING = (ops.experts_route, ops.experts_keep)
 _NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "instance_norm", "batch_norm", "native_batch_norm"}
 
 
@@ -293,6 +295,7 @@ class _Choice:
         else:
             words = set(self.asked.save or ())
             keep = {n for n in self.members if n.target is not operator.getitem and words & kinds(n, self.graph.weights)}
+        keep |= {n for n in self.members if n.target in ROUTING}
         found = self._with(keep)
         self.graph.held[self.region] = found.held
         for n in self.members:

@@ -10,6 +10,8 @@ from shardc.passes.follow import uses
 from shardc.placement import Shard
 from shardc.rules import core
 from shardc.rules.core import Choices
+from shardc.rules.experts import DOWN
+from shardc.runtime import ops
 
 aten = torch.ops.aten
 ROLES = {"column": ("out", "bias"), "row": ("in", "rows"), "vocab": ("rows", "out", "bias")}
@@ -29,6 +31,9 @@ def role_of(node: fx.Node, dim: int) -> str:
         if user.target is aten.embedding.default and i == 0:
             return ("rows", "out")[dim]
         signature = rule.signature(call)
+        if user.target is ops.experts:  # a column-parallel product and a row-parallel one, of each expert
+            role = "bias" if len(signature.inputs[i]) == 2 else "in" if i == DOWN else "out"
+            return role if {"i", "o"} & set(signature.inputs[i][dim]) and (i != DOWN or "i" in signature.inputs[i][dim]) else ""
         choices = Choices(rule, call, signature)
         s = choices.from_operand(i, Shard(dim), 1)
         if s is None:
@@ -47,6 +52,21 @@ def role_of(node: fx.Node, dim: int) -> str:
         if rule.flops is not None and not any(factor in d for o in others for d in o):
             return "out"
     return ""
+
+
+def fused(node: fx.Node, dim: int) -> int:
+    """How many parts of a parameter's dim an axis has to split each: the gate and the other columns of experts."""
+    for user, i in uses((node, 0)):
+        rule = core.find(user.target) if user.op == "call_function" else None
+        if user.target is ops.experts:
+            signature = rule.signature(call_of(user))  # type: ignore[union-attr]
+            place = signature.places(signature.inputs[i], "i")
+            return place[1] if place is not None and place[0] == dim else 1
+        if rule is not None and len((call := call_of(user)).operands) == 1 == len(call.results):
+            s = Choices(rule, call, rule.signature(call)).from_operand(i, Shard(dim), 1)
+            if s is not None and isinstance(out := s.outputs[0], Shard) and (found := fused(user, out.dim)) > 1:
+                return found
+    return 1
 
 
 def styled(node: fx.Node, style: str) -> int | None:
