@@ -49,9 +49,9 @@ def prove_elementwise(optimizer: Optimizer) -> None:
     """Step copies of the optimizer on small random parameters, whole and cut in two: it must come to the same. Raises ShardcError."""
     kind = type(optimizer).__name__
     fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or data.zero: 0 with {kind}"
-    whole, pieces = SmallCopy(optimizer), SmallCopy(optimizer)
-    samples, grads = whole.data()
     try:
+        whole, pieces = SmallCopy(optimizer), SmallCopy(optimizer)
+        samples, grads = whole.data()
         one = whole.run(samples, grads, cut=False)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
         what = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so nothing shows that it may update parts"
