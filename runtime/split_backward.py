@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import get_gradient_edge
 
 from shardc.program import Stage
 
@@ -62,36 +63,37 @@ def _grad(node: fx.Node) -> bool:
     return any(v.requires_grad for v in value) if isinstance(value, tuple) else value is not None and value.requires_grad
 
 
-@dataclass
 class Split:
-    """One run's backward in two. meetings: what `split` made the stage return."""
+    """One run's backward in two. meetings: what `split` made the stage return; of their results only the place in autograd's graph is kept."""
 
-    meetings: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]
-    _grads: dict[int, Tensor | None] = field(default_factory=dict)
+    def __init__(self, meetings: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+        self._meetings = [([get_gradient_edge(y) for y in ys if y.requires_grad], [w for w in ws if w.requires_grad]) for ys, ws in meetings]
+        self._grads: list[Tensor | None] = []  # of all results, in order
 
     def inputs(self, tensors: Sequence[Any], begin: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the leaves, from these tensors' gradients; those of the meetings' results are kept."""
-        results = [y for ys, _ in self.meetings for y in ys if y.requires_grad]
+        results: list[Any] = [y for ys, _ in self._meetings for y in ys]
         if not tensors or not (leaves or results):
-            self.meetings = ()
+            self._meetings = []
             return [None] * len(leaves)
         found = torch.autograd.grad(tensors, [*leaves, *results], begin, retain_graph=True, allow_unused=True)
-        self._grads = {id(y): g for y, g in zip(results, found[len(leaves) :], strict=True)}
+        self._grads = list(found[len(leaves) :])
         return list(found[: len(leaves)])
 
     def weights(self) -> None:
         """Bring the parameters' gradients."""
         uses: list[Tensor] = []
         grads: list[Tensor] = []
-        for ys, ws in self.meetings:
-            there = [(y, g) for y in ys if (g := self._grads.get(id(y))) is not None]
-            wanted = [w for w in ws if w.requires_grad]
-            if there and wanted:
-                found = torch.autograd.grad([y for y, _ in there], wanted, [g for _, g in there], allow_unused=True)
-                for w, g in zip(wanted, found, strict=True):
+        known = iter(self._grads)
+        self._grads = []
+        for ys, ws in self._meetings:
+            there = [(y, g) for y in ys if (g := next(known)) is not None]
+            if there and ws:
+                found = torch.autograd.grad([y for y, _ in there], ws, [g for _, g in there], allow_unused=True)
+                for w, g in zip(ws, found, strict=True):
                     if g is not None:
                         uses.append(w)
                         grads.append(g)
         if uses:
             torch.autograd.backward(uses, grads)
-        self.meetings, self._grads = (), {}
+        self._meetings = []
