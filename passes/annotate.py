@@ -9,6 +9,7 @@ the factor that only the weight and the result have, in-features the one that is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,7 +61,9 @@ class Annotate:
         if self.spec.uneven == "pad":
             layouts = uneven.pad_weights(program, layouts, mesh)
         with errors.collect():
-            layouts |= _inputs(self.spec, program, mesh)
+            axes, notes = _batch_axes(self.spec, program, mesh)
+            program = replace(program, notes=(*program.notes, *notes))
+            layouts |= _inputs(self.spec, program, mesh, axes)
         with errors.collect():
             _activations(self.spec, program, mesh)
         errors.raise_any()
@@ -247,10 +250,26 @@ def _dims_text(dims: dict[int, tuple[DimShard, ...]]) -> str:
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def _inputs(spec: Spec, program: Program, mesh: Mesh) -> dict[str, Layout]:
+def _batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[str]]:
+    """The axes that split the batch, with notes. Those that only experts have do so if the batch divides."""
+    axes = [a for a in spec.data_axes if mesh.size(a) > 1]
+    own = [a for a in axes if a in spec.expert_axes] if spec.batch.axes is None and spec.uneven != "pad" else []
+    ranks = math.prod(mesh.size(a) for a in axes)
+    odd = [x.shape[d] for x in program.inputs if x.shape and (d := _batch_dim(spec, x)) is not None and d < len(x.shape) and x.shape[d] % ranks]
+    if not own or not odd:
+        return axes, []
+    note = f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: outside of experts those of {', '.join(own)} do the same"
+    return [a for a in axes if a not in own], [note]
+
+
+def _batch_dim(spec: Spec, x: Input) -> int | None:
+    name = _input_name(x)
+    return next((d for pattern, d in spec.batch.dims.items() if match(pattern, name)), 0)
+
+
+def _inputs(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[str, Layout]:
     errors = Errors()
     layouts: dict[str, Layout] = {}
-    axes = [a for a in spec.data_axes if mesh.size(a) > 1]
     names = [_input_name(i) for i in program.inputs]
     given = spec.batch.dims
     for pattern in given:
@@ -262,7 +281,7 @@ def _inputs(spec: Spec, program: Program, mesh: Mesh) -> dict[str, Layout]:
             )  # fmt: skip
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     for x, name in zip(program.inputs, names, strict=True):
-        dim = next((d for pattern, d in given.items() if match(pattern, name)), 0)
+        dim = _batch_dim(spec, x)
         if dim is None or not axes or not x.shape:
             continue
         layout = _layout({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)

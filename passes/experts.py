@@ -46,8 +46,9 @@ def experts(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def _parents(module: str) -> list[str]:
+    """ "a.b" -> ["", "a", "a.b"]: a module and those around it, the model first."""
     parts = module.split(".") if module else []
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return [".".join(parts[:i]) for i in range(len(parts) + 1)]
 
 
 def _module(node: fx.Node) -> str:
