@@ -36,7 +36,7 @@ LINK = 64
 #: Bytes that an optimizer's step moves for every byte of a parameter: weight, gradient, two moments, read and written.
 UPDATE = 8
 #: Stages may be this much costlier than the best cut's, if less crosses then, or a cut is then between modules.
-SLACK = 1.05
+SLACK = 1.1
 #: Of such cuts: what part of an even stage's cost it is worth that half as much crosses, and that a cut takes one module less apart.
 CROSSING, INSIDE = 0.1, 0.02
 
