@@ -57,7 +57,7 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
             old.copy_(value)  # a traced `self.mean = 0.9 * self.mean + m`, which export would drop
             return
         at = lines[id(self), name] = source.of_call()
-        held = any(name in getattr(self, h) for h in _HELD)
+        held = any(name in self.__dict__.get(h, ()) for h in _HELD)
         if id(self) in names and not held and self.__dict__.get(name, changes) is not value:  # export itself may set it back
             changes.set[_join(names[id(self)], name)] = at
         original(self, name, value)
