@@ -221,4 +221,4 @@ def test_skips_cross_each_from_where_it_is_made(tmp_path: Path) -> None:
     program = compiled("unet", 4, "cut: [pool1, middle, out2]", tmp_path)
     edges = {(e.source, e.target): e for e in program.edges}
     assert set(edges) >= {(0, 1), (1, 2), (2, 3), (0, 3)}
-    assert edges[0, 3].values[0].shape == (8, 8, 8, 8)  # the outermost skip
+    assert (8, 8, 8, 8) in {v.shape for v in edges[0, 3].values}  # the outermost skip
