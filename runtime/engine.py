@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.program import Program
 from shardc.runtime import groups, inputs, lr, state
-from shardc.runtime.blockwise import Blockwise
 from shardc.runtime.comm import TorchMesh
 from shardc.runtime.interpreter import Around, Interpreter
 from shardc.runtime.loader import Loader, Loaders
@@ -86,7 +85,6 @@ class Engine:
         self._updates, self._whole = optimizer is not None, True
         self.optimizer = self._optimizer(optimizer) if optimizer is not None else None  # None also where a rank has nothing to train
         self._paged = Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
-        self._blockwise = Blockwise.of(self.optimizer) if self.optimizer is not None and self._paged is None else None
         self.scheduler = lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self.loaders = Loaders()
         self.grad_norm: Tensor | None = None
@@ -174,7 +172,7 @@ class Engine:
                 if self.clip_norm is not None and self.grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
                 if self.optimizer is not None:
-                    (self._paged or self._blockwise or self.optimizer).step()
+                    (self._paged or self.optimizer).step()
                 self._buckets.publish()
                 if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either
                     self.scheduler.step()
