@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,13 @@ class Mesh:
     def of(cls, sizes: Mapping[str, int]) -> Mesh:
         return cls(tuple(sizes.items()))
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        return {name: math.prod(size for _, size in self.axes[i + 1 :]) for i, name in enumerate(self.names)}
 
     @property
     def world(self) -> int:
@@ -82,8 +87,7 @@ class Mesh:
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along `axis`."""
-        i = self.names.index(axis)
-        return math.prod(size for _, size in self.axes[i + 1 :])
+        return self._strides[axis]
 
     def coords(self, rank: int) -> dict[str, int]:
         found = []
