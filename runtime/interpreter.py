@@ -28,8 +28,9 @@ from shardc.runtime.split_backward import Split, split
 
 #: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
 IN_FLIGHT = 2
-# fx writes a graph's code with notes on its nodes: ranks that are threads of one process must not do so at the same time
-_WRITING = threading.Lock()
+# fx writes a graph's code with notes on its nodes, and a node that gets one is not found for a moment (fx.Node.__setattr__): ranks that
+# are threads of one process, and share a program, must not look at its graphs meanwhile
+_WRITING = threading.RLock()
 
 
 def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphModule:
@@ -78,10 +79,11 @@ class Interpreter:
         self.actions = self.schedule.actions[self.at]
         mine = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
         divided = any(a.kind == "I" for a in self.actions)
-        self.stages = {s: _Runnable(program, s, mesh.device, divided=divided) for s in mine}
-        self.edges = {(e.source, e.target): e for e in program.edges}
-        self._count = runnable(program.counts, mesh.device, program) if program.counts is not None else None
-        self._counted = [n.name for n in program.counts.graph.find_nodes(op="placeholder")] if program.counts is not None else []
+        with _WRITING:
+            self.stages = {s: _Runnable(program, s, mesh.device, divided=divided) for s in mine}
+            self.edges = {(e.source, e.target): e for e in program.edges}
+            self._count = runnable(program.counts, mesh.device, program) if program.counts is not None else None
+            self._counted = [n.name for n in program.counts.graph.find_nodes(op="placeholder")] if program.counts is not None else []
 
     def count(self, values: Values) -> None:
         """Before the step: what all microbatches add up to."""
@@ -98,7 +100,7 @@ class Interpreter:
 
         Returns (the global loss, 0-dim, on every rank; {buffer: its new value} of the stages here).
         """
-        run = _Run(self, values, self.actions, around)
+        run = Run(self, values, self.actions, around)
         run.go()
         return self._total(run.losses), self._spread(run.news)
 
@@ -123,7 +125,7 @@ class Interpreter:
     @torch.no_grad()
     def evaluate(self, values: Values) -> Tensor:
         """The global loss alone."""
-        run = _Run(self, values, schedule.forward_only(self.schedule, self.program.edges).actions[self.at], None)
+        run = Run(self, values, schedule.forward_only(self.schedule, tuple(self.edges.values())).actions[self.at], None)
         run.go()
         return self._total(run.losses)
 
@@ -153,7 +155,14 @@ class _Runnable:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
 
 
-class _Run:
+#: Kind of action -> the method that does it. (A table in the run itself would tie it into a knot, which is freed much later.)
+_DOES = {
+    "F": "forward", "B": "backward", "I": "inputs", "W": "weights", "SEND_F": "send", "SEND_B": "send", "RECV_F": "post", "RECV_B": "post",
+    "REDUCE": "reduce",
+}  # fmt: skip
+
+
+class Run:
     """One step under way."""
 
     def __init__(self, interpreter: Interpreter, values: Values, actions: Sequence[Action], around: Around | None) -> None:
@@ -169,24 +178,25 @@ class _Run:
         wanted = [a for a in actions if a.kind in ("B", "W")]
         self.first = wanted[0] if wanted else None
         self.last = {a.stage: a for a in wanted}
-        self.does: dict[str, Callable[[Action], None]] = {
-            "F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights, "SEND_F": self.send, "SEND_B": self.send,
-            "RECV_F": self.post, "RECV_B": self.post, "REDUCE": self.reduce, "STEP": lambda action: None,  # the engine's part
-        }  # fmt: skip
 
     def go(self) -> None:
         for action in self.actions:
-            if action.kind in ("F", "B", "I", "W"):
-                self.on.mesh.turn_to(action.microbatch, len(self.values), self.on.mesh.totals)
-            try:
-                self.does[action.kind](action)
-            except Exception as e:
-                if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
-                    e.add_note(f"at {action} of the schedule: stage {action.stage}, microbatch {action.microbatch}")
-                raise
+            self.do(action)
         for works in self.sending:
             for work in works:
                 work.wait()
+
+    def do(self, action: Action) -> None:
+        """One action. STEP is the engine's."""
+        if action.kind in ("F", "B", "I", "W"):
+            self.on.mesh.turn_to(action.microbatch, len(self.values), self.on.mesh.totals)
+        try:
+            if action.kind != "STEP":
+                getattr(self, _DOES[action.kind])(action)
+        except Exception as e:
+            if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
+                e.add_note(f"at {action} of the schedule: stage {action.stage}, microbatch {action.microbatch}")
+            raise
 
     # --- computing
 

@@ -182,6 +182,7 @@ class Bucket:
     zero: what is kept cut: 1 the optimizer's state, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020, "ZeRO"); 0 = nothing.
     compute: dtype in which the whole parameters are held or gathered, where all ops want another one than is stored; None = as stored.
     prefetch: at zero 3, how many buckets are gathered ahead of their use in backward. (Forward's gathers stand in the graph.)
+    keep: at zero 3, what is gathered is kept, and gradients are not summed, until the last backward of a step.
     stages: of a pipeline: those that use its parameters. late: other ranks' stages do too, and the sum is begun after all backwards:
         the ranks do not get there at the same time.
     """
@@ -195,6 +196,7 @@ class Bucket:
     prefetch: int = 1
     stages: tuple[int, ...] = (0,)
     late: bool = False
+    keep: bool = False
 
 
 @dataclass(frozen=True)

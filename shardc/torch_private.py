@@ -26,8 +26,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 __all__ = [
-    "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "decompositions", "fake_mode",
-    "fake_tensor", "outer_hooks", "overload_of", "replaced_trunc_normal", "traced_functional", "traced_node", "traced_on", "traced_with",
+    "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "current_backward",
+    "decompositions", "fake_mode", "fake_tensor", "outer_hooks", "overload_of", "replaced_trunc_normal", "sequence_number",
+    "traced_functional", "traced_node", "traced_on", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -131,6 +132,17 @@ def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | N
     autograd: hooks that work within others have to pass on themselves what they do not take."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found
+
+
+def sequence_number() -> int:
+    """Number that the next node of autograd's graph gets on this thread: nodes that an op makes lie between two calls around it."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def current_backward() -> int | None:
+    """Inside of a backward pass: the number of the node that runs; else None. Anomaly mode knows it too, but keeps stacks of all ops."""
+    node = torch._C._current_autograd_node()
+    return int(node._sequence_nr()) if node is not None else None
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -1,0 +1,131 @@
+"""What a device does in a second, and how fast it reaches others: a YAML file, of this package or a user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardc.errors import Errors, ShardcError
+from shardc.mesh import Mesh
+from shardc.patterns import nearest
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Link(_Section):
+    """bandwidth: bytes per second that one device sends, while it receives as many; latency: seconds."""
+
+    bandwidth: Positive
+    latency: Annotated[float, Field(ge=0)]
+
+
+class Reaches(_Section):
+    """The shares of the peaks that large ops reach."""
+
+    flops: Share = 1.0
+    bandwidth: Share = 1.0
+    link: Share = 1.0
+
+
+class Device(_Section):
+    """memory: bytes. flops: per second of a matrix product, by dtype. bandwidth: bytes of memory that are read or written per second.
+
+    launch: seconds: no op takes less. node: devices in one; within, between: links in a node and from one to another.
+    """
+
+    name: str
+    memory: Positive
+    flops: Mapping[str, Positive]
+    bandwidth: Positive
+    launch: Annotated[float, Field(ge=0)] = 0.0
+    reaches: Reaches = Reaches()
+    node: Annotated[int, Field(ge=1)] = 1
+    within: Link
+    between: Link
+
+    def flops_per_second(self, dtype: torch.dtype) -> float:
+        """The peak of products in a dtype; of one that is not listed, the slowest one's."""
+        name = str(dtype).removeprefix("torch.")
+        return self.flops.get(name, min(self.flops.values()))
+
+    def op_seconds(self, flops: float, traffic: float, dtype: torch.dtype) -> float:
+        """Of one op that computes so much and reads and writes so many bytes: what takes longer."""
+        compute = flops / (self.flops_per_second(dtype) * self.reaches.flops)
+        return max(compute, traffic / (self.bandwidth * self.reaches.bandwidth), self.launch)
+
+    def comm_seconds(self, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
+        """Of one collective among ranks (numbers in the world; neighbours share a node).
+
+        nbytes: of the whole tensor, as in shardc.runtime.comm.CommRecord. Rings: each rank sends (n - 1) / n of it, twice in an all_reduce.
+        """
+        n = len(ranks)
+        if n <= 1:
+            return 0.0
+        together = max(_counts([r // self.node for r in ranks]))  # in one node: each brings its own link to others
+        if together == n:
+            bandwidth, latency = self.within.bandwidth, self.within.latency
+        else:
+            bandwidth, latency = min(self.within.bandwidth, self.between.bandwidth * together), self.between.latency
+        if kind == "send_recv":
+            return latency + nbytes / (bandwidth * self.reaches.link)
+        rounds = 2 if kind == "all_reduce" else 1
+        return rounds * (latency * math.ceil(math.log2(n)) + nbytes * (n - 1) / n / (bandwidth * self.reaches.link))
+
+    def group(self, mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        return mesh.group(rank, axes)
+
+
+def _counts(values: list[int]) -> list[int]:
+    return [values.count(v) for v in set(values)]
+
+
+def names() -> list[str]:
+    """The devices of this package."""
+    return sorted(p.name.removesuffix(".yaml") for p in resources.files("shardc.cost").joinpath("devices").iterdir() if p.name.endswith(".yaml"))
+
+
+def device(which: str | Path | Device) -> Device:
+    """A device by name (`names()`), or from a file. Raises ShardcError for a name that is not known and for a file that says something else."""
+    if isinstance(which, Device):
+        return which
+    text, where = _text(which)
+    try:
+        found: Any = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ShardcError(f"this is no YAML: {e}", where=where, fix="see shardc/cost/devices/h100-80g.yaml") from None
+    if not isinstance(found, dict):
+        raise ShardcError("a device is a mapping", where=where, fix="see shardc/cost/devices/h100-80g.yaml")
+    try:
+        return Device.model_validate(found)
+    except ValidationError as e:
+        errors = Errors()
+        for each in e.errors():
+            at = ".".join(map(str, each["loc"]))
+            errors.add(f"{at}: {each['msg'][0].lower()}{each['msg'][1:]}", where=where, fix="see shardc/cost/devices/h100-80g.yaml")
+        errors.raise_any()
+        raise AssertionError from e
+
+
+def _text(which: str | Path) -> tuple[str, str]:
+    path = Path(which)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise ShardcError(f"there is no file {path}", where="device", fix=f"write it, or name one of {', '.join(names())}")
+        return path.read_text(), str(path)
+    if str(which) not in names():
+        near = nearest(str(which), names())
+        fix = f"did you mean {near!r}?" if near else f"one of {', '.join(names())}, or a YAML file"
+        raise ShardcError(f"no device is called {str(which)!r}", where="device", fix=fix)
+    return resources.files("shardc.cost").joinpath("devices", f"{which}.yaml").read_text(), f"{which}.yaml"

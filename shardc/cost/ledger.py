@@ -1,0 +1,148 @@
+"""Counts what tensors hold: every storage once, from the op that makes it to the moment the last tensor on it is gone; and what ops do.
+
+    with Ledger() as ledger:              tensors may be fake: then nothing is computed, and nothing is held
+        ledger.turn("F 0")                what happens from here on belongs to this part of a step
+        ...
+    ledger.parts                          of each part: changes of live bytes in order, flops and memory traffic by dtype
+
+A storage's *kind* is what it is for. Ops make "temporaries"; who knows better says so (`mark`), before or after.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardc.cost.flops import flops_of
+from shardc.runtime.comm import CommRecord
+from shardc.torch_private import current_backward
+
+aten = torch.ops.aten
+#: Kinds in the order in which they are shown.
+KINDS = (
+    "parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "gathered", "communication", "temporaries",
+)  # fmt: skip
+#: Ops that look at values: what they are told where there are none.
+_LOOKS: dict[Any, Callable[[Tensor], Any]] = {
+    aten._local_scalar_dense.default: lambda x: False if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1,
+    aten.equal.default: lambda *_: True,
+    aten.allclose.default: lambda *_, **__: True,
+}
+
+
+class Held:
+    """One storage. born, gone: the parts of the step in which it was made and freed; op: what made it."""
+
+    __slots__ = ("born", "gone", "kind", "nbytes", "op")
+
+    def __init__(self, nbytes: int, kind: str, born: int, op: str) -> None:
+        self.nbytes, self.kind, self.born, self.op = nbytes, kind, born, op
+        self.gone = -1
+
+
+class Op(NamedTuple):
+    """traffic: bytes of memory that it reads and writes. dtype: of its (widest known) floating operands."""
+
+    flops: int
+    traffic: int
+    dtype: torch.dtype
+
+
+class Sent(NamedTuple):
+    """A collective. key: of one that runs beside what comes next, until it is waited for; None: the next op waits for it."""
+
+    record: CommRecord
+    key: int | None = None
+
+
+class Waited(NamedTuple):
+    key: int
+
+
+@dataclass
+class Part:
+    """A part of a step. changes: (+1 made or -1 freed, storage) in order. work: what takes time, in order. sent: what ran over ranks."""
+
+    name: str
+    changes: list[tuple[int, Held]] = field(default_factory=list)
+    work: list[Op | Sent | Waited] = field(default_factory=list)
+    sent: tuple[CommRecord, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        return sum(w.flops for w in self.work if isinstance(w, Op))
+
+
+class Ledger(TorchDispatchMode):
+    """See the module's docstring. at: the forward op that runs now, by name; op_of: the forward op that an autograd node belongs to."""
+
+    def __init__(self, *, fake: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = fake
+        self.parts: list[Part] = [Part("")]
+        self.held: dict[int, Held] = {}  # by address of the storage
+        self.kind = "temporaries"
+        self.at = ""
+        self.op_of: Callable[[int], str] = lambda number: ""
+        self._refs: dict[int, Any] = {}
+
+    def turn(self, name: str) -> Part:
+        """From here on it is another part of the step."""
+        self.parts.append(Part(name))
+        return self.parts[-1]
+
+    def live(self) -> list[Held]:
+        return list(self.held.values())
+
+    def mark(self, tensors: Iterable[Tensor | None], kind: str, *, over: Iterable[str] = ("temporaries",)) -> None:
+        """Say what tensors are for, where their kind so far is one of `over`."""
+        for x in tensors:
+            if x is not None:
+                self.see(x)
+                held = self.held[x.untyped_storage()._cdata]
+                if held.kind in over:
+                    held.kind = kind
+
+    def see(self, x: Tensor) -> None:
+        """A tensor is there."""
+        if x.layout is not torch.strided:
+            return
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self.held:
+            return
+        held = self.held[key] = Held(storage.nbytes(), self.kind, len(self.parts) - 1, self._op())
+        self.parts[-1].changes.append((1, held))
+
+        def freed(_: Any) -> None:
+            if self.held.get(key) is held:
+                del self.held[key], self._refs[key]
+                held.gone = len(self.parts) - 1
+                self.parts[-1].changes.append((-1, held))
+
+        self._refs[key] = weakref.ref(storage, freed)
+
+    def _op(self) -> str:
+        number = current_backward()
+        return self.at if number is None else f"backward of {self.op_of(number)}"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.fake and func in _LOOKS:
+            return _LOOKS[func](*args)
+        result = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        for x in made:
+            self.see(x)
+        if made and not func.is_view:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            wide = [x.dtype for x in (*given, *made) if x.dtype.is_floating_point]
+            traffic = sum(x.numel() * x.element_size() for x in (*given, *made))
+            self.parts[-1].work.append(Op(flops_of(func, args, kwargs or {}, result), traffic, wide[0] if wide else made[0].dtype))
+        return result

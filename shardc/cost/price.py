@@ -1,0 +1,117 @@
+"""`program.cost(device)`: what a step takes: memory, operations, communication, time. From the program alone: nothing is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardc.cost.device import Device
+from shardc.cost.ledger import Part
+from shardc.cost.rehearse import Rehearsal, rehearse
+from shardc.cost.replay import Clock, Memory, memory, parts
+from shardc.program import Program
+from shardc.runtime import schedule as schedules
+from shardc.runtime.engine import OptimizerOf
+from shardc.runtime.schedule import Costs, Schedule
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """Of one rank, and of all that have its stages. at: its coordinate on the pipeline's axis; rank: its number.
+
+    flops: of its matrix products, forward, backward and what is computed again. comm: {(axis, kind): bytes} of whole tensors, as in CommRecord.
+    seconds: in which it computes; waited: in which it waits for collectives.
+    """
+
+    at: int
+    rank: int
+    memory: Memory
+    flops: int
+    comm: Mapping[tuple[str, str], int]
+    seconds: float
+    waited: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step. ranks: one for each coordinate of the pipeline's axis. memory, flops, comm: of the rank that has most of it.
+
+    step_seconds: with overlap as the program has it: buckets beside backward, gathers ahead of their use. bubble: share of time in which
+    ranks wait for other stages.
+    """
+
+    device: Device
+    ranks: tuple[RankCost, ...]
+    step_seconds: float
+    bubble: float
+    program: Program = field(repr=False)
+
+    @property
+    def memory(self) -> Memory:
+        return max((r.memory for r in self.ranks), key=lambda m: m.peak)
+
+    @property
+    def flops(self) -> int:
+        return max(r.flops for r in self.ranks)
+
+    @property
+    def comm(self) -> Mapping[tuple[str, str], int]:
+        return max((r.comm for r in self.ranks), key=lambda c: sum(c.values()))
+
+    @property
+    def fits(self) -> bool:
+        """Does the peak fit into the device's memory?"""
+        return self.memory.peak <= self.device.memory
+
+
+def cost(program: Program, device: Device, optimizer: OptimizerOf | None) -> Cost:
+    """See `Program.cost`."""
+    schedule = program.schedule or schedules.alone(program.microbatches)
+    return put_together(program, schedule, [rehearse(program, at, optimizer) for at in range(schedule.ranks)], device)
+
+
+def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehearsal], device: Device) -> Cost:
+    """The cost of a schedule from rehearsals of its ranks; they may have been made with another schedule of the same stages."""
+    ranks, ends = [], []
+    of_stage: dict[tuple[str, int], float] = {}
+    for r in rehearsals:
+        actions = schedule.actions[r.at]
+        clock = Clock(device, program.mesh, r.rank)
+        computing = 0.0
+        flops, comm = 0, Counter[tuple[str, str]]()
+        for action, part in parts(r, actions):
+            took = clock.run(part)
+            if action is not None:
+                computing += took
+                if (action.kind, action.stage) not in of_stage or action.microbatch == 1:
+                    of_stage[action.kind, action.stage] = took
+            flops += part.flops
+            _add(comm, part)
+        ends.append(clock.now - computing)
+        ranks.append(RankCost(r.at, r.rank, memory(r, actions), flops, dict(comm), clock.now, clock.waited))
+    if schedule.ranks == 1:
+        return Cost(device, tuple(ranks), ranks[0].seconds, 0.0, program)
+    transfer = {}
+    for e in program.edges:
+        pair = tuple(_rank(program, schedule, s) for s in (e.source, e.target))
+        transfer[e.source, e.target] = device.comm_seconds("send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair)
+    found = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer), program.edges)
+    return Cost(device, tuple(ranks), found.end + max(ends), found.bubble(), program)
+
+
+def _add(comm: Counter[tuple[str, str]], part: Part) -> None:
+    for record in part.sent:
+        comm[record.axis, record.kind] += record.bytes
+
+
+def _rank(program: Program, schedule: Schedule, stage: int) -> int:
+    coords = dict.fromkeys(program.mesh.names, 0)
+    return program.mesh.rank({**coords, program.axis: schedule.placement[stage]})
+
+
+def _costs(seconds: Mapping[tuple[str, int], float], stages: int, transfer: Mapping[tuple[int, int], float]) -> Costs:
+    """A whole backward counts as the gradients of inputs."""
+    every = range(stages)
+    inputs = tuple(seconds.get(("I", s), seconds.get(("B", s), 0.0)) for s in every)
+    return Costs(tuple(seconds.get(("F", s), 0.0) for s in every), inputs, tuple(seconds.get(("W", s), 0.0) for s in every), transfer)

@@ -1,0 +1,160 @@
+"""A rank's whole step from what was rehearsed: memory over the schedule's actions, the time they take, what is sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from shardc.cost.device import Device
+from shardc.cost.ledger import KINDS, Op, Part, Sent, Waited
+from shardc.cost.rehearse import Rehearsal
+from shardc.mesh import Mesh
+from shardc.runtime.schedule import Action
+
+#: Points that a curve is drawn with, at most.
+POINTS = 1200
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment of a step. part: the action; op: what the memory is made for."""
+
+    part: str
+    op: str
+    live: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.live.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Live tensor bytes of one rank in a step. kinds: at the peak, by kind; peak: their sum; part, op: where in the step that is.
+
+    resident: what is there between two steps, without gradients. curve: how it goes on, in order: at most `POINTS` moments, the highest of
+    each stretch.
+    """
+
+    kinds: Mapping[str, int]
+    part: str
+    op: str
+    resident: Mapping[str, int]
+    curve: tuple[Point, ...] = field(repr=False, default=())
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return sum(self.kinds.values())
+
+    def __getitem__(self, kind: str) -> int:
+        """Bytes of a kind at the peak."""
+        if kind not in KINDS:
+            raise KeyError(kind)
+        return self.kinds.get(kind, 0)
+
+
+def parts(r: Rehearsal, actions: tuple[Action, ...]) -> Iterator[tuple[Action | None, Part]]:
+    """The parts of a whole step: of an action that was not rehearsed, what another microbatch's like it did."""
+    ran = dict(r.actions)
+    alike: dict[tuple[str, int, int], Part] = {}
+    for a, part in r.actions:
+        if (key := (a.kind, a.stage, a.peer)) not in alike or a.microbatch == 1:
+            alike[key] = part
+    yield None, r.before
+    for a in actions:
+        yield a, ran[a] if a in ran else alike[a.kind, a.stage, a.peer]
+    yield None, r.after
+    yield None, r.update
+
+
+def memory(r: Rehearsal, actions: tuple[Action, ...]) -> Memory:
+    live: Counter[str] = Counter()
+    for held in r.resident:
+        live[held.kind] += held.nbytes
+    resident = {k: n for k, n in live.items() if k in ("parameters", "optimizer", "buffers")}
+    total, best = sum(live.values()), -1
+    peak = Point("", "", {})
+    left = _net(part for _, part in parts(r, actions)) - _net([r.before, *(p for _, p in r.actions), r.after, r.update])
+    steps = sum(len(p.changes) for _, p in parts(r, actions))
+    stretch = max(steps // POINTS, 1)
+    curve: list[Point] = []
+    at, high = 0, Point("", "", {})
+    for action, part in parts(r, actions):
+        name = str(action) if action is not None else part.name
+        if part is r.after:  # what the microbatches that were not rehearsed leave until here
+            for kind, n in left.items():
+                live[kind] -= n
+                total -= n
+        for sign, held in part.changes:
+            live[held.kind] += sign * held.nbytes
+            total += sign * held.nbytes
+            if total > best:
+                best, peak = total, Point(name, held.op, dict(live))
+            if sign > 0 and total > sum(high.live.values()):
+                high = Point(name, held.op, dict(live))
+            at += 1
+            if at % stretch == 0:
+                curve.append(high if high.live else Point(name, held.op, dict(live)))
+                high = Point("", "", {})
+    return Memory({k: peak.live[k] for k in KINDS if peak.live.get(k)}, peak.part, peak.op, resident, tuple(curve))
+
+
+class _Net(Counter[str]):
+    def __sub__(self, other: Counter[str]) -> _Net:
+        return _Net({k: self[k] - other[k] for k in {*self, *other}})
+
+
+def _net(some: Iterator[Part] | list[Part]) -> _Net:
+    found = _Net()
+    for part in some:
+        for sign, held in part.changes:
+            found[held.kind] += sign * held.nbytes
+    return found
+
+
+@dataclass
+class Clock:
+    """Time of one rank: ops one after the other, collectives that are started beside them, those of one group one after the other."""
+
+    device: Device
+    mesh: Mesh
+    rank: int
+    now: float = 0.0
+    waited: float = 0.0
+    _streams: dict[tuple[str, ...], float] = field(default_factory=dict)
+    _ends: dict[int, float] = field(default_factory=dict)
+    _seconds: dict[tuple[str, tuple[str, ...], int], float] = field(default_factory=dict)
+
+    def run(self, part: Part) -> float:
+        """Seconds that a part takes."""
+        begin = self.now
+        for w in part.work:
+            if isinstance(w, Op):
+                self.now += self.device.op_seconds(w.flops, w.traffic, w.dtype)
+            elif isinstance(w, Waited):
+                self._until(self._ends.pop(w.key, self.now))
+            else:
+                self._send(w)
+        return self.now - begin
+
+    def _send(self, w: Sent) -> None:
+        record = w.record
+        end = max(self._streams.get(record.axes, 0.0), self.now) + self.seconds(record.kind, record.axes, record.bytes)
+        self._streams[record.axes] = end
+        if w.key is None:
+            self._until(end)
+        else:
+            self._ends[w.key] = end
+
+    def _until(self, end: float) -> None:
+        self.waited += max(end - self.now, 0.0)
+        self.now = max(end, self.now)
+
+    def seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
+        key = kind, axes, nbytes
+        if key not in self._seconds:
+            ranks = self.mesh.group(self.rank, axes)
+            self._seconds[key] = self.device.comm_seconds(kind, nbytes, ranks)
+        return self._seconds[key]
