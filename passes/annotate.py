@@ -258,8 +258,8 @@ def _batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], li
     odd = [x.shape[d] for x in program.inputs if x.shape and (d := _batch_dim(spec, x)) is not None and d < len(x.shape) and x.shape[d] % ranks]
     if not own or not odd:
         return axes, []
-    note = f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: outside of experts those of {', '.join(own)} do the same"
-    return [a for a in axes if a not in own], [note]
+    same = f"outside of experts the ranks of {', '.join(own)} do the same"
+    return [a for a in axes if a not in own], [f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {same}"]
 
 
 def _batch_dim(spec: Spec, x: Input) -> int | None:

@@ -56,6 +56,10 @@ def _module(node: fx.Node) -> str:
     return found.module
 
 
+def _named(module: str) -> str:
+    return module or "the model"
+
+
 @dataclass(frozen=True)
 class Experts:
     """What the entries of `experts:` name, in a canonical graph."""
@@ -96,7 +100,8 @@ class Experts:
             (t, k), e = index.meta["value"].shape, tensors(node)[UP].meta["value"].shape[0]
             with self.program.graph.inserting_before(node):
                 kept = self.program.graph.create_node("call_function", ops.experts_keep, (index, e, capacity(entry, t, k, e)), {})
-            kept.meta = {"value": index.meta["value"], "source": node.meta["source"]}
+            asked = f"{self.where(i, 'capacity')} capacity {entry.capacity}"
+            kept.meta = {"value": index.meta["value"], "source": node.meta["source"], "asked": asked}
             node.args = (*node.args[:INDEX], kept, *node.args[INDEX + 1 :])
         return self.program
 
@@ -120,14 +125,14 @@ class Experts:
                 if n == 1 or name in found:
                     continue
                 if any(layout[a] != Layout()[a] for a in mesh.parts(entry.axis)):
-                    what = f"{p.fqn} is split over {entry.axis} by `shard:` too ({layout})"
+                    what = f"{p.fqn} is split over {entry.axis} by `shard:` too"
                     errors.add(what, where=self.where(i, "axis"), fix=f"leave {entry.axis} to the experts: drop that entry of `shard:`")
                 elif size % n and self.spec.uneven != "pad":
                     if (i, str(size)) not in told:
                         told.add((i, str(size)))
                         fits = [k for k in range(1, size + 1) if size % k == 0]
                         errors.add(
-                            f"the {size} experts of {_module(user) or p.fqn} do not divide by {entry.axis}={n}", where=self.where(i, "axis"),
+                            f"the {size} experts of {_named(_module(user))} do not divide by {entry.axis}={n}", where=self.where(i, "axis"),
                             fix=f"{entry.axis}={', '.join(map(str, fits[:-1]))} or {fits[-1]}, or set `uneven: pad`",
                         )  # fmt: skip
                 else:
@@ -163,7 +168,7 @@ class Experts:
             stacked = [n for j, n in self.ops() if j == i]
             there = [m for m in having if any(match(e.match, x) for x in _parents(m))]
             if stacked:
-                what = f"the experts of {_module(stacked[0])} are put together from several parameters: none of them can be spread over {e.axis}"
+                what = f"the experts of {_named(_module(stacked[0]))} are put together from several parameters: none of them can be spread over {e.axis}"
                 errors.add(what, where=self.where(i), fix="store them as one parameter [experts, m, hidden] and one [experts, hidden, i]")
             elif there:
                 errors.add(
@@ -171,11 +176,11 @@ class Experts:
                     fix="delete it, or move it up",
                 )  # fmt: skip
             elif matched:
-                what = f"pattern {e.match!r} matches {matched[0]}, in which there are no experts of a form that shardc knows"
+                what = f"pattern {e.match!r} matches {_named(matched[0])}, in which there are no experts of a form that shardc knows"
                 errors.add(what, where=self.where(i), fix=f"a Python loop over experts is not one; {FORMS}")
             else:
-                close = nearest(e.match, having or modules)
-                fix = f"did you mean {close!r}?" if close else f"experts are in {', '.join(having)}" if having else f"the model has none; {FORMS}"
+                close = nearest(e.match, [m for m in having or modules if m])
+                fix = f"did you mean {close!r}?" if close else f"experts are in {', '.join(map(_named, having))}" if having else f"the model has none; {FORMS}"
                 errors.add(f"pattern {e.match!r} matches no module that holds experts", where=self.where(i), fix=fix)
 
 

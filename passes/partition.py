@@ -23,6 +23,7 @@ from shardc.program import Collective, Program, Source, Stage, Value
 from shardc.rules import core
 from shardc.rules.core import LocalCall, Strategy, needs_vary
 from shardc.runtime import ops
+from shardc.torch_private import OpOverload
 
 # how a converted value is called: after the value and what became of it
 SUFFIX = {
@@ -327,7 +328,7 @@ class _Writer:
             collective = Collective(forward, backward, axes, nbytes, why, bool(why))
             if not why and forward == "all_gather":
                 self.notes.append(
-                    f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {user.target} needs it whole there"
+                    f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {name_of(user.target)} needs it whole there"
                 )
         cause = producer if kind in ("all_reduce", "reduce_scatter") else user
         local = self._emit(target, args, {}, replace(v, layout=new), cause, collective, f"{producer.name}_{SUFFIX.get(kind, kind)}")
@@ -339,6 +340,8 @@ class _Writer:
 
     def _why(self, kind: str, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
         """The annotations behind a conversion: for sums the producer's, for gathers the user's, for a pin its own."""
+        if asked := user.meta.get("asked"):  # an op that the spec put there
+            return str(asked)
         first, second = (producer, user) if kind in ("all_reduce", "reduce_scatter") else (user, producer)
         found: list[str] = []
         for axis in (part for a in axes for part in self.mesh.parts(a)):
@@ -351,6 +354,11 @@ class _Writer:
                     found.append(why)
                     break
         return "; ".join(dict.fromkeys(found))
+
+
+def name_of(target: Any) -> str:
+    """`aten.mm.default`, or a function's name."""
+    return str(target) if isinstance(target, OpOverload) else str(target.__name__)
 
 
 def refuse_unasked(graph: fx.Graph) -> None:

@@ -24,7 +24,7 @@ MASK = "keep the size and mask instead: torch.where(mask, x, 0), and divide sums
 @dataclass(frozen=True)
 class Cause:
     """One row. raised: regex on "TypeName: message" of any exception on the way, or DATA; op: regex on the name of an op in the graph;
-    code: regex on the model's line. All that are given have to fit. what: the sentence of the error ({op} is the op's name); fix: the way out.
+    code: regex on the model's line; loop: on the headers of the loops around it. All that are given have to fit. what: the sentence of the error ({op} is the op's name); fix: the way out.
     """
 
     what: str
@@ -32,15 +32,20 @@ class Cause:
     raised: str = ""
     op: str = ""
     code: str = ""
+    loop: str = ""
 
-    def fits(self, raised: str, op: str, code: str) -> bool:
-        pairs = ((self.raised, raised), (self.op, op), (self.code, code))
+    def fits(self, raised: str, op: str, code: str, loop: str = "") -> bool:
+        pairs = ((self.raised, raised), (self.op, op), (self.code, code), (self.loop, loop))
         return all(re.search(pattern, text) is not None for pattern, text in pairs if pattern)
 
 
 DEPENDS = "depends on a tensor's value"
 NUMBER = f"a tensor becomes a Python number (.item(), int(), float(), tolist(), an index of one element): the program {DEPENDS}"
 KEEP = "keep it a tensor: x * n, not x * n.item(); pick rows with index_select(0, i.view(1)) or gather"
+EXPERTS = (
+    'run all experts in one op: config.experts_implementation = "grouped_mm" with transformers, '
+    "shardc.nn.experts(x, index, weights, up, down) in a model of your own"
+)
 CAUSES = (
     # --- transformers
     Cause(
@@ -48,14 +53,10 @@ CAUSES = (
         "set the config's layerdrop to 0 (config.layerdrop, encoder_layerdrop, decoder_layerdrop)",
         raised=DATA, code=r"layer_?drop|dropout_probability|skip_the_layer|drop_prob",
     ),
-    Cause(
-        f"the loop over experts {DEPENDS}", 'config.experts_implementation = "batched_mm", or an implementation that runs every expert',
-        raised=DATA, code=r"expert",
-    ),
-    Cause(
-        f"the loop over experts {DEPENDS}", 'config.experts_implementation = "batched_mm", or an implementation that runs every expert',
-        op=r"nonzero|item|^where$", code=r"expert",
-    ),
+    Cause(f"the loop over experts {DEPENDS}", EXPERTS, raised=DATA, code=r"expert"),
+    Cause(f"the loop over experts {DEPENDS}", EXPERTS, op=r"nonzero|item|^where$|^index$|masked_select", code=r"expert"),
+    Cause(f"the loop over experts {DEPENDS}", EXPERTS, raised=DATA, loop=r"expert"),
+    Cause(f"the loop over experts {DEPENDS}", EXPERTS, op=r"nonzero|item|^where$|^index$|masked_select", loop=r"expert"),
     Cause(
         "the attention implementation needs a package or device that is not here",
         'config._attn_implementation = "sdpa" (or model.set_attn_implementation("sdpa")); ranks run the fastest kernel of their device',
@@ -143,7 +144,7 @@ CAUSES = (
 
 #: Ops of libraries that have no rule -> the way around them.
 INSTEAD = {
-    "grouped_mm": 'config.experts_implementation = "batched_mm": products of batches have rules',
+    "grouped_mm": f"write the layer with one op: {EXPERTS.partition(', ')[2]}",
 }
 
 
@@ -160,12 +161,12 @@ def of_error(error: BaseException) -> ShardcError:
     for e in chain:
         if isinstance(e, ShardcError):
             return e
-    at = source.of_exception(error)
+    at, loop = source.of_exception(error), source.loops_of_exception(error)
     raised = "\n".join(f"{type(e).__name__}: {e}" for e in chain)
     if any(isinstance(e, DATA_DEPENDENT) for e in chain):
         raised = DATA
     for cause in CAUSES:
-        if cause.raised and cause.fits(raised, "", at.code):
+        if cause.raised and cause.fits(raised, "", at.code, loop):
             return _error(cause, at, at.line)
     text = str(error).strip().splitlines()
     code = f" ({at.code})" if at.code else ""
@@ -178,7 +179,7 @@ def of_error(error: BaseException) -> ShardcError:
 def of_op(node: fx.Node, name: str) -> ShardcError:
     """Why an op of an exported graph, whose result has a size or value that is not known, cannot be kept."""
     at = source.of_node(node)
-    cause = next(c for c in CAUSES if c.op and c.fits("", name, at.code))
+    cause = next(c for c in CAUSES if c.op and c.fits("", name, at.code, source.loops_of_node(node)))
     return _error(cause, at, source.where(at), op=name)
 
 

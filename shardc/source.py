@@ -83,6 +83,40 @@ def of_exception(error: BaseException) -> Source:
     return Source()
 
 
+def loops_of_node(node: fx.Node) -> str:
+    """The headers of the `for` statements around the line of an exported node, innermost first."""
+    for filename, line, _ in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if is_users(filename):
+            return _loops(filename, int(line))
+    return ""
+
+
+def loops_of_exception(error: BaseException) -> str:
+    """The headers of the `for` statements around the lines of the user's on the way to an error, innermost first."""
+    found: list[str] = []
+    tb = error.__traceback__
+    while tb is not None:
+        if is_users(name := tb.tb_frame.f_code.co_filename):
+            found.insert(0, _loops(name, tb.tb_lineno))
+        tb = tb.tb_next
+    return "\n".join(filter(None, found))
+
+
+def _loops(filename: str, line: int) -> str:
+    found: list[str] = []
+    depth = len(text := linecache.getline(filename, line)) - len(text.lstrip())
+    for at in range(line, 0, -1):
+        text = linecache.getline(filename, at)
+        inside = len(text) - len(text.lstrip())
+        if text.strip() and (inside < depth or at == line):
+            depth = min(depth, inside)
+            if re.match(r"\s*(async )?for\b", text):
+                found.append(text.strip())
+            elif re.match(r"\s*(def|class)\b", text):
+                break
+    return "\n".join(found)
+
+
 def of_call() -> Source:
     """The innermost user's line of the calls now in progress."""
     frame = _users_frame()

@@ -190,7 +190,6 @@ def test_one_mistake_is_said_once() -> None:
 
 ASKED: dict[str, Any] = {
     "sequence": {"sequence": {"axis": "cp"}},
-    "experts": {"experts": [{"match": "a", "axis": "tp"}]},
     "batch_norm": {"batch_norm": "local"},
 }  # fmt: skip
 
