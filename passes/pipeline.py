@@ -168,9 +168,8 @@ class _Cut:
         def move(n: fx.Node, to: int) -> None:
             at = self.stage[n]
             if loads[to] + work[n] <= limit and members[at] > 1:
-                for each, part in ((loads, work[n]), (members, 1)):
-                    each[at] -= part
-                    each[to] += part
+                loads[at], loads[to] = loads[at] - work[n], loads[to] + work[n]
+                members[at], members[to] = members[at] - 1, members[to] + 1
                 self._put(n, to)
 
         for n in self.main:  # back, to where the operands are made
