@@ -38,7 +38,8 @@ class Data:
     bucket_mb: size of a bucket in MiB. The last bucket to finish is the one nobody can overlap with, so it is kept small.
     reduce: dtype in which gradients are summed; None: each parameter's own.
     zero: what is kept cut (shardc.program.Bucket). axes: data axes, outermost first: cut over the last, replicated over the others.
-    prefetch: buckets that are gathered ahead of their use. cause: the spec line that asked for it.
+    prefetch: buckets that are gathered ahead of their use.
+    keep: they are kept until the step's last backward has used them. cause: the spec line that asked for it.
     offload: parameters lie outside of the device, so that a data axis of one rank is worth a gather too.
     """
 
@@ -47,6 +48,7 @@ class Data:
     zero: int = 0
     axes: tuple[str, ...] = ()
     prefetch: int = 1
+    keep: bool = False
     cause: str = "data.zero"
     offload: bool = False
 
@@ -56,7 +58,8 @@ class Data:
         asked = spec.data
         axes = asked.axis or tuple(n for n in spec.mesh.names if n == "dp" or n.startswith("dp_"))
         where = f"{spec.where(('data', 'zero'))} zero: {asked.zero}"
-        return Data(asked.bucket_mb, reduce, asked.zero, axes, cause=where, offload=asked.offload.parameters != "none")
+        offload = asked.offload.parameters != "none"
+        return Data(asked.bucket_mb, reduce, asked.zero, axes, asked.prefetch, asked.keep, cause=where, offload=offload)
 
     def run(self, program: Program, mesh: Mesh) -> Program:
         uses = _Uses(program)
@@ -101,7 +104,8 @@ class Data:
             if at < 0 or filled + size > self.bucket_mb * 2**20:
                 at, filled = len(buckets), 0
                 late = any("[" in a for a in p.reduce)
-                buckets.append(Bucket(p.reduce, dtype, (), axis if zero else "", zero, compute, self.prefetch, p.stages or (0,), late))
+                keep = zero == 3 and self.keep
+                buckets.append(Bucket(p.reduce, dtype, (), axis if zero else "", zero, compute, self.prefetch, p.stages or (0,), late, keep))
             buckets[at] = replace(buckets[at], params=(*buckets[at].params, p.name))
             open_at[key] = (at, filled + size)
         return buckets

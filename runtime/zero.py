@@ -72,7 +72,7 @@ class Buckets:
     def _make(self, program: Program, index: int, mesh: Any) -> Summed:
         zero = program.buckets[index].zero
         if zero == 3:
-            return Stored(program, index, mesh, self._offload, self._gathered, self._launched)
+            return Stored(program, index, mesh, self._offload, self._gathered, self._launched, lambda b: not self._left[b])
         return Cut(program, index, mesh, self._offload) if zero else Summed(program, index, mesh)
 
     @property
@@ -118,6 +118,8 @@ class Buckets:
         """Forget a backward that failed halfway, and forwards that wait for theirs too. Not while one is running."""
         if self._active or forward:
             self._gathered.finish()
+        for b in self._all:
+            b.reset()
         self._active = False
 
     def _hook(self, bucket: Summed, name: str) -> Callable[[Tensor], None]:

@@ -59,6 +59,9 @@ class Summed:
     def ready(self) -> None:
         """All parameters are adopted."""
 
+    def reset(self) -> None:
+        """Forget what was begun."""
+
     # --- gradients
 
     def start(self, first: bool) -> None:
@@ -293,15 +296,17 @@ class Stored(_Part):
     """zero 3: only this rank's part exists."""
 
     def __init__(
-        self, program: Program, index: int, mesh: Any, offload: Offload, gathered: Gathered, launched: Callable[[Summed], None]
+        self, program: Program, index: int, mesh: Any, offload: Offload, gathered: Gathered, launched: Callable[[Summed], None],
+        last: Callable[[Summed], bool],
     ) -> None:  # fmt: skip
         super().__init__(program, index, mesh, offload)
-        self._gathered, self._launched = gathered, launched
+        self._gathered, self._launched, self._last = gathered, launched, last
         self.prefetch = self.spec.prefetch
         self._master: Tensor | None = None
         self._trained = False
         self._coming: Tensor | None = None  # the sum that is under way, where earlier ones are there already
         self._flying: Tensor | None = None
+        self._stays: tuple[Tensor, Work] | None = None  # of `keep`: what was gathered, until the step's last backward
         self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
 
     def adopt(self, name: str, p: nn.Parameter) -> Any:
@@ -322,12 +327,23 @@ class Stored(_Part):
 
     def start_gather(self, direction: str) -> tuple[Tensor, Work]:
         assert self._master is not None
+        if self._stays is not None:
+            return self._stays
         if self._home is not None:
             part = self._offload.read(self._home, direction, self.spec.compute)
         else:
             part = self._master if self.spec.compute is None else self._master.to(self.spec.compute)
         whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
-        return whole, self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)
+        started = whole, self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)
+        if self.spec.keep and torch.is_grad_enabled():
+            self._stays = started
+        return started
+
+    def reset(self) -> None:
+        self._stays = None
+
+    def publish(self) -> None:
+        self._stays = None  # it is what was before the update
 
     def gather(self) -> None:
         """Begin to gather for forward."""
@@ -353,19 +369,28 @@ class Stored(_Part):
         super().start(first)
         if first:
             self._fresh, self._coming, self._flying = True, None, None
+            self._buffer, self._views = None, {}
 
     def arrived(self, grads: Sequence[Tensor | None]) -> None:
-        """Backward has all gradients of this bucket: begin their sum."""
+        """Backward has all gradients of this bucket: begin their sum, or wait for those of the microbatches to come."""
         self._gathered.drop(self)
-        flat = torch.zeros(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
-        for name, view, grad in zip(self.spec.params, views(flat, self.flat.starts, self.flat.shapes), grads, strict=True):
+        if fresh := self._buffer is None:
+            self._flat().zero_()
+        for name, grad in zip(self.spec.params, grads, strict=True):
             if grad is not None:
-                view.copy_(grad)
+                self._views[name].copy_(grad) if fresh else self._views[name].add_(grad)
                 self.missing.discard(name)
                 self.seen.add(name)
+        if not self.spec.keep or self._last(self):
+            self._stays = None
+            self._send()
+
+    def _send(self) -> None:
+        flat = self._flat()
         self.settle()
         part = torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
         self._flying, self._coming = flat, part
+        self._buffer, self._views = None, {}
         self._reduce(flat, part)
         self._launched(self)
 
@@ -380,6 +405,8 @@ class Stored(_Part):
 
     def launch(self) -> None:
         """Of the step's last backward: the sum over the axes that replicate."""
+        if self._buffer is not None:  # its last backward did not come here
+            self._send()
         self.settle()
         if self._fresh and self.elsewhere:  # other ranks sum with this one
             self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
@@ -388,6 +415,7 @@ class Stored(_Part):
             self._rest(self._sum)
 
     def finish(self) -> None:
+        self._stays = None
         self._work.wait()
         if self._sum is not None:
             self._give_part(self._sum)

@@ -129,7 +129,7 @@ def _layouts(program: Program) -> dict[str, Any]:
         "buckets": [
             {
                 "axes": b.axes, "dtype": str(b.dtype), "params": b.params, "shard": b.shard, "zero": b.zero,
-                "compute": str(b.compute) if b.compute else None, "prefetch": b.prefetch, "stages": b.stages, "late": b.late,
+                "compute": str(b.compute) if b.compute else None, "prefetch": b.prefetch, "stages": b.stages, "late": b.late, "keep": b.keep,
             }
             for b in program.buckets
         ],
@@ -228,7 +228,7 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
     buckets = tuple(
         Bucket(
             tuple(b["axes"]), dtype(b["dtype"]), tuple(b["params"]), b["shard"], b["zero"], dtype(b["compute"]) if b["compute"] else None,
-            b["prefetch"], tuple(b["stages"]), b["late"],
+            b["prefetch"], tuple(b["stages"]), b["late"], b["keep"],
         )
         for b in tables["buckets"]
     )  # fmt: skip

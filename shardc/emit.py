@@ -159,7 +159,8 @@ def bucket_text(b: Bucket, program: Program) -> str:
     kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(" and ", ", ", b.zero - 2 if b.zero > 2 else 0)
     ways = [f"reduce_scatter over {b.shard}"] if b.shard in b.axes else []
     ways += [f"all_reduce of the part over {'+'.join(a for a in b.axes if a != b.shard)}"] if set(b.axes) - {b.shard} else []
-    after = "all_gather in forward and in backward" if b.zero == 3 else "all_gather after the update"
+    often = "once a step" if b.keep else f"in forward and in backward, {plural(b.prefetch, 'bucket')} ahead"
+    after = f"all_gather {often}" if b.zero == 3 else "all_gather after the update"
     return (
         f"{kept} split over {b.shard}: {plural(len(b.params), 'parameter')}, {size}, from {b.params[0]} to {b.params[-1]}; "
         f"gradients: {', then '.join(ways) or 'no sum'}; {after}"

@@ -77,6 +77,7 @@ class Check:
             self.one_value(path, dims)
         self.jobs()
         self.pipeline()
+        self.gathers()
         self.offload()
         self.lists()
 
@@ -201,6 +202,14 @@ class Check:
                 low, high = n // size * size, -(-n // size) * size
                 fix = f"make it {' or '.join(str(m) for m in (low, high) if m)} stages"
                 self.add(("pipeline", key), f"{n} stages do not spread evenly over {p.axis}={size}", fix)
+
+    def gathers(self) -> None:
+        """What is said of gathered parameters means something where parameters are split."""
+        data = self.form.data
+        for key, said in (("prefetch", data.prefetch != 1), ("keep", data.keep)):
+            if said and data.zero != 3:
+                what = f"`{key}` is about parameters that are gathered, and at zero: {data.zero} none are"
+                self.add(("data", key), what, "write zero: 3, or leave it out", value=False)
 
     def offload(self) -> None:
         """Parameters are kept outside of the device where they exist as parts only, which are gathered."""

@@ -313,6 +313,8 @@ class Data(Section):
         default=0, description="0 all-reduced gradients, 1 +optimizer state split, 2 +gradients, 3 +parameters", examples=[2]
     )
     bucket_mb: Positive = Field(default=25.0, description="size of a gradient bucket in MB", examples=[25])
+    prefetch: Annotated[int, Field(ge=0)] = Field(default=1, description="at zero 3: buckets gathered ahead of their use", examples=[2])
+    keep: bool = Field(default=False, description="at zero 3: parameters stay whole from a step's first forward to its last backward")
     offload: Offload = Field(default=Offload(), examples=[{"optimizer": "cpu"}])
 
 

@@ -49,7 +49,7 @@ WHOLE = [  # the whole text
 SECTIONS = [  # after HEAD
     ("shrad: {}\n", "3:1", "unknown section 'shrad'", "did you mean 'shard'?"),
     ("qqq: {}\n", "3:1", "unknown section 'qqq'", "one of shardc, mesh, batch"),
-    ("data: {zeor: 1}\n", "3:8", "unknown key 'zeor' in `data`", "did you mean 'zero'? (axis, zero, bucket_mb, offload)"),
+    ("data: {zeor: 1}\n", "3:8", "unknown key 'zeor' in `data`", "did you mean 'zero'? (axis, zero, bucket_mb, prefetch, keep, offload)"),
     ("data: 3\n", "3:7", "`data` must be a mapping, not 3", "`data: {zero: 2}`"),
     ("data: {zero: two}\n", "3:14", "`data.zero` must be a whole number, not 'two'", "`zero: 2`"),
     ("data: {zero: '0'}\n", "3:14", "must be a whole number, not '0'", "write 0 without quotes"),

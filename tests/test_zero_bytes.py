@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.capture import capture
 from shardc.program import Program
+from shardc.report import comm_rows
 from shardc.runtime import ops
 from shardc.runtime.engine import Engine
 from shardc.runtime.loopback import LoopbackMesh, loopback
@@ -54,11 +55,15 @@ P = sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
 
 
 @functools.cache
-def compiled(ranks: int, zero: int, mixed: bool = True, tp: int = 1, microbatches: int = 1, outer: int = 1) -> Program:
+def compiled(
+    ranks: int, zero: int, mixed: bool = True, tp: int = 1, microbatches: int = 1, outer: int = 1, keep: bool = False, prefetch: int = 1
+) -> Program:
     mesh = {"dp_outer": outer, "dp": ranks, "tp": tp}
     spec: dict[str, Any] = {"shardc": 1, "mesh": {a: n for a, n in mesh.items() if a == "dp" or n > 1}}
-    spec |= {"data": {"zero": zero, "bucket_mb": BUCKET_MB}, "batch": {"microbatches": microbatches}, "precision": MIXED if mixed else {}}
+    data = {"zero": zero, "bucket_mb": BUCKET_MB, "keep": keep, "prefetch": prefetch}
+    spec |= {"data": data, "batch": {"microbatches": microbatches}, "precision": MIXED if mixed else {}}
     if tp > 1:
+        spec |= {"uneven": "pad"}
         spec["shard"] = {"layers.{0,2}": "column", "layers.{1,3}": "row"}
     return shardc.compile(net(), batch(), spec, captured=capture(net(), batch(), prove=False))
 
@@ -67,22 +72,17 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
-def live() -> dict[int, int]:
-    """Address -> bytes of the memory of every tensor that anybody holds, gradients too."""
+def live() -> int:
+    """Bytes of the memory of every tensor that anybody holds, and that was not there before `gc.freeze()`; gradients too."""
     gc.collect()
-    found: dict[int, int] = {}
     tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
-    for x in [*tensors, *(x.grad for x in tensors if x.is_leaf and x.grad is not None)]:
-        if x.device.type == "cpu":
-            storage = x.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
+    storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in tensors if x.device.type == "cpu")}
+    return sum(storages.values())
 
 
 def kept(p: Program) -> tuple[float, list[Engine]]:
     """Bytes that a rank keeps after two steps, on average."""
-    before = live()
-    engines: list[Engine] = []
 
     def work(mesh: LoopbackMesh) -> Engine:
         engine = p.engine(net(), adam, mesh=mesh)
@@ -90,9 +90,13 @@ def kept(p: Program) -> tuple[float, list[Engine]]:
             engine.step(batch())
         return engine
 
-    engines = loopback(p.mesh, work)
-    after = live()
-    return sum(n for at, n in after.items() if at not in before) / p.mesh.world, engines
+    batch(), net()
+    gc.freeze()
+    try:
+        engines = loopback(p.mesh, work)
+        return live() / p.mesh.world, engines
+    finally:
+        gc.unfreeze()
 
 
 def slack(p: Program, n: int) -> float:
@@ -200,3 +204,45 @@ def test_microbatches_are_reduced_once(zero: int) -> None:
     p = compiled(2, zero, microbatches=4)
     assert elements(p)[0] == pytest.approx(2 * P, abs=16 * len(p.buckets))
     assert kept(p)[0] == pytest.approx({0: 14 * P, 1: 10 * P, 2: 9 * P}[zero], abs=slack(p, 2))
+
+
+def test_what_is_kept_is_gathered_and_summed_once() -> None:
+    """`keep: true`: whole from a step's first forward to its last backward, and only then; at rest a rank has its part."""
+    for microbatches in (1, 4):
+        p = compiled(2, 3, microbatches=microbatches, keep=True)
+        found, kinds, again = elements(p)
+        assert found == pytest.approx(2 * P, abs=8 * len(p.buckets))
+        assert kinds == dict.fromkeys(("all_gather", "reduce_scatter"), len(p.buckets))
+        assert not again
+        assert kept(p)[0] == pytest.approx(14 * P / 2, abs=slack(p, 2))
+        assert "all_gather once a step" in str(p)
+    freed = compiled(2, 3, microbatches=4)
+    assert elements(freed)[1] == {k: 4 * n for k, n in elements(compiled(2, 3))[1].items()}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", [{}, {"outer": 2}, {"microbatches": 2}, {"tp": 2}, {"keep": True, "microbatches": 2}], ids=str)
+def test_the_report_says_what_runs(zero: int, how: dict[str, int]) -> None:
+    if "keep" in how and zero < 3:
+        how = {k: v for k, v in how.items() if k != "keep"}
+    p = compiled(2, zero, **how)
+
+    def work(mesh: LoopbackMesh) -> dict[tuple[str, str, str], int]:
+        engine = p.engine(net(), adam, mesh=mesh)
+        engine.step(batch())
+        mesh.records.clear()
+        engine.step(batch())
+        found: dict[tuple[str, str, str], int] = {}
+        for r in mesh.records:
+            found[r.axis, r.direction, r.kind] = found.get((r.axis, r.direction, r.kind), 0) + r.bytes
+        return found
+
+    said: dict[tuple[str, str, str], int] = {}
+    for row in comm_rows(p):
+        key = (row.axes, row.direction, row.kind)
+        said[key] = said.get(key, 0) + row.bytes
+    ran = loopback(p.mesh, work)[0]
+    again = ("dp", "backward", "all_gather")  # of what backward needs
+    if zero == 3 and not how.get("keep"):
+        assert 0.5 * said[again] < ran.pop(again) <= said.pop(again)
+    assert ran == said

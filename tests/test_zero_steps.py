@@ -16,7 +16,7 @@ from torch import Tensor, multiprocessing, nn
 import shardc
 from shardc.capture import capture
 from shardc.program import Program
-from shardc.runtime import launch
+from shardc.runtime import launch, ops
 from shardc.runtime.loopback import LoopbackMesh, loopback
 
 ROWS, TOKENS, VOCAB, HIDDEN = 24, 5, 26, 12
@@ -159,6 +159,54 @@ def test_pipelines(zero: int) -> None:
     """Two stages, which share the tied weight."""
     made = spec({"pp": 2, "dp": 2}, zero, 3) | {"pipeline": {"axis": "pp", "cut": ["norm"], "schedule": "1f1b"}}
     train(shardc.compile(model(), batch(0), made, captured=copy.deepcopy(captured())), "sgd" if zero % 2 else "adamw")
+
+
+@pytest.mark.parametrize("how", [{"keep": True}, {"prefetch": 0}, {"prefetch": 3}], ids=str)
+def test_when_parameters_are_gathered(how: dict[str, Any]) -> None:
+    """Kept over microbatches, here also of a pipeline; one ahead of their use, none, several."""
+    train(program({"dp_outer": 2, "dp": 2}, 3, 3, axis=["dp_outer", "dp"], **how), "adamw")
+    made = spec({"pp": 2, "dp": 2}, 3, 3, **how) | {"pipeline": {"axis": "pp", "cut": ["norm"], "schedule": "1f1b"}}
+    train(shardc.compile(model(), batch(0), made, captured=copy.deepcopy(captured())), "sgd")
+
+
+def ahead(p: Program) -> list[int]:
+    """How many buckets are under way, or whole and not used yet, when each bucket is waited for."""
+    started, found = 0, []
+    for n in p.stages[0].graph.nodes:
+        started += n.target is ops.gather_start
+        if n.target is ops.gather_wait:
+            started -= 1
+            found.append(started)
+    return found
+
+
+def test_prefetch_stands_in_the_program() -> None:
+    for depth in (0, 1, 3):
+        p = program({"dp": 2}, 3, prefetch=depth)
+        assert max(ahead(p)) == max(depth - 1, 0)
+        graph = list(p.stages[0].graph.nodes)
+        first = next(i for i, n in enumerate(graph) if n.target is ops.gather_wait)
+        behind = sum(n.target is ops.gather_start for n in graph[first : first + 1 + depth])
+        assert behind == min(depth, 1)  # right after it is there, the next one goes
+        assert f"{depth} bucket" in str(p)
+
+
+def test_words_about_gathers_need_parameters_that_are_gathered() -> None:
+    for said in ({"keep": True}, {"prefetch": 2}):
+        with pytest.raises(shardc.ShardcError, match=f"`{next(iter(said))}` is about parameters that are gathered, and at zero: 2 none are"):
+            program({"dp": 2}, 2, **said)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("keep", [False, True], ids=["freed", "kept"])
+def test_recomputation(zero: int, keep: bool) -> None:
+    """Forward runs again in backward, on parameters that are gathered for it."""
+    if zero == 2 and keep:
+        zero = 3
+    made = spec({"dp": 2}, zero, 3, **({"keep": True} if keep else {})) | {"checkpoint": [{"match": "{up,odd,norm}", "save": []}]}
+    p = shardc.compile(model(), batch(0), made, captured=copy.deepcopy(captured()))
+    assert len(p.regions) == 3
+    train(p, "adamw")
 
 
 @pytest.mark.parametrize("fused", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])

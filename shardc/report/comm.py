@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shardc.emit import human
 from shardc.program import Program
+from shardc.runtime import ops
 
 
 @dataclass(frozen=True)
@@ -21,25 +23,42 @@ class Row:
 
 
 def comm_rows(program: Program) -> list[Row]:
-    """Rows by axes, direction and cause; gradient buckets are the last ones of backward."""
+    """Rows by axes, direction and cause, of a step with all its microbatches; gradient buckets are the last ones of backward.
+
+    At ZeRO 3 backward is taken to need every bucket again; of one that holds nothing but biases, say, it does not.
+    """
     found: dict[tuple[str, str, str, str], list[int]] = {}
 
-    def add(axes: tuple[str, ...], kind: str, direction: str, cause: str, nbytes: int) -> None:
-        if kind != "none":
-            found.setdefault(("+".join(axes), direction, kind, cause or "nobody asked for it"), []).append(nbytes)
+    def add(axes: tuple[str, ...], kind: str, direction: str, cause: str, nbytes: int, times: int) -> None:
+        if kind != "none" and times:
+            found.setdefault(("+".join(axes), direction, kind, cause or "nobody asked for it"), []).extend([nbytes] * times)
 
+    m = program.microbatches
     for stage in program.stages:
         for node in stage.graph.nodes:
             c = node.meta.get("collective")
-            if c is not None:
-                add(c.axes, c.kind, "forward", c.cause, c.bytes)
-                for _ in range(node.meta.get("again", 0)):
-                    add(c.axes, c.kind, "recompute", c.cause, c.bytes)
-                add(c.axes, c.backward, "backward", c.cause, c.bytes)
+            if c is not None and node.target is not ops.gather_start:
+                add(c.axes, c.kind, "forward", c.cause, c.bytes, m)
+                add(c.axes, c.kind, "recompute", c.cause, c.bytes, m * node.meta.get("again", 0))
+                add(c.axes, c.backward, "backward", c.cause, c.bytes, m)
+            elif c is not None:
+                b = program.buckets[int(str(node.args[1]).removeprefix("bucket"))]
+                add(c.axes, c.kind, "forward", c.cause, c.bytes, 1 if b.keep else m)
+                add(c.axes, c.kind, "backward", c.cause, c.bytes, 0 if b.keep else m)
     for b in program.buckets:
-        size = sum(program.param(n).value.nbytes(program.mesh) for n in b.params)
-        add(b.axes, "all_reduce", "backward", "gradients, in buckets", size)
-    rank = {"forward": 0, "recompute": 1, "backward": 2}
+        size = sum(math.prod(program.param(n).value.local_shape(program.mesh)) for n in b.params)
+        n = program.mesh.size(b.shard) if b.zero else 1
+        padded = -(-size // n) * n
+        rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
+        if b.zero and b.shard in b.axes:
+            times = m if b.zero == 3 and not b.keep else 1
+            add((b.shard,), "reduce_scatter", "backward", "gradients, in buckets", padded * b.dtype.itemsize, times)
+        if rest:
+            add(rest, "all_reduce", "backward", "gradients, in buckets", padded // n * b.dtype.itemsize, 1)
+        if b.zero in (1, 2):
+            dtype = b.compute or program.param(b.params[0]).dtype
+            add((b.shard,), "all_gather", "update", "updated parameters", padded * dtype.itemsize, 1)
+    rank = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
     rows = [Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in found.items()]
     return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
 
