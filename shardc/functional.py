@@ -4,7 +4,8 @@
 `ExportedProgram.run_decompositions` would take both away, but it drops no-grad regions *silently*, which changes gradients,
 and traces everything a second time, which costs as much as the export. So regions are inlined here, with an explicit
 `detach` where a value leaves one, and in-place ops on tensors that nothing else shares become their functional twins.
-Only where views of the changed tensor are alive does capture fall back on `run_decompositions`.
+Writes through views are put back into what they are views of (view_writes.py); capture falls back on `run_decompositions` only
+where it is not certain what shares memory with what.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc import source
+from shardc import source, view_writes
 from shardc.errors import ShardcError
 from shardc.torch_private import HigherOrderOperator, OpOverload
 
@@ -144,12 +145,6 @@ def is_inplace(node: fx.Node) -> bool:
     return node.target._schema.is_mutable or _updates_statistics(node)
 
 
-def _writes_out(node: fx.Node) -> bool:
-    """Whether an op writes its result to a tensor given as `out=`."""
-    assert isinstance(node.target, OpOverload)
-    return any(a.is_out for a in node.target._schema.arguments)
-
-
 def _updates_statistics(node: fx.Node) -> bool:
     """batch_norm in training mode writes its running statistics, which its schema does not say."""
     return node.target is aten.batch_norm.default and bool(node.args[5]) and node.args[3] is not None
@@ -163,6 +158,8 @@ def remove_inplace(
     Returns {buffer: its new value}; None (and an unchanged graph) where a changed tensor has living views.
     Raises ShardcError for a parameter that is written to, and for activations changed behind autograd's back.
     """
+    if not view_writes.without_out(graph, _like):
+        return None
     order = {node: i for i, node in enumerate(graph.nodes)}
     root: dict[fx.Node, fx.Node] = {}
     family: dict[fx.Node, list[fx.Node]] = {}
@@ -171,9 +168,8 @@ def remove_inplace(
         family.setdefault(root[node], []).append(node)
 
     inplace = [node for node in graph.nodes if is_inplace(node)]
-    if any(_writes_out(node) for node in inplace):
-        return None
     grads = _with_gradient(graph, params, cut) if inplace else set()
+    shared: set[fx.Node] = set()  # writes that others see: through views, or to what has views
     for node in inplace:
         for x in _written(node):
             if (name := params.get(root[x])) is not None:
@@ -186,18 +182,34 @@ def remove_inplace(
                     f"{node.target} changes an activation in place under no_grad or through .detach(), .data: behind autograd's back",
                     where=source.place(node), fix="compute a new tensor instead",
                 )  # fmt: skip
-            if x in family[root[x]] and not _only_one_lives(x, node, family[root[x]], order):
+            alone = _only_one_lives(x, node, family[root[x]], order)
+            if not alone and (_updates_statistics(node) or not view_writes.can_write(x, node, family[root[x]], order, _aliased)):
                 return None
+            if not alone:
+                shared.add(node)
     latest: dict[fx.Node, fx.Node] = {}  # placeholder of a buffer -> node of its newest value
     holds: dict[fx.Node, fx.Node] = {p: p for p in buffers}  # node -> the buffer whose newest value it is
+    stored: set[fx.Node] = set()  # values of their own, though some are views of what was copied
+
+    def aliased(n: fx.Node) -> fx.Node | None:
+        return None if n in stored else _aliased(n)
+
     for node in inplace:
         written = _written(node)
         with graph.inserting_before(node):
             made = _statistics(graph, node) if _updates_statistics(node) else [_functional(graph, node)]
-        *new, result = made if len(made) > 1 else [made[0], made[0]]
+            *new, result = made if len(made) > 1 else [made[0], made[0]]
+            stored.update(made)
+            changed = dict(zip(written, new, strict=True))
+            if node in shared:
+                part = _like(graph, aten.detach.default, (new[0],), {}, new[0]) if node in cut else new[0]
+                stored.add(part)
+                base, value, result = view_writes.write(graph, written[0], part, node, order, aliased, _like)
+                changed = {base: value}
         if node in cut:
-            cut.update(made)
-        for old, fresh in zip(written, new, strict=True):
+            cut.update(made, changed.values())
+        stored.update(changed.values())
+        for old, fresh in changed.items():
             order[fresh] = order[node]
             for user in [u for u in old.users if order.get(u, -1) > order[node]]:
                 user.replace_input_with(old, fresh)
