@@ -1,8 +1,8 @@
 """What one rank's step holds, computes and sends: the very engine runs it, alone, on tensors without data.
 
 So nothing is modelled twice: what autograd keeps, what a checkpoint computes again, when buckets are gathered, filled and freed, what a
-schedule keeps alive are what they are in training. Only the first, the second and the last microbatch are run; `shardc.cost.replay`
-puts the whole schedule together from their actions, as all others between are alike.
+schedule keeps alive are what they are in training. Of many microbatches the first ones and the last are run; `shardc.cost.replay` puts the
+whole schedule together from their actions, as all others between are alike.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from shardc.torch_private import fake_mode, sequence_number
 
 #: Kinds of what stays from step to step.
 RESIDENT = ("parameters", "optimizer", "buffers")
+
+
+#: Ops of a rank's forward, over all microbatches, that are run one by one.
+OPS = 4000
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,20 @@ def rehearse(program: Program, at: int = 0, optimizer: OptimizerOf | None = None
         _all(ledger, "parameters")
         local = _batch(program)
         step = _Step(engine, program, mesh, ledger)
-        step.run(local)
+        step.run(local, microbatches=1)
         step.settle()
         ledger.parts = [Part("")]
         resident = tuple(ledger.live())
         for held in resident:
             held.born = 0
-        return step.run(local, resident, at)
+        return step.run(local, resident, at, microbatches=_affordable(program, mesh.coordinate(program.axis) if program.axis else 0))
+
+
+def _affordable(program: Program, at: int) -> int:
+    """How many microbatches are run: all, unless they are many and large."""
+    placement = program.schedule.placement if program.schedule is not None else (0,)
+    nodes = sum(len(s.graph.nodes) for s, coordinate in zip(program.stages, placement, strict=True) if coordinate == at)
+    return max(min(program.microbatches, OPS // nodes), 3)
 
 
 class _Names:
@@ -137,12 +148,12 @@ class _Step:
         self.ledger.mark(grads, "gradients")
         _all(self.ledger, "optimizer")
 
-    def run(self, batch: Any, resident: tuple[Held, ...] = (), at: int = 0) -> Rehearsal:
+    def run(self, batch: Any, resident: tuple[Held, ...] = (), at: int = 0, *, microbatches: int) -> Rehearsal:
         engine, ledger = self.engine, self.ledger
         interpreter = engine._interpreter
         actions = interpreter.actions
         last = max((a.microbatch for a in actions), default=0)
-        chosen = [a for a in actions if a.microbatch in (-1, 0, 1, last)]
+        chosen = [a for a in actions if a.microbatch < microbatches - 1 or a.microbatch == last]
         before = self._turn("the batch")
         found: list[tuple[Action, Part]] = []
         on = self
