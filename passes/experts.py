@@ -168,7 +168,7 @@ class Experts:
             stacked = [n for j, n in self.ops() if j == i]
             there = [m for m in having if any(match(e.match, x) for x in _parents(m))]
             if stacked:
-                what = f"the experts of {_named(_module(stacked[0]))} are put together from several parameters: none of them can be spread over {e.axis}"
+                what = f"the experts of {_named(_module(stacked[0]))} are put together from several parameters, which cannot be spread"
                 errors.add(what, where=self.where(i), fix="store them as one parameter [experts, m, hidden] and one [experts, hidden, i]")
             elif there:
                 errors.add(
@@ -180,7 +180,8 @@ class Experts:
                 errors.add(what, where=self.where(i), fix=f"a Python loop over experts is not one; {FORMS}")
             else:
                 close = nearest(e.match, [m for m in having or modules if m])
-                fix = f"did you mean {close!r}?" if close else f"experts are in {', '.join(map(_named, having))}" if having else f"the model has none; {FORMS}"
+                there_are = f"experts are in {', '.join(map(_named, having))}" if having else f"the model has none; {FORMS}"
+                fix = f"did you mean {close!r}?" if close else there_are
                 errors.add(f"pattern {e.match!r} matches no module that holds experts", where=self.where(i), fix=fix)
 
 

@@ -60,7 +60,7 @@ def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
     sizes = torch.bincount(slot, minlength=experts + 1)
     first = sizes.cumsum(0) - sizes  # where each expert's choices begin, sorted
     before = torch.arange(flat.numel(), device=flat.device) - first[slot[order]]
-    return torch.where(torch.empty_like(flat).index_copy_(0, order, before) < limit, flat, -1).view_as(index)
+    return torch.where(inside & (torch.empty_like(flat).index_copy_(0, order, before) < limit), flat, -1).view_as(index)
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------

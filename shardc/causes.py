@@ -24,7 +24,8 @@ MASK = "keep the size and mask instead: torch.where(mask, x, 0), and divide sums
 @dataclass(frozen=True)
 class Cause:
     """One row. raised: regex on "TypeName: message" of any exception on the way, or DATA; op: regex on the name of an op in the graph;
-    code: regex on the model's line; loop: on the headers of the loops around it. All that are given have to fit. what: the sentence of the error ({op} is the op's name); fix: the way out.
+    code: regex on the model's line; loop: on the headers of the loops around it. All that are given have to fit.
+    what: the sentence of the error ({op} is the op's name); fix: the way out.
     """
 
     what: str

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -159,7 +158,10 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
             names[node] = mine
         elif node.op == "call_function" and node.all_input_nodes and all(n in columns for n in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: columns[n])
-            columns[node] = node.args[0] if node.target is operator.pos else node.target(*args, **kwargs)
+            try:
+                columns[node] = node.target(*args, **kwargs)
+            except RuntimeError:  # not for whole numbers: it computes
+                raise _refuse(f"the activation calls {node.target}, which does not look at every element by itself") from None
         else:
             raise _refuse(f"the activation calls {node.target}, which does not look at every element by itself")
     steps[-1] = steps[-1].partition(" = ")[2]
