@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import shardc
+from shardc.calls import result, tensors
 from shardc.capture import capture
+from shardc.placement import Placement, Shard
 from shardc.program import Program
 from shardc.simulate import Simulation
 from tests import zoo
@@ -86,6 +88,32 @@ def collectives(sim: Simulation, direction: str, axis: str = "tp") -> dict[str, 
 def gathered(program: Program) -> list[str]:
     """What the program gathers though nobody asked for it."""
     return [n for n in program.notes if "gathered" in n]
+
+
+def unnoticed(program: Program) -> list[str]:
+    """Ops that run whole over an axis though an operand comes split there, and no note says so.
+
+    Read off the placement, not off the collectives: what fell back, whatever was then sent. A value is gathered, and noted, once for
+    all its users.
+    """
+    found = []
+    for node in program.graph.nodes:
+        for axis, n in program.mesh.axes if node.op == "call_function" and "strategies" in node.meta else ():
+            strategy = node.meta["strategies"].get(axis)
+            if n == 1 or strategy is None or strategy.kind not in ("replicate", "varying") or node.meta.get("asked"):
+                continue
+            split = [x for x in tensors(node) if isinstance(_lies(x, axis), Shard)]
+            places = {str(user.meta.get("source") or user.name) for x in split for user in x.users}
+            told = any(f"is gathered over {axis}" in note and note.startswith(tuple(places)) for note in program.notes)
+            found += [f"{node.target} over {axis}: {node.meta.get('source')}"] if split and not told else []
+    return found
+
+
+def _lies(node: fx.Node, axis: str) -> Placement | None:
+    """How a value lies on an axis where it is made."""
+    source, i = result(node)
+    strategy = source.meta.get("strategies", {}).get(axis)
+    return strategy.outputs[i] if strategy is not None else node.meta["value"].layout[axis] if source.op == "placeholder" else None
 
 
 def record(record_property: Property, model: str, mesh: str, one: Reference, program: Program, sim: Simulation) -> None:

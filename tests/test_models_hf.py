@@ -92,6 +92,7 @@ def test_equals_one_device(name: str, mesh: str, record_property: equality.Prope
     sim = shardc.simulate(program, one.model, one.batch)
     equality.record(record_property, name, mesh, one, program, sim)
     equality.assert_equal(sim, one.loss, one.grads)
+    assert equality.unnoticed(program) == []
 
     forward, backward = equality.collectives(sim, "forward"), equality.collectives(sim, "backward")
     sequence = mesh.endswith("sp")
@@ -115,3 +116,4 @@ def test_data_parallel_of_many_others(name: str, record_property: equality.Prope
     sim = shardc.simulate(program, one.model, one.batch)
     equality.record(record_property, name, "dp=2", one, program, sim)
     equality.assert_equal(sim, one.loss, one.grads)
+    assert equality.unnoticed(program) == []

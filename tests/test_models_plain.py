@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.capture import capture
 from shardc.program import Collective, Program
+from shardc.simulate import Simulation
 from tests import equality
 from tests.zoo import plain, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
@@ -42,13 +44,15 @@ class Reference:
     buffers: dict[str, Tensor]
     captured: Program
 
-    def check(self, spec: dict[str, Any]) -> Program:
-        """Compile under a spec, run on all ranks, compare everything. Returns the program."""
+    def check(self, spec: dict[str, Any], record: Callable[[Any, Program, Simulation], None] = lambda *_: None) -> Program:
+        """Compile under a spec, run on all ranks, record and compare everything. Returns the program."""
         program = shardc.compile(self.model, self.batch, {"shardc": 1, **spec}, captured=self.captured)
         sim = shardc.simulate(program, self.model, self.batch)
+        record(self, program, sim)
         equality.assert_equal(sim, self.loss, self.grads)
         for name, value in self.buffers.items():
             torch.testing.assert_close(sim.state[name], value, rtol=1e-11, atol=1e-12)
+        assert equality.unnoticed(program) == []
         return program
 
 
@@ -72,9 +76,9 @@ def collectives(program: Program, axis: str) -> list[Collective]:
 
 
 @pytest.mark.parametrize("name", plain.ALL)
-def test_data_parallel(name: str) -> None:
+def test_data_parallel(name: str, record_property: equality.Property) -> None:
     """Nothing of the size of an activation is sent: sums of what the loss, norms and statistics need, and no gathers."""
-    program = reference(name).check({"mesh": {"dp": 2}})
+    program = reference(name).check({"mesh": {"dp": 2}}, functools.partial(equality.record, record_property, name, "dp=2"))
     assert len(program.notes) == NOTED.get(name, 0), program.notes
     gathered = [c for c in collectives(program, "dp") if c.kind not in ("all_reduce", "none")]
     assert len(gathered) == MEET.get(name, 0) + NOTED.get(name, 0), [c.cause for c in gathered]
@@ -106,10 +110,18 @@ FOUR = ("encoder", "decoder", "vit", "mixer", "dit", "gan", "clip")
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_data_and_tensor_parallel(name: str) -> None:
-    reference(name).check({"mesh": {"dp": 2, "tp": 2}, "shard": STYLES[name]})
+def test_data_and_tensor_parallel(name: str, record_property: equality.Property) -> None:
+    record = functools.partial(equality.record, record_property, name, "dp=2 tp=2")
+    reference(name).check({"mesh": {"dp": 2, "tp": 2}, "shard": STYLES[name]}, record)
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_tensor_parallel(name: str) -> None:
-    reference(name).check({"mesh": {"tp": 4}, "shard": STYLES[name]})
+def test_tensor_parallel(name: str, record_property: equality.Property) -> None:
+    reference(name).check({"mesh": {"tp": 4}, "shard": STYLES[name]}, functools.partial(equality.record, record_property, name, "tp=4"))
+
+
+def test_finds_ops_that_fell_back_unnoticed() -> None:
+    """What the tests above assert of every program can fail: without its notes a program has such ops."""
+    program = reference("messages").check({"mesh": {"dp": 2}})
+    program.notes = ()
+    assert [found.partition(" ")[0] for found in equality.unnoticed(program)] == ["aten.expand.default", "aten.scatter_reduce.two"]
