@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import os
+from argparse import Namespace
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, multiprocessing, nn
 
 import shardc
 import shardc.nn
-from shardc.runtime import expert_activation, ops
+from shardc.runtime import expert_activation, launch, ops, state
 from tests import equality, zoo
 from tests.zoo import hf
 
@@ -106,16 +108,16 @@ def own(model: nn.Module) -> zoo.Built:
 
 def transformers(model: str, **config: Any) -> zoo.Built:
     common = {"num_experts_per_tok": 2, "num_key_value_heads": 4, "intermediate_size": 32, "moe_intermediate_size": 32, "head_dim": 8}
-    return hf.build(hf.row(model, **hf.EXPERTS, **(common | config)))
+    return hf.build(hf.row(model, **hf.EXPERTS, **(common | {"num_hidden_layers": 1} | config)))
 
 
 MODELS: dict[str, Callable[[], zoo.Built]] = {
-    "mixtral": lambda: transformers("MixtralForCausalLM", num_local_experts=E),
+    "mixtral": lambda: transformers("MixtralForCausalLM", num_local_experts=E, num_hidden_layers=2),
     "qwen2_moe": lambda: transformers("Qwen2MoeForCausalLM", num_experts=E, shared_expert_intermediate_size=32),
     "qwen3_moe": lambda: transformers("Qwen3MoeForCausalLM", num_experts=E, norm_topk_prob=True),
     "olmoe": lambda: transformers("OlmoeForCausalLM", num_experts=E),
     "deepseek_v3": lambda: transformers(
-        "DeepseekV3ForCausalLM", n_routed_experts=E, num_experts_per_tok=4, n_group=2, topk_group=1, n_shared_experts=1,
+        "DeepseekV3ForCausalLM", num_hidden_layers=2, n_routed_experts=E, num_experts_per_tok=4, n_group=2, topk_group=1, n_shared_experts=1,
         first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=8,
     ),
     "gpt_oss": lambda: transformers(
@@ -126,7 +128,7 @@ MODELS: dict[str, Callable[[], zoo.Built]] = {
     "gshard": lambda: own(GShard()),
 }  # fmt: skip
 ROUTED = {
-    "balanced mixtral": lambda: transformers("MixtralForCausalLM", num_local_experts=E, output_router_logits=True, num_hidden_layers=1),
+    "balanced mixtral": lambda: transformers("MixtralForCausalLM", num_local_experts=E, output_router_logits=True),
     "balanced switch": lambda: own(Routed(k=2)),
     "one expert takes all": lambda: own(Routed(skew=100.0)),
     "one expert takes none": lambda: own(Routed(k=3, skew=-100.0)),
@@ -291,6 +293,31 @@ def test_saved(tmp_path: Path) -> None:
     assert "stripes(x)" in str(again)
 
 
+def work(rank: int, port: int, folder: str) -> None:
+    """One process of two: a step without update, and its gradients put together."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found: dict[str, Any] = {}
+    for name in ("top 2", "one expert takes all"):
+        with zoo.Wide():
+            model, batch = {**MODELS, **ROUTED}[name]()
+        program = shardc.load(Path(folder) / name)
+        engine = program.engine(model, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+        found[name] = engine.step(batch), {p.fqn: state.gather(engine.params[p.name].grad, p.layout, engine.mesh) for p in program.params}
+    if rank == 0:
+        torch.save(found, Path(folder) / "result.pt")
+    engine.close()
+
+
+def test_processes(tmp_path: Path) -> None:
+    """Over gloo, also where one rank gets all rows."""
+    for name in ("top 2", "one expert takes all"):
+        one(name).compile(spec(name, mesh={"ep": 2})).save(tmp_path / name)
+    multiprocessing.spawn(work, args=(launch.free_port(), str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    for name, (loss, grads) in torch.load(tmp_path / "result.pt").items():
+        equality.assert_equal(Namespace(loss=loss, grads=grads), one(name).loss, one(name).grads)
+
+
 # --- the function -----------------------------------------------------------------------------------------------------
 
 
@@ -343,7 +370,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any], 
     "choices": (lambda x, i, w, u, d: shardc.nn.experts(x, i[:2], w, u, d), "are not choices of the tokens"),
     "bias": (lambda x, i, w, u, d: shardc.nn.experts(x, i, w, u, d, up_bias=x), "up_bias has shape"),
     "name": (lambda x, i, w, u, d: shardc.nn.experts(x, i, w, u, d, activation="nope"), "activation='nope' for 24 columns"),
-    "rows": (lambda x, i, w, u, d: shardc.nn.text_of(lambda y: y.softmax(-1)[:, :INNER], 2 * INNER, INNER), "does not look at every element by itself"),
+    "rows": (lambda x, i, w, u, d: shardc.nn.text_of(lambda y: y.softmax(-1)[:, :INNER], 2 * INNER, INNER), "does not look at every element"),
     "columns": (lambda x, i, w, u, d: shardc.nn.text_of(lambda y: torch.relu(y[:, 1 : INNER + 1]), 2 * INNER, INNER), "no equal part of all"),
     "nothing": (lambda x, i, w, u, d: shardc.nn.text_of(lambda y: y, INNER, INNER), "computes nothing"),
 }
