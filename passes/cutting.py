@@ -176,6 +176,12 @@ def _outer(module: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)] if module else []
 
 
+def layer_of(module: str) -> tuple[str, str] | None:
+    """(outermost list of layers, the layer's number) that a module, or a parameter, is in: "h.3.attn" -> ("h", "3")."""
+    m = _LAYER.match(module)
+    return (m[1] or "", m[2]) if m else None
+
+
 def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
     """The model's outermost lists of layers: {list: [(layer, position of its first op)]}, all in the order in which they run."""
     found: dict[str, dict[str, int]] = {}

@@ -6,14 +6,13 @@ import math
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardc.errors import Errors, ShardcError
-from shardc.mesh import Mesh
 from shardc.patterns import nearest
 
 Positive = Annotated[float, Field(gt=0)]
@@ -40,12 +39,14 @@ class Reaches(_Section):
 
 
 class Device(_Section):
-    """memory: bytes. flops: per second of a matrix product, by dtype. bandwidth: bytes of memory that are read or written per second.
+    """kind: a CPU makes masks in blocks, a GPU whole. memory: bytes. flops: per second of a matrix product, by dtype.
 
-    launch: seconds: no op takes less. node: devices in one; within, between: links in a node and from one to another.
+    bandwidth: bytes of memory that are read or written per second. launch: seconds: no op takes less. reaches: shares of all that.
+    node: devices in one; within, between: links in a node and from one to another.
     """
 
     name: str
+    kind: Literal["gpu", "cpu"] = "gpu"
     memory: Positive
     flops: Mapping[str, Positive]
     bandwidth: Positive
@@ -82,9 +83,6 @@ class Device(_Section):
             return latency + nbytes / (bandwidth * self.reaches.link)
         rounds = 2 if kind == "all_reduce" else 1
         return rounds * (latency * math.ceil(math.log2(n)) + nbytes * (n - 1) / n / (bandwidth * self.reaches.link))
-
-    def group(self, mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        return mesh.group(rank, axes)
 
 
 def _counts(values: list[int]) -> list[int]:

@@ -38,13 +38,13 @@ _LOOKS: dict[Any, Callable[[Tensor], Any]] = {
 
 
 class Held:
-    """One storage. born, gone: the parts of the step in which it was made and freed; op: what made it."""
+    """One storage. op: what made it; shape, dtype: of the first tensor in it."""
 
-    __slots__ = ("born", "gone", "kind", "nbytes", "op")
+    __slots__ = ("dtype", "kind", "nbytes", "op", "shape")
 
-    def __init__(self, nbytes: int, kind: str, born: int, op: str) -> None:
-        self.nbytes, self.kind, self.born, self.op = nbytes, kind, born, op
-        self.gone = -1
+    def __init__(self, x: Tensor, kind: str, op: str) -> None:
+        self.nbytes, self.kind, self.op = x.untyped_storage().nbytes(), kind, op
+        self.shape, self.dtype = tuple(map(int, x.shape)), x.dtype
 
 
 class Op(NamedTuple):
@@ -118,13 +118,12 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key in self.held:
             return
-        held = self.held[key] = Held(storage.nbytes(), self.kind, len(self.parts) - 1, self._op())
+        held = self.held[key] = Held(x, self.kind, self._op())
         self.parts[-1].changes.append((1, held))
 
         def freed(_: Any) -> None:
             if self.held.get(key) is held:
                 del self.held[key], self._refs[key]
-                held.gone = len(self.parts) - 1
                 self.parts[-1].changes.append((-1, held))
 
         self._refs[key] = weakref.ref(storage, freed)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shardc.cost.device import Device
 from shardc.cost.ledger import Part
 from shardc.cost.rehearse import Rehearsal, rehearse
 from shardc.cost.replay import Clock, Memory, memory, parts
+from shardc.cost.symbolic import Symbolic, symbolic
 from shardc.program import Program
 from shardc.runtime import schedule as schedules
 from shardc.runtime.engine import OptimizerOf
@@ -46,6 +48,7 @@ class Cost:
     step_seconds: float
     bubble: float
     program: Program = field(repr=False)
+    rehearsals: tuple[Rehearsal, ...] = field(repr=False, default=())
 
     @property
     def memory(self) -> Memory:
@@ -64,11 +67,20 @@ class Cost:
         """Does the peak fit into the device's memory?"""
         return self.memory.peak <= self.device.memory
 
+    @cached_property
+    def symbolic(self) -> Symbolic:
+        """Closed forms in the model's sizes, as sympy expressions. Raises ShardcError where two sizes are the same number."""
+        return self.forms()
+
+    def forms(self, **sizes: int) -> Symbolic:
+        """The same with sizes that are named: batch, sequence, hidden, heads, vocab, or any other name. See shardc.cost.symbolic."""
+        return symbolic(self.program, self.rehearsals, sizes)
+
 
 def cost(program: Program, device: Device, optimizer: OptimizerOf | None) -> Cost:
     """See `Program.cost`."""
     schedule = program.schedule or schedules.alone(program.microbatches)
-    return put_together(program, schedule, [rehearse(program, at, optimizer) for at in range(schedule.ranks)], device)
+    return put_together(program, schedule, [rehearse(program, at, optimizer, cpu=device.kind == "cpu") for at in range(schedule.ranks)], device)
 
 
 def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehearsal], device: Device) -> Cost:
@@ -91,13 +103,13 @@ def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehe
         ends.append(clock.now - computing)
         ranks.append(RankCost(r.at, r.rank, memory(r, actions), flops, dict(comm), clock.now, clock.waited))
     if schedule.ranks == 1:
-        return Cost(device, tuple(ranks), ranks[0].seconds, 0.0, program)
+        return Cost(device, tuple(ranks), ranks[0].seconds, 0.0, program, tuple(rehearsals))
     transfer = {}
     for e in program.edges:
         pair = tuple(_rank(program, schedule, s) for s in (e.source, e.target))
         transfer[e.source, e.target] = device.comm_seconds("send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair)
     found = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer), program.edges)
-    return Cost(device, tuple(ranks), found.end + max(ends), found.bubble(), program)
+    return Cost(device, tuple(ranks), found.end + max(ends), found.bubble(), program, tuple(rehearsals))
 
 
 def _add(comm: Counter[tuple[str, str]], part: Part) -> None:

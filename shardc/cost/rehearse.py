@@ -7,10 +7,12 @@ whole schedule together from their actions, as all others between are alike.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -18,8 +20,9 @@ from torch import Tensor, fx
 from shardc.cost.ghost import GhostMesh, rank_of
 from shardc.cost.ledger import Held, Ledger, Part
 from shardc.program import Buffer, Input, Param, Program, Stage
+from shardc.runtime import rng
 from shardc.runtime.engine import Engine, OptimizerOf
-from shardc.runtime.interpreter import Around, Run
+from shardc.runtime.interpreter import Around, Interpreter, Run, Values
 from shardc.runtime.schedule import Action
 from shardc.torch_private import fake_mode, sequence_number
 
@@ -45,24 +48,28 @@ class Rehearsal:
     update: Part
 
 
-def rehearse(program: Program, at: int = 0, optimizer: OptimizerOf | None = None, **options: Any) -> Rehearsal:
-    """One step of a rank, the second one: the optimizer has its state. options: of Engine."""
-    with fake_mode(), Ledger() as ledger:
+def rehearse(program: Program, at: int = 0, optimizer: OptimizerOf | None = None, *, cpu: bool = False, **options: Any) -> Rehearsal:
+    """One step of a rank, the second one: the optimizer has its state. cpu: it runs on one. options: of Engine."""
+    # tensors without data lie "on the CPU", where masks are made block by block; a GPU makes each at once
+    blocks = mock.patch.object(rng, "_BLOCK", rng._BLOCK if cpu else sys.maxsize)
+    with blocks, fake_mode(), Ledger() as ledger:
         names = _Names(ledger)
         mesh = GhostMesh(program.mesh, rank_of(program.mesh, program.axis, at), ledger)
-        engine = Engine(_told(replace(program, meta={**program.meta, "offload": {}}), names), _weights(program), optimizer, mesh=mesh, **options)
+        told = _told(replace(program, meta={**program.meta, "offload": {}}), names)
+        engine = Engine(told, _weights(program), optimizer, mesh=mesh, interpreter=_Recorded, **options)
+        recorded = engine._interpreter
+        assert isinstance(recorded, _Recorded)
+        recorded.ledger, recorded.buckets = ledger, engine._buckets
         ledger.mark(engine.params.values(), "parameters")
         ledger.mark(engine.buffers.values(), "buffers")
         _all(ledger, "parameters")
-        local = _batch(program)
-        step = _Step(engine, program, mesh, ledger)
-        step.run(local, microbatches=1)
-        step.settle()
-        ledger.parts = [Part("")]
+        batch = _batch(program)
+        _step(engine, recorded, batch, 1)
+        ledger.mark([p.grad for p in engine.params.values()], "gradients")
+        _all(ledger, "optimizer")  # what is new after the first step, and stays
         resident = tuple(ledger.live())
-        for held in resident:
-            held.born = 0
-        return step.run(local, resident, at, microbatches=_affordable(program, mesh.coordinate(program.axis) if program.axis else 0))
+        before, after, update = _step(engine, recorded, batch, _affordable(program, at))
+        return Rehearsal(at, mesh.rank, resident, before, tuple(recorded.found), after, update)
 
 
 def _affordable(program: Program, at: int) -> int:
@@ -134,88 +141,77 @@ def _batch(program: Program) -> Any:
     return batch
 
 
-class _Step:
-    """A step in parts."""
+class _Recorded(Interpreter):
+    """Notes what each action does, of the first microbatches and the last one."""
 
-    def __init__(self, engine: Engine, program: Program, mesh: GhostMesh, ledger: Ledger) -> None:
-        self.engine, self.program, self.mesh, self.ledger = engine, program, mesh, ledger
-        self.resident: set[int] = set()
+    ledger: Ledger
+    buckets: Any
+    microbatches: int
 
-    def settle(self) -> None:
-        """After the first step: what is new and stays is the optimizer's."""
-        self.engine._buckets.settled()
-        grads = [p.grad for p in self.engine.params.values()]
-        self.ledger.mark(grads, "gradients")
-        _all(self.ledger, "optimizer")
-
-    def run(self, batch: Any, resident: tuple[Held, ...] = (), at: int = 0, *, microbatches: int) -> Rehearsal:
-        engine, ledger = self.engine, self.ledger
-        interpreter = engine._interpreter
-        actions = interpreter.actions
-        last = max((a.microbatch for a in actions), default=0)
-        chosen = [a for a in actions if a.microbatch < microbatches - 1 or a.microbatch == last]
-        before = self._turn("the batch")
-        found: list[tuple[Action, Part]] = []
-        on = self
-
-        class Rehearsed(Run):
-            def do(self, action: Action) -> None:
-                part = on._turn(str(action))
-                found.append((action, part))
-                super().do(action)
-                on._sort(action, self)
-                part.sent = tuple(on.mesh.records)
-
-        engine._check()
-        engine._buckets.reset(forward=True)
-        values = engine._take(batch, local=False)
-        ledger.mark((x for given in values for name, x in given.items() if name in {i.name for i in self.program.inputs}), "inputs")
-        for p in engine.params.values():
-            p.grad = None
-        engine.rng.training = True
-        engine._norm.start()
-        scaled = engine.scaler.scale if engine.scaler is not None else lambda loss: loss
-        around = Around(engine._buckets.saving, engine._buckets.start, engine._buckets.pause, engine._buckets.reduce, scaled)
-        before.sent = tuple(self.mesh.records)
-        run = Rehearsed(interpreter, values, chosen, around)
+    def step(self, values: Values, around: Around) -> tuple[Tensor, dict[str, Tensor]]:
+        names = {x.name for x in self.program.inputs}
+        self.ledger.mark((x for given in values for name, x in given.items() if name in names), "inputs")
+        last = max((a.microbatch for a in self.actions), default=0)
+        run = _Run(self, values, [a for a in self.actions if a.microbatch < self.microbatches - 1 or a.microbatch == last], around)
         run.go()
-        after = self._turn("sums")
-        interpreter._total(run.losses)
-        news = run.news
-        del run, values
-        engine._buckets.finish(engine._reduced)
-        engine._reduced(engine._unbucketed)
-        if engine.scaler is not None:
-            engine.scaler.agree()
-        engine.buffers |= news
-        ledger.mark(news.values(), "buffers")
-        ledger.mark((p.grad for p in engine.params.values()), "gradients", over=("temporaries", "communication", "activations"))
-        after.sent = tuple(self.mesh.records)
-        update = self._turn("update")
-        engine.update()
-        engine._buckets.settled()
-        update.sent = tuple(self.mesh.records)
-        return Rehearsal(at, self.mesh.rank, resident, before, tuple(found), after, update)
+        self.found = run.found
+        self.turn("sums")
+        losses, news = run.losses, run.news
+        del run
+        return self._total(losses), self._spread(news)
 
-    def _turn(self, name: str) -> Part:
-        self.mesh.records.clear()
+    def turn(self, name: str) -> Part:
+        """The next part of the step begins."""
+        self._close()
         self.ledger.at = ""
         return self.ledger.turn(name)
 
-    def _sort(self, action: Action, run: Any) -> None:
+    def _close(self) -> None:
+        self.ledger.parts[-1].sent = tuple(self.mesh.records)
+        self.mesh.records.clear()
+
+
+class _Run(Run):
+    on: _Recorded
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.found: list[tuple[Action, Part]] = []
+
+    def do(self, action: Action) -> None:
+        self.found.append((action, self.on.turn(str(action))))
+        super().do(action)
+        self._sort(action)
+
+    def _sort(self, action: Action) -> None:
         """After an action: what is left is kept for something."""
-        ledger = self.ledger
-        passing: list[Tensor] = [x for each in run.inbox.values() for x in each.values()]
-        passing += [x for each in run.grads.values() for x in each.values()]
-        passing += [x for each in run.outbox.values() for x in each]
-        passing += [x for posted in run.posted.values() for _, into, _ in posted for x in into.values()]
-        grads = [p.grad for p in self.engine._buckets.given.values() if isinstance(p, Tensor)]
-        ledger.mark(grads, "gradients", over=("temporaries",))
-        if action.kind != "F":
-            ledger.mark(passing, "communication", over=("temporaries",))
-            _all(ledger, "gradients" if action.kind in ("B", "W", "REDUCE") else "activations")
-        else:
+        ledger = self.on.ledger
+        passing: list[Tensor] = [x for each in self.inbox.values() for x in each.values()]
+        passing += [x for each in self.grads.values() for x in each.values()]
+        passing += [x for each in self.outbox.values() for x in each]
+        passing += [x for posted in self.posted.values() for _, into, _ in posted for x in into.values()]
+        ledger.mark([p.grad for p in self.on.buckets.given.values() if isinstance(p, Tensor)], "gradients")
+        if action.kind == "F":
             _all(ledger, "activations")
+            return
+        ledger.mark(passing, "communication")
+        _all(ledger, "gradients" if action.kind in ("B", "W", "REDUCE") else "activations")
+
+
+def _step(engine: Engine, recorded: _Recorded, batch: Any, microbatches: int) -> list[Part]:
+    """Its parts: before the actions, after them, the update."""
+    recorded.microbatches = microbatches
+    ledger = recorded.ledger
+    before = recorded.turn("the batch")
+    engine.backward(batch)
+    after = ledger.parts[-1]
+    ledger.mark(engine.buffers.values(), "buffers")
+    ledger.mark((p.grad for p in engine.params.values()), "gradients", over=("temporaries", "communication", "activations"))
+    update = recorded.turn("update")
+    engine.update()
+    engine._buckets.settled()
+    recorded.turn("")
+    return [before, after, update]
 
 
 def _all(ledger: Ledger, kind: str) -> None:
