@@ -49,7 +49,7 @@ def main(parts: list[str], rounds: int, steps: int, out: Path | None) -> int:
                 result["ratios"] += [ratio(timed, group.ours, peer, group.target) for peer in group.peers]
             for name in names:
                 with World(name, files, frugal=True) as world:
-                    result["contenders"][name]["mib"] = world.ask("peak", steps=3)
+                    result["contenders"][name]["mib"] = world.ask("peak", steps=2)
                 print(f"{name}: {result['contenders'][name]}", flush=True)
         first = losses[names[0]]
         result["worst_loss_difference"] = max(abs(a - b) / abs(b) for n in names for a, b in zip(losses[n], first, strict=True))
@@ -167,7 +167,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, action="append", help="a part; README's table keeps the others")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
+    parser.add_argument("--steps", type=int, default=1, help="steps of each contender in a round")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the harness; implies --dry")
     parser.add_argument("--dry", action="store_true", help="print only: leave docs/bench.json and README.md alone")
     arguments = parser.parse_args()

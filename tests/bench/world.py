@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing
 import os
 import time
+import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -74,6 +75,7 @@ def _work(rank: int, name: str, files: Path, meeting: Path, frugal: bool, orders
             ctypes.CDLL(None).mallopt(what, 64 * 1024)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # peers use names of torch that it has renamed
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     worker = _Worker(name, files)
     while True:
