@@ -59,6 +59,7 @@ class Engine:
     seed: of dropout and of weights that are computed. clip_norm: gradients are scaled down to this global 2-norm.
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
+    interpreter: what runs the program's stages (shardc.cost.rehearse has another one).
 
     .params, .buffers: this rank's parts by placeholder name: of parameters what it updates, that is, at ZeRO >= 1 a flat stretch of each,
     perhaps empty; gradients stand there, after the update in the dtype in which they were summed. .grad_norm: 2-norm of the whole
@@ -73,6 +74,7 @@ class Engine:
     def __init__(
         self, program: Program, model: Any, optimizer: OptimizerOf | None = adamw, seed: int = 0, *,
         scheduler: lr.SchedulerOf | None = None, clip_norm: float | None = None, norm: bool = False, mesh: Any = None,
+        interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
     ) -> None:  # fmt: skip
         self.program = program
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
@@ -89,7 +91,7 @@ class Engine:
         self.loaders = Loaders()
         self.grad_norm: Tensor | None = None
         self._norm = GradNorm(program, self.params, self.mesh)
-        self._interpreter = Interpreter(program, self.mesh)
+        self._interpreter = interpreter(program, self.mesh)
         self.scaler = Scaler(program.meta["loss_scale"], self.mesh) if "loss_scale" in program.meta else None
         self._unbucketed = [n for n in self.params if n not in self._buckets.names]
 
