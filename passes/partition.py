@@ -143,8 +143,9 @@ class _Writer:
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, cause: fx.Node, collective: Collective | None, name: str = ""
     ) -> fx.Node:
         new = self.graph.create_node("call_function", target, args, kwargs, name=name or cause.name)
-        if collective is not None:
+        if collective is not None or "tag" in kwargs:
             new.kwargs = {**kwargs, "tag": new.name}
+        if collective is not None:
             new.meta["collective"] = collective
         new.meta |= {"value": value, "source": cause.meta.get("source", Source())}
         return new

@@ -85,6 +85,7 @@ class RankMesh(ABC):
         self.totals: tuple[Tensor, ...] = ()
         self._again = False
         self.records: list[CommRecord] = []
+        self.routed: list[tuple[str, Tensor, int, int]] | None = None  # what experts' routing notes, if asked: shardc.runtime.experts_load
         self.recording = record
 
     def turn_to(self, microbatch: int, of: int, totals: Iterable[Tensor] = ()) -> None:

@@ -13,6 +13,8 @@ from shardc.errors import ShardcError
 from shardc.program import Program
 from shardc.runtime import groups, inputs, lr, state
 from shardc.runtime.comm import TorchMesh
+from shardc.runtime.experts import experts_route
+from shardc.runtime.experts_load import Load, Loads
 from shardc.runtime.interpreter import Around, Interpreter
 from shardc.runtime.loader import Loader, Loaders
 from shardc.runtime.offload import Offload
@@ -38,8 +40,8 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     found += [norm_axes(program, p.name) for p in program.params]
     for stage in program.stages:
         found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
-    if "loss_scale" in program.meta:  # all ranks skip a step alike
-        found.append(program.mesh.names)
+    if "loss_scale" in program.meta or any(s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages):
+        found.append(program.mesh.names)  # all ranks skip a step alike; the loads of experts
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
@@ -57,6 +59,7 @@ class Engine:
                torch's optimizers take as they are; shardc.groups(params, ...) makes groups of them by pattern.
     scheduler: optimizer -> learning-rate scheduler, stepped after every step that updates.
     seed: of dropout and of weights that are computed. clip_norm: gradients are scaled down to this global 2-norm.
+    routing: note in every step how tokens are spread over experts, in `.loads`: one shardc.runtime.experts_load.Load a layer.
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
     interpreter: what runs the program's stages (shardc.cost.rehearse has another one).
@@ -73,7 +76,7 @@ class Engine:
 
     def __init__(
         self, program: Program, model: Any, optimizer: OptimizerOf | None = adamw, seed: int = 0, *,
-        scheduler: lr.SchedulerOf | None = None, clip_norm: float | None = None, norm: bool = False, mesh: Any = None,
+        scheduler: lr.SchedulerOf | None = None, clip_norm: float | None = None, norm: bool = False, routing: bool = False, mesh: Any = None,
         interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
     ) -> None:  # fmt: skip
         self.program = program
@@ -89,6 +92,8 @@ class Engine:
         self._paged = Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
         self.scheduler = lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self.loaders = Loaders()
+        self.loads: tuple[Load, ...] = ()
+        self._loads = Loads(program, self.mesh) if routing else None
         self.grad_norm: Tensor | None = None
         self._norm = GradNorm(program, self.params, self.mesh)
         self._interpreter = interpreter(program, self.mesh)
@@ -140,7 +145,10 @@ class Engine:
         self._norm.start()
         scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
         around = Around(self._buckets.saving, self._buckets.start, self._buckets.pause, self._buckets.reduce, scaled)
+        self.mesh.routed = [] if self._loads is not None else None
         total, news = self._interpreter.step(values, around)
+        if self._loads is not None:
+            self.loads, self.mesh.routed = self._loads(self.mesh.routed or ()), None
         self._buckets.finish(self._reduced)
         self._reduced(self._unbucketed)
         if self.scaler is not None:

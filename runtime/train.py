@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from shardc.errors import ShardcError
 class Job:
     """One run. program: artifact folder. model: model reference. save, resume, log: folders, or "". quiet: no lines (--json).
 
-    result: file into which rank 0 writes the summary. trust: run an edited artifact.
+    result: file into which rank 0 writes the summary. trust: run an edited artifact. routing: say how tokens are spread over experts.
     """
 
     program: str
@@ -42,6 +42,7 @@ class Job:
     quiet: bool = False
     result: str = ""
     trust: bool = False
+    routing: bool = False
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def run(job: Job) -> dict[str, Any]:
 
     file = modelfile.load(job.model, batch=job.batch, seq=job.seq)
     program = load(job.program, trust=job.trust)
-    engine = program.engine(file.build, optimizer=file.optimizer or adamw, scheduler=file.scheduler, seed=job.seed, norm=True)
+    engine = program.engine(file.build, optimizer=file.optimizer or adamw, scheduler=file.scheduler, seed=job.seed, norm=True, routing=job.routing)
     if job.resume:
         engine.load(Path(job.resume) / "checkpoint")
     rank = engine.mesh.rank
@@ -115,6 +116,8 @@ def _steps(engine: Any, data: _Data, steps: int, tokens: int) -> Iterator[dict[s
             "step": engine.step_count, "loss": value, "grad_norm": norm, "lr": lr,
             "tokens_per_second": round(tokens / (time.perf_counter() - start), 1), "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
         }  # fmt: skip
+        if engine.loads:
+            line["experts"] = [dataclasses.asdict(x) for x in engine.loads]
         if engine.scaler is not None:
             line |= {"loss_scale": engine.scaler.factor, "skipped": engine.scaler.skipped}
         yield line
@@ -145,7 +148,17 @@ def _text(line: dict[str, Any]) -> str:
     return (
         f"step {line['step']:>5}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  {lr}"
         f"{line['tokens_per_second']:>9,.0f} tokens/s  {line['memory_mb']:,.0f} MiB"
-    ) + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
+    ) + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "") + _spread(line.get("experts", ()))
+
+
+def _spread(layers: Sequence[dict[str, Any]]) -> str:
+    """The experts' part of a step line: the least and the most tokens of an expert, the busiest rank, and drops, over all layers."""
+    if not layers:
+        return ""
+    tokens = [n for x in layers for n in x["tokens"]]
+    dropped = sum(x["dropped"] for x in layers) / len(layers)
+    text = f"  experts {min(tokens)}-{max(tokens)} tokens, busiest rank x{max(x['imbalance'] for x in layers):.2f}"
+    return text + (f", {dropped:.1%} dropped" if dropped else "")
 
 
 def _shown(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dict[str, Any]]:

@@ -255,6 +255,7 @@ def run(
     resume: Annotated[Path | None, typer.Option(help="folder that --save wrote, on any mesh")] = None,
     seed: Annotated[int, typer.Option(help="of initial weights and dropout")] = 0,
     log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
+    routing: Annotated[bool, typer.Option("--routing", help="say in every step line how tokens are spread over experts")] = False,
     mesh: MeshOption = None, set_: SetOption = None, batch: BatchOption = None, seq: SeqOption = None, trust: TrustOption = False,
     as_json: JsonOption = False, debug: DebugOption = False,
 ) -> None:  # fmt: skip
@@ -280,6 +281,7 @@ def run(
         job = train.Job(
             program=str(artifact), model=ref, batch=example.get("batch"), seq=example.get("seq"), steps=steps, seed=seed,
             save=str(save or ""), resume=str(resume or ""), log=str(log or ""), quiet=as_json, result=str(Path(folder) / "result.json"), trust=trust,
+            routing=routing,
         )  # fmt: skip
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(vars(job)))

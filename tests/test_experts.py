@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from torch import Tensor, multiprocessing, nn
 
 import shardc
 import shardc.nn
-from shardc.runtime import expert_activation, launch, ops, state
+from shardc.runtime import expert_activation, launch, ops, state, train
+from shardc.runtime.experts_load import Load
+from shardc.runtime.loopback import loopback
 from tests import equality, zoo
 from tests.zoo import hf
 
@@ -279,6 +282,39 @@ def test_capacity(mesh: dict[str, int]) -> None:
 def test_keep() -> None:
     index = torch.tensor([[0, 1], [0, 2], [0, 0], [1, 7]])
     assert ops.experts_keep(index, 3, 2).tolist() == [[0, 1], [0, 2], [-1, -1], [1, -1]]
+
+
+# --- how tokens are spread --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"pp": 2, "ep": 2}], ids=str)
+def test_loads(mesh: dict[str, int]) -> None:
+    """Counted once over the global batch, whatever ranks have copies; over microbatches too."""
+    name = "one expert takes all"
+    model, batch = one(name).model, one(name).batch
+    more: dict[str, dict[str, Any]] = {"tp": {"shard": {"head": "row"}}, "pp": {"pipeline": {"axis": "pp", "stages": 2}}}
+    given = spec(name, mesh=mesh, **{k: v for axis in mesh for k, v in more.get(axis, {}).items()})
+    given["experts"][0]["capacity"] = 2.0
+    program = one(name).compile(given)
+
+    def rank(runtime: Any) -> Any:
+        engine = program.engine(model, optimizer=None, mesh=runtime, routing=True)
+        engine.backward(batch)
+        return engine.loads
+
+    tokens, limit = zoo.BATCH * zoo.SEQ, 2 * zoo.BATCH * zoo.SEQ // E
+    for (load,) in loopback(program.mesh, rank):
+        assert load.tokens == tuple(limit if e == 3 else 0 for e in range(E))
+        assert load.dropped == pytest.approx(1 - limit / tokens)
+        busiest = 2 * mesh.get("dp", 1)  # of two ranks one has the expert; and the first tokens come first
+        assert load.imbalance == pytest.approx(busiest)
+        assert str(load) == f"experts: 0-{limit} tokens an expert, busiest rank x{busiest}.00, 75.0% dropped"
+
+
+def test_step_line() -> None:
+    load = Load("moe", (3, 5), 0.25, 1.5)
+    line = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": None, "tokens_per_second": 1.0, "memory_mb": 1.0, "experts": [dataclasses.asdict(load)]}
+    assert train._text(line).endswith("  experts 3-5 tokens, busiest rank x1.50, 25.0% dropped")
 
 
 # --- the artifact, and processes ------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def local(call: LocalCall) -> fx.Node:
 
     mesh: Any = call.mesh_node
     where = (index, mesh, axes, experts, digits, *((padding, blocks) if padding else ()))
-    route = call.emit(ops.experts_route, where, {}, value=(pairs, counts), collective=sends(counts))
+    route = call.emit(ops.experts_route, where, {"tag": ""}, value=(pairs, counts), collective=sends(counts))
     order, numbers = part(route, 0, pairs), part(route, 1, counts)
     sent = call.emit(ops.experts_send, (x, order, numbers, mesh, axes, k), {}, value=rows, collective=sends(rows))
     result = call.emit(ops.experts_apply, (sent, numbers, up, down, up_bias, down_bias, activation, *rest), {}, value=made)
