@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from shardc import values
-from shardc.passes.precision_ops import CASTS, LOOKUPS, LOW, MOVES, NARROWED, PROMOTE, is_wide
+from shardc.passes.precision_ops import CASTS, LOOKUPS, LOW, MOVES, NARROWED, PROMOTE, STAY, is_wide
 from shardc.program import Param, Program, Source, Value
 from shardc.spec import Precision as Asked
 from shardc.torch_private import OpOverload
@@ -148,7 +148,8 @@ class _Writer:
         if name in MOVES:
             return self._move(node, used)
         if name in LOW:
-            return _Held(self._copy(node, {n: self._low(h, name) for n, h in used.items()}), True)
+            stay = {node.args[i] for i in STAY.get(name, ())}
+            return _Held(self._copy(node, {n: h.node if n in stay else self._low(h, name) for n, h in used.items()}), True)
         if name in LOOKUPS:
             return self._narrowed(self._copy(node, {n: h.node for n, h in used.items()}), True)
         if is_wide(name):
@@ -329,8 +330,8 @@ def _all(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _known(target: Any) -> bool:
-    """Whether torch's lists can speak of an op."""
-    return target is operator.getitem or (isinstance(target, OpOverload) and target.namespace == "aten")
+    """Whether torch's lists can speak of an op, or ours do."""
+    return target is operator.getitem or (isinstance(target, OpOverload) and (target.namespace == "aten" or values.op_name(target) in STAY))
 
 
 def _types(node: fx.Node) -> list[Any]:

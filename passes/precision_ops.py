@@ -15,8 +15,11 @@ LOW = frozenset({
     "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
     # products that autocast meets as the ops above, or promotes
     "linalg_matmul", "dot", "vdot", "inner", "outer", "ger", "tensordot", "bilinear",
-    "_trilinear", "_grouped_mm", "lstm", "gru", "rnn_tanh", "rnn_relu",
+    "_trilinear", "_grouped_mm", "experts", "lstm", "gru", "rnn_tanh", "rnn_relu",
 })  # fmt: skip
+
+#: Operands of those that stay as they are: weights of experts' results, which are added up in their dtype.
+STAY = {"experts": (2,)}
 
 #: Look-ups: the table is read as it is stored, so that its gradient adds up there; what is found is cast.
 LOOKUPS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})

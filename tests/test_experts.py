@@ -246,6 +246,15 @@ def test_bytes(axis: str) -> None:
     assert sum(c.bytes for c in ran if c.direction == "backward") == sum(sent)
 
 
+def test_precision() -> None:
+    """Rows are sent, and products made, in the compute dtype."""
+    program = one("switch").compile(spec("switch", mesh={"ep": 2}, precision={"compute": "bfloat16"}))
+    nodes = [n for n in program.stages[0].graph.nodes if n.target is ops.experts_send]
+    assert [n.meta["collective"].bytes for n in nodes] == [zoo.BATCH * zoo.SEQ // 2 * H * 2]
+    sim, exact = shardc.simulate(program, one("switch").model, one("switch").batch), one("switch").loss
+    assert abs(float(sim.loss - exact)) <= 1e-2 * abs(float(exact))
+
+
 # --- capacity ---------------------------------------------------------------------------------------------------------
 
 
