@@ -63,6 +63,8 @@ class Data:
 
     def run(self, program: Program, mesh: Mesh) -> Program:
         uses = _Uses(program)
+        if program.buckets:  # they are another program's (shardc.passes.alike)
+            return self._with_gathers(program, uses)
         finish = sorted(program.params, key=lambda p: -uses.first.get(p.name, -uses.end))
         order = {p.name: i for i, p in enumerate(finish)}
         axis = self.axes[-1] if self.axes and (mesh.size(self.axes[-1]) > 1 or self.offload) else ""
@@ -82,8 +84,10 @@ class Data:
         buckets.sort(key=lambda b: (b.late, max(number[n] for n in b.params)))
         index = {name: i for i, b in enumerate(buckets) for name in b.params}
         params = tuple(replace(p, bucket=index.get(p.name, -1)) for p in params)
-        program = replace(program, params=params, buckets=tuple(buckets), notes=notes)
-        if any(b.zero for b in buckets):
+        return self._with_gathers(replace(program, params=params, buckets=tuple(buckets), notes=notes), uses)
+
+    def _with_gathers(self, program: Program, uses: _Uses) -> Program:
+        if any(b.zero for b in program.buckets):
             stages = tuple(replace(s, graph=self._whole(i, program, uses)) for i, s in enumerate(program.stages))
             program = replace(program, stages=stages)
         return program

@@ -279,10 +279,8 @@ class TorchMesh(RankMesh):
         _check_world(layout, world)
         super().__init__(layout, rank, here, record)
         self._groups: dict[frozenset[str], Any] = {}
-        wanted = dict.fromkeys(self._split(s) for s in (*((n,) for n in layout.names), *axes))
-        for names in sorted(wanted, key=sorted):
-            if names:
-                self._make(names)
+        self._made: set[frozenset[str]] = set()  # also those that this rank is not in
+        self.add_groups([*((n,) for n in layout.names), *axes])
         self._lines: dict[tuple[str, bool], Any] = {}
         for axis in lines:
             for upwards in (True, False):
@@ -290,6 +288,14 @@ class TorchMesh(RankMesh):
                     group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
                     if rank in ranks:
                         self._lines[axis, upwards] = group
+
+    def add_groups(self, axes: Iterable[tuple[str, ...]]) -> None:
+        """Make the process groups for more sets of axes. Collective where there are any to make."""
+        wanted = {self._split(s) for s in axes} - self._made
+        self._made |= wanted
+        for names in sorted(wanted, key=sorted):
+            if names:
+                self._make(names)
 
     def _split(self, axes: Iterable[str]) -> frozenset[str]:
         return frozenset(part for a in axes for part in self.layout.parts(a) if self.layout.size(part) > 1)

@@ -16,7 +16,7 @@ from shardc.runtime.comm import TorchMesh
 from shardc.runtime.experts import experts_route
 from shardc.runtime.experts_load import Load, Loads
 from shardc.runtime.interpreter import Around, Interpreter
-from shardc.runtime.loader import Loader, Loaders
+from shardc.runtime.loader import Loader, Loaders, Rest
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload_optimizer import Paged
 from shardc.runtime.rng import Rng
@@ -97,6 +97,7 @@ class Engine:
         self.grad_norm: Tensor | None = None
         self._norm = GradNorm(program, self.params, self.mesh)
         self._interpreter = interpreter(program, self.mesh)
+        self._others: dict[tuple[int, ...], tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of fewer rows
         self.scaler = Scaler(program.meta["loss_scale"], self.mesh) if "loss_scale" in program.meta else None
         self._unbucketed = [n for n in self.params if n not in self._buckets.names]
 
@@ -128,6 +129,8 @@ class Engine:
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
         """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss, 0-dim, detached.
 
+        A whole batch may have fewer rows than the program was compiled for, such as the last one of an epoch: the first time that so
+        many come, every rank compiles for them (shardc.sizes).
         Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
         """
         loss = self.backward(batch, local=local)
@@ -138,7 +141,7 @@ class Engine:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
         self._check()
         self._buckets.reset(forward=True)
-        values = self._take(batch, local=local)
+        interpreter, values = self._take(batch, local=local)
         for p in self.params.values():
             p.grad = None
         self.rng.training = True
@@ -146,7 +149,7 @@ class Engine:
         scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
         around = Around(self._buckets.saving, self._buckets.start, self._buckets.pause, self._buckets.reduce, scaled)
         self.mesh.routed = [] if self._loads is not None else None
-        total, news = self._interpreter.step(values, around)
+        total, news = interpreter.step(values, around)
         if self._loads is not None:
             self.loads, self.mesh.routed = self._loads(self.mesh.routed or ()), None
         self._buckets.finish(self._reduced)
@@ -156,13 +159,32 @@ class Engine:
         self.buffers |= {name: new for name, new in news.items() if name in self.buffers}
         return total
 
-    def _take(self, batch: Any, *, local: bool) -> list[dict[str, Any]]:
-        """What the stages here take, by microbatch: {placeholder: value}; and what the microbatches add up to, before they run."""
-        parts = inputs.microbatches(self.program, inputs.take(self.program, batch, self.mesh, local=local))
-        stored = {"mesh": self.mesh, "rng": self.rng, **self._buckets.given, **self.buffers}
-        values = [{**stored, **dict(zip((x.name for x in self.program.inputs), given, strict=True))} for given in parts]
-        self._interpreter.count(values)
-        return values
+    def _take(self, batch: Any, *, local: bool) -> tuple[Interpreter, list[dict[str, Any]]]:
+        """What runs a batch of this size, and what its stages here take, by microbatch: {placeholder: value}; what the microbatches add
+        up to is known then."""
+        if isinstance(batch, Rest):
+            batch, local = batch.batch, False
+        interpreter, constants = (self._interpreter, {}) if local else self._sized(batch)
+        program = interpreter.program
+        parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
+        stored = {"mesh": self.mesh, "rng": self.rng, **self._buckets.given, **self.buffers, **constants}
+        values = [{**stored, **dict(zip((x.name for x in program.inputs), given, strict=True))} for given in parts]
+        interpreter.count(values)
+        return interpreter, values
+
+    def _sized(self, batch: Any) -> tuple[Interpreter, dict[str, Tensor]]:
+        """What runs a whole batch, and constants of its own: the engine's program, or one for fewer rows, made when such a batch comes."""
+        rows = inputs.fewer_rows(self.program, batch)
+        if rows is None or self.program.resize is None:
+            return self._interpreter, {}
+        if rows not in self._others:
+            self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
+            program = self.program.resize(self.program, batch)
+            self.mesh.barrier()
+            if isinstance(self.mesh, TorchMesh):
+                self.mesh.add_groups(groups_of(program))
+            self._others[rows] = Interpreter(program, self.mesh), state.constants(program, self.mesh)
+        return self._others[rows]
 
     def _reduced(self, names: Sequence[str]) -> None:
         """Gradients that are summed over ranks, while others still are on their way."""
@@ -206,7 +228,8 @@ class Engine:
         self._check()
         self._buckets.reset(forward=True)
         self.rng.training = False
-        return self._interpreter.evaluate(self._take(batch, local=local))
+        interpreter, values = self._take(batch, local=local)
+        return interpreter.evaluate(values)
 
     # --- data
 
@@ -217,7 +240,8 @@ class Engine:
                  num_workers is at most 1.
         batch_size: samples in a global batch; what the program was compiled for, and need not be given.
         shuffle: an order fixed by (seed, epoch), the same on every mesh; default for map-style datasets. seed: 0.
-        drop_last: True: samples that fill no batch are left out of that epoch's order. False: a dataset that leaves some is refused.
+        drop_last: True: samples that fill no batch are left out of that epoch's order. False: they come as the epoch's last batch, smaller,
+                 to every rank whole (shardc.sizes); refused for streams, and for a program read from an artifact.
         collate_fn: samples -> batch as the program was compiled for, but of this rank's samples only; default: torch's.
         name: "train"; under which checkpoints keep it; None: they do not. num_workers, pin_memory, ...: as of torch's DataLoader.
         What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the same samples.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors
+from shardc.patterns import match
 from shardc.placement import DTYPES, chunks, widen
 from shardc.program import Input, Program
 
@@ -66,6 +67,32 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
             errors.add(_mismatch(x, given, want, local), where=name_of(x.path), fix=_fix(x, leaf, local))
     errors.raise_any()
     return found
+
+
+def fewer_rows(program: Program, batch: Any) -> tuple[int, ...] | None:
+    """The sizes of the batch dims of a whole batch that differs from what was compiled in having fewer rows; None: it is none."""
+    given, found, dims = dict(leaves(batch)), [], batch_dims(program)
+    for x in program.inputs:
+        leaf, d = given.get(x.path), dims[x.name]
+        if not isinstance(leaf, Tensor) or leaf.dtype != x.dtype or leaf.dim() != len(x.shape):
+            return None
+        if any(n != m and i != d for i, (n, m) in enumerate(zip(leaf.shape, x.shape, strict=True))):
+            return None
+        found.append((leaf.shape[d], x.shape[d]) if d is not None else (1, 1))
+    (rows, whole), *_ = [f for f in found if f[1] > 1] or [(1, 1)]
+    fewer = 0 < rows < whole and all(n * whole == m * rows for n, m in found if m > 1)
+    return tuple(n for n, _ in found) if fewer else None
+
+
+def batch_dims(program: Program) -> dict[str, int | None]:
+    """{input's name: its batch dim, None = it has none}, as the spec's `batch: {dims: ...}` says; 0 where it says nothing."""
+    given = program.spec.batch.dims if program.spec is not None else {}
+
+    def dim(x: Input) -> int | None:
+        name = name_of(x.path) if x.path else x.name
+        return next((d for pattern, d in given.items() if match(pattern, name)), 0) if x.shape else None
+
+    return {x.name: dim(x) for x in program.inputs}
 
 
 def microbatches(program: Program, given: Sequence[Tensor]) -> list[list[Tensor]]:

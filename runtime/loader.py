@@ -10,7 +10,7 @@ the batch (they differ in tp, say) read the same samples. torch.utils.data.DataL
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from shardc.errors import Errors, ShardcError
-from shardc.patterns import match
 from shardc.placement import Layout
-from shardc.program import Input, Program
-from shardc.runtime.inputs import name_of
+from shardc.program import Program
+from shardc.runtime.inputs import batch_dims, name_of
 from shardc.runtime.order import Order
 from shardc.runtime.reading import Reader, Stream
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The last batch of an epoch, of fewer samples than others: all of it on every rank. `engine.step` knows what to do with it."""
+
+    batch: Any
 
 
 class Loader:
@@ -44,7 +50,7 @@ class Loader:
         self.batch_size = self._batch_size(batch_size)
         size = None if self._is_stream() else len(dataset)
         # a value of its own, not this object: DataLoader holds its sampler, and workers end at once only where there is no cycle
-        self.order = Order(size, self.batch_size, self._samples(), size is not None if shuffle is None else shuffle, seed)
+        self.order = Order(size, self.batch_size, self._samples(), size is not None if shuffle is None else shuffle, seed, rest=not drop_last)
         self._check(drop_last, num_workers, options)
         self._collate = collate_fn or default_collate
         # the workers' seeds are drawn from a generator of their own: the process's stays as it is
@@ -69,9 +75,9 @@ class Loader:
         """This rank's parts of what is left of the epoch."""
         stream, found = self.order.size is None, self.consumed > 0
         for part in self._reader():
-            found = True
+            found, rest = True, self.order.at_rest
             self.order.advance()
-            yield self._cut(part)
+            yield Rest(part) if rest else self._cut(part)
         if stream:
             if not found:
                 what = f"the dataset ends before it gives one global batch of {self.batch_size} samples"
@@ -205,7 +211,7 @@ class Loader:
         if size is not None and size < self.batch_size:
             what = f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}"
             errors.add(what, where=self._where, fix="give it more samples, or compile for a smaller batch")
-        elif not drop_last and (size is None or size % self.batch_size):
+        elif not drop_last and (size is None or (size % self.batch_size and self.program.resize is None)):
             rest = f"{size % self.batch_size} samples" if size is not None else "what is left over"
             what = f"the last batch of an epoch would be {rest} and not {self.batch_size}, for which the program was compiled"
             errors.add(what, where=self._where, fix="leave drop_last out: another epoch's order leaves other samples over")
@@ -241,17 +247,6 @@ class Loaders(dict[str, Loader]):
         self._waiting = dict(states)
         for name in self.keys() & states.keys():
             self[name].load_state_dict(states[name])
-
-
-def batch_dims(program: Program) -> dict[str, int | None]:
-    """{input's name: its batch dim, None = it has none}, as the spec's `batch: {dims: ...}` says; 0 where it says nothing."""
-    given = program.spec.batch.dims if program.spec is not None else {}
-
-    def dim(x: Input) -> int | None:
-        name = name_of(x.path) if x.path else x.name
-        return next((d for pattern, d in given.items() if match(pattern, name)), 0) if x.shape else None
-
-    return {x.name: dim(x) for x in program.inputs}
 
 
 def _same(part: Any) -> Any:

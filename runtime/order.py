@@ -18,10 +18,12 @@ class Order(Sampler[list[Key]]):
     """A batch sampler: what one rank reads of every global batch, from where all ranks together stand.
 
     size: samples in the dataset; None for a stream, of which only the count is kept. batch: samples in a global batch; mine: the
-    places in it that this rank reads, i64[local batch]. epoch, consumed: where the next batch begins.
+    places in it that this rank reads, i64[local batch]. rest: what fills no batch is read too, by all ranks. epoch, consumed: where
+    the next batch begins.
     """
 
-    def __init__(self, size: int | None, batch: int, mine: Tensor, shuffle: bool, seed: int) -> None:
+    def __init__(self, size: int | None, batch: int, mine: Tensor, shuffle: bool, seed: int, rest: bool = False) -> None:
+        self.rest = rest and size is not None
         self.size, self.batch, self.mine, self.shuffle, self.seed = size, batch, mine, shuffle, seed
         self.epoch = self.consumed = 0
 
@@ -29,7 +31,7 @@ class Order(Sampler[list[Key]]):
         """Global batches in an epoch."""
         if self.size is None:
             raise TypeError("an iterable dataset has no length")  # what list() and tqdm expect then
-        return self.size // self.batch
+        return -(-self.size // self.batch) if self.rest else self.size // self.batch
 
     def __iter__(self) -> Iterator[list[Key]]:
         """What is left of the epoch. Workers read ahead, so this does not move on."""
@@ -37,6 +39,14 @@ class Order(Sampler[list[Key]]):
         order, epoch = self.whole(), self.epoch
         for begin in range(self.consumed, self.size - self.batch + 1, self.batch):
             yield [(epoch, i) for i in order[begin : begin + self.batch][self.mine].tolist()]
+        left = (self.size - self.consumed) % self.batch
+        if self.rest and left:
+            yield [(epoch, i) for i in order[self.size - left :].tolist()]
+
+    @property
+    def at_rest(self) -> bool:
+        """Is the next batch the rest of an epoch?"""
+        return self.rest and self.size is not None and self.size - self.consumed < self.batch
 
     def whole(self) -> Tensor:
         """All of the epoch: i64[size]."""
@@ -56,7 +66,7 @@ class Order(Sampler[list[Key]]):
 
     def _turn(self) -> None:
         """The next epoch, if this one has no whole batch left."""
-        if self.size is not None and self.size - self.consumed < self.batch:
+        if self.size is not None and self.size - self.consumed < (1 if self.rest else self.batch):
             self.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:

@@ -62,12 +62,22 @@ def local_parts(
             chosen = given if name else rest
             assert chosen is not None
             whole = chosen.get(name or next(n for n in names if n in chosen.shapes), mesh.device)
-        cut = x.layout.local(whole.detach(), mesh.layout, coords)
-        return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
+        return _local(x, whole, mesh)
 
     mine = [p for p in program.params if program.has(p, coords)]
     params = ((p.name, nn.Parameter(part(p), requires_grad=p.requires_grad)) for p in mine)
     return params, {b.name: part(b) for b in program.buffers if program.has(b, coords)}
+
+
+def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
+    """This rank's parts of the constants that capture lifted out of the code, by placeholder name."""
+    coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
+    return {b.name: _local(b, b.constant, mesh) for b in program.buffers if b.constant is not None and program.has(b, coords)}
+
+
+def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
+    cut = x.layout.local(whole.detach(), mesh.layout, {a: mesh.coordinate(a) for a in mesh.layout.names})
+    return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _check(program: Program, given: Weights, rest: Weights | None) -> None:

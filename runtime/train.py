@@ -51,9 +51,11 @@ def run(job: Job) -> dict[str, Any]:
     from shardc.artifact import load
     from shardc.runtime import state
     from shardc.runtime.engine import adamw
+    from shardc.sizes import Resizer
 
     file = modelfile.load(job.model, batch=job.batch, seq=job.seq)
     program = load(job.program, trust=job.trust)
+    program.resize = Resizer(file.on_meta, file.loss, {})
     engine = program.engine(file.build, optimizer=file.optimizer or adamw, scheduler=file.scheduler, seed=job.seed, norm=True, routing=job.routing)
     if job.resume:
         engine.load(Path(job.resume) / "checkpoint")

@@ -17,6 +17,7 @@ from torch import nn
 from shardc.capture import capture
 from shardc.passes import plans, runner
 from shardc.passes.accumulate import Accumulate, widened
+from shardc.passes.alike import Alike
 from shardc.passes.annotate import Annotate
 from shardc.passes.canonical import Canonical
 from shardc.passes.checkpoint import Checkpoint
@@ -28,6 +29,7 @@ from shardc.passes.precision import Precision
 from shardc.place import place
 from shardc.program import Program
 from shardc.refuse import check_rules
+from shardc.sizes import Resizer
 from shardc.spec import Spec
 from shardc.spec_form import Offload
 
@@ -43,6 +45,7 @@ def compile(
     world: int | None = None,
     prove: bool = True,
     captured: Program | None = None,
+    like: Program | None = None,
     dump: str | Path | None = None,
     on_pass: Callable[[str], None] | None = None,
 ) -> Program:
@@ -54,7 +57,8 @@ def compile(
     world: number of ranks, where known: it fills in an axis of size -1, and has to be what the mesh needs.
     loss: (model's output, batch) -> scalar; default: the output itself, its `.loss`, or its first element.
     prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture` made of
-        the same model and batch, for trying several specs. dump: folder for the text after every pass.
+        the same model and batch, for trying several specs. like: a program of the same model and spec for another batch, whose parameters
+        and buckets this one is to run on (shardc.passes.alike). dump: folder for the text after every pass.
     on_pass: called with each stage's name as it begins.
     Raises ShardcError for everything that is wrong with the input, all independent mistakes at once.
     """
@@ -67,7 +71,7 @@ def compile(
     dtypes = Precision.of(asked.precision)
     if dtypes.compute or dtypes.params:
         program = steps.run("precision", lambda: dtypes.run(program))
-    program = steps.run("canonical", lambda: Canonical().run(program))
+    program = steps.run("canonical", lambda: Canonical.of(asked).run(program))
     notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
     if asked.experts:
         program = steps.run("experts", lambda: Experts(asked, program).limited())
@@ -82,10 +86,12 @@ def compile(
         program = steps.run("pipeline", lambda: Pipeline(asked).run(program, program.mesh))
     if asked.checkpoint:
         program = steps.run("checkpoint", lambda: Checkpoint(asked).run(program, program.mesh))
+    if like is not None:
+        program = steps.run("alike", lambda: Alike(like).run(program, program.mesh))
     data = Data.of(asked, dtypes.reduce)
     program = steps.run("data", lambda: data.run(program, program.mesh))
 
-    program.spec, program.notes = asked, (*notes, *program.notes)
+    program.spec, program.notes, program.resize = asked, (*notes, *program.notes), Resizer.of(model, loss)
     program.meta = program.meta | {
         "model": type(model).__name__, "torch": str(torch.__version__), "compile_seconds": round(time.perf_counter() - start, 3),
         "pass_seconds": steps.seconds,

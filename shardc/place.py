@@ -23,7 +23,7 @@ from torch import fx
 from shardc.calls import choices_of, result, tensors, values
 from shardc.mesh import Mesh
 from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Shard
-from shardc.price import FLOPS_PER_BYTE, TOUCH, UNDO, transfer
+from shardc.price import FLOPS_PER_BYTE, MICROBATCH, TOUCH, UNDO, transfer
 from shardc.program import Program
 from shardc.refuse import refuse_uneven
 from shardc.rules.core import Choices, Strategy, needs_vary
@@ -205,7 +205,8 @@ class Axis:
         if isinstance(self.have[operand][0], Partial) and not isinstance(need, Partial):
             others = self.want.get(operand, {}).get(need, set()) - {user}
             cost = 0.0 if others and not fresh else cost / len(node.users)  # one sum does for all users
-        return cost * UNDO if node in self.pinned and isinstance(self.have[operand][0], Shard) else cost
+        kept = node in self.pinned or self.name == MICROBATCH
+        return cost * UNDO if kept and isinstance(self.have[operand][0], Shard) else cost
 
     def _cost(self, node: fx.Node, operands: list[tuple[fx.Node, int]], strategy: Strategy) -> float:
         joins = PARTIAL in strategy.outputs and self._joins(node)

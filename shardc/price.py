@@ -12,6 +12,8 @@ FLOPS_PER_BYTE = 1000.0
 TOUCH = 0.01
 # Gathering a weight that an annotation splits would undo the annotation.
 UNDO = 1000.0
+#: The axis of microbatches, which run one after the other (shardc.passes.accumulate): they add up, and nobody gathers what others have.
+MICROBATCH = "microbatch"
 
 
 def transfer(v: Value, old: Placement, new: Placement, n: int, nbytes: float) -> float:

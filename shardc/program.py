@@ -22,7 +22,7 @@ Node metadata (all of it: passes may rely on these keys only)
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +130,7 @@ class Param:
 class Buffer:
     """A buffer (running statistics, masks) or a constant tensor of the graph.
 
-    updated: the step computes a new value for it. persistent: it is in the state_dict.
+    updated: the step computes a new value for it; adds: each microbatch a summand of it. persistent: it is in the state_dict.
     constant: the tensor itself, for constants that capture lifted out of the code (they have no name in the model).
     stages: of a pipeline: those that use it, whose ranks have it.
     """
@@ -142,6 +142,7 @@ class Buffer:
     aliases: tuple[str, ...] = ()
     layout: Layout = Layout()
     updated: bool = False
+    adds: bool = False
     persistent: bool = True
     constant: torch.Tensor | None = field(default=None, compare=False)
     stages: tuple[int, ...] = ()
@@ -288,6 +289,7 @@ class Program:
     axis: str = ""
     schedule: Schedule | None = None
     regions: tuple[Region, ...] = ()  # outer ones before those in them
+    resize: Callable[[Program, Any], Program] | None = field(default=None, compare=False, repr=False)  # for a batch of fewer rows; not saved
 
     @property
     def stored(self) -> tuple[Param | Buffer | Input, ...]:

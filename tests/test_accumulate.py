@@ -110,13 +110,21 @@ def test_models(name: str, mesh: dict[str, int]) -> None:
     assert sum(n.target is ops.total for n in program.stages[0].graph.nodes) == 1
 
 
-def test_what_is_gathered_of_the_batch_is_counted_first() -> None:
-    """Eight truth values are cheaper to gather than a sum is to start; microbatches have nobody to gather from."""
-    one = equality.reference(lambda: (Model(means), {"x": rows(6), "y": torch.arange(ROWS) % 6}))
-    program = one.compile(spec("means", {"dp": 2}, 2))
-    assert program.counts is not None
-    assert "unshard_partial" in str(program)
-    equality.assert_equal(shardc.simulate(program, one.model, one.batch), one.loss, one.grads)
+def ordered(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The batch's own order: a threshold between its rows, and how many rows before each have a label."""
+    threshold = x[:, 0].sort().values[ROWS // 2]
+    before = (y > 0).cumsum(0).to(x.dtype)
+    return (m.a(x)[:, 0] * before * (x[:, 0] > threshold).to(x.dtype)).mean() + m.b(x).mean() * threshold
+
+
+def test_what_is_gathered_of_the_batch_is_put_together_first() -> None:
+    """Microbatches have nobody to gather from: each brings its part, truth values too."""
+    one = equality.reference(lambda: (Model(ordered), {"x": rows(6), "y": torch.arange(ROWS) % 3}))
+    for mesh in ({"dp": 1}, {"dp": 2}):
+        program = one.compile(spec("ordered", mesh, 2))
+        assert program.counts is not None
+        assert sum(n.target is ops.unshard_partial for n in program.counts.graph.nodes) >= 2
+        equality.assert_equal(shardc.simulate(program, one.model, one.batch), one.loss, one.grads)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}, {"dp": 4}], ids=str)

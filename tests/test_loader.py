@@ -510,7 +510,6 @@ class Nothing:
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("too short", Numbers(5), {}, r"loader 'train': the dataset has 5 samples, fewer than one global batch of 8\n  fix: give it more"),
     ("batch size", Numbers(16), {"batch_size": 4}, r"batch_size is 4, but the program was compiled for global batches of 8 samples\n  fix: leave"),
-    ("a rest", Numbers(21), {"drop_last": False}, r"the last batch of an epoch would be 5 samples and not 8.*\n  fix: leave drop_last out"),
     ("a stream's rest", Endless(21), {"drop_last": False}, r"the last batch of an epoch would be what is left over and not 8"),
     ("shuffled stream", Endless(21), {"shuffle": True}, r"an iterable dataset comes in its own order\n  fix: leave shuffle out"),
     ("workers of a stream", Endless(21), {"num_workers": 2}, r"2 workers would each read the iterable dataset from its beginning"),
@@ -527,6 +526,13 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
 def test_what_is_wrong_is_said(data: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ShardcError, match=text):
         Loader(compiled({"dp": 2}), Rank(0), data, **options)
+
+
+def test_a_rest_needs_the_model() -> None:
+    """A program that was read from an artifact is for one batch size."""
+    program = replace(compiled({"dp": 2}), resize=None)
+    with pytest.raises(ShardcError, match=r"the last batch of an epoch would be 5 samples and not 8.*\n  fix: leave drop_last out"):
+        Loader(program, Rank(0), Numbers(21), drop_last=False)
 
 
 def test_a_stream_that_ends_too_early() -> None:
