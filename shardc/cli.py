@@ -146,9 +146,10 @@ def inspect(
     comm: Annotated[bool, typer.Option("--comm", help="collectives of a step by axis and cause")] = False,
     coverage: Annotated[bool, typer.Option("--coverage", help="ops of a model file that no rule knows, and their lines; needs no spec")] = False,
     html: Annotated[Path | None, typer.Option(help="write one HTML file")] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="not built yet")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="what a step holds on each rank, by kind; the op at the peak")] = False,
+    device: Annotated[str, typer.Option(help="with --memory: a100-80g | h100-80g | h200, or a YAML file")] = "h100-80g",
     schedule: Annotated[bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")] = False,
-    svg: Annotated[Path | None, typer.Option(help="with --schedule: write it to an SVG file")] = None,
+    svg: Annotated[Path | None, typer.Option(help="with --schedule or --memory: write it to an SVG file")] = None,
     mesh: MeshOption = None, set_: SetOption = None, batch: BatchOption = None, seq: SeqOption = None, trust: TrustOption = False,
     as_json: JsonOption = False, debug: DebugOption = False,
 ) -> None:  # fmt: skip
@@ -156,10 +157,8 @@ def inspect(
     from shardc import emit, report
 
     with _told(debug), tempfile.TemporaryDirectory() as folder:
-        if memory:
-            raise ShardcError("--memory is not built yet (issue 'Memory')", where="--memory", fix="leave it out; --comm shows what is sent")
-        if svg and not schedule:
-            raise ShardcError("--svg draws the schedule", where="--svg", fix="add --schedule")
+        if svg and schedule == memory:
+            raise ShardcError("--svg draws the schedule, or memory over a step", where="--svg", fix="add --schedule or --memory")
         if coverage:
             found = _coverage(model, batch, seq)
             _print(json.dumps(found.to_json()) if as_json else str(found))
@@ -171,6 +170,8 @@ def inspect(
             html.write_text(report.html(program))
         if schedule:
             _schedule(program, svg, as_json)
+        elif memory:
+            _memory(program, device, svg, as_json)
         elif as_json:
             print(json.dumps(report.to_json(program)))
         elif diff:
@@ -197,6 +198,20 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Any:
     file = modelfile.load(source, batch=batch, seq=seq)
     with errors.status("capturing"):
         return shardc.coverage(file.on_meta(), file.batch, loss=file.loss)
+
+
+def _memory(program: Any, device: str, svg: Path | None, as_json: bool) -> None:
+    from shardc.report import memory
+
+    found = program.cost(device)
+    if svg:
+        svg.write_text(memory.svg(found), encoding="utf-8")
+    if as_json:
+        print(json.dumps(memory.to_json(found)))
+    else:
+        _print(memory.table(found))
+        if svg:
+            _print(f"written to {svg}")
 
 
 def _schedule(program: Any, svg: Path | None, as_json: bool) -> None:

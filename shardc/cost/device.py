@@ -13,7 +13,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardc.errors import Errors, ShardcError
-from shardc.patterns import nearest
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -123,7 +122,5 @@ def _text(which: str | Path) -> tuple[str, str]:
             raise ShardcError(f"there is no file {path}", where="device", fix=f"write it, or name one of {', '.join(names())}")
         return path.read_text(), str(path)
     if str(which) not in names():
-        near = nearest(str(which), names())
-        fix = f"did you mean {near!r}?" if near else f"one of {', '.join(names())}, or a YAML file"
-        raise ShardcError(f"no device is called {str(which)!r}", where="device", fix=fix)
+        raise ShardcError(f"no device is called {str(which)!r}", where="device", fix=f"one of {', '.join(names())}, or a YAML file")
     return resources.files("shardc.cost").joinpath("devices", f"{which}.yaml").read_text(), f"{which}.yaml"

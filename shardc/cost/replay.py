@@ -13,7 +13,7 @@ from shardc.mesh import Mesh
 from shardc.runtime.schedule import Action
 
 #: Points that a curve is drawn with, at most.
-POINTS = 1200
+POINTS = 400
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""Memory over a step, by what it is for: as a table, as SVG, as JSON.
+
+    rank 0   parameters 1.8 MiB  optimizer 3.5 MiB  gradients 1.8 MiB  activations 2.9 MiB  ...   10.1 MiB at 0B1, backward of linear_6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+from shardc.cost import Cost, Memory, RankCost
+from shardc.cost.ledger import KINDS
+from shardc.emit import human
+
+#: One colour a kind, from below: what stays, what grows, what passes.
+_FILLS = {
+    "parameters": "#5b7fb5", "optimizer": "#8db4e8", "gradients": "#8fc99a", "buffers": "#9a9a8c", "inputs": "#bdbdae",
+    "activations": "#e8ca7c", "gathered": "#86cfd3", "communication": "#b9a0d8", "temporaries": "#e39b8b",
+}  # fmt: skip
+
+
+def table(cost: Cost) -> str:
+    """A row for each kind, a column for each rank that differs: live bytes at its peak; then the peak, where that is, and the share of the
+    device's memory."""
+    lines = [["", *(_name(cost, r) for r in cost.ranks)]]
+    lines += [[kind, *(human(r.memory[kind]) for r in cost.ranks)] for kind in _kinds(r.memory for r in cost.ranks)]
+    lines.append(["peak", *(human(r.memory.peak) for r in cost.ranks)])
+    lines.append([f"of {cost.device.name}", *(f"{100 * r.memory.peak / cost.device.memory:.1f} %" for r in cost.ranks)])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(cost.ranks) + 1)]
+    text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]) for line in lines]
+    where = [f"{_name(cost, r)}: the peak is at {_where(r.memory)}" for r in cost.ranks]
+    return "\n".join(["live memory of one step, at the peak", text[0], "-" * len(text[0]), *text[1:], *where])
+
+
+def _where(m: Memory) -> str:
+    return f"{m.part}, {m.op}" if m.op else m.part
+
+
+def _name(cost: Cost, r: RankCost) -> str:
+    axis = cost.program.axis
+    return f"{axis}={r.at}" if axis else "each rank"
+
+
+def _kinds(memories: Iterable[Memory]) -> list[str]:
+    """Those that occur, in their order."""
+    found = {k for m in memories for p in (m.kinds, *(point.live for point in m.curve)) for k, n in p.items() if n}
+    return [k for k in KINDS if k in found]
+
+
+def svg(cost: Cost) -> str:
+    """A file of its own, in light and dark: of every rank its live bytes over the step, stacked by kind. Points say what runs there."""
+    left, width, high, gap = 90, 1080, 200, 46
+    top = max(r.memory.peak for r in cost.ranks) or 1
+    kinds = _kinds(r.memory for r in cost.ranks)
+    height = 40 + len(cost.ranks) * (high + gap) + 30
+    title = f"live memory of one step: {human(top)} at most"
+    made = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{height}" font-family="system-ui, sans-serif" '
+        f'font-size="12" role="img"><title>{escape(title)}</title><style>{_STYLE}</style>',
+        f'<text x="8" y="18">{escape(title)}</text>',
+    ]
+    for i, r in enumerate(cost.ranks):
+        made += _curve(cost, r, kinds, left, 40 + i * (high + gap), width, high, top)
+    x, y = left, height - 22
+    for kind in kinds:
+        made.append(f'<rect x="{x}" y="{y}" width="14" height="14" class="{kind}"/><text x="{x + 20}" y="{y + 12}" class="soft">{kind}</text>')
+        x += 40 + 7 * len(kind)
+    return "\n".join([*made, "</svg>\n"])
+
+
+def _curve(cost: Cost, r: RankCost, kinds: list[str], left: int, y: int, width: int, high: int, top: int) -> list[str]:
+    points = r.memory.curve
+    made = [f'<text x="8" y="{y + 14}">{escape(_name(cost, r))}</text>', f'<text x="8" y="{y + 30}" class="soft">{human(r.memory.peak)}</text>']
+    step = width / max(len(points), 1)
+    below = [0] * len(points)
+    for kind in kinds:
+        above = [b + p.live.get(kind, 0) for b, p in zip(below, points, strict=True)]
+        if above != below:
+            made.append(f'<path class="{kind}" d="{_area(below, above, left, y + high, step, high / top)}"><title>{kind}</title></path>')
+        below = above
+    begin = 0
+    for at in range(1, len(points) + 1):
+        if at == len(points) or points[at].part != points[begin].part:
+            x, wide, part = left + begin * step, (at - begin) * step, points[begin].part
+            most = max(points[begin:at], key=lambda p: p.total)
+            told = f"{part}: {human(most.total)}{', ' + most.op if most.op else ''}"
+            made.append(f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}" class="part"><title>{escape(told)}</title></rect>')
+            if wide > 7 * len(part):
+                made.append(f'<text x="{x + wide / 2:.1f}" y="{y + high + 14}" class="in">{escape(part)}</text>')
+            begin = at
+    return made
+
+
+def _area(below: list[int], above: list[int], left: float, base: float, step: float, scale: float) -> str:
+    """Between two staircases."""
+    there = "".join(f"V{base - n * scale:.1f}H{left + (i + 1) * step:.1f}" for i, n in enumerate(above))
+    back = "".join(f"V{base - n * scale:.1f}H{left + i * step:.1f}" for i, n in reversed(list(enumerate(below))))
+    return f"M{left:.1f},{base:.1f}{there}{back}Z"
+
+
+_STYLE = (
+    "text{fill:#23241f}.soft{fill:#6d6e65}.in{fill:#6d6e65;text-anchor:middle;font-size:10px}.part{fill:#0000;stroke:#8885;stroke-width:.5}"
+    + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in _FILLS.items())
+    + "@media(prefers-color-scheme:dark){text{fill:#e4e3db}.soft,.in{fill:#98998f}}"
+)
+
+
+def to_json(cost: Cost) -> dict[str, Any]:
+    """JSON-able: of each rank bytes by kind at the peak, where that is, and the curve; flops, bytes sent by axis and kind, seconds."""
+    ranks = [
+        {
+            "at": r.at, "rank": r.rank, "peak": r.memory.peak, "kinds": dict(r.memory.kinds), "part": r.memory.part, "op": r.memory.op,
+            "resident": dict(r.memory.resident), "flops": r.flops, "comm": {f"{a} {k}": n for (a, k), n in r.comm.items()},
+            "seconds": r.seconds, "waited": r.waited,
+            "curve": [{"part": p.part, "op": p.op, "live": {k: n for k, n in p.live.items() if n}} for p in r.memory.curve],
+        }
+        for r in cost.ranks
+    ]  # fmt: skip
+    return {
+        "device": cost.device.name, "fits": cost.fits, "step_seconds": cost.step_seconds, "bubble": cost.bubble, "axis": cost.program.axis,
+        "peak": cost.memory.peak, "ranks": ranks,
+    }  # fmt: skip
