@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from shardc.placement import Layout, Shard
 from shardc.runtime import expert_activation
+from shardc.torch_private import FakeTensor
 
 Mesh = Any
 Digits = Sequence[tuple[Any, ...]]
@@ -74,8 +75,13 @@ def experts_route(
     experts: their number in all. digits: (axis, split, *sections) of each shard of the experts' dim, padding, blocks: its own
     (shardc.placement.Shard). Choices of experts that no rank of `axes` has (those of another tensor-parallel rank) go nowhere.
     """
-    place, ranks, here = _places(mesh, tuple(axes), experts, digits, padding, blocks)
     flat = index.reshape(-1)
+    if isinstance(index, FakeTensor):
+        ranks, here = _sizes(mesh, tuple(axes), experts, digits, padding, blocks)
+        if ranks > 1:
+            mesh.all_to_all_rows(flat.new_empty(ranks, here), [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
+        return torch.empty_like(flat), torch.empty(2, ranks, here, dtype=torch.int64)
+    place, ranks, here = _places(mesh, tuple(axes), experts, digits, padding, blocks)
     inside = (flat >= 0) & (flat < experts)
     slot = place.to(flat.device)[torch.where(inside, flat, experts)]
     order = slot.argsort(stable=True)
@@ -93,7 +99,7 @@ def _places(mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, pad
     for experts that no rank of the group has, and as entry `experts`."""
     if not digits:
         return torch.arange(experts + 1), 1, experts
-    layout = Layout(tuple((a, Shard(0, split, tuple(sections), padding, blocks)) for a, split, *sections in digits))
+    layout = _layout(digits, padding, blocks)
     numbers = torch.arange(1, experts + 1)  # padding is zero
     group = mesh.layout.group(mesh.rank, axes) if axes else (mesh.rank,)
     held = torch.stack([layout.local(numbers, mesh.layout, mesh.layout.coords(r)) for r in group])
@@ -101,6 +107,41 @@ def _places(mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, pad
     real = held > 0
     place[held[real] - 1] = torch.arange(held.numel()).view_as(held)[real]
     return place, len(group), held.shape[1]
+
+
+def _layout(digits: Digits, padding: int, blocks: int) -> Layout:
+    return Layout(tuple((a, Shard(0, split, tuple(sections), padding, blocks)) for a, split, *sections in digits))
+
+
+# --- tensors without data (a rehearsal): every expert gets as much as any other ---------------------------------------
+
+
+def _sizes(mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, padding: int, blocks: int) -> tuple[int, int]:
+    """(ranks, experts of each), as `_places`."""
+    if not digits:
+        return 1, experts
+    return mesh.members(axes), _layout(digits, padding, blocks).local_shape((experts,), mesh.layout)[0]
+
+
+def _even(rows: int, parts: int) -> list[int]:
+    return [rows // parts + (i < rows % parts) for i in range(parts)]
+
+
+def _by_rank(rows: Tensor, counts: Tensor) -> tuple[list[int], list[int]]:
+    """Rows sent to and received from every rank; `rows` are those of this one."""
+    if isinstance(counts, FakeTensor):
+        each = _even(rows.shape[0], counts.shape[1])
+        return each, each
+    sent, received = counts.sum(-1).tolist()
+    return sent, received
+
+
+def _by_expert(rows: Tensor, counts: Tensor) -> list[int]:
+    """Rows of each expert here."""
+    if isinstance(counts, FakeTensor):
+        return _even(rows.shape[0], counts.shape[2])
+    each: list[int] = counts[1].sum(0).tolist()
+    return each
 
 
 # --- exchange ---------------------------------------------------------------------------------------------------------
@@ -111,6 +152,8 @@ def _sorted(rows: Tensor, received: Tensor, *, back: bool) -> Tensor:
     ranks, here = received.shape
     if ranks == 1 or here == 1:
         return rows
+    if isinstance(received, FakeTensor):
+        return torch.empty_like(rows)
     by_rank = torch.arange(here).repeat(ranks).repeat_interleave(received.flatten())
     order = by_rank.argsort(stable=True).to(rows.device)
     if not back:
@@ -121,14 +164,14 @@ def _sorted(rows: Tensor, received: Tensor, *, back: bool) -> Tensor:
 def _there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
     if not axes:
         return rows
-    sent, received = counts.sum(-1).tolist()
+    sent, received = _by_rank(rows, counts)
     return _sorted(mesh.all_to_all_rows(rows, sent, received, axes, direction=direction, tag=tag), counts[1], back=False)
 
 
 def _back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
     if not axes:
         return rows
-    sent, received = counts.sum(-1).tolist()
+    sent, received = _by_rank(rows, counts)
     found: Tensor = mesh.all_to_all_rows(_sorted(rows, counts[1], back=True), received, sent, axes, direction=direction, tag=tag)
     return found
 
@@ -267,7 +310,7 @@ def experts_apply(
     activation: str | Callable[[Tensor], Tensor], transposed: bool = False,
 ) -> Tensor:  # fmt: skip
     """f[rows, h]: what the experts here make of their rows, which are sorted by expert."""
-    sizes = counts[1].sum(0).tolist()
+    sizes = _by_expert(rows, counts)
     first = grouped(rows, up, up_bias, sizes, transposed)
     between = expert_activation.read(activation) if isinstance(activation, str) else activation
     return grouped(between(first), down, down_bias, sizes, transposed).to(rows.dtype)

@@ -66,9 +66,9 @@ class Loads:
         most = self.mesh.all_reduce(given[:, -1].contiguous(), names, op="max", direction="update", tag="routing").cpu()
         loads = []
         for i, (_, module, experts, same, having) in enumerate(self.layers):
-            each, dropped, rows = total[i, :experts] / same, float(total[i, -2]) / same, float(total[i, -1]) / having
-            share = dropped / max(float(each.sum()) + dropped, 1)
-            loads.append(Load(module, tuple(map(round, each.tolist())), share, float(most[i]) / rows if rows else 1.0))
+            each, none, mean = total[i, :experts] / same, float(total[i, -2]) / same, float(total[i, -1]) / having
+            share = none / max(float(each.sum()) + none, 1)
+            loads.append(Load(module, tuple(map(round, each.tolist())), share, float(most[i]) / mean if mean else 1.0))
         return tuple(loads)
 
 

@@ -293,6 +293,13 @@ def test_keep() -> None:
     assert ops.experts_keep(index, 3, 2).tolist() == [[0, 1], [0, 2], [-1, -1], [1, -1]]
 
 
+def test_cost() -> None:
+    """A rehearsal without data takes every expert to get as much as any other."""
+    cost = one("switch").compile(spec("switch", mesh={"ep": 2})).cost()
+    assert cost.memory
+    assert cost.flops > 0
+
+
 # --- how tokens are spread --------------------------------------------------------------------------------------------
 
 
