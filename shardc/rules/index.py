@@ -149,7 +149,8 @@ def _put_linear(call: Call) -> str:
 
 rule(aten.index_put.default, index_put, linear=_put_linear, added=(0,))
 for _op in (
-    aten.nonzero.default, aten.nonzero_static.default, aten.unique_consecutive.default, aten.unique_dim.default, aten.bincount.default,
+    aten.nonzero.default, aten.nonzero_static.default, aten.repeat_interleave.Tensor, aten.unique_consecutive.default,
+    aten.unique_dim.default, aten.bincount.default,
     aten.as_strided.default, aten.put.default,
 ):  # fmt: skip
     rule(_op, all_whole)

@@ -78,7 +78,8 @@ def _stacked(call: Call, own: list[int]) -> Signature:
         return (*first, *((f"{mark}{i}",) for i in range(leading, len(shape))))
 
     ins = tuple(dims(v.shape, len(e), f"x{j}_") for j, (v, e) in enumerate(zip(call.operands, lead, strict=True)))
-    outs = tuple(dims(v.shape, len(batch), f"y{j}_") for j, v in enumerate(call.results))
+    asked = [v.shape[: len(batch)] == batch for v in call.results]  # vectors that were not asked for are empty
+    outs = tuple(dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, asked, strict=True)))
     whole = frozenset(f for f in sizes if not f.startswith("e"))
     return Signature(ins, outs, sizes, frozenset(), whole)
 
@@ -94,11 +95,13 @@ for _op in (
     aten.linalg_qr.default, aten.linalg_pinv.atol_rtol_float, aten.pinverse.default, aten.matrix_exp.default,
     aten.linalg_matrix_power.default, aten.linalg_cond.default, aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default,
     aten.linalg_lu.default, aten._lu_with_info.default, aten.linalg_eig.default, aten.linalg_eigvals.default, aten.svd.default,
+    aten._linalg_svd.default, aten._linalg_eigh.default, aten._linalg_det.default, aten._linalg_slogdet.default,
     aten.geqrf.default, aten.linalg_ldl_factor.default, aten.linalg_ldl_factor_ex.default, aten.triangular_solve.default,
 ):  # fmt: skip
     rule(_op, stacked, flops=_flops)
 rule(aten.linalg_solve.default, solve, linear="1", flops=_flops)
 rule(aten.linalg_solve_ex.default, solve, flops=_flops)
+rule(aten._linalg_solve_ex.default, solve, flops=_flops)
 for _op in (aten.linalg_pinv.atol_rtol_tensor, aten.linalg_matrix_rank.atol_rtol_tensor):
     rule(_op, own_dims(2, 0, 0), flops=_flops)
 for _op in (aten.linalg_lu_solve.default, aten.linalg_ldl_solve.default, aten.ormqr.default):

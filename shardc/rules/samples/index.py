@@ -43,6 +43,7 @@ sample(
     lambda t: call(t.real(4, 12), [None, t.orders(12, 6)], t.real(4, 6)),
 )
 sample(aten.nonzero.default, lambda t: call(t.truth(4, 12)))
+sample(aten.repeat_interleave.Tensor, lambda t: call(t.index(4, 12)))
 sample(aten.nonzero_static.default, lambda t: call(t.truth(4, 12), size=12))
 sample(aten.unique_consecutive.default, lambda t: call(t.index(3, 12), True, True))
 sample(aten.unique_dim.default, lambda t: call(t.index(3, 12), 0, True, True, True))
