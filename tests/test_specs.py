@@ -10,8 +10,12 @@ import shardc
 from examples import gpt as example
 from shardc import specs
 from tests import zoo
+from tests.zoo import hf
 
-SMALL = {"llama": zoo.llama, "gpt2": zoo.gpt2, "bert": zoo.bert, "t5": zoo.t5}
+SMALL = {
+    "llama": zoo.llama, "gpt2": zoo.gpt2, "bert": zoo.bert, "t5": zoo.t5,
+    "mixtral": lambda: hf.build(hf.row("MixtralForCausalLM", num_local_experts=8, num_key_value_heads=4, **hf.EXPERTS), intermediate_size=32),
+}  # fmt: skip
 
 
 def gpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -34,7 +38,7 @@ def test_ready_specs(name: str) -> None:
 
 
 def test_every_family_has_both_kinds() -> None:
-    assert specs.names() == sorted(f"{f}{s}" for f in ("gpt", "llama", "gpt2", "bert", "t5") for s in ("", "-sp"))
+    assert specs.names() == sorted(["mixtral", *(f"{f}{s}" for f in ("gpt", "llama", "gpt2", "bert", "t5") for s in ("", "-sp"))])
     assert str(specs.path("llama")).endswith("llama.yaml")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PARTS = ["tensor", "zero", "checkpoint", "pipeline"]
+PARTS = ["tensor", "zero", "checkpoint", "experts", "pipeline"]
 Round = dict[str, dict[str, list[float]]]  # {contender: {"wall", "cpu": seconds of each step}}
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
@@ -73,7 +73,7 @@ def prepare(files: Path, names: list[str]) -> Any:
     from shardc import specs
 
     torch.manual_seed(0)
-    model = llama.model()
+    model = contenders.model(names[0])
     save_file({k: x.contiguous() for k, x in model.state_dict().items()}, files / "weights.safetensors")
     for name in names:
         if name in contenders.SHARDC:
@@ -90,7 +90,7 @@ def about(model: Any, rounds: int, steps: int) -> dict[str, Any]:
     s, parameters = llama.SIZE, sum(p.numel() for p in model.parameters())
     return {
         "date": datetime.date.today().isoformat(), "machine": machine(), "torch": torch.__version__, "rounds": rounds, "steps": steps,
-        "model": f"Llama, {s.layers} layers, hidden {s.hidden}, vocabulary {s.vocab}, {parameters / 1e6:.1f} M parameters",
+        "model": f"{type(model).__name__.removesuffix('ForCausalLM')}, {model.config.num_hidden_layers} layers, hidden {s.hidden}, vocabulary {s.vocab}, {parameters / 1e6:.1f} M parameters",
         "batch": f"{s.batch} x {s.seq} tokens",
     }  # fmt: skip
 

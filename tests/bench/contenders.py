@@ -49,6 +49,7 @@ SHARDC = {
     },
     "shardc checkpoint": Ours("llama", {"dp": 2, "tp": 1}, ('checkpoint=[{match: "model.layers.*"}]',)),
     "shardc selective": Ours("llama", {"dp": 2, "tp": 1}, ('checkpoint=[{match: "model.layers.*", save: [linear, attention]}]',)),
+    "shardc experts": Ours("mixtral", {"dp": 1, "ep": 2}),
     **{f"shardc zero {z}": Ours("llama", {"dp": 2, "tp": 1}, (f"data.zero={z}",)) for z in range(4)},
 }
 
@@ -68,8 +69,20 @@ PARTS = {
         Group("shardc checkpoint", ("DDP, checkpoint",), 1.00),
         Group("shardc selective", ("DDP, selective checkpoint",), 1.00),
     ),
+    "experts": (Group("shardc experts", ("DDP, replicated experts", "DeepSpeed MoE"), 1.00),),
     "pipeline": tuple(Group(f"shardc {s}", (f"pipelining {s}",), 1.00) for s in ("gpipe", "1f1b", "interleaved")),
 }
+
+
+def of_experts(name: str) -> bool:
+    return name.endswith(("experts", "MoE"))
+
+
+def model(name: str) -> Any:
+    """What a contender trains."""
+    import mixtral
+
+    return mixtral.model() if of_experts(name) else llama.model()
 
 
 def prepare(name: str, files: Path) -> Callable[[Any], Step]:
@@ -89,6 +102,10 @@ def prepare(name: str, files: Path) -> Callable[[Any], Step]:
         import peers_pipeline
 
         return peers_pipeline.prepare(name)
+    if of_experts(name):
+        import peers_experts
+
+        return peers_experts.prepare(name)
     if name.endswith("checkpoint"):
         import peers_checkpoint
 

@@ -75,7 +75,10 @@ def _deepspeed(model: nn.Module, stage: int) -> Step:
         zero |= {"stage3_prefetch_bucket_size": bucket}
     config = {"train_micro_batch_size_per_gpu": mine, "zero_optimization": zero, "steps_per_print": 10**9}
     engine, *_ = deepspeed.initialize(model=model, optimizer=llama.optimizer(model.parameters()), config=config)
+    return deepspeed_loop(engine)
 
+
+def deepspeed_loop(engine: Any) -> Step:
     def step(batch: dict[str, Tensor]) -> float:
         loss = engine(**_mine(batch)).loss
         engine.backward(loss)

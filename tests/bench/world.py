@@ -91,16 +91,17 @@ class _Worker:
     def __init__(self, name: str, files: Path) -> None:
         import contenders
 
-        self._files = files
+        self._files, self._name = files, name
         self._make = contenders.prepare(name, files)
         self._step: Any = None
 
     def build(self, steps: int) -> list[float]:
         """Losses of the first steps, which warm up, too."""
+        import contenders
         import llama
         from safetensors.torch import load_file
 
-        model = llama.model()
+        model = contenders.model(self._name)
         model.load_state_dict(load_file(self._files / "weights.safetensors"))
         self._step = self._make(model)
         del model
