@@ -14,7 +14,8 @@ Microbatches are placed as one more axis, the innermost that splits the batch. W
 
 So means weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are those of the whole batch.
 What is gathered of the batch (all labels, to be counted on each rank) comes from `counts` too: the sum of parts among zeros.
-Gradients add up in the parameters. Anything else that needs all rows at once (BatchNorm's statistics) is refused, by name.
+Gradients add up in the parameters, and a buffer's new value, where each microbatch has a summand of it (a moving average of sums over rows,
+`batch_norm: local`), in the interpreter. Anything else that needs all rows at once (BatchNorm's statistics) is refused, by name.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from shardc.calls import call_of, tensors, values
 from shardc.errors import Errors
 from shardc.mesh import Mesh
 from shardc.placement import REPLICATE, VARYING, Layout, Shard
+from shardc.price import MICROBATCH
 from shardc.program import Collective, Input, Program, Source, Stage, Value
 from shardc.rules import core
 from shardc.runtime import ops
 from shardc.spec import Spec
 
-AXIS = "microbatch"
+AXIS = MICROBATCH
 #: Conversions of what all microbatches have alike: they only look at which microbatch it is. The step's loss is the sum of the
 #: microbatches' losses, so the step's gradient is the sum of theirs, if each op's backward is the plain derivative of what it does here.
 _ALONE: dict[Any, Any] = {
@@ -76,8 +78,10 @@ class Accumulate:
         program = program.with_layouts(stripped)
         cut = {x.name: x.layout for x in stage_inputs(stage.graph, program)}
         inputs = tuple(replace(x, microbatch=_cut(cut[x.name], mesh)) for x in program.inputs)
+        updated = iter(writer.adding)
+        buffers = tuple(replace(b, adds=b.updated and next(updated)) for b in program.buffers)
         return replace(
-            program, mesh=rest, inputs=inputs, microbatches=mesh.size(AXIS), stages=(Stage(graph, stage.name),),
+            program, mesh=rest, buffers=buffers, inputs=inputs, microbatches=mesh.size(AXIS), stages=(Stage(graph, stage.name),),
             counts=Stage(counts, "counts") if counts is not None else None,
         )  # fmt: skip
 
@@ -291,9 +295,7 @@ class _Writer:
     def _output(self, node: fx.Node) -> None:
         returned: Any = node.args[0]
         loss, news = returned
-        for new in news:
-            if new in self.summands:
-                self._refuse(new, new)
+        self.adding = [new in self.summands for new in news]
         if loss not in self.summands:
             node.args = ((self._once(node, loss), news),)
 
@@ -304,7 +306,8 @@ class _Writer:
             f"{source}: {total.name}, {replace(shown, layout=_without(shown.layout))}, takes all rows of the batch, and "
             f"{getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: statistics of a batch, as BatchNorm's "
             f"or a router's balance of experts, are not those of its microbatches",
-            where=self.where, fix="write microbatches: 1, or use a layer that looks at each row by itself (LayerNorm, GroupNorm)",
+            where=self.where, fix="write microbatches: 1, or batch_norm: local (each rank and microbatch has its own), "
+            "or use a layer that looks at each row by itself (LayerNorm, GroupNorm)",
         )  # fmt: skip
 
     # --- what runs first

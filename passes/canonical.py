@@ -18,6 +18,7 @@ decompositions (canonical_decompose.py). Random ops that cannot be drawn from th
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +47,7 @@ from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
 from shardc.passes.canonical_slices import join_slices
 from shardc.program import Program, Source, Value
 from shardc.runtime import ops
+from shardc.spec import Spec
 from shardc.torch_private import OpOverload
 
 #: Arguments that say where and how a tensor lies in memory: not part of what is computed.
@@ -54,11 +56,21 @@ _PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 @dataclass(frozen=True)
 class Canonical:
-    """Rewrites the global graph of a captured program; parameters, buffers and inputs stay as they are."""
+    """Rewrites the global graph of a captured program; parameters, buffers and inputs stay as they are.
+
+    chunks: (ranks, microbatches) whose rows BatchNorm takes its statistics of, each by itself.
+    """
+
+    chunks: tuple[int, int] = (1, 1)
+
+    @staticmethod
+    def of(spec: Spec) -> Canonical:
+        local = spec.batch_norm == "local"
+        return Canonical((math.prod(map(spec.mesh.size, spec.data_axes)), spec.batch.microbatches) if local else (1, 1))
 
     def run(self, program: Program) -> Program:
         """A program with a canonical global graph. Raises ShardcError, all at once, for calls that have no mesh-independent form."""
-        found = rewritten(program.graph)
+        found = rewritten(program.graph, self.chunks)
         errors = Errors()
         errors.found.extend({e.what: e for e in reversed(found.refused.values())}.values())  # the first of those that read alike
         errors.raise_any()
@@ -81,8 +93,8 @@ class Rewritten:
     apart: list[tuple[OpOverload, Source]]
 
 
-def rewritten(captured: fx.Graph) -> Rewritten:
-    """The canonical form of a captured graph, and what has none."""
+def rewritten(captured: fx.Graph, chunks: tuple[int, int] = (1, 1)) -> Rewritten:
+    """The canonical form of a captured graph, and what has none. chunks: see Canonical."""
     graph = fx.Graph()
     refused: dict[fx.Node, ShardcError] = {}
     env: dict[fx.Node, Any] = {}
@@ -94,7 +106,7 @@ def rewritten(captured: fx.Graph) -> Rewritten:
             copy.meta = dict(node.meta)
             assert copy.name == node.name
             if node.name == "rng":
-                emit = Emit(graph, copy)
+                emit = Emit(graph, copy, chunks)
         elif node.op == "output":
             graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
         elif node in alive:

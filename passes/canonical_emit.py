@@ -86,10 +86,10 @@ def dim(d: int, ndim: int) -> int:
 
 
 class Emit:
-    """Adds typed calls to the new graph. `source` is that of the op being rewritten."""
+    """Adds typed calls to the new graph. `source` is that of the op being rewritten. chunks: see shardc.passes.canonical.Canonical."""
 
-    def __init__(self, graph: fx.Graph, rng: fx.Node) -> None:
-        self.graph, self.rng = graph, rng
+    def __init__(self, graph: fx.Graph, rng: fx.Node, chunks: tuple[int, int] = (1, 1)) -> None:
+        self.graph, self.rng, self.chunks = graph, rng, chunks
         self.source = Source()
         self.known: dict[fx.Node, Tensor | None] = {}
         self.decomposed: dict[str, fx.GraphModule | None] = {}  # calls that were taken apart (canonical_decompose.py)

@@ -84,6 +84,7 @@ class Interpreter:
             self.edges = {(e.source, e.target): e for e in program.edges}
             self._count = runnable(program.counts, mesh.device, program) if program.counts is not None else None
             self._counted = [n.name for n in program.counts.graph.find_nodes(op="placeholder")] if program.counts is not None else []
+        self.adding = {b.name for b in program.buffers if b.adds}
 
     def count(self, values: Values) -> None:
         """Before the step: what all microbatches add up to."""
@@ -216,7 +217,8 @@ class Run:
             with self.around.saving(key):
                 returned = stage.run(*args)
         loss, news, made, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
-        self.news |= {name: new.detach() for name, new in zip(stage.updates, news, strict=True)}
+        for name, new in zip(stage.updates, news, strict=True):
+            self.news[name] = self.news[name] + new.detach() if name in self.news and name in self.on.adding else new.detach()
         if loss is not None:
             self.losses.append(loss.detach())
         out = dict(zip(stage.sends, made, strict=True))

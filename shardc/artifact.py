@@ -119,7 +119,7 @@ def _layouts(program: Program) -> dict[str, Any]:
         ],
         "buffers": [
             {
-                **named(b), "fqn": b.fqn, "aliases": b.aliases, "updated": b.updated, "persistent": b.persistent,
+                **named(b), "fqn": b.fqn, "aliases": b.aliases, "updated": b.updated, "adds": b.adds, "persistent": b.persistent,
                 "constant": b.constant is not None, "stages": b.stages,
             }
             for b in program.buffers
@@ -219,7 +219,7 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
     )  # fmt: skip
     buffers = tuple(
         Buffer(
-            **typed(b), fqn=b["fqn"], aliases=tuple(b["aliases"]), updated=b["updated"], persistent=b["persistent"],
+            **typed(b), fqn=b["fqn"], aliases=tuple(b["aliases"]), updated=b["updated"], adds=b["adds"], persistent=b["persistent"],
             constant=constants[b["name"]] if b["constant"] else None, stages=tuple(b["stages"]),
         )
         for b in tables["buffers"]

@@ -149,7 +149,8 @@ def param_text(p: Param) -> str:
 
 def buffer_text(b: Buffer) -> str:
     names = plain(" = ".join((b.fqn, *b.aliases))) if b.constant is None else f"constant {b.name}"
-    return f"{names}  {b.value}{'  updated' if b.updated else ''}{'' if b.persistent or b.constant is not None else '  not saved'}"
+    updated = "  updated by the sum over microbatches" if b.adds else "  updated" if b.updated else ""
+    return f"{names}  {b.value}{updated}{'' if b.persistent or b.constant is not None else '  not saved'}"
 
 
 def bucket_text(b: Bucket, program: Program) -> str:

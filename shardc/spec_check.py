@@ -237,7 +237,6 @@ class Check:
 _OUT = "leave the section out"
 UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
     (("sequence",), lambda f: f.sequence is not None, _OUT),
-    (("batch_norm",), lambda f: f.batch_norm == "local", "write batch_norm: sync"),
 )  # fmt: skip
 
 

@@ -190,7 +190,6 @@ def test_one_mistake_is_said_once() -> None:
 
 ASKED: dict[str, Any] = {
     "sequence": {"sequence": {"axis": "cp"}},
-    "batch_norm": {"batch_norm": "local"},
 }  # fmt: skip
 
 
@@ -239,7 +238,6 @@ def test_world_that_does_not_fit(sizes: str, world: int, what: str, fix: str) ->
         ("batch.axes=[dq]", "the mesh has no axis 'dq'", "the mesh's axes are dp, tp"),
         ("mesh.tp=0", "mesh axis 'tp' cannot have size 0", "sizes are >= 1"),
         ("data=*x", "YAML aliases are not allowed", "write the value out"),
-        ("batch_norm=local", "`batch_norm` is not built yet", "write batch_norm: sync"),
     ],
 )
 def test_wrong_override(setting: str, what: str, fix: str) -> None:
