@@ -90,7 +90,8 @@ def about(model: Any, rounds: int, steps: int) -> dict[str, Any]:
     s, parameters = llama.SIZE, sum(p.numel() for p in model.parameters())
     return {
         "date": datetime.date.today().isoformat(), "machine": machine(), "torch": torch.__version__, "rounds": rounds, "steps": steps,
-        "model": f"{type(model).__name__.removesuffix('ForCausalLM')}, {model.config.num_hidden_layers} layers, hidden {s.hidden}, vocabulary {s.vocab}, {parameters / 1e6:.1f} M parameters",
+        "model": f"{type(model).__name__.removesuffix('ForCausalLM')}, {model.config.num_hidden_layers} layers, hidden {s.hidden}, "
+        f"vocabulary {s.vocab}, {parameters / 1e6:.1f} M parameters",
         "batch": f"{s.batch} x {s.seq} tokens",
     }  # fmt: skip
 

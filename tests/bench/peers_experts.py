@@ -1,7 +1,8 @@
 """Mixtures of experts as others train them.
 
 DDP, replicated experts   every rank has all experts (transformers' grouped products)
-DeepSpeed MoE             deepspeed.ai/tutorials/mixture-of-experts: MoE layers with ep_size=2, top 2, no token dropped, no noise: the model's own routing
+DeepSpeed MoE             deepspeed.ai/tutorials/mixture-of-experts: MoE layers with ep_size=2, top 2, no token dropped,
+                          no noise: the model's own routing
 """
 
 from __future__ import annotations
