@@ -2,8 +2,8 @@
 
     python tests/bench/compile_time.py [--reps 3] [--over 1.5] [names...]
 
-One process, one thread, float32; CPU seconds, so that other processes count little; the better of the repetitions, after a first model that warms imports
-and caches up. Compiling is all of
+One process, one thread, float32; CPU seconds, so that other processes count little; the better of the repetitions, after a first model that
+warms imports and caches up. Compiling is all of
 it: export, the proof against eager (forward and backward on real numbers), and every pass, on dp=2 × tp=2.
 """
 
