@@ -60,12 +60,6 @@ def test_passes_are_told_and_timed() -> None:
     assert list(program.meta["pass_seconds"]) == told
 
 
-def test_what_is_not_built_says_so() -> None:
-    program = shardc.compile(*zoo.mlp(), {"shardc": 1, "mesh": {}})
-    with pytest.raises(shardc.ShardcError, match=r"program\.cost is not built yet"):
-        program.cost()
-
-
 def test_an_op_without_a_rule_is_refused_or_replicated() -> None:
     @torch.library.custom_op("shardctest::odd", mutates_args=())
     def odd(x: torch.Tensor) -> torch.Tensor:
