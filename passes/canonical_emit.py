@@ -85,19 +85,34 @@ def dim(d: int, ndim: int) -> int:
     return d + ndim if d < 0 else d
 
 
+def _types(x: Any) -> Any:
+    """Arguments of a call with types in the place of values; hashable. Numbers keep apart what is equal: 1, 1.0, True."""
+    if isinstance(x, fx.Node):
+        return x.meta["value"]
+    if isinstance(x, (tuple, list)):
+        return tuple(map(_types, x))
+    if isinstance(x, dict):
+        return tuple((k, _types(v)) for k, v in x.items())
+    return (type(x), x)
+
+
 class Emit:
     """Adds typed calls to the new graph. `source` is that of the op being rewritten. chunks: see shardc.passes.canonical.Canonical."""
 
     def __init__(self, graph: fx.Graph, rng: fx.Node, chunks: tuple[int, int] = (1, 1)) -> None:
         self.graph, self.rng, self.chunks = graph, rng, chunks
         self.source = Source()
+        self.inferred: dict[Any, Any] = {}  # types of results, by call
         self.known: dict[fx.Node, Tensor | None] = {}
         self.decomposed: dict[str, fx.GraphModule | None] = {}  # calls that were taken apart (canonical_decompose.py)
         self.apart: list[tuple[OpOverload, Source]] = []  # and where
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of an aten op, its type inferred."""
-        return self.typed(values.infer(target, args, kwargs), target, *args, **kwargs)
+        """A call of an aten op, its type inferred; once for calls that look alike, as in layers that repeat."""
+        key = (target, _types(args), _types(kwargs))
+        if key not in self.inferred:
+            self.inferred[key] = values.infer(target, args, kwargs)
+        return self.typed(self.inferred[key], target, *args, **kwargs)
 
     def typed(self, result: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call whose result's type is given."""
