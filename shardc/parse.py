@@ -60,7 +60,8 @@ class _Reader:
 
     def run(self) -> fx.Graph:
         function = self._function()
-        source, read, returned = Source(), function.lineno, False  # lines up to `read` are done with
+        source, returned = Source(), False
+        read = max((x.lineno for x in function.args.args), default=function.lineno)  # lines up to `read` are done with
         for statement in function.body:
             line = statement.lineno
             if returned:

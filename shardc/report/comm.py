@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from shardc.emit import human
 from shardc.program import Program
@@ -12,7 +13,8 @@ from shardc.runtime import ops
 
 @dataclass(frozen=True)
 class Row:
-    """Collectives of one kind over the same axes for one cause: how many a step, and their bytes on one rank."""
+    """Collectives of one kind over the same axes for one cause: how many a step, and their bytes on one rank; of a pipeline, on one rank of
+    each of its coordinates together."""
 
     axes: str
     kind: str
@@ -34,9 +36,13 @@ def comm_rows(program: Program) -> list[Row]:
             found.setdefault(("+".join(axes), direction, kind, cause or "nobody asked for it"), []).extend([nbytes] * times)
 
     m = program.microbatches
-    for stage in program.stages:
+    at = program.schedule.placement if program.schedule is not None else (0,)
+    made = {name: at[i] for i, stage in enumerate(program.stages) for name in stage.sends}
+    for i, stage in enumerate(program.stages):
         for node in stage.graph.nodes:
             c = node.meta.get("collective")
+            if made.get(node.name) == at[i] and node.op == "placeholder":
+                continue  # the rank makes it itself
             if c is not None and node.target is not ops.gather_start:
                 add(c.axes, c.kind, "forward", c.cause, c.bytes, m)
                 add(c.axes, c.kind, "recompute", c.cause, c.bytes, m * node.meta.get("again", 0))
@@ -50,14 +56,21 @@ def comm_rows(program: Program) -> list[Row]:
         n = program.mesh.size(b.shard) if b.zero else 1
         padded = -(-size // n) * n
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
+        ranks = len({at[s] for s in b.stages})
         if b.zero and b.shard in b.axes:
-            times = m if b.zero == 3 and not b.keep else 1
+            times = m * len(b.stages) if b.zero == 3 and not b.keep else ranks
             add((b.shard,), "reduce_scatter", "backward", "gradients, in buckets", padded * b.dtype.itemsize, times)
         if rest:
-            add(rest, "all_reduce", "backward", "gradients, in buckets", padded // n * b.dtype.itemsize, 1)
+            add(rest, "all_reduce", "backward", "gradients, in buckets", padded // n * b.dtype.itemsize, ranks)
         if b.zero in (1, 2):
             dtype = b.compute or program.param(b.params[0]).dtype
-            add((b.shard,), "all_gather", "update", "updated parameters", padded * dtype.itemsize, 1)
+            add((b.shard,), "all_gather", "update", "updated parameters", padded * dtype.itemsize, ranks)
+    if program.axis and program.mesh.size(program.axis) > 1:
+        returned: Any = program.graph.output_node().args[0]
+        nbytes = returned[0].meta["value"].dtype.itemsize
+        add((program.axis,), "all_reduce", "forward", "the loss, to every rank", nbytes, program.mesh.size(program.axis))
+        for x in program.buffers:
+            add((program.axis,), "send_recv", "update", "new values of buffers", x.value.nbytes(program.mesh), len(program.spreads(x)[1]))
     rank = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
     rows = [Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in found.items()]
     return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
@@ -68,7 +81,7 @@ def comm_table(program: Program) -> str:
     rows = comm_rows(program)
     if not rows:
         return "no collectives: one rank"
-    lines = [("axis", "direction", "collective", "a step", "bytes a rank", "cause")]
+    lines = [("axis", "direction", "collective", "a step", "bytes, all stages" if program.axis else "bytes a rank", "cause")]
     for r in rows:
         lines.append((r.axes, r.direction, r.kind, str(r.count), human(r.bytes), r.cause))
     for axes in dict.fromkeys(r.axes for r in rows):
