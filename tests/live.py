@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardc.program import Program
+from shardc.runtime import inputs
 from shardc.runtime.comm import Work
 from shardc.runtime.engine import Engine, adamw
 from shardc.runtime.loopback import LoopbackMesh, loopback
@@ -109,7 +110,10 @@ class Measured(LoopbackMesh):
 def measured(program: Program, model: Any, batch: Any, *, steps: int = 2) -> list[int]:
     """The peak of live bytes of every rank, in the last of some steps with AdamW."""
 
-    theirs = [*model.parameters(), *model.buffers(), *(x for x in tree_leaves(batch) if isinstance(x, Tensor))]
+    leaves = dict(inputs.leaves(batch))
+    whole = [leaves[x.path] for x in program.inputs if not x.layout.shards()]  # what ranks use as it is; on a GPU they have copies of it
+    parts = [leaves[x.path] for x in program.inputs if x.layout.shards()]
+    theirs = [*model.parameters(), *model.buffers(), *parts]
 
     def work(mesh: LoopbackMesh) -> int:
         torch.set_num_threads(1)
@@ -118,7 +122,7 @@ def measured(program: Program, model: Any, batch: Any, *, steps: int = 2) -> lis
         mesh.live = live = Live(theirs)
         with live:
             engine = Engine(program, model, adamw, mesh=mesh)
-            for x in (*engine.params.values(), *engine.buffers.values()):
+            for x in (*engine.params.values(), *engine.buffers.values(), *whole):
                 live.see(x)
             for _ in range(steps):
                 live.peak = live.now

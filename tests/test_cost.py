@@ -185,7 +185,7 @@ def test_many_layers_from_few() -> None:
     assert layers_of(whole) == {"h": list("012345")}
 
     def priced(program: Program) -> Cost:
-        spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": MEGATRON, "data": {"zero": 3}, "uneven": "pad"}
+        spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": MEGATRON, "uneven": "pad"}
         return shardc.compile(model, batch, spec, captured=program).cost()
 
     found, real = of_layers(priced(fewer(whole, 2)), priced(fewer(whole, 3)), 2, 3, 6), priced(whole).ranks[0]

@@ -31,8 +31,7 @@ the loopback mesh; of ranks that do the same, the one that has most. The worst o
 
 The prediction is made without weights or processes: the engine runs one rank's step on tensors without data (shardc/cost/rehearse.py),
 so what autograd keeps, what a checkpoint computes again, how buckets fill and what a schedule keeps alive are not modelled, but what they are.
-What remains is the user's batch, which lies in memory before the step and is not counted as measured. On a GPU add what
-the allocator keeps for itself, and the workspaces of kernels (cuBLAS, NCCL): neither is a tensor.
+On a GPU add what the allocator keeps for itself, and the workspaces of kernels (cuBLAS, NCCL): neither is a tensor.
 
 | model | setting | rank | predicted, bytes | measured, bytes | difference | at the peak | where |
 |---|---|---|---:|---:|---:|---|---|
