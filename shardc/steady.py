@@ -74,7 +74,7 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
                 if name in _HELD and inside is not None:
                     for key in module.__dict__[name].keys() - inside.keys():
                         changes.made[_join(path, key)] = lines.get((id(module), key), Source())
-                elif not (now is then if inside is None else type(now) is type(inside) and _same_items(now, inside)):
+                elif not (_same(now, then) if inside is None else type(now) is type(inside) and _same_items(now, inside)):
                     changes.set.setdefault(_join(path, name), lines.get((id(module), name), Source()))
             module.__dict__.clear()
             module.__dict__.update(attributes)
@@ -95,8 +95,19 @@ def _contents(module: nn.Module) -> dict[str, Any]:
 def _same_items(now: Any, then: Any) -> bool:
     if isinstance(now, set):
         return {id(x) for x in now} == {id(x) for x in then}
-    pairs = (list(x.items()) if isinstance(x, Mapping) else list(enumerate(x)) for x in (now, then))
-    return [(k, id(x)) for k, x in next(pairs)] == [(k, id(x)) for k, x in next(pairs)]
+    one, other = (list(x.items()) if isinstance(x, Mapping) else list(enumerate(x)) for x in (now, then))
+    return len(one) == len(other) and all(k == j and _same(x, y) for (k, x), (j, y) in zip(one, other, strict=True))
+
+
+def _same(now: Any, then: Any) -> bool:
+    """One object, or plain values that are equal: a plan that was written again as it was is no change."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, (list, tuple, dict)):
+        return _same_items(now, then)
+    return isinstance(now, (str, int, float, bool)) and now == then
 
 
 def _refill(container: Any, items: Any) -> None:
