@@ -74,6 +74,10 @@ def verify(program: Program, *, seed: int = 0) -> Report:
     params = {p.name: weights[p.fqn].clone().requires_grad_(p.requires_grad) for p in double.params}
     buffers = {b.name: weights[b.fqn] for b in double.buffers if b.constant is None}
     loss, news = interpret(double, params, buffers, {i.name: _leaf(batch, i.path) for i in double.inputs}, Rng(seed))
+    if not bool(torch.isfinite(loss)):
+        what = f"on random weights and inputs the model's loss is {float(loss.detach())} on one device: nothing can be compared"
+        finding = Finding("loss", what, "compare with real weights: shardc.simulate(program, model, batch)")
+        return Report((finding,), 0, float("nan"), time.perf_counter() - start)
     loss.backward()  # type: ignore[no-untyped-call]
     sim = simulate(double, weights, batch, seed=seed)
 
@@ -151,7 +155,8 @@ def random_state(program: Program, seed: int) -> dict[str, Tensor]:
             value = torch.zeros(x.shape, dtype=x.dtype)
         else:
             noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-            value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else 1 + 0.1 * noise).to(x.dtype)
+            middle = 1 if isinstance(x, Param) else 0.5  # gains; variances, and tables of rates whose complement has a root
+            value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else middle + 0.1 * noise).to(x.dtype)
         state |= dict.fromkeys((x.fqn, *x.aliases), value)
     return state
 

@@ -19,6 +19,7 @@ from shardc.passes.canonical import Canonical
 from shardc.runtime import ops
 from shardc.runtime.rng import Rng
 from tests import zoo
+from tests.zoo import hf
 
 ROWS, WIDE = 8, 16
 Middle = Callable[[Tensor], Tensor]
@@ -211,3 +212,63 @@ def test_what_cannot_be_drawn_is_refused(middle: Middle, what: str, fix: str) ->
         shardc.compile(model, batch, {"shardc": 1, **SPECS["dp"]})
     assert "test_random.py:" in e.value.where
     assert fix in e.value.fix
+
+
+# --- models that draw ---------------------------------------------------------------------------------------------------
+
+
+class VAE(nn.Module):
+    """Kingma & Welling 2013: the noise of the reparametrisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 2 * WIDE), nn.Linear(WIDE, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_var = self.encoder(x).chunk(2, -1)
+        z = mean + torch.randn_like(mean) * (log_var / 2).exp()
+        return F.mse_loss(self.decoder(z), x) + 0.5 * (mean.square() + log_var.exp() - log_var - 1).mean()
+
+
+class Diffusion(nn.Module):
+    """Ho et al. 2020: a random step and random noise for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.time, self.down = nn.Linear(8, WIDE), nn.Embedding(10, WIDE), nn.Linear(WIDE, 8)
+        self.register_buffer("kept", torch.linspace(0.9, 0.1, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = torch.randint(0, 10, (x.shape[0],), device=x.device)
+        noise = torch.randn_like(x)
+        kept = self.kept[t].unsqueeze(1)
+        noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        return F.mse_loss(self.down(F.silu(self.up(noisy) + self.time(t))), noise)
+
+
+def pretrained() -> zoo.Built:
+    """wav2vec2 2.0: quantised by gumbel-softmax, masked frames and negatives given with the batch."""
+    mask = torch.zeros(8, 16, dtype=torch.bool)
+    mask[:, 3:7], mask[3, 9:12] = True, True
+    negatives = torch.randint(0, 16, (8, 16, 5), generator=torch.Generator().manual_seed(0))
+    codes = {"codevector_dim": 16, "proj_codevector_dim": 16, "num_codevectors_per_group": 8, "num_negatives": 5}
+    batch = {"input_values": hf.random(8, 323), "mask_time_indices": mask, "sampled_negative_indices": negatives}
+    return hf.build(hf.row("Wav2Vec2ForPreTraining", lambda: batch, **hf.CONVS | codes), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["vae", "diffusion", "wav2vec2"])
+def test_models_that_draw(name: str) -> None:
+    x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
+    model, batch = pretrained() if name == "wav2vec2" else (VAE() if name == "vae" else Diffusion(), (x,))
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}})
+    report = program.verify()
+    assert report.ok, str(report)
+    kinds = {c.kind for s in program.stages for n in s.graph.nodes if (c := n.meta.get("collective")) is not None and "dp" in c.axes}
+    assert kinds <= {"all_reduce", "none"} or name == "wav2vec2"  # whose negatives come from the whole batch
+
+
+def test_a_loss_that_is_no_number_is_told() -> None:
+    model, batch = net(lambda y: (y - 100).sqrt())
+    report = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, prove=False).verify()
+    assert not report.ok
+    assert "the model's loss is nan on one device: nothing can be compared" in str(report)
