@@ -70,10 +70,11 @@ Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, but
 
 
 class Interpreter:
-    """The stages that this rank runs. mesh: a runtime mesh."""
+    """The stages that this rank runs. mesh: a runtime mesh. note: is told each action of a pipeline as it begins."""
 
-    def __init__(self, program: Program, mesh: Any) -> None:
+    def __init__(self, program: Program, mesh: Any, note: Callable[[str], None] | None = None) -> None:
         self.program, self.mesh, self.axis = program, mesh, program.axis
+        self.note = note if note is not None and program.axis else lambda text: None
         self.schedule = program.schedule if program.schedule is not None else schedule.alone(program.microbatches)
         self.at = mesh.coordinate(self.axis) if self.axis else 0
         self.actions = self.schedule.actions[self.at]
@@ -186,9 +187,12 @@ class Run:
         for works in self.sending:
             for work in works:
                 work.wait()
+        self.on.note("after all actions of a step")
 
     def do(self, action: Action) -> None:
         """One action. STEP is the engine's."""
+        doing = f"at {action} of the schedule" + (f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else "")
+        self.on.note(doing)
         if action.kind in ("F", "B", "I", "W"):
             self.on.mesh.turn_to(action.microbatch, len(self.values), self.on.mesh.totals)
         try:
@@ -196,7 +200,7 @@ class Run:
                 getattr(self, _DOES[action.kind])(action)
         except Exception as e:
             if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
-                e.add_note(f"at {action} of the schedule: stage {action.stage}, microbatch {action.microbatch}")
+                e.add_note(doing)
             raise
 
     # --- computing

@@ -22,8 +22,10 @@ from pathlib import Path
 
 from shardc.errors import ShardcError
 from shardc.mesh import Mesh
+from shardc.runtime.progress import Progress
 
 POLL = 0.05  # seconds between looks at the ranks
+_LAST = 5  # lines of an error in which its kind stands; notes come behind it
 GRACE = 1.0  # seconds in which ranks that fail because another did are still told apart from it; then in which a SIGTERM is heeded
 
 
@@ -77,11 +79,12 @@ class Stopped(BaseException):
     """The launcher was told to stop by a signal."""
 
 
-def launch(command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True) -> int:
+def launch(command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True, progress: Path | None = None) -> int:
     """Run `command` once for every rank of a mesh, with torch.distributed's environment; return 0, 2 if a rank found the input wrong, 1 if it failed.
 
     Rank 0 writes to this terminal. If a rank fails, all end within seconds, and the standard error of the rank that failed first is
-    shown, with its rank and coordinates. Ctrl-C and SIGTERM end all ranks: then the signal's own exit status (130, 143) is returned.
+    shown, with its rank and coordinates, and with what it was doing: progress is a folder whose files `rank0`, ... say it
+    (shardc.runtime.progress). Ctrl-C and SIGTERM end all ranks: then the signal's own exit status (130, 143) is returned.
     """
     world = mesh.world
     threads = str(max(1, (os.cpu_count() or 1) // world))
@@ -112,7 +115,7 @@ def launch(command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True) -> 
                 return 0
             culprit = _culprit(ranks, logs, failed)
             code = ranks[culprit].returncode
-            _report(culprit, code, mesh, logs[culprit])
+            _report(culprit, code, mesh, logs[culprit], Progress.read(progress / f"rank{culprit}") if progress is not None else "")
             return 2 if code == 2 else 1
         except Stopped as e:
             return 128 + int(e.args[0])
@@ -143,17 +146,17 @@ def _culprit(ranks: list[subprocess.Popen[bytes]], logs: list[Path], failed: lis
 
 def _lost_peer(log: Path) -> bool:
     """Whether a rank's last words are those of one whose peer went away."""
-    last = log.read_text(errors="replace").strip().rpartition("\n")[2].lower()
+    last = "".join(log.read_text(errors="replace").strip().lower().splitlines()[-_LAST:])
     signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "remote process exited")
     return any(sign in last for sign in signs)
 
 
-def _report(rank: int, code: int, mesh: Mesh, log: Path) -> None:
+def _report(rank: int, code: int, mesh: Mesh, log: Path, doing: str) -> None:
     at = ", ".join(f"{a}={c}" for a, c in mesh.coords(rank).items())
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
     sys.stdout.flush()
     if code != 2:  # wrong input is the user's: the message alone says it
-        print(f"rank {rank} ({at}) {how}; all ranks were ended" if at else f"the process {how}", file=sys.stderr)
+        print(f"rank {rank} ({at}) {how}{f' {doing}' if doing else ''}; all ranks were ended" if at else f"the process {how}", file=sys.stderr)
     print(log.read_text(errors="replace").rstrip(), file=sys.stderr)
     sys.stderr.flush()
 

@@ -234,8 +234,10 @@ def loopback(layout: Mesh, work: Callable[[LoopbackMesh], T]) -> list[T]:
         return [work(LoopbackMesh(layout, 0, world))]
     results: list[Any] = [None] * layout.world
     errors: list[tuple[int, BaseException]] = []
+    intra = torch.get_num_threads()
 
     def run(rank: int) -> None:
+        torch.set_num_threads(intra)  # a new thread takes it lazily, and convolutions not at all: they would use all cores
         try:
             results[rank] = work(LoopbackMesh(layout, rank, world))
             world.end(rank)

@@ -5,7 +5,9 @@ Started by shardc.runtime.launch, torchrun or Slurm as `python -m shardc.runtime
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -15,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -27,7 +29,8 @@ from shardc.errors import ShardcError
 class Job:
     """One run. program: artifact folder. model: model reference. save, resume, log: folders, or "". quiet: no lines (--json).
 
-    result: file into which rank 0 writes the summary. trust: run an edited artifact. routing: say how tokens are spread over experts.
+    progress: folder in which rank r keeps `rank<r>` (shardc.runtime.progress). result: file into which rank 0 writes the summary.
+    trust: run an edited artifact. routing: say how tokens are spread over experts.
     """
 
     program: str
@@ -41,6 +44,7 @@ class Job:
     log: str = ""
     quiet: bool = False
     result: str = ""
+    progress: str = ""
     trust: bool = False
     routing: bool = False
 
@@ -51,12 +55,18 @@ def run(job: Job) -> dict[str, Any]:
     from shardc.artifact import load
     from shardc.runtime import state
     from shardc.runtime.engine import adamw
+    from shardc.runtime.interpreter import Interpreter
+    from shardc.runtime.progress import Progress
     from shardc.sizes import Resizer
 
     file = modelfile.load(job.model, batch=job.batch, seq=job.seq)
     program = load(job.program, trust=job.trust)
     program.resize = Resizer(file.on_meta, file.loss, {})
-    engine = program.engine(file.build, optimizer=file.optimizer or adamw, scheduler=file.scheduler, seed=job.seed, norm=True, routing=job.routing)
+    note = Progress(Path(job.progress) / f"rank{os.environ.get('RANK', '0')}").note if job.progress else None
+    engine = program.engine(
+        file.build, optimizer=file.optimizer or adamw, scheduler=file.scheduler, seed=job.seed, norm=True, routing=job.routing,
+        interpreter=functools.partial(Interpreter, note=note),
+    )  # fmt: skip
     if job.resume:
         engine.load(Path(job.resume) / "checkpoint")
     rank = engine.mesh.rank
@@ -208,5 +218,18 @@ def main(file: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+def leave(status: int = 0) -> NoReturn:
+    """End a process of a world that has done its work, without taking the interpreter down first.
+
+    gloo's threads may still hold a tensor then, and letting go of it without an interpreter aborts the process
+    (https://github.com/pytorch/pytorch/pull/179291). What was registered with atexit runs.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave()

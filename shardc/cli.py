@@ -296,7 +296,7 @@ def run(
         job = train.Job(
             program=str(artifact), model=ref, batch=example.get("batch"), seq=example.get("seq"), steps=steps, seed=seed,
             save=str(save or ""), resume=str(resume or ""), log=str(log or ""), quiet=as_json, result=str(Path(folder) / "result.json"), trust=trust,
-            routing=routing,
+            routing=routing, progress=folder,
         )  # fmt: skip
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(vars(job)))
@@ -304,11 +304,13 @@ def run(
             train.main(str(file))
             status = 0
         else:
-            status = launch.launch([sys.executable, "-m", "shardc.runtime.train", str(file)], program.mesh)
+            status = launch.launch([sys.executable, "-m", "shardc.runtime.train", str(file)], program.mesh, progress=Path(folder))
         result = Path(job.result)
         if status == 0 and result.exists():
             _tell(json.loads(result.read_text()), as_json)
-        raise typer.Exit(status)
+    if launch.in_world():
+        train.leave(status)
+    raise typer.Exit(status)
 
 
 def _tell(summary: dict[str, Any], as_json: bool) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -158,6 +161,66 @@ def test_an_error_in_a_stage_names_stage_microbatch_and_action_and_ends_all_rank
         loopback(p.mesh, run)
     assert e.value.__notes__ == ["at 1F2 of the schedule: stage 1, microbatch 2", "on rank 3 of 4 (pp=1, dp=1)"]
     assert threading.active_count() <= began + 1
+
+
+MODEL = """
+import os, signal
+import torch, shardc
+from torch import nn
+
+seen = []
+
+@torch.library.custom_op("failing{name}::through", mutates_args=())
+def through(x: torch.Tensor) -> torch.Tensor:
+    if "RANK" in os.environ:
+        seen.append(x)
+        if len(seen) == 6:
+            {body}
+    return x.clone()
+
+through.register_fake(torch.empty_like)
+through.register_autograd(lambda ctx, g: g)
+shardc.rule(torch.ops.failing{name}.through.default, "... -> ...")
+
+class Second(nn.Linear):
+    def forward(self, x):
+        return super().forward(through(x))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), Second(4, 4)
+
+    def forward(self, x):
+        return self.two(self.one(x).relu()).square().mean()
+
+def model():
+    return Net()
+
+def batch():
+    return {{"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(0))}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "said"),
+    [
+        ("kill", "os.kill(os.getpid(), signal.SIGKILL)", "rank 1 (pp=1) was killed by SIGKILL at 1F1 of the schedule: stage 1, microbatch 1"),
+        ("raise", "raise ValueError('the culprit')", "rank 1 (pp=1) failed with exit status 1 at 1F1 of the schedule: stage 1, microbatch 1"),
+    ],
+)  # fmt: skip
+def test_a_process_that_fails_ends_all_and_names_where_it_was(name: str, body: str, said: str, tmp_path: Path) -> None:
+    """In its second step; whatever its peers say."""
+    (tmp_path / "model.py").write_text(MODEL.format(name=name, body=body))
+    (tmp_path / "spec.yaml").write_text(str(shardc.Spec.load(spec({"pp": 2}, 4, cut=["two"]))))
+    began = time.monotonic()
+    command = [sys.executable, "-m", "shardc.cli", "run", str(tmp_path / "model.py"), str(tmp_path / "spec.yaml"), "--steps", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"{said}; all ranks were ended" in done.stderr
+    if name == "raise":
+        assert "ValueError: the culprit\nat 1F1 of the schedule: stage 1, microbatch 1" in done.stderr
+    assert time.monotonic() - began < 100
 
 
 def test_modules_of_ones_own_loop_have_no_stages() -> None:
