@@ -159,11 +159,7 @@ class Follower:
 
     def flops(self, region: Region) -> int:
         """Operations of the matrix products that a region splits."""
-        found = 0
-        for node in region.ops:
-            choices = self.choices(node)
-            found += choices.rule.flops(choices.call) if choices.rule.flops else 0
-        return found
+        return sum(self.choices(node).flops for node in region.ops)
 
 
 def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:

@@ -329,7 +329,7 @@ class _Writer:
             collective = Collective(forward, backward, axes, nbytes, why, bool(why))
             if not why and forward == "all_gather":
                 self.notes.append(
-                    f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {name_of(user.target)} needs it whole there"
+                    f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)} needs it whole there"
                 )
         cause = producer if kind in ("all_reduce", "reduce_scatter") else user
         local = self._emit(target, args, {}, replace(v, layout=new), cause, collective, f"{producer.name}_{SUFFIX.get(kind, kind)}")
@@ -357,8 +357,11 @@ class _Writer:
         return "; ".join(dict.fromkeys(found))
 
 
-def name_of(target: Any) -> str:
-    """`aten.mm.default`, or a function's name."""
+def needing(user: fx.Node) -> str:
+    """What needs a value: `aten.mm.default`, a function's name, or the step's end, which keeps new values of buffers as they are stored."""
+    if user.op == "output":
+        return "the buffer that it is the new value of"
+    target: Any = user.target
     return str(target) if isinstance(target, OpOverload) else str(target.__name__)
 
 

@@ -31,6 +31,8 @@ from shardc.rules.core import Choices, Strategy, needs_vary
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
 SWEEPS = 4
 
+Key = tuple[fx.Node, int]  # an op's result: (node, index)
+
 
 @dataclass
 class Axis:
@@ -41,15 +43,17 @@ class Axis:
     n: int
     mesh: Mesh
     choices: dict[fx.Node, Choices]
+    operands: dict[fx.Node, list[Key]]  # of every op and of the output, in order
     chosen: dict[fx.Node, Strategy] = field(default_factory=dict)
-    have: dict[tuple[fx.Node, int], list[Placement]] = field(default_factory=dict)
-    before: dict[tuple[fx.Node, int], list[Placement]] = field(default_factory=dict)  # `have` in the sweep before
-    want: dict[tuple[fx.Node, int], dict[Placement, set[fx.Node]]] = field(default_factory=dict)  # and by whom
+    have: dict[Key, list[Placement]] = field(default_factory=dict)
+    before: dict[Key, list[Placement]] = field(default_factory=dict)  # `have` in the sweep before
+    want: dict[Key, dict[Placement, set[fx.Node]]] = field(default_factory=dict)  # and by whom
     stored: dict[fx.Node, Placement] = field(default_factory=dict)
     derived: set[fx.Node] = field(default_factory=set)  # from parameters alone
     weights: set[fx.Node] = field(default_factory=set)  # of those, what is no larger than its parameter, and may be stored split
     pinned: set[fx.Node] = field(default_factory=set)
     shared: set[fx.Node] = field(default_factory=set)
+    nbytes: dict[Key, float] = field(default_factory=dict)  # what `_bytes` has found
 
     def run(self) -> None:
         self._leaves()
@@ -84,7 +88,7 @@ class Axis:
                 if self.name in node.meta.get("shared", ()):
                     self.shared.add(node)
             elif node.op == "call_function":
-                sources = [result(s)[0] for s in tensors(node)]
+                sources = [source for source, _ in self.operands[node]] if node in self.operands else [result(node)[0]]
                 if all(s in constant for s in sources):
                     constant.add(node)
                 elif all(s in constant or s in self.derived for s in sources):
@@ -113,7 +117,7 @@ class Axis:
         self.before, self.have = self.have, {(n, 0): [p] for n, p in self.stored.items()}
         self.chosen = {}
         for node in self._nodes():
-            operands = [result(t) for t in tensors(node)]
+            operands = self.operands[node]
             best, lowest = None, float("inf")
             for strategy in self._candidates(node, operands):
                 if not self._fits(node, strategy):
@@ -133,7 +137,7 @@ class Axis:
             for i, placement in enumerate(best.outputs):
                 self.have[node, i] = [placement]
 
-    def _candidates(self, node: fx.Node, operands: list[tuple[fx.Node, int]]) -> Iterator[Strategy]:
+    def _candidates(self, node: fx.Node, operands: list[Key]) -> Iterator[Strategy]:
         pin: Placement = node.meta["pin"][self.name] if "pin" in node.meta else REPLICATE
         if pin != REPLICATE:  # on axes that the annotation does not name a pin is an ordinary identity
             yield Strategy("pin", (pin,), (pin,))
@@ -183,18 +187,21 @@ class Axis:
                         return False
         return True
 
-    def _bytes(self, operand: tuple[fx.Node, int]) -> float:
+    def _bytes(self, operand: Key) -> float:
         """Bytes of a value as cut by the axes that were placed before. float64 counts as float32: what is cheap must not depend
         on whether a check runs in double precision."""
+        if (known := self.nbytes.get(operand)) is not None:
+            return known
         node, i = operand
         v = values(node)[i]
         cut = 1
         for axis, s in node.meta.get("strategies", {}).items():
             if i < len(s.outputs) and isinstance(s.outputs[i], Shard):
                 cut *= self.mesh.size(axis)
-        return v.nbytes() / cut * min(4 / v.dtype.itemsize, 1)
+        self.nbytes[operand] = found = v.nbytes() / cut * min(4 / v.dtype.itemsize, 1)
+        return found
 
-    def _convert(self, operand: tuple[fx.Node, int], need: Placement, user: fx.Node | None = None, *, fresh: bool = False) -> float:
+    def _convert(self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False) -> float:
         """Bytes of making a value what `user` needs, from the nearest of what there is (fresh: from how it is produced)."""
         node, i = operand
         v, nbytes = values(node)[i], self._bytes(operand)
@@ -208,7 +215,7 @@ class Axis:
         kept = node in self.pinned or self.name == MICROBATCH
         return cost * UNDO if kept and isinstance(self.have[operand][0], Shard) else cost
 
-    def _cost(self, node: fx.Node, operands: list[tuple[fx.Node, int]], strategy: Strategy) -> float:
+    def _cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         joins = PARTIAL in strategy.outputs and self._joins(node)
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
         # a part that becomes a summand moves nothing; what it costs is its sum, which here is done anyway
@@ -217,9 +224,7 @@ class Axis:
             return cost
         choices = self.choices[node]
         if strategy.kind in ("replicate", "varying", "partial"):
-            flops = choices.rule.flops(choices.call) if choices.rule.flops else 0
-            touched = sum(v.nbytes() for v in (*choices.call.operands, *choices.call.results))
-            cost += (3 * flops / FLOPS_PER_BYTE + TOUCH * touched) * (self.n - 1) / self.n
+            cost += (3 * choices.flops / FLOPS_PER_BYTE + TOUCH * choices.touched) * (self.n - 1) / self.n
         for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):
             if joins:
                 continue  # it is added to another value that has to be summed anyway
@@ -236,14 +241,14 @@ class Axis:
     def _joins(self, node: fx.Node) -> bool:
         """Whether all that uses a result can add it to another partial value, which nothing else needs whole."""
 
-        def only_summed(o: tuple[fx.Node, int], user: fx.Node) -> bool:
+        def only_summed(o: Key, user: fx.Node) -> bool:
             others = {p for p, users in self.want.get(o, {}).items() if users - {user}}
             return PARTIAL in self.have.get(o, self.before.get(o, ())) and others <= {PARTIAL}
 
         def joint(user: fx.Node) -> bool:
             if user.op != "call_function" or user not in self.choices:
                 return False
-            operands = [result(t) for t in tensors(user)]
+            operands = self.operands[user]
             mine = {i for i, (op, _) in enumerate(operands) if op is node}
             groups = map(set, self.choices[user].rule.groups(self.choices[user].call))
             return any(mine < group and any(only_summed(operands[i], user) for i in group - mine) for group in groups)
@@ -254,15 +259,15 @@ class Axis:
         """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
         self.want = {}
         output = next(n for n in reversed(self.program.graph.nodes) if n.op == "output")
-        loss, *_ = tensors(output)  # new values of buffers may lie as they come: see `_hoist`
-        self.want.setdefault(result(loss), {}).setdefault(REPLICATE, set()).add(output)
+        loss, *_ = self.operands[output]  # new values of buffers may lie as they come: see `_hoist`
+        self.want.setdefault(loss, {}).setdefault(REPLICATE, set()).add(output)
         for node in reversed(list(self._nodes())):
             strategy = self.chosen[node]
             wanted = self.want.get((node, 0), {})
             if len(strategy.outputs) == 1 and len(wanted) == 1:
                 strategy = self._obliging(node, strategy, next(iter(wanted)))
-            for t, need in zip(tensors(node), strategy.inputs, strict=True):
-                self.want.setdefault(result(t), {}).setdefault(need, set()).add(node)
+            for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
+                self.want.setdefault(operand, {}).setdefault(need, set()).add(node)
 
     def _obliging(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
         """The strategy that makes the result as users want it, if that costs no more than converting it; else the chosen one."""
@@ -273,11 +278,11 @@ class Axis:
 
     def _change(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
         """What more an op's operands cost with another strategy; the ops that make them may change theirs as well."""
-        operands = [result(t) for t in tensors(node)]
+        operands = self.operands[node]
         before = sum(self._convert(o, need, fresh=True) for o, need in zip(operands, chosen.inputs, strict=True))
         return sum(self._made(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
 
-    def _made(self, operand: tuple[fx.Node, int], need: Placement, depth: int) -> float:
+    def _made(self, operand: Key, need: Placement, depth: int) -> float:
         """Bytes of having a value as an op needs it: by converting it, or by another strategy of the op that makes it."""
         node, _ = operand
         cost = self._convert(operand, need, fresh=True)
@@ -300,22 +305,12 @@ class Axis:
 
     def _needs(self, node: fx.Node, i: int = 0) -> set[Placement]:
         """What the users of a result need, looking through getitem."""
-        needs: set[Placement] = set()
-        for user in node.users:
-            if user.target is operator.getitem:
-                if user.args[1] == i:
-                    needs |= self._needs_direct(user)
-            else:
-                needs |= self._needs_of(node, user)
-        return needs
+        users = {u for x in (node, *(u for u in node.users if u.target is operator.getitem)) for u in x.users if u in self.operands}
+        every = ((o, need) for u in users for o, need in zip(self.operands[u], self._inputs(u), strict=True))
+        return {need for o, need in every if o == (node, i)}
 
-    def _needs_direct(self, item: fx.Node) -> set[Placement]:
-        return {p for user in item.users for p in self._needs_of(item, user)}
-
-    def _needs_of(self, node: fx.Node, user: fx.Node) -> set[Placement]:
-        if user.op == "output":
-            return {REPLICATE}
-        return {need for t, need in zip(tensors(user), self.chosen[user].inputs, strict=True) if t is node}
+    def _inputs(self, user: fx.Node) -> tuple[Placement, ...]:
+        return (REPLICATE,) * len(self.operands[user]) if user.op == "output" else self.chosen[user].inputs
 
     def _hoist(self) -> None:
         """Move `vary` from uses of values that derive from parameters up to the parameters, where it is the gradient's reduction."""
@@ -332,14 +327,14 @@ class Axis:
                 elif VARYING in needs and needs_vary(v):
                     self.stored[node] = VARYING
         for node, new in self._updated():  # statistics of split channels: stored split, if they are used and made so
-            p = self.have[result(new)][0]
+            p = self.have[new][0]
             if self.stored[node] == REPLICATE and isinstance(p, Shard) and self._needs(node) == {p} and not self._collides(node, p):
                 self.stored[node] = p
 
-    def _updated(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+    def _updated(self) -> Iterator[tuple[fx.Node, Key]]:
         """Every buffer that the step updates, and its new value."""
         nodes = {n.name: n for n in self.stored}
-        _, *news = tensors(next(n for n in reversed(self.program.graph.nodes) if n.op == "output"))
+        _, *news = self.operands[next(n for n in reversed(self.program.graph.nodes) if n.op == "output")]
         return zip((nodes[b.name] for b in self.program.buffers if b.updated), news, strict=True)
 
     def _collides(self, node: fx.Node, placement: Shard) -> bool:
@@ -358,9 +353,8 @@ class Axis:
                 if self.chosen[node].kind == "pin":
                     why[self.name] = node.meta["cause"].get(self.name, "")
                     continue
-                sharded = [
-                    result(t)[0] for t, need in zip(tensors(node), self.chosen[node].inputs, strict=True) if isinstance(need, Shard | Partial)
-                ]
+                every = zip(self.operands[node], self.chosen[node].inputs, strict=True)
+                sharded = [source for (source, _), need in every if isinstance(need, Shard | Partial)]
                 found = [s.meta["why"][self.name] for s in sorted(sharded, key=lambda s: s not in self.derived) if self.name in s.meta["why"]]
                 if found:
                     why[self.name] = found[0]
@@ -374,12 +368,15 @@ def place(program: Program, mesh: Mesh) -> Program:
         for node in program.graph.nodes
         if node.op == "call_function" and node.target is not operator.getitem
     }
+    operands = {node: [result(t) for t in tensors(node)] for node in program.graph.nodes if node in choices or node.op == "output"}
     for node in program.graph.nodes:
         node.meta["strategies"] = {}
-    for axis, n in mesh.axes:
+    # a padded batch first: what other axes leave of a dim cannot be padded
+    padded = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard) and p.padding}
+    for axis, n in sorted(mesh.axes, key=lambda a: a[0] not in padded):
         if n == 1:
             continue
-        one = Axis(program, axis, n, mesh, choices)
+        one = Axis(program, axis, n, mesh, choices, operands)
         one.run()
         layouts = {p.name: p.layout for p in program.stored}
         program = program.with_layouts({node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()})

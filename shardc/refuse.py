@@ -53,7 +53,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
             if n == 1 or not why or source.op != "call_function":
                 continue
             lies, taken = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
-            if not isinstance(lies, Shard) or isinstance(taken, Shard):
+            if not isinstance(lies, Shard) or isinstance(taken, Shard) or lies.padding:  # padded it divides: partition notes why it is gathered
                 continue
             for factor, (places, _) in c.places.items():
                 place_of, size = places[0], c.signature.sizes[factor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -144,6 +145,53 @@ class First(After):
         return x[:, 0].square().mean()
 
 
+class Flat(nn.Module):
+    """Rows of all sequences as one dim, as Conv1D has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.start, self.end = nn.Linear(N, N), nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        return (h + self.end(F.relu(self.start(h.reshape(-1, N)))).view_as(h)).square().mean()
+
+
 def test_one_token_of_a_split_sequence_is_sent_alone() -> None:
     forward, _ = collectives(First(), values(), MEGATRON, activations={"start": {1: "tp"}})
     assert forward == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}
+
+
+@pytest.mark.parametrize("axes", [("tp", "dp"), ("dp", "tp")])
+def test_a_padded_batch_keeps_its_split_whatever_the_order_of_axes(axes: tuple[str, str]) -> None:
+    """The rows of 4 sequences on 3 ranks, flattened with a sequence that tp splits: the sequence is gathered, and noted; the batch is not."""
+    model, batch = zoo.ready(Flat(), torch.float64), values()
+    spec = {"shardc": 1, "mesh": {a: {"tp": 2, "dp": 3}[a] for a in axes}, "shard": {"start": "column", "end": "row"}, "uneven": "pad"}
+    program = shardc.compile(model, batch, {**spec, "activations": {"before": {1: "tp"}}})
+    assert [n.partition(": ")[2] for n in program.notes] == [f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there"]
+    sim = shardc.simulate(program, model, batch)
+    loss = model(batch)
+    loss.backward()
+    assert torch.allclose(sim.loss, loss.detach(), rtol=1e-12)
+    assert all(torch.allclose(sim.grads[n], p.grad, rtol=1e-11, atol=1e-14) for n, p in model.named_parameters() if p.grad is not None)
+
+
+class Critic(nn.Module):
+    """A weight under spectral norm, whose power iteration gives new values of two buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.utils.parametrizations.spectral_norm(nn.Linear(N, 2 * N)), nn.Linear(2 * N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x))).square().mean()
+
+
+def test_a_new_value_that_comes_split_is_gathered_for_its_buffer() -> None:
+    model, batch = zoo.ready(Critic(), torch.float64), values()
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up.parametrizations.weight.original": "column", "down": "row"}})
+    assert any("because the buffer that it is the new value of needs it whole there" in n for n in program.notes)
+    sim = shardc.simulate(program, model, batch)
+    loss = model(batch)  # eager updates its own
+    assert torch.allclose(sim.loss, loss.detach(), rtol=1e-12)
+    assert all(torch.allclose(sim.state[n], b, rtol=1e-12) for n, b in model.named_buffers())

@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torch import fx
@@ -256,11 +256,22 @@ class Choices:
     call: Call
     signature: Signature
     places: dict[str, tuple[list[tuple[int, int] | None], list[tuple[int, int] | None]]] = field(default_factory=dict)
+    matched: dict[tuple[int, int, Placement, int], Strategy | None] = field(default_factory=dict)  # placement asks for the same again and again
 
     def __post_init__(self) -> None:
         sig = self.signature
         for f in sig.splittable():
             self.places[f] = ([sig.places(o, f) for o in sig.inputs], [sig.places(o, f) for o in sig.outputs])
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating point operations, of ops that are worth splitting for their sake; else 0."""
+        return self.rule.flops(self.call) if self.rule.flops else 0
+
+    @cached_property
+    def touched(self) -> int:
+        """Bytes read and written."""
+        return sum(v.nbytes() for v in (*self.call.operands, *self.call.results))
 
     def replicate(self) -> Strategy:
         return Strategy("replicate", (REPLICATE,) * len(self.call.operands), (REPLICATE,) * len(self.call.results))
@@ -328,18 +339,23 @@ class Choices:
 
     def from_operand(self, i: int, placement: Placement, n: int) -> Strategy | None:
         """The split that takes operand i as it lies."""
-        return self._matching(self.signature.inputs[i], self.call.operands[i].shape, 0, i, placement, n)
+        return self._matching(0, i, placement, n)
 
     def from_result(self, i: int, placement: Placement, n: int) -> Strategy | None:
         """The split that makes result i lie so."""
-        return self._matching(self.signature.outputs[i], self.call.results[i].shape, 1, i, placement, n)
+        return self._matching(1, i, placement, n)
 
-    def _matching(
-        self, operand: notation.Operand, shape: tuple[int, ...], side: int, i: int, placement: Placement, n: int
-    ) -> Strategy | None:  # fmt: skip
+    def _matching(self, side: int, i: int, placement: Placement, n: int) -> Strategy | None:
         if not isinstance(placement, Shard):
             return None
-        sizes, p = self.signature.sizes, placement
+        key = (side, i, placement, n)
+        if key not in self.matched:
+            self.matched[key] = self._match(side, i, placement, n)
+        return self.matched[key]
+
+    def _match(self, side: int, i: int, p: Shard, n: int) -> Strategy | None:
+        operand = (self.signature.inputs, self.signature.outputs)[side][i]
+        shape, sizes = (self.call.operands, self.call.results)[side][i].shape, self.signature.sizes
         for factor, places in self.places.items():
             place = places[side][i]
             if place is None or place[0] != p.dim or p.split % place[1] or (p.sections and len(operand[p.dim]) != 1):
