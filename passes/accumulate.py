@@ -14,8 +14,16 @@ Microbatches are placed as one more axis, the innermost that splits the batch. W
 
 So means weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are those of the whole batch.
 What is gathered of the batch (all labels, to be counted on each rank) comes from `counts` too: the sum of parts among zeros.
+
+A sum that something else than sums is made of (a router's balance of experts: a product of two) takes a forward of all microbatches first:
+
+    before   loss = mul(f_s, p_s)                            f_s, p_s: sums of each microbatch's summands
+    after    f = summed(f_s, mesh, 1); p = summed(p_s, mesh, 2)      their sums over all microbatches; backward: identity
+             loss = to_partial(mul(f, p), mesh, "microbatch")        in the first microbatch; its gradient goes to every microbatch's summands
+
+which is exact as long as nothing but the loss is made of it, or no gradient goes through it.
 Gradients add up in the parameters, and a buffer's new value, where each microbatch has a summand of it (a moving average of sums over rows,
-`batch_norm: local`), in the interpreter. Anything else that needs all rows at once (BatchNorm's statistics) is refused, by name.
+`batch_norm: local`), in the interpreter. Anything else that needs all rows at once (BatchNorm's statistics, contrastive losses) is refused, by name.
 """
 
 from __future__ import annotations
@@ -82,7 +90,7 @@ class Accumulate:
         buffers = tuple(replace(b, adds=b.updated and next(updated)) for b in program.buffers)
         return replace(
             program, mesh=rest, buffers=buffers, inputs=inputs, microbatches=mesh.size(AXIS), stages=(Stage(graph, stage.name),),
-            counts=Stage(counts, "counts") if counts is not None else None,
+            counts=Stage(counts, "counts") if counts is not None else None, notes=(*program.notes, *writer.notes),
         )  # fmt: skip
 
 
@@ -125,6 +133,10 @@ def _alike(node: fx.Node) -> bool:
     return all(v.layout[AXIS] in (REPLICATE, VARYING) for v in values(node))
 
 
+def _trained(node: fx.Node) -> bool:
+    return any(v.requires_grad for v in values(node))
+
+
 @dataclass
 class _Writer:
     old: fx.Graph
@@ -140,18 +152,29 @@ class _Writer:
         self.summands: set[fx.Node] = set()
         self.apart: set[tuple[fx.Node, fx.Node]] = set()  # (user, summand): where parts of a sum are added to others, to be summed later
         self.totals: list[fx.Node] = []
+        self.sums: dict[fx.Node, fx.Node] = {}  # summand -> its sum over all microbatches, which a forward of all finds first
+        self.wholes: set[fx.Node] = set()  # made of such sums, and the same in all microbatches; gradients go through
         self.mesh_node = next(n for n in self.graph.nodes if n.name == "mesh")
         for node in list(self.graph.nodes):
             if node.op == "call_function" and self._node(node):
                 self._propagate(node)
         self._output(next(n for n in self.graph.nodes if n.op == "output"))
         self.errors.raise_any()
+        for i, node in enumerate(self.sums.values()):
+            node.args = (*node.args[:2], len(self.totals) + i)
         counts = self._counts() if self.totals else None
         self.graph.eliminate_dead_code()
         for graph in (self.graph, counts) if counts is not None else (self.graph,):
             self._types(graph)
             graph.lint()
         return self.graph, counts
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """That a step takes a forward more, and for what."""
+        what = dict.fromkeys(str(x.meta.get("source", Source())) or x.name for x in self.sums)
+        twice = f"{self.where}: a step runs forward of all microbatches once more before, for what is made of sums over the whole batch:"
+        return (f"{twice} {', '.join(what)}",) if what else ()
 
     def _known(self) -> set[fx.Node]:
         """What follows from the batch and buffers alone, before any parameter is looked at."""
@@ -170,6 +193,12 @@ class _Writer:
         alone = node.target in _ALONE and node.args[2] == AXIS
         if AXIS not in axes and not alone:
             return True
+        if node.args[0] in self.wholes:
+            if node.target is ops.to_partial:
+                self.summands.add(node)
+            else:
+                self._refuse(node, node)
+            return False
         rest = tuple(a for a in axes if a != AXIS)
         if alone and node.args[0] in self.summands and node.target in (ops.to_partial, ops.varying_to_partial):
             self._is(node, node.args[0], node)  # a part of a sum it is already
@@ -259,7 +288,10 @@ class _Writer:
         """An op on summands gives summands if it is linear in them, and all else that it takes is alike in all microbatches."""
         operands = tensors(node)
         at = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.apart}
-        if not at or node in self.summands:
+        if node in self.summands:
+            return
+        if not at:
+            self._whole(node, operands)
             return
         if all(_alike(x) for x in (node, *(x for i, x in enumerate(operands) if i not in at))):
             if at == {0} and (node.target in _LINEAR or (node.target is ops.fill_padding and (len(node.args) < 8 or not node.args[7]))):
@@ -267,7 +299,7 @@ class _Writer:
                 return
             rule = core.find(node.target)
             for group in sorted(rule.groups(call_of(node)) if rule is not None else (), key=len):
-                if at <= set(group):
+                if at <= set(group) and not any(x in self.wholes for i, x in enumerate(operands) if i not in group):
                     for x in dict.fromkeys(operands[i] for i in group if i not in at):
                         node.replace_input_with(x, self._once(node, x))
                     self.summands.add(node)
@@ -275,7 +307,39 @@ class _Writer:
             if node.target in _PLUS and at == {0} == set(range(len(operands))):
                 self._plus(node)
                 return
-        self._refuse(operands[min(at)], node)
+        for x in dict.fromkeys(operands[i] for i in at):
+            if x in self.known or not self._sum(x, node):
+                self._refuse(x, node)
+                return
+        self._whole(node, tensors(node))
+
+    # --- sums that are needed whole
+
+    def _sum(self, x: fx.Node, user: fx.Node) -> bool:
+        """A user gets the sum of x over all microbatches. False: x itself depends on such a sum, so one forward does not find it."""
+        if x not in self.sums:
+            if any(n.target is ops.summed for n in self._ancestors(x)):
+                return False
+            with self.graph.inserting_after(x):
+                new = self.graph.create_node("call_function", ops.summed, (x, self.mesh_node, 0), {}, name=f"{x.name}_summed")
+            value = x.meta["value"]
+            new.meta = {"value": replace(value, layout=_without(value.layout)), "source": x.meta.get("source", Source())}
+            self.sums[x] = new
+            if _trained(x):
+                self.wholes.add(new)
+        user.replace_input_with(x, self.sums[x])
+        return True
+
+    def _whole(self, node: fx.Node, operands: list[fx.Node]) -> None:
+        """An op on sums over all microbatches. The loss's gradient with respect to them is whole in every microbatch as long as each
+        computes the same of them, and of nothing else that is trained."""
+        wholes = [x for x in operands if x in self.wholes]
+        if not wholes or not _trained(node):
+            return
+        if _alike(node) and all(_alike(x) and (x in self.wholes or not _trained(x)) for x in operands):
+            self.wholes.add(node)
+        else:
+            self._refuse(wholes[0], node)
 
     def _plus(self, node: fx.Node) -> None:
         """A number that is added to a sum is added in the first microbatch."""
@@ -285,9 +349,11 @@ class _Writer:
         self.summands.add(node)
 
     def _once(self, user: fx.Node, x: fx.Node) -> fx.Node:
-        """x in the first microbatch, zeros in the others: what is added to a sum is added once."""
+        """x in the first microbatch, zeros in the others: what is added to a sum is added once. Gradients of sums over all microbatches
+        go to each."""
+        once = ops.to_partial if x in self.wholes else ops.varying_to_partial
         with self.graph.inserting_before(user):
-            new = self.graph.create_node("call_function", ops.varying_to_partial, (x, self.mesh_node, AXIS), {}, name=f"{x.name}_once")
+            new = self.graph.create_node("call_function", once, (x, self.mesh_node, AXIS), {}, name=f"{x.name}_once")
         new.meta = {"value": x.meta["value"], "source": x.meta.get("source", Source())}
         self.summands.add(new)
         return new
@@ -304,8 +370,8 @@ class _Writer:
         shown = value[0] if isinstance(value, tuple) else value
         self.errors.add(
             f"{source}: {total.name}, {replace(shown, layout=_without(shown.layout))}, takes all rows of the batch, and "
-            f"{getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: statistics of a batch, as BatchNorm's "
-            f"or a router's balance of experts, are not those of its microbatches",
+            f"{getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: statistics of a batch, as BatchNorm's, "
+            f"are not those of its microbatches, and a gradient of every row goes through them",
             where=self.where, fix="write microbatches: 1, or batch_norm: local (each rank and microbatch has its own), "
             "or use a layer that looks at each row by itself (LayerNorm, GroupNorm)",
         )  # fmt: skip

@@ -7,6 +7,8 @@ The rest is placement's (shardc.rules.experts): tokens that are split over the a
 
              kept = experts_keep(index, 8, 40)                        of each expert's tokens the first 40 of the global batch
 
+or (`per: microbatch`) of each microbatch, which is the same rows of the batch of every rank: index [ranks, microbatches, ..., k] by turns.
+
 Weights of experts that no `experts` op uses (GShard's einsums) are split likewise, by the dim that is a batch of their products.
 """
 
@@ -14,13 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.calls import call_of, choices_of, tensors
-from shardc.errors import Errors
+from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
 from shardc.passes.canonical_emit import Args, Emit, Result, rewrite
 from shardc.passes.follow import uses
@@ -36,6 +39,9 @@ FORMS = (
     'experts that are one op: transformers\' with experts_implementation="grouped_mm", shardc.nn.experts(x, index, weights, up, down), '
     "or products with weights [experts, in, out] (einsum, bmm)"
 )
+
+
+_RESHAPE, _PERMUTE = torch.ops.aten.reshape.default, torch.ops.aten.permute.default
 
 
 @rewrite("experts")
@@ -97,13 +103,45 @@ class Experts:
             if entry.capacity is None:
                 continue
             index: Any = node.args[INDEX]
-            (t, k), e = index.meta["value"].shape, tensors(node)[UP].meta["value"].shape[0]
+            e = tensors(node)[UP].meta["value"].shape[0]
             with self.program.graph.inserting_before(node):
-                kept = self.program.graph.create_node("call_function", ops.experts_keep, (index, e, capacity(entry, t, k, e)), {})
-            asked = f"{self.where(i, 'capacity')} capacity {entry.capacity}"
-            kept.meta = {"value": index.meta["value"], "source": node.meta["source"], "asked": asked}
+                kept = self._kept(index, e, i, node.meta["source"])
             node.args = (*node.args[:INDEX], kept, *node.args[INDEX + 1 :])
         return self.program
+
+    def _kept(self, index: fx.Node, experts: int, i: int, source: Source) -> fx.Node:
+        """The choices, i64[t, k], that the experts take."""
+        entry, typed = self.spec.experts[i], index.meta["value"]
+        (t, k), chunks = typed.shape, self.spec.batch.microbatches
+        ranks = math.prod(map(self.spec.mesh.size, self.spec.data_axes))
+        where = self.where(i, "capacity")
+
+        def emit(target: Any, shape: tuple[int, ...], *args: Any, **meta: Any) -> fx.Node:
+            new = self.program.graph.create_node("call_function", target, args, {})
+            new.meta = {"value": replace(typed, shape=shape), "source": source, **meta}
+            return new
+
+        def keep(x: fx.Node, tokens: int) -> fx.Node:
+            limit = capacity(entry, tokens, k, experts)
+            return emit(ops.experts_keep, x.meta["value"].shape, x, experts, limit, asked=f"{where} capacity {entry.capacity}")
+
+        if chunks == 1:
+            return keep(index, t)
+        if entry.per == "batch":
+            raise ShardcError(
+                f"capacity {entry.capacity} is a share of the global batch, of which microbatches see a part each: what an expert takes of the "
+                "first ones hangs on what it took of other ranks' rows", where=where,
+                fix="write per: microbatch (each microbatch drops by itself, as other frameworks do), microbatches: 1, or capacity: none",
+            )  # fmt: skip
+        if t % (ranks * chunks):
+            what = f"per: microbatch needs equal parts: {t} tokens are not {ranks * chunks} ({ranks} ranks of {chunks} microbatches)"
+            raise ShardcError(what, where=where, fix=f"make the batch a multiple of {ranks * chunks} rows")
+        part = t // (ranks * chunks)
+        apart = emit(_RESHAPE, (ranks, chunks, part, k), index, [ranks, chunks, part, k])
+        turned = emit(_PERMUTE, (chunks, ranks, part, k), apart, [1, 0, 2, 3])
+        kept = keep(emit(_RESHAPE, (chunks, ranks * part, k), turned, [chunks, ranks * part, k]), ranks * part)
+        back = emit(_PERMUTE, (ranks, chunks, part, k), emit(_RESHAPE, (chunks, ranks, part, k), kept, [chunks, ranks, part, k]), [1, 0, 2, 3])
+        return emit(_RESHAPE, (t, k), back, [t, k])
 
     # --- placement
 

@@ -83,6 +83,7 @@ class RankMesh(ABC):
             self._sizes[axis] = layout.size(axis)
             self._coords[axis] = layout.group(rank, (axis,)).index(rank)
         self.totals: tuple[Tensor, ...] = ()
+        self.summing: dict[int, Tensor] | None = None  # while a step's sums are found: what microbatches have added up to so far
         self._again = False
         self.records: list[CommRecord] = []
         self.routed: list[tuple[str, Tensor, int, int]] | None = None  # what experts' routing notes, if asked: shardc.runtime.experts_load

@@ -141,10 +141,10 @@ class Engine:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
         self._check()
         self._buckets.reset(forward=True)
+        self.rng.training = True
         interpreter, values = self._take(batch, local=local)
         for p in self.params.values():
             p.grad = None
-        self.rng.training = True
         self._norm.start()
         scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
         around = Around(self._buckets.saving, self._buckets.start, self._buckets.pause, self._buckets.reduce, scaled)

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from shardc.placement import Layout, Shard
 from shardc.runtime import expert_activation
+from shardc.runtime.grouped import grouped
 from shardc.torch_private import FakeTensor
 
 Mesh = Any
@@ -53,12 +54,18 @@ def experts(
 
 
 def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
-    """i64[t, k]: the choices, -1 for those beyond the first `limit` of an expert, by position: token by token, and in each choice by choice."""
+    """i64[t, k]: the choices, -1 for those beyond the first `limit` of an expert, by position: token by token, and in each choice by choice.
+
+    index: i64[t, k], or i64[chunks, t, k]: each chunk by itself.
+    """
     flat = index.reshape(-1)
+    chunks = index.shape[0] if index.dim() == 3 else 1
     inside = (flat >= 0) & (flat < experts)
     slot = torch.where(inside, flat, experts)
+    if chunks > 1:
+        slot = (slot.view(chunks, -1) + torch.arange(chunks, device=flat.device).unsqueeze(1) * (experts + 1)).view(-1)
     order = slot.argsort(stable=True)
-    sizes = torch.bincount(slot, minlength=experts + 1)
+    sizes = torch.bincount(slot, minlength=chunks * (experts + 1))
     first = sizes.cumsum(0) - sizes  # where each expert's choices begin, sorted
     before = torch.arange(flat.numel(), device=flat.device) - first[slot[order]]
     return torch.where(inside & (torch.empty_like(flat).index_copy_(0, order, before) < limit), flat, -1).view_as(index)
@@ -256,53 +263,7 @@ def experts_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return found
 
 
-# --- grouped products -------------------------------------------------------------------------------------------------
-
-
-class _Grouped(Function):
-    """Rows [n, a] sorted by expert, each times its expert's matrix [e, b, a] (transposed: [e, a, b]), plus its bias [e, b]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...], transposed: bool) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.how = sizes, transposed, bias is not None
-        made = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
-        for e, part, into in _groups(sizes, rows, made):
-            matrix = weight[e] if transposed else weight[e].t()
-            if bias is None:
-                torch.mm(part, matrix, out=into)
-            else:
-                torch.addmm(bias[e], part, matrix, out=into)
-        return made
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        rows, weight = ctx.saved_tensors
-        sizes, transposed, biased = ctx.how
-        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        of_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1] else None
-        of_bias = g.new_empty(weight.shape[0], g.shape[1]) if biased and ctx.needs_input_grad[2] else None
-        for e, part, grad in _groups(sizes, rows, g):
-            if of_weight is not None:
-                torch.mm(*((part.t(), grad) if transposed else (grad.t(), part)), out=of_weight[e])  # without rows: zeros
-            if of_bias is not None:
-                torch.sum(grad, 0, out=of_bias[e])
-        if of_rows is not None:
-            for e, into, grad in _groups(sizes, of_rows, g):
-                torch.mm(grad, weight[e].t() if transposed else weight[e], out=into)
-        return of_rows, of_weight, of_bias, None, None
-
-
-def _groups(sizes: Sequence[int], *tensors: Tensor) -> list[tuple[Any, ...]]:
-    """(expert, its rows of each tensor)."""
-    return [(e, *parts) for e, parts in enumerate(zip(*(x.split_with_sizes(list(sizes)) for x in tensors), strict=True))]
-
-
-def grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], transposed: bool) -> Tensor:
-    """f[n, b]: each row times the matrix of its expert, plus its bias. sizes: rows of each expert, in order."""
-    found: Tensor = _Grouped.apply(rows.to(weight.dtype), weight, bias, tuple(sizes), transposed)  # type: ignore[no-untyped-call]
-    return found
+# --- products ---------------------------------------------------------------------------------------------------------
 
 
 def experts_apply(

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from shardc.program import Edge, Program, Stage, Value
 from shardc.runtime import schedule
 from shardc.runtime.comm import Work
+from shardc.runtime.math_ops import summed
 from shardc.runtime.recompute import taped
 from shardc.runtime.schedule import Action
 from shardc.runtime.split_backward import Split, split
@@ -85,10 +86,13 @@ class Interpreter:
             self.edges = {(e.source, e.target): e for e in program.edges}
             self._count = runnable(program.counts, mesh.device, program) if program.counts is not None else None
             self._counted = [n.name for n in program.counts.graph.find_nodes(op="placeholder")] if program.counts is not None else []
+            summing = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=summed)]
+            self._sums = max((int(str(n.args[2])) + 1 for n in summing), default=0)
         self.adding = {b.name for b in program.buffers if b.adds}
 
     def count(self, values: Values) -> None:
-        """Before the step: what all microbatches add up to."""
+        """Before the step: what all microbatches add up to. First of the batch alone; then of what forward makes, which takes a forward
+        of all of them."""
         totals: list[Tensor] = []
         if self._count is not None:
             for i, given in enumerate(values):
@@ -96,6 +100,21 @@ class Interpreter:
                 found, _ = self._count(*(given.get(n) for n in self._counted))  # of parameters it looks at none
                 totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else list(found)
         self.mesh.turn_to(0, len(values), totals)
+        if self._sums:
+            found = self._summed(values)
+            none = torch.zeros((), device=self.mesh.device)  # of stages elsewhere
+            self.mesh.turn_to(0, len(values), (*totals, *(found.get(i, none) for i in range(len(totals), self._sums))))
+
+    @torch.no_grad()
+    def _summed(self, values: Values) -> dict[int, Tensor]:
+        """By number, what `ops.summed` of the stages here takes, added up over microbatches."""
+        found: dict[int, Tensor] = {}
+        self.mesh.summing = found
+        try:
+            self._forward(values)
+        finally:
+            self.mesh.summing = None
+        return found
 
     def step(self, values: Values, around: Around) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward of all microbatches.
@@ -127,9 +146,12 @@ class Interpreter:
     @torch.no_grad()
     def evaluate(self, values: Values) -> Tensor:
         """The global loss alone."""
+        return self._total(self._forward(values).losses)
+
+    def _forward(self, values: Values) -> Run:
         run = Run(self, values, schedule.forward_only(self.schedule, tuple(self.edges.values())).actions[self.at], None)
         run.go()
-        return self._total(run.losses)
+        return run
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
         total = sum(losses[1:], losses[0]) if losses else self._zero()

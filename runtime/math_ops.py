@@ -61,6 +61,27 @@ def total(mesh: Mesh, index: int) -> Tensor:
     return found
 
 
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, index: int) -> Tensor:
+        if mesh.summing is None:
+            return mesh.totals[index].clone()  # type: ignore[no-any-return]
+        mesh.summing[index] = mesh.summing[index] + x if index in mesh.summing else x
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, None, None
+
+
+def summed(x: Tensor, mesh: Mesh, index: int) -> Tensor:
+    """The sum of x over a step's microbatches, which a forward of all has found before (Interpreter.count). Backward: identity, so that
+    each microbatch has the gradient of its summand."""
+    found: Tensor = _Summed.apply(x, mesh, index)  # type: ignore[no-untyped-call]
+    return found
+
+
 def partial_mean(x: Tensor, dims: list[int], keepdim: bool, count: int) -> Tensor:
     """This rank's share of a mean over `count` elements in all: the sum over `dims` of what is here, over count."""
     return x.sum(dims, keepdim) / count

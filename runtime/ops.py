@@ -35,6 +35,7 @@ from shardc.runtime.math_ops import (
     nll_parts,
     partial_mean,
     select_partial,
+    summed,
     total,
 )
 from shardc.runtime.random_ops import random
@@ -45,7 +46,7 @@ __all__ = [
     "all_gather", "all_gather_varying", "all_reduce", "all_reduce_max", "all_to_all", "batch_stat", "dropout", "dropout_mask",
     "embedding_partial", "experts", "experts_apply", "experts_combine", "experts_keep", "experts_return", "experts_route", "experts_send",
     "fill_padding", "gather_start", "gather_wait", "masked", "nll", "nll_join", "nll_max", "nll_parts", "partial_mean", "random",
-    "reduce_scatter", "select_partial", "shard", "shard_varying", "to_partial", "total", "unshard_partial", "unvary", "updated", "vary",
+    "reduce_scatter", "select_partial", "shard", "shard_varying", "summed", "to_partial", "total", "unshard_partial", "unvary", "updated", "vary",
     "varying_to_partial",
 ]  # fmt: skip
 

@@ -319,12 +319,15 @@ class Data(Section):
 
 
 class Expert(Section):
-    """One kind of expert layer. capacity: None = dropless, else the factor of a fixed capacity."""
+    """One kind of expert layer. capacity: None = dropless, else the factor of a fixed capacity, of the global batch or per microbatch."""
 
     match: Pattern = Field(description="modules that hold experts", examples=["*.mlp.experts"])
     axis: Axis = Field(description="mesh axis over which experts are spread", examples=["ep"])
     capacity: Annotated[float | None, BeforeValidator(_number_or("none")), _NONE, _number_schema("none")] = Field(
         default=None, description="none = dropless; a factor = fixed capacity, overflow dropped", examples=["none", 1.25]
+    )
+    per: Literal["batch", "microbatch"] = Field(
+        default="batch", description="the tokens that capacity is a share of: batch = exactly the single device's", examples=["microbatch"]
     )
 
 

@@ -211,13 +211,49 @@ def product(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.a(x).mean() * m.b(x).mean()
 
 
+def importance(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Shazeer et al. 2017: the squared coefficient of variation of gates' sums, beside losses that are sums; and a buffer that follows."""
+    gates = m.a(x).softmax(-1)
+    total = gates.sum(0)
+    m.seen.add_(torch.sign(total.detach().mean() - total.detach()[0]))
+    return F.cross_entropy(m.b(x), y.clamp(0)) + 0.1 * total.var() / total.mean().square() + 1e-2 * gates.logsumexp(-1).square().mean() + m.q.sum()
+
+
+@pytest.mark.parametrize("loss", [of_means, squared, product, importance])
+@pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}], ids=str)
+def test_what_is_made_of_sums(loss: Any, mesh: dict[str, int]) -> None:
+    """A forward of all microbatches finds the sums first, in training and in evaluation; gradients go to each one's summand."""
+    y = torch.randint(-2, 6, (ROWS,), generator=torch.Generator().manual_seed(3))
+    one = equality.reference(lambda: (Model(loss), {"x": rows(6), "y": y}))
+    seen = float(one.model.get_buffer("seen"))  # after the reference's own step, which the next one repeats
+    program = one.compile(spec("", mesh, 4))
+    assert any("a step runs forward of all microbatches once more before" in n for n in program.notes)
+    sim = shardc.simulate(program, one.model, one.batch)
+    equality.assert_equal(sim, one.loss, one.grads)
+    assert float(sim.state["seen"]) == 2 * seen
+    found = loopback(program.mesh, lambda runtime: float(program.engine(one.model, mesh=runtime).evaluate(one.batch)))
+    assert found == pytest.approx([float(one.loss)] * len(found), rel=1e-12)
+    assert program.verify().ok
+
+
+def learned(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """What is made of a sum, times a parameter: each microbatch would give it the whole gradient."""
+    return m.q.sum() * m.a(x).mean().square()
+
+
+def twice(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A sum of what another sum was needed for."""
+    far = (m.a(x) > m.a(x).mean().detach()).to(x.dtype)
+    return (far * m.b(x)).mean().square()
+
+
 def doubled(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """A sum, and again in a product with each of its own summands."""
     h = m.a(x)
     return (h * h.mean()).mean()
 
 
-@pytest.mark.parametrize("loss", [of_rows, of_means, squared, product, doubled])
+@pytest.mark.parametrize("loss", [of_rows, doubled, learned, twice])
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}], ids=str)
 def test_what_needs_all_rows_is_refused(loss: Any, mesh: dict[str, int]) -> None:
     """Or right: never a product of microbatches' own sums."""

@@ -180,11 +180,28 @@ def test_equal(name: str, mesh: str) -> None:
     assert "all_gather" not in kinds
 
 
-@pytest.mark.parametrize("mesh", ["ep=4", "over dp=2", "ep=2 tp=2"])
+@pytest.mark.parametrize("mesh", ["ep=4", "over dp=2", "ep=2 tp=2", "pp=2 ep=2"])
 @pytest.mark.parametrize("name", ROUTED)
 def test_routing(name: str, mesh: str) -> None:
-    """Router losses are those of the global batch; experts may take all tokens, or none."""
+    """Router losses are those of the global batch, also over microbatches; experts may take all tokens, or none."""
     check(name, spec(name, **MESHES[mesh]))
+
+
+MICROBATCHES: dict[str, dict[str, Any]] = {
+    "zero 3 and checkpoint": {
+        "mesh": {"dp": 2}, "axis": "dp", "data": {"axis": "dp", "zero": 3}, "checkpoint": [{"match": "*"}], "batch": {"microbatches": 2}
+    },
+    "zero bubbles": {"mesh": {"pp": 2, "ep": 2}, "pipeline": {"axis": "pp", "schedule": "zb-h1"}, "batch": {"microbatches": 2}},
+    "interleaved": {"mesh": {"pp": 2, "ep": 2}, "pipeline": {"axis": "pp", "stages": 4, "schedule": "interleaved"}, "batch": {"microbatches": 2}},
+}
+
+
+@pytest.mark.parametrize("case", MICROBATCHES)
+def test_router_losses_over_microbatches(case: str) -> None:
+    """The balancing loss is a product of two sums over the batch: forward runs once more before, and nothing else."""
+    sim = check("balanced switch", spec("balanced switch", **MICROBATCHES[case]))
+    exchanges = [c for c in sim.comms if c.kind == "all_to_all" and c.direction == "forward"]
+    assert len(exchanges) % 4 == 0  # each of two microbatches twice
 
 
 OTHERS: dict[str, dict[str, Any]] = {

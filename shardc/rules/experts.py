@@ -112,5 +112,5 @@ def local(call: LocalCall) -> fx.Node:
     return call.emit(ops.experts_combine, (back, order, weights), {})
 
 
-rule(ops.experts_keep, "t! k! -> t! k!")  # which of all tokens come first: their numbers are gathered, not the tokens
+rule(ops.experts_keep, "... t! k! -> ... t! k!")  # which of all tokens come first: their numbers are gathered, not the tokens
 rule(ops.experts, experts, linear=linear, added=(DOWN_BIAS, UP_BIAS), local=local, extra=exchange, flops=flops)

@@ -15,7 +15,7 @@ def unequal(t: Tensors) -> Arguments:
     return call(t.real(6, 3), index, t.real(6, 2), t.real(6, 2, 3), t.real(6, 3, 2), None, None, "relu(x)")
 
 
-sample(ops.experts_keep, lambda t: call(t.index(6, 12, 2), 6, 3))
+sample(ops.experts_keep, lambda t: call(t.index(6, 12, 2), 6, 3), lambda t: call(t.index(3, 12, 4, 2), 3, 2))
 sample(
     ops.experts,
     lambda t: call(t.real(4, 3), t.index(12, 4, 2), t.real(4, 2), t.real(12, 8, 3), t.real(12, 3, 4), None, None, GATED),
