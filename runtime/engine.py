@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.program import Program
 from shardc.runtime import groups, inputs, lr, state
+from shardc.runtime.apart import ByBucket
 from shardc.runtime.comm import TorchMesh
 from shardc.runtime.experts import experts_route
 from shardc.runtime.experts_load import Load, Loads
@@ -62,13 +63,16 @@ class Engine:
     routing: note in every step how tokens are spread over experts, in `.loads`: one shardc.runtime.experts_load.Load a layer.
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
-    interpreter: what runs the program's stages (shardc.cost.rehearse has another one).
+    interpreter: what runs the program's stages; offload: where what `data.offload` names lies (shardc.cost has others of both).
 
     .params, .buffers: this rank's parts by placeholder name: of parameters what it updates, that is, at ZeRO >= 1 a flat stretch of each,
     perhaps empty; gradients stand there, after the update in the dtype in which they were summed. .grad_norm: 2-norm of the whole
     gradient in the last step, before clipping; 0-dim, on every rank; None before the first step, and without `norm` and `clip_norm`.
     .scaler: the loss scaling that the spec asks for (shardc.runtime.scaler), or None. A step whose gradients are not finite on some rank
     leaves parameters and optimizer as they are, on every rank.
+
+    `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets still are (shardc.runtime.apart), if the
+    optimizer steps each parameter by itself and nothing has to be known of all gradients first (clip_norm, loss scaling).
 
     An error in a step before its update (a wrong batch, a failing op, Ctrl-C) leaves the engine as it was, if all ranks meet it: the next
     step starts afresh. One in the update itself, as in an optimizer of one's own, does not: the engine then asks for a checkpoint.
@@ -77,18 +81,21 @@ class Engine:
     def __init__(
         self, program: Program, model: Any, optimizer: OptimizerOf | None = adamw, seed: int = 0, *,
         scheduler: lr.SchedulerOf | None = None, clip_norm: float | None = None, norm: bool = False, routing: bool = False, mesh: Any = None,
-        interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
+        interpreter: Callable[[Program, Any], Interpreter] = Interpreter, offload: Callable[[Mapping[str, Any], Any], Offload] = Offload,
     ) -> None:  # fmt: skip
         self.program = program
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = Rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
         parts, self.buffers = state.local_parts(program, model, self.mesh, seed)
-        self._offload = Offload(program.meta.get("offload", {}), self.mesh)
+        self._offload = offload(program.meta.get("offload", {}), self.mesh)
         self._buckets = Buckets(program, parts, self.mesh, self._offload)
         self.params = self._buckets.owned
         self._updates, self._whole = optimizer is not None, True
         self.optimizer = self._optimizer(optimizer) if optimizer is not None else None  # None also where a rank has nothing to train
+        whole = clip_norm is not None or "loss_scale" in program.meta or bool(self._offload.places)  # nothing may be updated before all is there
+        self._by_bucket = ByBucket(self.optimizer, self.params) if self.optimizer is not None and not whole and self._buckets.several else None
+        self._stepping = False
         self._paged = Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
         self.scheduler = lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self.loaders = Loaders()
@@ -133,8 +140,12 @@ class Engine:
         many come, every rank compiles for them (shardc.sizes).
         Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
         """
-        loss = self.backward(batch, local=local)
-        self.update()
+        self._stepping = self._by_bucket is not None and self._by_bucket.begin()
+        try:
+            loss = self.backward(batch, local=local)
+            self.update()
+        finally:
+            self._stepping = False
         return loss
 
     def backward(self, batch: Any, *, local: bool = False) -> Tensor:
@@ -192,10 +203,14 @@ class Engine:
             self.scaler.unscale(self.params[n].grad for n in names)
         if self._wants_norm:
             self._norm.add(names)
+        if self._stepping and self._by_bucket is not None and names:
+            self._whole = False
+            self._by_bucket.step(names)
 
     def update(self) -> None:
         """The second half of `step`: clip, and step the optimizer."""
-        self._check()
+        if not self._stepping:
+            self._check()
         if self._updates:
             if self._wants_norm:
                 self.grad_norm = self._norm.total()
@@ -203,7 +218,7 @@ class Engine:
                 self._whole = False
                 if self.clip_norm is not None and self.grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
-                if self.optimizer is not None:
+                if self.optimizer is not None and not self._stepping:
                     (self._paged or self.optimizer).step()
                 self._buckets.publish()
                 if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either

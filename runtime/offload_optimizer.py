@@ -8,9 +8,8 @@ proven for the very optimizer, not assumed: one that, say, scales every update b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
+from shardc.runtime.apart import only, settings, why_together
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload_mover import Home
 from shardc.runtime.offload_place import room_of
-from shardc.runtime.zero_optimizer import SmallCopy
 
 
 class Paged:
@@ -41,7 +40,7 @@ class Paged:
     def step(self) -> None:
         """As the optimizer's own step: parameters without gradients are left alone."""
         pages = self._pages()
-        settings = [_settings(group) for group in self.optimizer.param_groups]
+        before = settings(self.optimizer)
         coming = self._fetch(pages[0]) if pages else None
         try:
             for i, page in enumerate(pages):
@@ -50,7 +49,7 @@ class Paged:
                 self._arrive(moving, self._offload.mover.taken(found))
                 coming = self._fetch(pages[i + 1]) if i + 1 < len(pages) else None
                 try:
-                    with only(self.optimizer, page, settings):
+                    with only(self.optimizer, page, before):
                         self.optimizer.step()
                 finally:
                     self._leave(page)
@@ -147,55 +146,12 @@ def _same_form(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
-# --- stepping some of the parameters ------------------------------------------------------------------------------------
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k != "params"}
-
-
-@contextmanager
-def only(optimizer: Optimizer, page: Sequence[nn.Parameter], settings: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """In here the optimizer's groups hold the page's parameters only. settings: of every group as the whole step begins with them.
-
-    What a step changes in a group, such as a count of steps, is thus what one step changes.
-    """
-    here = {id(p) for p in page}
-    every = [list(group["params"]) for group in optimizer.param_groups]
-    for group, before in zip(optimizer.param_groups, settings, strict=True):
-        group.update(before)
-        group["params"][:] = [p for p in group["params"] if id(p) in here]
-    try:
-        yield
-    finally:
-        for group, params in zip(optimizer.param_groups, every, strict=True):
-            group["params"][:] = params
-
-
-class _Apart(SmallCopy):
-    """A small copy of an optimizer that steps every parameter by itself."""
-
-    def step(self) -> None:
-        settings = [_settings(group) for group in self.optimizer.param_groups]
-        for p in [p for group in self.optimizer.param_groups for p in group["params"]]:
-            with only(self.optimizer, [p], settings):
-                super().step()
-
-
 def prove_apart(optimizer: Optimizer) -> None:
-    """Step copies of the optimizer on small random parameters, together and apart: it must come to the same, bit by bit.
-
-    Raises ShardcError for an optimizer whose parameters' updates hang on one another.
-    """
-    kind = type(optimizer).__name__
-    fix = f"use an optimizer that updates every parameter by itself (SGD, Adam, AdamW, ...), or leave data.offload out with {kind}"
-    found = []
-    for made in (SmallCopy(optimizer), _Apart(optimizer)):
-        try:
-            found.append(made.run(*made.data(copies=2), cut=False))
-        except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-            what = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so nothing shows that it may step in pages"
-            raise ShardcError(what, where="data.offload", fix=fix) from e
-    if not all(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) for a, b in zip(*found, strict=True)):
-        what = f"the optimizer {kind} updates parameters together, not each by itself, but data.offload has only some of them on the device at once"
-        raise ShardcError(what, where="data.offload", fix=fix)
+    """Raises ShardcError for an optimizer whose parameters' updates hang on one another."""
+    why = why_together(optimizer)
+    if why is not None:
+        kind = type(optimizer).__name__
+        raise ShardcError(
+            f"{why}, but data.offload has only some of them on the device at once", where="data.offload",
+            fix=f"use an optimizer that updates every parameter by itself (SGD, Adam, AdamW, ...), or leave data.offload out with {kind}",
+        )  # fmt: skip

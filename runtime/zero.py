@@ -81,6 +81,11 @@ class Buckets:
         return set(self._of)
 
     @property
+    def several(self) -> bool:
+        """Are sums of some gradients under way when those of others have come?"""
+        return len(self._all) > 1
+
+    @property
     def active(self) -> bool:
         """Between `start` and `finish`."""
         return self._active

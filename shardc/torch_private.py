@@ -24,10 +24,11 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # of all optimizers
 
 __all__ = [
     "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "current_backward",
-    "decompositions", "fake_mode", "fake_tensor", "outer_hooks", "overload_of", "replaced_trunc_normal", "sequence_number",
+    "decompositions", "fake_mode", "fake_tensor", "outer_hooks", "overload_of", "replaced_trunc_normal", "sequence_number", "step_hooks",
     "traced_functional", "traced_node", "traced_on", "traced_with",
 ]  # fmt: skip
 
@@ -125,6 +126,12 @@ def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextMan
     It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
     """
     return mock.patch("torch.nn.init._no_grad_trunc_normal_", function)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Does anybody want to be told of the optimizer's steps?"""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
