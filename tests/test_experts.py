@@ -18,7 +18,7 @@ from torch import Tensor, multiprocessing, nn
 
 import shardc
 import shardc.nn
-from shardc.runtime import expert_activation, launch, ops, state, train
+from shardc.runtime import expert_activation, grouped, launch, ops, state, train
 from shardc.runtime.experts_load import Load
 from shardc.runtime.loopback import loopback
 from tests import equality, zoo
@@ -276,26 +276,48 @@ def test_precision() -> None:
 
 
 class Dropping(Routed):
-    """The reference: choices above the capacity are dropped by the model, position by position."""
+    """The reference: choices above the capacity are dropped by the model, position by position; of each microbatch, that is, of the same
+    rows of every rank."""
+
+    def __init__(self, ranks: int, microbatches: int) -> None:
+        super().__init__(k=2)
+        self.parts = ranks, microbatches
 
     def chosen(self, index: Tensor) -> Tensor:
+        ranks, microbatches = self.parts
+        parts = index.view(ranks, microbatches, -1).transpose(0, 1).reshape(microbatches, -1)
+        kept = torch.stack([self.limited(part) for part in parts])
+        return kept.view(microbatches, ranks, -1).transpose(0, 1).reshape(index.shape)
+
+    def limited(self, index: Tensor) -> Tensor:
         taken = [0] * E
         limit = -(-index.numel() // E)  # a factor of 1
-        kept = index.flatten().tolist()
+        kept = index.tolist()
         for at, e in enumerate(kept):
             taken[e] += 1
             kept[at] = e if taken[e] <= limit else -1
-        return torch.tensor(kept).view_as(index)
+        return torch.tensor(kept)
 
 
-@pytest.mark.parametrize("mesh", [{"ep": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}])
-def test_capacity(mesh: dict[str, int]) -> None:
-    model, batch = own(Dropping(k=2))
+CAPACITY: dict[str, tuple[int, dict[str, Any]]] = {  # ranks that split the batch
+    "ep": (2, {"mesh": {"ep": 2}}),
+    "dp ep": (4, {"mesh": {"dp": 2, "ep": 2}}),
+    "tp ep": (2, {"mesh": {"tp": 2, "ep": 2}}),
+    "dp ep, microbatches": (4, {"mesh": {"dp": 2, "ep": 2}, "batch": {"microbatches": 2}}),
+    "pp ep, microbatches": (2, {"mesh": {"pp": 2, "ep": 2}, "batch": {"microbatches": 4}, "pipeline": {"axis": "pp", "stages": 2}}),
+}
+
+
+@pytest.mark.parametrize("case", CAPACITY)
+def test_capacity(case: str) -> None:
+    ranks, more = CAPACITY[case]
+    microbatches = more.get("batch", {}).get("microbatches", 1)
+    model, batch = own(Dropping(ranks, microbatches))
     loss = model(**batch)
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    given = spec("switch", mesh=mesh, strict=True)
-    given["experts"][0]["capacity"] = 1.0
+    given = spec("switch", **more, strict=True)
+    given["experts"][0] |= {"capacity": 1.0} | ({"per": "microbatch"} if microbatches > 1 else {})
     plain = one("balanced switch")
     program = plain.compile(given)
     sim = shardc.simulate(program, model, batch)
@@ -305,9 +327,25 @@ def test_capacity(mesh: dict[str, int]) -> None:
     assert program.verify().ok
 
 
+@pytest.mark.parametrize(
+    ("entry", "more", "what", "fix"),
+    [
+        ({}, {}, r"capacity 1.5 is a share of the global batch, of which microbatches see a part each", "per: microbatch"),
+        ({"per": "microbatch"}, {"uneven": "pad"}, r"128 tokens are not 6 \(3 ranks of 2 microbatches\)", "a multiple of 6 rows"),
+    ],
+)
+def test_capacity_with_microbatches_is_told(entry: dict[str, Any], more: dict[str, Any], what: str, fix: str) -> None:
+    given = spec("switch", mesh={"ep": 3}, batch={"microbatches": 2}, **more)
+    given["experts"][0] |= {"capacity": 1.5, **entry}
+    with pytest.raises(shardc.ShardcError, match=what) as e:
+        one("switch").compile(given)
+    assert fix in e.value.errors[0].fix
+
+
 def test_keep() -> None:
     index = torch.tensor([[0, 1], [0, 2], [0, 0], [1, 7]])
     assert ops.experts_keep(index, 3, 2).tolist() == [[0, 1], [0, 2], [-1, -1], [1, -1]]
+    assert ops.experts_keep(index.view(2, 2, 2), 3, 1).tolist() == [[[0, 1], [-1, 2]], [[0, -1], [1, -1]]]
 
 
 def test_cost() -> None:
@@ -423,6 +461,32 @@ def test_function(activation: Any, m: int, *, transposed: bool) -> None:
     weight = torch.randn(y.shape, generator=g, dtype=torch.float64)
     for a, b in zip(torch.autograd.grad(y, leaves, weight), torch.autograd.grad(z, leaves, weight), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_kernel(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, transposed: bool) -> None:
+    """torch's grouped product, which GPUs take, is the same as one product an expert; here on the CPU. Some experts get no row."""
+    g = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(5, 16, 24, generator=g).to(dtype), torch.randn(5, 24 if transposed else 16, generator=g).to(dtype)
+    rows = torch.randn(11, 16 if transposed else 24, generator=g).to(dtype)
+    called, rtol = 0, 2e-2 if dtype is torch.bfloat16 else 1e-5
+
+    def run(*, at_once: bool, sizes: tuple[int, ...], b: Tensor | None) -> list[Tensor]:
+        nonlocal called
+        monkeypatch.setattr(grouped, "has_kernel", lambda weight: at_once)
+        leaves = [x.clone().requires_grad_() for x in ((rows, weight) if b is None else (rows, weight, b))]
+        y = grouped.grouped(leaves[0], leaves[1], leaves[2] if b is not None else None, sizes, transposed)
+        called += type(y.grad_fn).__name__.startswith("_AtOnce")
+        return [y.detach(), *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y))]
+
+    for sizes in ((3, 0, 6, 2, 0), (0, 0, 11, 0, 0)):
+        for b in (None, bias):
+            for found, expected in zip(run(at_once=True, sizes=sizes, b=b), run(at_once=False, sizes=sizes, b=b), strict=True):
+                torch.testing.assert_close(found, expected, rtol=rtol, atol=5 * rtol)
+    assert called == 4
+    monkeypatch.undo()
+    assert not grouped.has_kernel(weight)  # on a CPU: an expert after the other
 
 
 def test_activations_as_text() -> None:
