@@ -1,8 +1,15 @@
-"""What a device does in a second, and how fast it reaches others: a YAML file, of this package or a user's own."""
+"""What a device does in a second, and how fast it reaches others: a YAML file, of this package, a user's own, or measured on this machine.
+
+    device("h100-80g")        of this package: shardc/cost/devices
+    device("mine.yaml")       a file
+    device("cpu")             what `shardc device --measure` found; also "cuda"
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -16,6 +23,10 @@ from shardc.errors import Errors, ShardcError
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+
+
+#: Devices of this machine, which are measured.
+MEASURED = ("cpu", "cuda")
 
 
 class _Section(BaseModel):
@@ -38,13 +49,13 @@ class Reaches(_Section):
 
 
 class Device(_Section):
-    """kind: a CPU makes masks in blocks, a GPU whole. memory: bytes. flops: per second of a matrix product, by dtype.
-
-    bandwidth: bytes of memory that are read or written per second. launch: seconds: no op takes less. reaches: shares of all that.
-    node: devices in one; within, between: links in a node and from one to another.
+    """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU whole. memory: bytes. flops: per second of a matrix
+    product, by dtype. bandwidth: bytes of memory that are read or written per second. launch: seconds: no op takes less. reaches: shares of
+    all that. node: devices in one; within, between: links in a node and from one to another.
     """
 
     name: str
+    source: str = ""
     kind: Literal["gpu", "cpu"] = "gpu"
     memory: Positive
     flops: Mapping[str, Positive]
@@ -73,7 +84,7 @@ class Device(_Section):
         n = len(ranks)
         if n <= 1:
             return 0.0
-        together = max(_counts([r // self.node for r in ranks]))  # in one node: each brings its own link to others
+        together = max(Counter(r // self.node for r in ranks).values())  # in one node: each brings its own link to others
         if together == n:
             bandwidth, latency = self.within.bandwidth, self.within.latency
         else:
@@ -83,9 +94,22 @@ class Device(_Section):
         rounds = 2 if kind == "all_reduce" else 1
         return rounds * (latency * math.ceil(math.log2(n)) + nbytes * (n - 1) / n / (bandwidth * self.reaches.link))
 
-
-def _counts(values: list[int]) -> list[int]:
-    return [values.count(v) for v in set(values)]
+    def to_yaml(self) -> str:
+        """A file that says the same, with units."""
+        flops = ", ".join(f"{k}: {n:.3e}" for k, n in self.flops.items())
+        reaches = ", ".join(f"{k}: {n}" for k, n in self.reaches)
+        links = [f"{{bandwidth: {link.bandwidth:.3e}, latency: {link.latency:.2e}}}" for link in (self.within, self.between)]
+        return (
+            f"name: {self.name}\nsource: {json.dumps(self.source)}\nkind: {self.kind}\n"
+            f"memory: {self.memory:.4e}   # bytes\n"
+            f"flops: {{{flops}}}   # per second, of products of matrices\n"
+            f"bandwidth: {self.bandwidth:.3e}   # bytes of memory per second, read and written\n"
+            f"launch: {self.launch:.2e}   # seconds: no op takes less\n"
+            f"reaches: {{{reaches}}}   # what large ops reach of it\n"
+            f"node: {self.node}   # devices in one\n"
+            f"within: {links[0]}   # bytes per second and direction of one device; seconds\n"
+            f"between: {links[1]}\n"
+        )
 
 
 def names() -> list[str]:
@@ -93,8 +117,16 @@ def names() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in resources.files("shardc.cost").joinpath("devices").iterdir() if p.name.endswith(".yaml"))
 
 
+def measured(name: str) -> Path:
+    """Where `shardc device --measure` keeps what it found of this machine's "cpu" or "cuda"."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardc" / "devices" / f"{name}.yaml"
+
+
 def device(which: str | Path | Device) -> Device:
-    """A device by name (`names()`), or from a file. Raises ShardcError for a name that is not known and for a file that says something else."""
+    """A device by name (`names()`, or "cpu" or "cuda" once they are measured), or from a file.
+
+    Raises ShardcError for a name that is not known, for what has not been measured, and for a file that says something else.
+    """
     if isinstance(which, Device):
         return which
     text, where = _text(which)
@@ -121,6 +153,12 @@ def _text(which: str | Path) -> tuple[str, str]:
         if not path.is_file():
             raise ShardcError(f"there is no file {path}", where="device", fix=f"write it, or name one of {', '.join(names())}")
         return path.read_text(), str(path)
+    if which in MEASURED:
+        path = measured(str(which))
+        if not path.is_file():
+            what = f"this machine's {which} has not been measured: there is no file {path}"
+            raise ShardcError(what, where="device", fix=f"measure it once: shardc device {which} --measure")
+        return path.read_text(), str(path)
     if str(which) not in names():
-        raise ShardcError(f"no device is called {str(which)!r}", where="device", fix=f"one of {', '.join(names())}, or a YAML file")
+        raise ShardcError(f"no device is called {str(which)!r}", where="device", fix=f"one of {', '.join([*names(), *MEASURED])}, or a YAML file")
     return resources.files("shardc.cost").joinpath("devices", f"{which}.yaml").read_text(), f"{which}.yaml"
