@@ -25,7 +25,7 @@ class Away:
         self.device, self._stream = x.device, stream
         self._here: weakref.ref[Tensor] | None = None
         x = x.detach()
-        self._cpu = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
+        self._cpu = self._room(x)
         if stream is None:
             self._cpu.copy_(x)
             return
@@ -33,6 +33,10 @@ class Away:
         with torch.cuda.stream(stream):
             self._cpu.copy_(x, non_blocking=True)
         x.record_stream(stream)  # its memory is not used anew before the copy is done
+
+    def _room(self, x: Tensor) -> Tensor:
+        """On the CPU, for what is in x."""
+        return torch.empty_like(x, device="cpu", pin_memory=self._stream is not None)
 
     @staticmethod
     def useful(x: Tensor) -> bool:

@@ -39,15 +39,20 @@ class Offload:
         for what in ("optimizer", "parameters"):
             name = str(asked.get(what, "none"))
             if name != "none":
-                made[name] = made.get(name) or (Memory(mesh.device) if name == "cpu" else Files(name, mesh.rank, f"data.offload.{what}"))
+                made[name] = made.get(name) or self._place(name, mesh, f"data.offload.{what}")
                 self.places[what] = made[name]
-        if self.device.type == "cpu" and any(isinstance(p, Files) for p in made.values()):
-            return_freed()
         self.homes: dict[nn.Parameter, Home] = {}
         self._after: dict[_Read, tuple[_Read, torch.dtype | None]] = {}
         self._last: _Read | None = None
         self._coming: tuple[_Read, Future[Any]] | None = None
         self._read: list[Home] = []  # what may still be read
+
+    def _place(self, name: str, mesh: Any, where: str) -> Place:
+        if name == "cpu":
+            return Memory(self.device)
+        if self.device.type == "cpu":
+            return_freed()
+        return Files(name, mesh.rank, where)
 
     @property
     def mover(self) -> Mover:

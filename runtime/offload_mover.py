@@ -22,6 +22,11 @@ class Home:
     slot: Slot
 
 
+def _in_place(x: Tensor, home: Tensor) -> bool:
+    one, other = ((t.untyped_storage()._cdata, t.storage_offset()) for t in (x, home))
+    return one == other
+
+
 class Mover:
     """One thread, which carries out what it is asked for in order: what is put is there for every fetch that comes after.
 
@@ -84,7 +89,7 @@ class Mover:
             if ready is not None:
                 self._stream.wait_event(ready)
             for x, home in moves:
-                if x.data_ptr() != home.tensor.data_ptr():
+                if not _in_place(x, home.tensor):
                     home.tensor.copy_(x, non_blocking=True)
         slots = dict.fromkeys(home.slot for _, home in moves)
         if self._stream is not None:

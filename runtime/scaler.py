@@ -51,7 +51,8 @@ class Scaler:
             bad = (~torch.stack(self._found).isfinite()).any().float()
         self._found = []
         axes = self.mesh.layout.collapse(self.mesh.layout.names)
-        self.overflow = bool(self.mesh.all_reduce(bad, axes, op="max", direction="update", tag="overflow") if axes else bad)
+        found = self.mesh.all_reduce(bad, axes, op="max", direction="update", tag="overflow") if axes else bad
+        self.overflow = bool(found > 0)
         self.skipped += self.overflow
         return self.overflow
 

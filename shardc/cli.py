@@ -1,4 +1,7 @@
-"""The command line: compile | inspect | verify | run | rules | spec. Exit status 0 = done, 1 = the check or run failed, 2 = the input is wrong."""
+"""The command line: compile | inspect | verify | run | rules | device | spec.
+
+Exit status 0 = done, 1 = the check or run failed, 2 = the input is wrong.
+"""
 
 from __future__ import annotations
 
@@ -337,6 +340,27 @@ def rules(
     with _told(debug):
         status = report.command(ops or [], check=check, file=file, as_json=as_json, show=_print)
         raise typer.Exit(status)
+
+
+@app.command()
+def device(
+    which: Annotated[str | None, typer.Argument(help="a name or a YAML file; cpu, cuda: this machine's, once measured", show_default=False)] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="measure this machine's cpu or cuda (default: cuda if it is there)")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="with --measure: write this file, not that of `--device cpu`")] = None,
+    as_json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
+    """List devices that programs are priced for; show one and where its numbers are from; measure this machine."""
+    from shardc.report import devices
+
+    with _told(debug):
+        found: str | Path | None = which
+        if measure:
+            with errors.status("measuring") as status:
+                found = devices.measure(which, output, lambda what: status.update(f"measuring {what}"))
+            errors.print(f"written to {found}")
+        elif output:
+            raise ShardcError("-o is where --measure writes to", where="-o", fix="add --measure")
+        _print(devices.show(found, as_json) if found else devices.listed(as_json))
 
 
 @app.command()

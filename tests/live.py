@@ -7,46 +7,67 @@ meet is not counted: a real mesh has NCCL do it; its results are.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardc.cost import host
 from shardc.program import Program
-from shardc.runtime import inputs
+from shardc.runtime import inputs, recompute
 from shardc.runtime.comm import Work
-from shardc.runtime.engine import Engine, adamw
+from shardc.runtime.engine import Engine
 from shardc.runtime.loopback import LoopbackMesh, loopback
 
 
 class Live(TorchDispatchMode):
-    """now, peak: bytes. foreign: tensors whose memory is somebody else's."""
+    """now, peak: bytes. foreign: tensors whose memory is somebody else's. outside, outside_peak: bytes in the machine's memory, if the CPU
+    plays the part of a device that has its own."""
 
     def __init__(self, foreign: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._foreign = {x.untyped_storage()._cdata for x in foreign}
-        self.now = self.peak = 0
+        self.now = self.peak = self.outside = self.outside_peak = 0
         self.paused = False
         self._refs: dict[int, Any] = {}
 
-    def see(self, x: Tensor) -> None:
+    def see(self, x: Tensor, *, outside: bool = False) -> None:
         storage = x.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._refs or key in self._foreign or self.paused:
             return
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        self._count(nbytes, outside)
 
         def freed(ref: Any) -> None:
             if self._refs.get(key) is ref:
                 del self._refs[key]
-                self.now -= nbytes
+                self._count(-nbytes, outside)
 
         self._refs[key] = weakref.ref(storage, freed)
+
+    def _count(self, nbytes: int, outside: bool) -> None:
+        if outside:
+            self.outside += nbytes
+            self.outside_peak = max(self.outside, self.outside_peak)
+        else:
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
+
+    def host(self, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes lies outside."""
+        self.paused = True
+        try:
+            made = make()
+        finally:
+            self.paused = False
+        self.see(made, outside=True)
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -107,27 +128,40 @@ class Measured(LoopbackMesh):
             self.live.see = see  # type: ignore[method-assign]
 
 
-def measured(program: Program, model: Any, batch: Any, *, steps: int = 2) -> list[int]:
-    """The peak of live bytes of every rank, in the last of some steps with AdamW."""
+def measured(program: Program, model: Any, batch: Any, *, steps: int = 2, **options: Any) -> list[int]:
+    """The peak of live bytes of every rank, in the last of some steps."""
+    return [found.peak for found in watched(program, model, batch, steps=steps, **options)]
 
-    leaves = dict(inputs.leaves(batch))
-    whole = [leaves[x.path] for x in program.inputs if not x.layout.shards()]  # what ranks use as it is; on a GPU they have copies of it
-    parts = [leaves[x.path] for x in program.inputs if x.layout.shards()]
-    theirs = [*model.parameters(), *model.buffers(), *parts]
 
-    def work(mesh: LoopbackMesh) -> int:
+def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **options: Any) -> list[Live]:
+    """What every rank held in the last of some steps with AdamW, as it steps on a GPU. Offloaded tensors lie outside. options: of Engine."""
+    theirs = [*model.parameters(), *model.buffers(), *(x for _, x in inputs.leaves(batch) if isinstance(x, Tensor))]
+    mine, take = threading.local(), inputs.take
+
+    def copied(*args: Any, **kwargs: Any) -> list[Tensor]:
+        """A rank's part of the batch, as it comes to a GPU."""
+        return [x.clone() for x in take(*args, **kwargs)]
+
+    def work(mesh: LoopbackMesh) -> Live:
         torch.set_num_threads(1)
         mesh.__class__ = Measured
         assert isinstance(mesh, Measured)
-        mesh.live = live = Live(theirs)
+        mesh.live = mine.live = live = Live(theirs)
         with live:
-            engine = Engine(program, model, adamw, mesh=mesh)
-            for x in (*engine.params.values(), *engine.buffers.values(), *whole):
+            engine = Engine(program, model, adamw, mesh=mesh, offload=host.offload(live.host), **options)
+            for x in (*engine.params.values(), *engine.buffers.values()):
                 live.see(x)
             for _ in range(steps):
-                live.peak = live.now
+                live.peak, live.outside_peak = live.now, live.outside
                 engine.step(batch)
-        return live.peak
+        return live
 
     gc.collect()
-    return loopback(program.mesh, work)
+    away = mock.patch.object(recompute, "Away", host.away(lambda make: mine.live.host(make)))
+    with away, mock.patch.object(inputs, "take", copied):
+        return loopback(program.mesh, work)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Torch's default on a GPU updates all parameters at once."""
+    return torch.optim.AdamW(params, lr=3e-4, foreach=True)

@@ -29,6 +29,8 @@ aten = torch.ops.aten
 KINDS = (
     "parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "gathered", "communication", "temporaries",
 )  # fmt: skip
+#: What is kept in the machine's memory or in files: no part of a device's memory.
+HOST = "host"
 #: Ops that look at values: what they are told where there are none.
 _LOOKS: dict[Any, Callable[[Tensor], Any]] = {
     aten._local_scalar_dense.default: lambda x: False if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1,
@@ -100,6 +102,14 @@ class Ledger(TorchDispatchMode):
 
     def live(self) -> list[Held]:
         return list(self.held.values())
+
+    def host(self, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes lies outside of the device."""
+        before, self.kind = self.kind, HOST
+        try:
+            return make()
+        finally:
+            self.kind = before
 
     def mark(self, tensors: Iterable[Tensor | None], kind: str, *, over: Iterable[str] = ("temporaries",)) -> None:
         """Say what tensors are for, where their kind so far is one of `over`."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from shardc.cost.device import Device
 from shardc.cost.ledger import Part
@@ -77,10 +78,11 @@ class Cost:
         return symbolic(self.program, self.rehearsals, sizes)
 
 
-def cost(program: Program, device: Device, optimizer: OptimizerOf | None) -> Cost:
-    """See `Program.cost`."""
+def cost(program: Program, device: Device, optimizer: OptimizerOf | None, **options: Any) -> Cost:
+    """See `Program.cost`. options: of Engine."""
     schedule = program.schedule or schedules.alone(program.microbatches)
-    return put_together(program, schedule, [rehearse(program, at, optimizer, cpu=device.kind == "cpu") for at in range(schedule.ranks)], device)
+    rehearsals = [rehearse(program, at, optimizer, cpu=device.kind == "cpu", **options) for at in range(schedule.ranks)]
+    return put_together(program, schedule, rehearsals, device)
 
 
 def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehearsal], device: Device) -> Cost:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -17,10 +18,11 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
+from shardc.cost import host
 from shardc.cost.ghost import GhostMesh, rank_of
 from shardc.cost.ledger import Held, Ledger, Part
 from shardc.program import Buffer, Input, Param, Program, Stage
-from shardc.runtime import rng
+from shardc.runtime import groups, recompute, rng
 from shardc.runtime.engine import Engine, OptimizerOf
 from shardc.runtime.interpreter import Around, Interpreter, Run, Values
 from shardc.runtime.schedule import Action
@@ -52,11 +54,14 @@ def rehearse(program: Program, at: int = 0, optimizer: OptimizerOf | None = None
     """One step of a rank, the second one: the optimizer has its state. cpu: it runs on one. options: of Engine."""
     # tensors without data lie "on the CPU", where masks are made block by block; a GPU makes each at once
     blocks = mock.patch.object(rng, "_BLOCK", rng._BLOCK if cpu else sys.maxsize)
-    with blocks, fake_mode(), Ledger() as ledger:
+    ledger = Ledger()
+    there = nullcontext() if cpu else mock.patch.object(recompute, "Away", host.away(ledger.host))
+    with blocks, there, fake_mode(), ledger:
         names = _Names(ledger)
         mesh = GhostMesh(program.mesh, rank_of(program.mesh, program.axis, at), ledger)
-        told = _told(replace(program, meta={**program.meta, "offload": {}}), names)
-        engine = Engine(told, _weights(program), optimizer, mesh=mesh, interpreter=_Recorded, **options)
+        offload = host.offload(ledger.host, cpu=cpu)
+        make = optimizer if cpu or optimizer is None else _at_once(optimizer)
+        engine = _Engine(_told(program, names), _weights(program), make, mesh=mesh, interpreter=_Recorded, offload=offload, **options)
         recorded = engine._interpreter
         assert isinstance(recorded, _Recorded)
         recorded.ledger, recorded.buckets = ledger, engine._buckets
@@ -125,6 +130,19 @@ def _weights(program: Program) -> dict[str, Tensor]:
     """Weights of the model's shapes that take no memory."""
     stored: list[Param | Buffer] = [x for x in program.stored if not isinstance(x, Input) and x.fqn]
     return {name: torch.empty((), dtype=x.dtype).expand(x.shape) for x in stored for name in (x.fqn, *x.aliases)}
+
+
+def _at_once(make: OptimizerOf) -> OptimizerOf:
+    """An optimizer of torch's that is not told otherwise updates all parameters at once on a GPU, and one after the other on a CPU."""
+
+    def made(params: groups.Parameters) -> torch.optim.Optimizer:
+        optimizer = make(params)
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
+        return optimizer
+
+    return made
 
 
 def _batch(program: Program) -> Any:
@@ -198,20 +216,28 @@ class _Run(Run):
         _all(ledger, "gradients" if action.kind in ("B", "W", "REDUCE") else "activations")
 
 
-def _step(engine: Engine, recorded: _Recorded, batch: Any, microbatches: int) -> list[Part]:
+def _step(engine: _Engine, recorded: _Recorded, batch: Any, microbatches: int) -> list[Part]:
     """Its parts: before the actions, after them, the update."""
     recorded.microbatches = microbatches
-    ledger = recorded.ledger
     before = recorded.turn("the batch")
-    engine.backward(batch)
-    after = ledger.parts[-1]
-    ledger.mark(engine.buffers.values(), "buffers")
-    ledger.mark((p.grad for p in engine.params.values()), "gradients", over=("temporaries", "communication", "activations"))
-    update = recorded.turn("update")
-    engine.update()
+    engine.step(batch)
+    after, update = engine.found
     engine._buckets.settled()
     recorded.turn("")
     return [before, after, update]
+
+
+class _Engine(Engine):
+    """Notes where a step's backward ends and its update begins. .found: the parts of the last step after its actions."""
+
+    def update(self) -> None:
+        recorded = self._interpreter
+        assert isinstance(recorded, _Recorded)
+        ledger = recorded.ledger
+        ledger.mark(self.buffers.values(), "buffers")
+        ledger.mark((p.grad for p in self.params.values()), "gradients", over=("temporaries", "communication", "activations"))
+        self.found = ledger.parts[-1], recorded.turn("update")
+        super().update()
 
 
 def _all(ledger: Ledger, kind: str) -> None:

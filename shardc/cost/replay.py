@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardc.cost.device import Device
-from shardc.cost.ledger import KINDS, Op, Part, Sent, Waited
+from shardc.cost.ledger import HOST, KINDS, Op, Part, Sent, Waited
 from shardc.cost.rehearse import Rehearsal
 from shardc.mesh import Mesh
 from shardc.runtime.schedule import Action
@@ -34,7 +34,7 @@ class Memory:
     """Live tensor bytes of one rank in a step. kinds: at the peak, by kind; peak: their sum; part, op: where in the step that is.
 
     resident: what is there between two steps, without gradients. curve: how it goes on, in order: at most `POINTS` moments, the highest of
-    each stretch.
+    each stretch. host: bytes in the machine's memory or in files (`offload`), at most; no part of the others.
     """
 
     kinds: Mapping[str, int]
@@ -42,6 +42,7 @@ class Memory:
     op: str
     resident: Mapping[str, int]
     curve: tuple[Point, ...] = field(repr=False, default=())
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -76,6 +77,7 @@ def memory(r: Rehearsal, actions: tuple[Action, ...]) -> Memory:
     for held in r.resident:
         live[held.kind] += held.nbytes
     resident = {k: n for k, n in live.items() if k in ("parameters", "optimizer", "buffers")}
+    outside = outside_most = live.pop(HOST, 0)
     total, best = sum(live.values()), -1
     peak = Point("", "", {})
     left = _net(part for _, part in parts(r, actions)) - _net([r.before, *(p for _, p in r.actions), r.after, r.update])
@@ -86,10 +88,15 @@ def memory(r: Rehearsal, actions: tuple[Action, ...]) -> Memory:
     for action, part in parts(r, actions):
         name = str(action) if action is not None else part.name
         if part is r.after:  # what the microbatches that were not rehearsed leave until here
+            outside -= left.pop(HOST, 0)
             for kind, n in left.items():
                 live[kind] -= n
                 total -= n
         for sign, held in part.changes:
+            if held.kind == HOST:
+                outside += sign * held.nbytes
+                outside_most = max(outside, outside_most)
+                continue
             live[held.kind] += sign * held.nbytes
             total += sign * held.nbytes
             if total > best:
@@ -100,7 +107,7 @@ def memory(r: Rehearsal, actions: tuple[Action, ...]) -> Memory:
             if at % stretch == 0:
                 curve.append(high if high.live else Point(name, held.op, dict(live)))
                 high = Point("", "", {})
-    return Memory({k: peak.live[k] for k in KINDS if peak.live.get(k)}, peak.part, peak.op, resident, tuple(curve))
+    return Memory({k: peak.live[k] for k in KINDS if peak.live.get(k)}, peak.part, peak.op, resident, tuple(curve), outside_most)
 
 
 class _Net(Counter[str]):
