@@ -9,12 +9,16 @@ for a loss that takes them split, nor fused projections before they are cut apar
 or that a gradient has to be summed, ask for nothing: the algebra does that.
 
 transformers/distributed/tensor_parallel.py (5.23) has the styles; their parameters are stored [.., out, in].
+
+A model's plan of experts (`ep_plan`) says which modules hold them. It is read where the mesh has an axis `ep` that the spec uses for nothing:
+
+    "layers.*.mlp.experts": "ep_dispatch_experts"   ->  experts: [{match: "model.layers.*.mlp.experts", axis: ep}]
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
@@ -25,6 +29,9 @@ from shardc.passes.plan import Plan
 from shardc.patterns import nearest
 from shardc.placement import Shard
 from shardc.program import Param, Program
+from shardc.spec import Spec
+from shardc.spec_form import Expert
+from shardc.spec_yaml import Places
 
 
 @dataclass(frozen=True)
@@ -72,14 +79,36 @@ WORDS: dict[str, Word] = {
 }
 
 
+#: The axis over which a model's plan spreads its experts.
+EXPERTS_AXIS = "ep"
+
+
 def read(model: nn.Module) -> dict[str, str]:
     """The plan that a model carries: {pattern over its names: word}, `*` for a layer's number. Empty if it carries none.
 
     transformers' models collect the plans of their configs and parts in `tp_plan`; parts of an ordinary module keep their own.
     """
+    return _carried(model, "tp_plan")
+
+
+def with_experts(spec: Spec, model: nn.Module) -> Spec:
+    """The spec with entries of `experts:` as the model's plan has them, if the spec asks for the model's plan and leaves an axis for that."""
+    if spec.shard_use != "model" or spec.experts or EXPERTS_AXIS not in spec.mesh.names or EXPERTS_AXIS in spec.named_axes:
+        return spec
+    words = _carried(model, "ep_plan")
+    modules = [k for k, word in words.items() if word == "ep_dispatch_experts"]
+    modules += [k.rpartition(".")[0] for k, word in words.items() if word == "grouped_gemm"]  # of their parameters
+    entries = tuple(Expert(match=m, axis=EXPERTS_AXIS) for m in dict.fromkeys(modules))
+    places = Places(dict(spec.places.keys), dict(spec.places.values))
+    for i in range(len(entries)):
+        places.put(("experts", i), f"{spec.where(('shard', 'use'))} use: model,")
+    return replace(spec, experts=entries, places=places)
+
+
+def _carried(model: nn.Module, kind: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in model.named_modules():
-        plan = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+        plan = getattr(module, kind, None) or getattr(module, f"_{kind}", None)
         if isinstance(plan, Mapping):
             prefix = f"{name}." if name else ""
             for key, word in plan.items():

@@ -189,12 +189,17 @@ class Spec:
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes that experts have for themselves: no other section names them."""
-        others = {r.axis for r in self.shard if r.dims is None and r.style != "replicate"}
+        return tuple(dict.fromkeys(e.axis for e in self.experts if e.axis not in self.named_axes))
+
+    @property
+    def named_axes(self) -> frozenset[str]:
+        """The axes that sections name, but for those of the batch and of experts."""
+        found = {r.axis for r in self.shard if r.dims is None and r.style != "replicate"}
         given = [*(r.dims or {} for r in self.shard), *(r.dims for r in self.activations)]
-        others |= {s.axis for dims in given for shards in dims.values() for s in shards}
-        others |= {self.shard_axis} if self.shard_use else set()
-        others |= {x.axis for x in (self.sequence, self.pipeline) if x is not None}
-        return tuple(dict.fromkeys(e.axis for e in self.experts if e.axis not in others))
+        found |= {s.axis for dims in given for shards in dims.values() for s in shards}
+        found |= {self.shard_axis} if self.shard_use else set()
+        found |= {x.axis for x in (self.sequence, self.pipeline) if x is not None}
+        return frozenset(found)
 
     def where(self, path: tuple[str | int, ...]) -> str:
         """Place of a key, "spec.yaml:7:3"; of what encloses it if it is not written. For a dict: `spec: shard."*.o_proj"`."""

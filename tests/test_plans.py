@@ -127,6 +127,24 @@ def test_causes_cite_the_spec_and_the_plans_entry(tmp_path: Path) -> None:
     assert "spec.yaml:3:9 use: model 'model.layers.*.self_attn.o_proj: rowwise'" in str(program)
 
 
+def test_experts_go_where_the_models_plan_says(tmp_path: Path) -> None:
+    """Over an axis `ep` that the spec leaves free; the same as the entries written out. Entries of one's own win."""
+    file = tmp_path / "spec.yaml"
+    file.write_text("shardc: 1\nmesh: {ep: 2, tp: 2}\nshard: {use: model}\n")
+    with zoo.Wide():
+        program = shardc.compile(*MODELS["mixtral"][0](), file)
+    p = program.param("model.layers.0.mlp.experts.gate_up_proj")
+    assert p.layout.items == (("ep", Shard(0)), ("tp", Shard(1, 2)))
+    assert "spec.yaml:3:9 use: model, experts 'model.layers.*.mlp.experts'" in str(program)
+    check_equal(program)
+    entries = [{"match": "*.mlp.experts", "axis": "ep"}]
+    assert compiled(MODELS["mixtral"][0], mesh={"ep": 2, "tp": 2}, experts=entries).param(p.name).layout == p.layout
+    data = compiled(MODELS["mixtral"][0], mesh={"ep": 2, "dp": 2, "tp": 1}, experts=[{"match": "*.mlp.experts", "axis": "dp"}])
+    assert data.param(p.name).layout.items == (("dp", Shard(0)),)
+    used = compiled(MODELS["mixtral"][0], mesh={"ep": 2}, shard={"use": {"plan": "model", "axis": "ep"}})
+    assert not used.spec.experts
+
+
 # --- words -----------------------------------------------------------------------------------------------------------------
 
 
