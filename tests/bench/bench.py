@@ -4,6 +4,7 @@ Time: the contenders of a group (contenders.PARTS) take turns, a few steps each,
 on all alike. A ratio is the median over rounds of (median step of the one / median step of the other).
 CPU: processor time of a step, both processes and all their threads; steadier than the clock where the machine is shared.
 Memory: each contender in two fresh processes; the peak of resident memory during steps, less what was there after imports.
+Experts: bytes of their parameters and optimizer state, of the tensors that a rank has after a step.
 Overlap: in the same steps, of the time in which ours sums gradients, or gathers parameters, in the background, how much it waits.
 Every contender starts from the same weights and gets the same batches; the run fails if their losses differ.
 """
@@ -50,6 +51,8 @@ def main(parts: list[str], rounds: int, steps: int, out: Path | None) -> int:
             for name in names:
                 with World(name, files, frugal=True) as world:
                     result["contenders"][name]["mib"] = world.ask("peak", steps=2)
+                    if part == "experts":
+                        result["contenders"][name]["experts"] = world.ask("experts")
                 print(f"{name}: {result['contenders'][name]}", flush=True)
         first = losses[names[0]]
         result["worst_loss_difference"] = max(abs(a - b) / abs(b) for n in names for a, b in zip(losses[n], first, strict=True))
@@ -133,6 +136,10 @@ def table(r: dict[str, Any]) -> str:
             f"| {x['shardc']} | {ours['wall']:.0f} | {ours['mib']:.0f} | {x['peer']}: {peer['wall']:.0f} ms, {peer['mib']:.0f} MiB "
             f"| {x['wall']:.2f}x | {x['low']:.2f}-{x['high']:.2f} | {x['target']:.2f}x | {x['cpu']:.2f}x | {ours['mib'] / peer['mib']:.2f}x |"
         )
+    if expert := {n: v["experts"] for n, v in who.items() if "experts" in v}:
+        first = r["ratios"][0]["shardc"]
+        shown = ", ".join(f"{n} {mib:.1f} MiB" + (f" ({expert[first] / mib:.2f}x)" if n != first else "") for n, mib in expert.items())
+        lines += ["", f"Parameters and optimizer state of experts on a rank, measured: {shown}."]
     background = {n: v["overlap"] for n, v in who.items() if any(s["seconds"] for s in v.get("overlap", {}).values())}
     if background:
         lines += [

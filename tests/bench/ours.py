@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import held
 import llama
 from torch import Tensor
 
@@ -28,6 +29,12 @@ class Contender:
     def __call__(self, batch: dict[str, Tensor]) -> float:
         self._steps += 1
         return float(self._engine.step(batch))
+
+    def expert_bytes(self) -> int:
+        """See held.py."""
+        engine = self._engine
+        assert engine.optimizer is not None
+        return held.of_experts(((engine.program.param(n).fqn, p) for n, p in engine.params.items()), engine.optimizer)
 
     def overlap(self) -> dict[str, dict[str, float]]:
         """{"sums", "gathers": {"seconds": under way in a step, "waited": of these, while nothing was computed}}, means over steps."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import held
 import llama
 import mixtral
 import peers_data
@@ -20,10 +21,33 @@ from torch import Tensor, nn
 
 def prepare(name: str) -> Callable[[Any], Step]:
     if name.startswith("DDP"):
-        return peers_data.ddp
+        return _ddp
     import deepspeed.moe.layer  # noqa: F401
 
     return _deepspeed
+
+
+class _Contender:
+    """A step, and what experts take on this rank."""
+
+    def __init__(self, step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._step, self._model, self._optimizer = step, model, optimizer
+
+    def __call__(self, batch: dict[str, Tensor]) -> float:
+        return self._step(batch)
+
+    def expert_bytes(self) -> int:
+        return held.of_experts(self._model.named_parameters(), self._optimizer)
+
+
+def _ddp(model: Any) -> Step:
+    made: list[torch.optim.Optimizer] = []
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        made.append(llama.optimizer(params))
+        return made[0]
+
+    return _Contender(peers_data.ddp(model, make), model, made[0])
 
 
 class _Expert(nn.Module):
@@ -75,4 +99,4 @@ def _deepspeed(model: Any) -> Step:
     groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
     config = {"train_micro_batch_size_per_gpu": llama.SIZE.batch // dist.get_world_size(), "steps_per_print": 10**9}
     engine, *_ = deepspeed.initialize(model=model, optimizer=llama.optimizer(groups), config=config)
-    return peers_data.deepspeed_loop(engine)
+    return _Contender(peers_data.deepspeed_loop(engine), engine.module, engine.optimizer)

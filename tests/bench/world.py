@@ -24,7 +24,7 @@ class World:
     """Use: `with World(name, files) as w: w.ask("time", steps=3)`. A process that fails shows why, and ends the benchmark.
 
     files: where the parent has put weights and compiled programs. frugal: memory that is freed goes back to the system at once, so that
-    resident memory follows the live tensors; it costs time.
+    resident memory follows the live tensors; it costs time. Otherwise it is kept, as `shardc run` and a GPU's allocator do, by all alike.
     """
 
     def __init__(self, name: str, files: Path, *, frugal: bool = False) -> None:
@@ -70,9 +70,8 @@ def _work(rank: int, name: str, files: Path, meeting: Path, frugal: bool, orders
     import torch
     import torch.distributed as dist
 
-    if frugal:
-        for what in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            ctypes.CDLL(None).mallopt(what, 64 * 1024)
+    for what in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        ctypes.CDLL(None).mallopt(what, 64 * 1024 if frugal else 2**30)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # peers use names of torch that it has renamed
@@ -130,6 +129,15 @@ class _Worker:
         """Of all steps since it was last asked; see ours.Contender. None: not ours."""
         ask = getattr(self._step, "overlap", None)
         return ask() if ask is not None else None  # type: ignore[no-any-return]
+
+    def experts(self) -> float:
+        """MiB: what experts take on a rank, the largest over ranks."""
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor(float(self._step.expert_bytes()))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found) / 2**20
 
     def peak(self, steps: int) -> float:
         """MiB: the largest over ranks of resident memory's peak during steps, less what was resident after imports."""
