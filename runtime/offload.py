@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardc.runtime.malloc import return_freed
 from shardc.runtime.offload_mover import Home, Mover
-from shardc.runtime.offload_place import Files, Memory, Place, return_freed
+from shardc.runtime.offload_place import Files, Memory, Place
 
 _Read = tuple[Home, str]  # what is read, and for which direction
 

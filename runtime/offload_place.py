@@ -8,7 +8,6 @@ pages when they are touched, or earlier if it is told (`Slot.ahead`), and writes
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
@@ -29,7 +28,6 @@ from shardc.errors import ShardcError
 _CHUNK = 2**30
 _NAME = "shardc-offload-"
 _ALIGN = 64
-_M_MMAP_THRESHOLD, _LARGE = -3, 2**20  # of glibc's mallopt; bytes
 
 
 class Slot:
@@ -108,17 +106,6 @@ class _Mapped(Slot):
         # a shared mapping loses nothing: what was written is in the system's cache, or on the disk
         if self._room:
             self._chunk.mapped.madvise(mmap.MADV_DONTNEED, self._at, self._room)
-
-
-def return_freed() -> None:
-    """Have the C library give freed blocks of 1 MiB and more back to the system at once, for the rest of this process.
-
-    glibc keeps them by default, and aligned ones, as torch's are, seldom fit what comes next: on a CPU that held as many MiB as files had
-    freed. Each block is then paged in anew, which costs time where steps compute little.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 class Files:

@@ -448,3 +448,24 @@ def test_parameters_need_a_data_axis() -> None:
 def test_nothing_is_made_where_nothing_is_asked() -> None:
     found = program({"dp": 1}, {}).engine(model(), adamw)._offload
     assert (found.places, found.homes, found._mover) == ({}, {}, None)
+
+
+def faults(of: str) -> int:
+    """Pages that a process gets anew in ten rounds of making and freeing 64 MiB, after `of` was called."""
+    code = f"""
+import resource, torch
+from shardc.runtime import malloc
+torch.ones(1 << 24)
+malloc.{of}()
+for i in range(11):
+    if i == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_freed_memory_is_kept_or_returned() -> None:
+    assert faults("return_freed") > 5 * faults("keep_freed")
