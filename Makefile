@@ -27,7 +27,7 @@ lint: $(READY) types
 types: $(READY)
 	@rm -rf build/mypy && mkdir -p build/mypy/shardc
 	@for f in shardc/*.py; do ln -s ../../../$$f build/mypy/$$f; done
-	@for d in rules report cost; do ln -s ../../../shardc/$$d build/mypy/shardc/$$d; done
+	@for d in rules report cost plan; do ln -s ../../../shardc/$$d build/mypy/shardc/$$d; done
 	@for d in passes runtime specs; do ln -s ../../../$$d build/mypy/shardc/$$d; done
 	cd build/mypy && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache shardc
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardc.artifact import load
 from shardc.compile import compile
 from shardc.errors import ShardcError
+from shardc.plan import Plan, plan
 from shardc.program import Program
 from shardc.report.coverage import Coverage, coverage
 from shardc.rules.own import check_rule, rule
@@ -12,5 +13,8 @@ from shardc.runtime.groups import groups
 from shardc.simulate import Simulation, simulate
 from shardc.spec import Spec
 
-__all__ = ["Coverage", "Program", "ShardcError", "Simulation", "Spec", "check_rule", "compile", "coverage", "groups", "load", "rule", "simulate"]
+__all__ = [
+    "Coverage", "Plan", "Program", "ShardcError", "Simulation", "Spec", "check_rule", "compile", "coverage", "groups", "load", "plan",
+    "rule", "simulate",
+]  # fmt: skip
 __version__ = "0.1.0"

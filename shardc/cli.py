@@ -1,4 +1,4 @@
-"""The command line: compile | inspect | verify | run | rules | device | spec.
+"""The command line: compile | inspect | verify | plan | run | rules | device | spec.
 
 Exit status 0 = done, 1 = the check or run failed, 2 = the input is wrong.
 """
@@ -325,6 +325,34 @@ def _tell(summary: dict[str, Any], as_json: bool) -> None:
     _print(f"{summary['steps']} steps in {summary['seconds']:.1f} s, {summary['tokens_per_second']:,.0f} tokens/s: {last}{held}")
     if summary["saved"]:
         _print(f"saved to {summary['saved']}: checkpoint/ (loads on any mesh), model.safetensors (the plain model's weights)")
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="model.py, model.py:builder, or hf:config.json", show_default=False)],
+    devices: Annotated[int | None, typer.Option(help="how many there are")] = None,
+    device: Annotated[str, typer.Option(help="a100-80g | h100-80g | h200, or a YAML file")] = "h100-80g",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")] = None,
+    given: Annotated[Path | None, typer.Option(help="price this spec, and search for no other")] = None,
+    global_batch: Annotated[int | None, typer.Option("--global-batch", help="rows of a step (default: those that batch() gives)")] = None,
+    precision: Annotated[str, typer.Option(help="bfloat16 | float16 | float32 | pure-bfloat16 | model")] = "bfloat16",
+    largest: Annotated[str | None, typer.Option(help="batch | sequence: also answer how large it may be")] = None,
+    fewest: Annotated[bool, typer.Option("--fewest", help="also answer on how few devices anything fits")] = False,
+    headroom: Annotated[float, typer.Option(help="share of memory left to the allocator, NCCL and workspaces")] = 0.05,
+    batch: BatchOption = None, seq: SeqOption = None, as_json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
+    """Find the spec that trains a model fastest on so many devices, by the cost model alone: meshes, ZeRO, recomputation, schedules."""
+    with _told(debug):
+        if _is_artifact(model):
+            fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
+            raise ShardcError("a compiled DIR has its spec already", where=model, fix=fix)
+        from shardc.plan.command import command
+
+        status = command(
+            model, batch=batch, seq=seq, output=output, as_json=as_json, show=_print, console=errors, devices=devices, device=device, given=given,
+            global_batch=global_batch, precision=precision, largest=largest, fewest=fewest, headroom=headroom,
+        )  # fmt: skip
+    raise typer.Exit(status)
 
 
 @app.command()

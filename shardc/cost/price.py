@@ -17,6 +17,7 @@ from shardc.program import Program
 from shardc.runtime import schedule as schedules
 from shardc.runtime.engine import OptimizerOf
 from shardc.runtime.schedule import Costs, Schedule
+from shardc.runtime.schedule_actions import COMPUTE
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehe
         flops, comm = 0, Counter[tuple[str, str]]()
         for action, part in parts(r, actions):
             took = clock.run(part)
-            if action is not None:
+            if action is not None and action.kind in COMPUTE:  # the timeline has these; sums of gradients follow it
                 computing += took
                 if (action.kind, action.stage) not in of_stage or action.microbatch == 1:
                     of_stage[action.kind, action.stage] = took

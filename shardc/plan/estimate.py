@@ -1,0 +1,177 @@
+"""A first price of every choice: arithmetic on what one microbatch is (library), so that thousands are looked at in a second.
+
+    memory   state at this ZeRO and data axis + microbatches that the schedule keeps × what each keeps + the highest backward
+    time     microbatches × the slowest stage + the schedule's bubble + what of the gradients' sums backward does not hide
+
+The best of them are then priced exactly (price). Nothing here decides what is told to the user but which choices those are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardc.cost.device import Device
+from shardc.cost.ledger import KINDS
+from shardc.mesh import Mesh
+from shardc.plan.library import Library, Stages
+from shardc.plan.parts import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
+from shardc.plan.price import Priced, balanced, computing
+from shardc.plan.space import Choice
+
+AT = {k: i for i, k in enumerate(KINDS)}
+#: Kinds that grow with the rows of a microbatch.
+GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in KINDS])
+DP = WHAT.index("dp")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one rank has, of a microbatch of one row. kept: bytes, of which `end` are those that only a model's last stage keeps.
+    cast: bytes of weights in the dtype of products."""
+
+    resident: Vector
+    kept: Vector
+    end: Vector
+    cast: float
+    forward: Vector
+    backward: Vector
+    height: Vector
+    ends: Vector
+    sent: float
+
+    @staticmethod
+    def of(stages: list[Stage], cast: float, end: Vector | None = None) -> Load:
+        f = np.sum([part_of(s, "F", "middle") for s in stages], 0)
+        b = np.sum([part_of(s, k, "middle") for s in stages for k in computing(s) if k != "F"], 0)
+        forward, backward = (max((part_of(s, k, "last")[HIGH] for s in stages), key=lambda v: float(v.sum())) for k in ("F", "B"))
+        after = np.sum([part_of(s, k, "")[CAUSES] for s in stages for k in ("before", "after", "update")], 0)
+        high = forward - f[NET] if forward.sum() > f[NET].sum() + backward.sum() else backward
+        resident = np.sum([s["resident", ""][NET] for s in stages], 0)
+        end = np.zeros(len(KINDS)) if end is None else end
+        return Load(resident, f[NET] - end, end, cast, f[CAUSES], b[CAUSES], high, after, float(part_of(stages[-1], "SEND_F", "last")[SENT]))
+
+
+@dataclass
+class Estimates:
+    """Prices choices by what their cores were rehearsed to be."""
+
+    library: Library
+    _loads: dict[object, tuple[tuple[Load, ...], tuple[int, ...]]] = field(default_factory=dict)
+    _counts: dict[object, tuple[int, ...]] = field(default_factory=dict)
+
+    def __call__(self, c: Choice) -> Priced:
+        """Raises ShardcError if compile refuses the core."""
+        loads, counts = self._of(c)
+        found = [self._rank(c, load, first=i == 0) for i, load in enumerate(loads)]
+        kinds = max((k for k, _ in found), key=lambda v: float(v.sum()))
+        spent = max((s for _, s in found), key=lambda s: sum(s.values()))
+        return Priced(c.batch, sum(spent.values()), {k: float(n) for k, n in zip(KINDS, kinds, strict=True) if n > 0}, spent, 0, counts, False)
+
+    def _of(self, c: Choice) -> tuple[tuple[Load, ...], tuple[int, ...]]:
+        v = c.schedule == "zb-v"
+        key = c.core, c.pp, c.per_rank, v
+        if key not in self._loads:
+            core = self.library.core(c)
+            self._loads[key] = _loads(core, c, self.library, v)
+        return self._loads[key]
+
+    def _rank(self, c: Choice, x: Load, first: bool) -> tuple[Vector, dict[str, float]]:
+        device, m = self.library.device, c.microbatches
+        # memory
+        state = x.resident.copy()
+        p, o, g = (AT[k] for k in ("parameters", "optimizer", "gradients"))
+        cast = min(x.cast, x.resident[p])
+        if c.zero:
+            whole = 0.0 if c.zero == 3 else cast
+            state[p] = whole + x.resident[p] / c.dp
+            state[o] /= c.dp
+            state[g] /= c.dp if c.zero == 3 or (c.zero == 2 and m == 1) else 1
+        kept = x.kept.copy()
+        if c.checkpoint == "none":  # weights that are cast belong to the microbatch, unless they lie cast or are gathered
+            kept[AT["activations"]] -= cast
+        kept = np.where(GROW, kept * c.rows, 0)
+        if c.checkpoint == "none" and not c.zero:
+            kept[AT["activations"]] += cast
+        height = np.where(GROW, x.height * c.rows, 0)
+        ends = np.where(GROW, x.end * c.rows, 0) * (c.microbatches if c.schedule == "gpipe" else 1)
+        kinds = state + alive(c, first) * kept + ends + np.maximum(height, -kept - ends)
+        # time
+        scale = np.array([1 if w == "launch" else c.rows for w in WHAT])  # small ops stay as short
+        forward, backward = x.forward * scale, x.backward * scale
+        spent = dict(zip(WHAT, map(float, m * (forward + backward) + x.ends), strict=True))
+        if c.dp * c.ep > 1:
+            spent["dp"] += self._sums(c, float(x.resident[g]), cast, device, forward, backward)
+        spent["bubble"] = bubble(c, float(forward.sum()), float(backward.sum()))
+        if c.pp > 1:
+            ranks = (0, c.devices // c.pp)
+            spent["bubble"] += 2 * (c.pp - 1) * device.comm_seconds("send_recv", x.sent * c.rows, ranks)
+        return np.maximum(kinds, 0), spent
+
+    def _sums(self, c: Choice, grads: float, cast: float, device: Device, forward: Vector, backward: Vector) -> float:
+        """Seconds of collectives over the data axes that nothing hides. grads, cast: bytes of a rank's gradients and cast weights."""
+        mesh = Mesh(tuple((a, n) for a, n in (("dp", c.dp), ("ep", c.ep), ("tp", c.tp))))
+        ranks = mesh.group(0, ("dp", "ep"))
+        if c.zero == 3:
+            gather = device.comm_seconds("all_gather", cast, ranks)
+            scatter = device.comm_seconds("reduce_scatter", grads, ranks)
+            f, b = float(forward.sum()), float(backward.sum())
+            return c.microbatches * (max(gather - f, 0.05 * gather) + max(gather + scatter - b, 0.05 * (gather + scatter)))
+        kind = "reduce_scatter" if c.zero else "all_reduce"
+        return max(device.comm_seconds(kind, grads, ranks) - float(backward.sum()), 0.0)
+
+
+def _loads(core: Stages, c: Choice, library: Library, v: bool) -> tuple[tuple[Load, ...], tuple[int, ...]]:
+    layers = library.subject.layers
+    if core.whole is not None or layers is None:
+        assert core.whole is not None
+        share = {k: x / c.pp for k, x in core.whole.items()}
+        return (Load.of([share], core.casts[0] / c.pp),), ()
+    if c.pp == 1:
+        whole = core.alone(layers.number)
+        units = (layers.number - layers.first) / layers.period
+        return (Load.of([whole], core.casts[0] + core.casts[2] + (units - 2) * core.casts[1]),), (layers.number,)
+    counts = balanced(core, c.stages, layers.number)
+    ranks = [0, c.pp // 2, c.pp - 1] if c.pp > 2 else [0, 1]
+    made = []
+    for r in ranks:
+        mine = [r, c.stages - 1 - r] if v else list(range(r, c.stages, c.pp))
+        cast = sum(core.casts[1] * counts[i] / layers.period for i in mine)
+        cast += core.casts[0] - core.casts[1] if 0 in mine else 0
+        cast += core.casts[2] - core.casts[1] if c.stages - 1 in mine else 0
+        end = part_of(core.last, "F", "middle")[NET] - part_of(core.one, "F", "middle")[NET] if c.stages - 1 in mine else None
+        made.append(Load.of([core.at(i, c.stages, counts[i]) for i in mine], cast, end))
+    return tuple(made), counts
+
+
+def alive(c: Choice, first: bool) -> float:
+    """How many microbatches a rank keeps at once, counting all its stages as one: the first rank (most), or the last."""
+    m, p, v = c.microbatches, c.pp, c.per_rank
+    if p == 1:
+        return 1.0
+    if c.schedule == "gpipe":
+        return float(m)
+    if c.schedule == "zb-v":
+        return min(2 * p, 2 * m) / 2
+    if not first:
+        return float(min(1 if v == 1 else (v - 1) * p / v + 1, m))
+    return float(min(p, m)) if v == 1 else min((v - 1) * p + 2 * (p - 1) + 1, m * v) / v
+
+
+def bubble(c: Choice, forward: float, backward: float) -> float:
+    """Seconds in which a rank waits for others, where all stages are alike; forward, backward: of a microbatch on all stages of a rank."""
+    if c.pp == 1:
+        return 0.0
+    both = (c.pp - 1) * (forward + backward)
+    if c.microbatches < c.pp:  # too few to fill the pipeline: nothing helps
+        return both
+    both /= c.per_rank
+    half = backward / 2  # gradients of inputs, and of weights
+    if c.schedule == "zb-h1":
+        return max((c.pp - 1) * (forward + half - half), 0.0)
+    if c.schedule == "zb-v":
+        short = max(2 * c.pp - 1 - c.microbatches, 0) / (2 * c.pp - 1)
+        return short * both + (c.pp - 1) * abs(backward - 2 * forward) / 4
+    return both
+

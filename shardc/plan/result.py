@@ -1,0 +1,159 @@
+"""What a search found: a `Plan` of `Candidate`s, the best first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardc.cost.device import Device
+from shardc.errors import ShardcError
+from shardc.plan.price import Priced
+from shardc.spec import Spec
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was planned for. batch: rows of the global batch; sequence: tokens of a row, None: rows are no sequences.
+
+    flops: of the model and one row, forward and backward, nothing computed again. dtype: of products. usable: bytes of a device's memory that
+    a step may take. assumed: what nobody said, in sentences.
+    """
+
+    model: str
+    device: Device
+    devices: int
+    batch: int
+    sequence: int | None
+    flops: float
+    dtype: torch.dtype
+    usable: float
+    assumed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One spec and its price. why: {section of the spec: why it says so}."""
+
+    spec: Spec
+    priced: Priced
+    asked: Asked
+    why: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        return self.priced.peak <= self.asked.usable
+
+    @property
+    def step_seconds(self) -> float:
+        return self.priced.seconds
+
+    @property
+    def memory(self) -> Mapping[str, float]:
+        """Bytes at the peak of the rank that has most, by kind."""
+        return self.priced.kinds
+
+    @property
+    def peak(self) -> float:
+        """Bytes."""
+        return self.priced.peak
+
+    @property
+    def devices(self) -> int:
+        return self.spec.mesh.world
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization (Chowdhery et al. 2022): of what the devices' peak would do in a step, without what is computed again."""
+        peak = self.asked.device.flops_per_second(self.asked.dtype) * self.devices
+        return self.asked.flops * self.priced.batch / (self.priced.seconds * peak)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all devices; None where rows are no sequences."""
+        return self.rows_per_second * self.asked.sequence if self.asked.sequence else None
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.priced.batch / self.priced.seconds
+
+    @property
+    def limit(self) -> str:
+        """What most of a step's time goes to: compute, memory, launch, bubble, or the axis whose collectives are waited for."""
+        return self.priced.limit
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The parts of a step's time, by what it goes to."""
+        total = sum(self.priced.spent.values()) or 1.0
+        return {k: v / total for k, v in self.priced.spent.items() if v > 0}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec.to_dict(), "mesh": dict(self.spec.mesh.axes), "fits": self.fits, "exact": self.priced.exact,
+            "step_seconds": self.step_seconds, "mfu": self.mfu, "tokens_per_second": self.tokens_per_second,
+            "rows_per_second": self.rows_per_second, "peak_bytes": round(self.peak), "memory": {k: round(n) for k, n in self.memory.items()},
+            "limit": self.limit, "shares": self.shares, "layers": list(self.priced.counts), "why": dict(self.why),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """candidates: priced, those that fit first, the fastest of them first. considered: how many were estimated. refused: what compile said of
+    splits that it did not take. answers: to questions such as "largest batch"."""
+
+    asked: Asked
+    candidates: tuple[Candidate, ...]
+    considered: int = 0
+    refused: Mapping[str, str] = field(default_factory=dict)
+    answers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits. Raises ShardcError if nothing does: the nearest, what it lacks, and what would help."""
+        if not self.candidates or not self.candidates[0].fits:
+            raise self.lacking()
+        return self.candidates[0]
+
+    def spec(self) -> str:
+        """The best candidate's spec, as YAML annotated with why."""
+        from shardc.plan.write import annotated
+
+        return annotated(self.best, self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the best candidate's spec to a file."""
+        Path(path).write_text(self.spec(), encoding="utf-8")
+
+    def lacking(self) -> ShardcError:
+        from shardc.plan.table import gb, named
+
+        a = self.asked
+        if not self.candidates:
+            why = "; ".join(f"{k}: {v}" for k, v in list(self.refused.items())[:3])
+            return ShardcError(f"no way to use {a.devices} devices was found{': ' + why if why else ''}", where=a.model, fix="see --global-batch")
+        near = min(self.candidates, key=lambda c: c.peak)
+        kind, most = max(near.memory.items(), key=lambda x: x[1])
+        help = {
+            "activations": "more devices, a shorter sequence, or a smaller global batch",
+            "temporaries": "more tensor parallelism, a shorter sequence, or a smaller batch",
+            "gathered": "more tensor parallelism",
+        }.get(kind, "more devices, or another --precision")
+        what = (
+            f"nothing fits into {gb(a.usable)} of {a.device.name}: the nearest ({named(near)}) needs {gb(near.peak)}, "
+            f"{gb(near.peak - a.usable)} too much; {kind} are {gb(most)} of it"
+        )
+        return ShardcError(what, where=a.model, fix=f"{help}; --fewest tells how many devices it takes")
+
+    def to_json(self) -> dict[str, Any]:
+        a = self.asked
+        return {
+            "model": a.model, "device": a.device.name, "devices": a.devices, "global_batch": a.batch, "sequence": a.sequence,
+            "usable_bytes": round(a.usable), "flops_per_row": a.flops, "assumed": list(a.assumed), "considered": self.considered,
+            "seconds": self.seconds, "candidates": [c.to_json() for c in self.candidates], "refused": dict(self.refused),
+            "answers": {k: dict(v) for k, v in self.answers.items()},
+        }  # fmt: skip

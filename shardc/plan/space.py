@@ -1,0 +1,147 @@
+"""What a plan chooses among: a point of the space is a `Choice`, and a choice is a spec.
+
+    mesh         pp × dp × ep × tp, outermost first: neighbours in tp share a node
+    the rest     sequence parallel, ZeRO, what is recomputed, the schedule, rows of a microbatch
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from shardc.runtime.schedule import SCHEDULES
+
+Keep = Literal["none", "selective", "budget", "full"]
+#: What is recomputed, from nothing to everything, as an entry of `checkpoint:` beside `match`.
+CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
+    "none": None,
+    "selective": {"save": ["linear", "attention", "collective"]},
+    "budget": {"budget": 0.5},
+    "full": {"save": []},
+}
+#: Stages on a rank, by schedule.
+PER_RANK: dict[str, tuple[int, ...]] = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4), "zb-h1": (1,), "zb-v": (2,)}
+assert set(PER_RANK) == set(SCHEDULES), "a new schedule: how many stages may a rank have?"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The model's list of layers that repeats. name: "model.layers"; number: of layers; first: those before the pattern of `period` begins."""
+
+    name: str
+    number: int
+    first: int = 0
+    period: int = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to train. rows: of a microbatch, on one rank. per_rank: stages on each rank of a pipeline."""
+
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    zero: int = 0
+    checkpoint: Keep = "none"
+    schedule: str = "1f1b"
+    per_rank: int = 1
+    rows: int = 1
+    microbatches: int = 1
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        sizes = {"pp": self.pp, "dp": self.dp, "ep": self.ep, "tp": self.tp}
+        return {a: n for a, n in sizes.items() if n > 1} or {"dp": 1}
+
+    @property
+    def devices(self) -> int:
+        return self.pp * self.dp * self.ep * self.tp
+
+    @property
+    def batch(self) -> int:
+        """Rows of the global batch."""
+        return self.dp * self.ep * self.rows * self.microbatches
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.per_rank
+
+    @property
+    def core(self) -> tuple[int, int, bool, Keep]:
+        """What decides the work that one row of one layer is on a rank."""
+        return self.tp, self.ep, self.sequence_parallel, self.checkpoint
+
+    def __str__(self) -> str:
+        said = [f"{a}={n}" for a, n in self.mesh.items()]
+        said += ["sp"] if self.sequence_parallel else []
+        said += [f"zero {self.zero}"] if self.dp > 1 else []
+        said += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
+        return ", ".join([*said, f"recompute {self.checkpoint}", f"{self.microbatches} microbatches of {self.rows}"])
+
+
+@dataclass(frozen=True)
+class Words:
+    """What specs of one model have in common. shard: the section, where tp > 1; experts: modules, by pattern; regions: of recomputation."""
+
+    shard: Mapping[str, Any]
+    precision: Mapping[str, Any]
+    layers: Layers | None = None
+    regions: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    dims: Mapping[str, int | None] | None = None
+
+
+def spec(choice: Choice, words: Words, counts: tuple[int, ...] = ()) -> dict[str, Any]:
+    """A choice as a spec. counts: layers of each stage."""
+    made: dict[str, Any] = {"shardc": 1, "mesh": choice.mesh}
+    batch: dict[str, Any] = {"dims": dict(words.dims)} if words.dims else {}
+    if choice.microbatches > 1:
+        batch["microbatches"] = choice.microbatches
+    made |= {"batch": batch} if batch else {}
+    if choice.tp > 1:
+        made["shard"] = dict(words.shard)
+    if choice.sequence_parallel and words.layers:
+        made["activations"] = {f"{words.layers.name}.*": {1: "tp"}}
+    if choice.pp > 1:
+        made["pipeline"] = {"axis": "pp", **({"balance": list(counts)} if counts else {"stages": choice.stages}), "schedule": choice.schedule}
+    if choice.zero and choice.dp > 1:
+        made["data"] = {"axis": "dp", "zero": choice.zero}
+    if choice.ep > 1:
+        made["experts"] = [{"match": name, "axis": "ep"} for name in words.experts]
+    if (how := CHECKPOINTS[choice.checkpoint]) is not None:
+        made["checkpoint"] = [{"match": name, **how} for name in words.regions]
+    made |= {"precision": dict(words.precision)} if words.precision else {}
+    return made
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def choices(cores: list[tuple[int, int, bool, Keep]], devices: int, batch: int, layers: int) -> Iterator[Choice]:
+    """All of them for so many devices and rows, given what there is of (tp, ep, sequence parallel, checkpoint). layers: that a pipeline may cut."""
+    for tp, ep, sp, keep in cores:
+        if devices % (tp * ep):
+            continue
+        for pp in (d for d in divisors(devices // (tp * ep)) if d <= layers):
+            dp = devices // (tp * ep * pp)
+            if batch % (dp * ep):
+                continue
+            each = batch // (dp * ep)
+            base = Choice(pp, dp, ep, tp, sp, checkpoint=keep)
+            for rows in (r for r in divisors(each) if r & (r - 1) == 0 or r == each):
+                sized = replace(base, rows=rows, microbatches=each // rows)
+                for zero in range(4) if dp > 1 else (0,):
+                    one = replace(sized, zero=zero)
+                    if pp == 1:
+                        yield one
+                        continue
+                    for name, numbers in PER_RANK.items():
+                        if name.startswith("zb") and (zero == 3 or keep != "none"):
+                            continue  # the second half of backward keeps what the first one gathered or computed again: nothing is saved
+                        yield from (replace(one, schedule=name, per_rank=v) for v in numbers if pp * v <= layers)

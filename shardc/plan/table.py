@@ -1,0 +1,161 @@
+"""A plan as people read it: a ranked table, with bars of memory by kind and of time by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardc.cost.ledger import KINDS
+from shardc.plan.result import Candidate, Plan
+
+COLORS = dict(zip(KINDS, ("blue", "cyan", "magenta", "white", "white", "green", "yellow", "red", "bright_black"), strict=True))
+CAUSES = {
+    "compute": "green", "memory": "yellow", "launch": "bright_black", "tp": "magenta", "ep": "cyan", "dp": "blue", "pp": "red",
+    "bubble": "bright_red",
+}  # fmt: skip
+LIMITS = {"compute": "compute", "memory": "memory bandwidth", "launch": "small ops", "bubble": "pipeline bubble"}
+WIDTH = 12
+
+
+def gb(nbytes: float) -> str:
+    """Decimal, as devices' memory is sold."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes / 1e3:.1f} kB"
+
+
+def number(n: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.3g}"
+
+
+def seconds(s: float) -> str:
+    return f"{s:.2f} s" if s >= 1 else f"{s * 1e3:.2f} ms" if s >= 1e-3 else f"{s * 1e6:.0f} µs"
+
+
+def limit(c: Candidate) -> str:
+    return f"{LIMITS.get(c.limit, f'communication on {c.limit}')} {c.shares[c.limit]:.0%}"
+
+
+def named(c: Candidate) -> str:
+    """A candidate in a line."""
+    s = c.spec
+    parts = [f"{a}={n}" for a, n in s.mesh.axes]
+    parts += ["sequence parallel"] if s.activations else []
+    parts += [f"zero {s.data.zero}"] if s.data.zero else []
+    return ", ".join([*parts, *([schedule(c)] if s.pipeline else []), f"recompute {recompute(c)}", f"{microbatches(c)}"])
+
+
+def schedule(c: Candidate) -> str:
+    p = c.spec.pipeline
+    if p is None:
+        return "-"
+    per = len(c.priced.counts) // c.spec.mesh.size(p.axis) if c.priced.counts else 1
+    return p.schedule + (f" ×{per}" if per > 1 else "")
+
+
+def recompute(c: Candidate) -> str:
+    if not c.spec.checkpoint:
+        return "none"
+    one = c.spec.checkpoint[0]
+    return f"budget {one.budget:g}" if one.budget is not None else "all" if not one.save else f"but {', '.join(one.save)}"
+
+
+def microbatches(c: Candidate) -> str:
+    data = 1
+    for a in c.spec.data_axes:
+        data *= c.spec.mesh.size(a)
+    m = c.spec.batch.microbatches
+    return f"{m} × {c.priced.batch // (data * m)}"
+
+
+def bar(parts: Mapping[str, float], whole: float, colors: Mapping[str, str], width: int = WIDTH) -> Text:
+    """Parts of a whole, as blocks of colour."""
+    text, done, drawn = Text(), 0.0, 0
+    for name, color in colors.items():
+        done += parts.get(name, 0.0)
+        until = min(round(width * done / whole), width)
+        text.append("█" * (until - drawn), style=color)
+        drawn = max(until, drawn)
+    return text.append("░" * (width - drawn), style="bright_black")
+
+
+def table(plan: Plan, most: int = 12) -> RenderableType:
+    a = plan.asked
+    rows = Table(header_style="bold", pad_edge=False, box=None)
+    for name, where in (
+        ("", "right"), ("mesh", "left"), ("sp", "left"), ("zero", "right"), ("schedule", "left"), ("recompute", "left"), ("microbatches", "right"),
+        ("peak", "right"), (f"of {gb(a.usable)}", "left"), ("fits", "left"), ("step", "right"), ("MFU", "right"),
+        ("tokens/s" if a.sequence else "rows/s", "right"), ("time", "left"), ("limited by", "left"),
+    ):  # fmt: skip
+        rows.add_column(name, justify="right" if where == "right" else "left", no_wrap=name not in ("recompute", "limited by"))
+    for i, c in enumerate(plan.candidates[:most], 1):
+        s = c.spec
+        mesh = " ".join(f"{axis}={n}" for axis, n in s.mesh.axes)
+        rate = c.tokens_per_second or c.rows_per_second
+        rows.add_row(
+            str(i), mesh, "yes" if s.activations else "-", str(s.data.zero), schedule(c), recompute(c), microbatches(c), gb(c.peak),
+            bar(c.memory, max(a.usable, c.peak), COLORS), Text("yes", "green") if c.fits else Text("no", "red"), seconds(c.step_seconds),
+            f"{c.mfu:.1%}", number(rate), bar(c.shares, 1.0, CAUSES), limit(c),
+        )  # fmt: skip
+    parts: list[RenderableType] = [heading(plan), rows, keys(plan)]
+    return Group(*parts)
+
+
+def cause(name: str) -> str:
+    return f"waiting for {name}" if name in ("tp", "ep", "dp", "pp") else name
+
+
+def heading(plan: Plan) -> Text:
+    a = plan.asked
+    text = Text(f"{a.model} on {a.devices} × {a.device.name}: global batch of {a.batch} rows")
+    text.append(f" of {a.sequence} tokens" if a.sequence else "").append(f", {number(a.flops)}FLOP a row\n")
+    text.append("".join(f"assumed: {x}\n" for x in a.assumed), style="bright_black")
+    return text
+
+
+def keys(plan: Plan) -> Text:
+    """What the bars' colours mean, and what was left out."""
+    text = Text("\nmemory ")
+    used = {k for c in plan.candidates for k, n in c.memory.items() if n > 0.005 * c.peak}
+    for name, color in COLORS.items():
+        if name in used:
+            text.append("█ ", style=color).append(f"{name}  ")
+    text.append("\ntime   ")
+    spent = {k for c in plan.candidates for k, n in c.shares.items() if n > 0.005}
+    for name, color in CAUSES.items():
+        if name in spent:
+            text.append("█ ", style=color).append(f"{cause(name)}  ")
+    text.append(f"\n{plan.considered} choices considered, {len(plan.candidates)} priced, in {plan.seconds:.1f} s")
+    for name, why in plan.refused.items():
+        text.append(f"\nnot possible: {name}: {why}", style="bright_black")
+    return text
+
+
+def breakdown(c: Candidate) -> RenderableType:
+    """One candidate: memory by kind, time by cause."""
+    rows = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("memory at the peak", "", "", "time of a step", "", ""):
+        rows.add_column(name, justify="left", no_wrap=True)
+    memory = [(k, n) for k, n in sorted(c.memory.items(), key=lambda x: -x[1]) if n > 0]
+    time = [(k, n) for k, n in sorted(c.priced.spent.items(), key=lambda x: -x[1]) if n > 0]
+    for i in range(max(len(memory), len(time))):
+        row: list[RenderableType] = []
+        for found, whole, shown, colors in ((memory, c.peak, gb, COLORS), (time, sum(c.priced.spent.values()), seconds, CAUSES)):
+            if i < len(found):
+                name, n = found[i]
+                row += [cause(name), shown(n), bar({name: n}, whole, {name: colors[name]})]
+            else:
+                row += ["", "", ""]
+        rows.add_row(*row)
+    rate = f"{number(c.tokens_per_second)} tokens/s" if c.tokens_per_second else f"{number(c.rows_per_second)} rows/s"
+    fits = Text("fits", "green") if c.fits else Text("does not fit", "red")
+    line = Text(f"{named(c)}\npeak {gb(c.peak)} of {gb(c.asked.usable)}: ").append(fits)
+    line.append(f"; step {seconds(c.step_seconds)}, MFU {c.mfu:.1%}, {rate}, limited by {limit(c)}")
+    return Group(line, rows)
