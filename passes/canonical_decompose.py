@@ -32,8 +32,8 @@ RTOL = 1e-8
 #: What ops raise for operands that are outside of their domain (a matrix that is not positive definite, lengths of zero).
 OUTSIDE = (RuntimeError, ValueError, IndexError)
 
-#: Adds one call to the new graph, in canonical form: (target, args, kwargs) -> what stands for its result.
-Add = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+#: Adds one call to the new graph, in canonical form: (target, args, kwargs, its type) -> what stands for its result.
+Add = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 class NoDecomposition(Exception):
@@ -122,7 +122,7 @@ def _copy(module: fx.GraphModule, operands: list[fx.Node], add: Add) -> Result:
                 if node.target is not operator.getitem and not node.users:
                     continue  # checks for errors
                 args, kwargs = fx.node.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: env[n])
-                env[node] = add(node.target, args, kwargs)
+                env[node] = add(node.target, args, kwargs, values.typed(node.meta["val"], node.target, args, kwargs))
             else:
                 raise NoDecomposition
         elif node.op == "output":
@@ -136,7 +136,7 @@ def _copy(module: fx.GraphModule, operands: list[fx.Node], add: Add) -> Result:
 def _constant(x: Any, add: Add) -> Any:
     if not isinstance(x, Tensor) or x.numel() != 1:
         raise NoDecomposition
-    return add(torch.ops.aten.full.default, (list(x.shape), x.item()), {"dtype": x.dtype})
+    return add(torch.ops.aten.full.default, (list(x.shape), x.item()), {"dtype": x.dtype}, values.of_tensor(x))
 
 
 # --- proof ------------------------------------------------------------------------------------------------------------

@@ -67,10 +67,13 @@ class Follower:
         self.inputs = {i.name for i in program.inputs}
         self.derived, self.constant = _origins(program)
         self.blocked: dict[tuple[Key, Shard], Blocked] = {}
-        self._choices: dict[object, Choices] = {}
+        self._choices: dict[fx.Node, Choices] = {}
+        self._alike: dict[object, Choices] = {}
 
     def choices(self, node: fx.Node) -> Choices:
-        return choices_of(node, self._choices)
+        if node not in self._choices:
+            self._choices[node] = choices_of(node, self._alike)
+        return self._choices[node]
 
     def follow(self, start: Key, placement: Shard) -> Region | Blocked:
         """The region of a value that is split so, or why there is none."""

@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -32,6 +33,7 @@ from shardc.rules.core import Choices, Strategy, needs_vary
 SWEEPS = 4
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
+_shown = lru_cache(maxsize=1024)(repr)  # placements sort by their text
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Axis:
     pinned: set[fx.Node] = field(default_factory=set)
     shared: set[fx.Node] = field(default_factory=set)
     nbytes: dict[Key, float] = field(default_factory=dict)  # what `_bytes` has found
+    making: dict[tuple[Key, Placement, int], float] = field(default_factory=dict)  # what `_made` has found in this sweep
 
     def run(self) -> None:
         self._leaves()
@@ -125,6 +128,8 @@ class Axis:
                 cost = self._cost(node, operands, strategy)
                 if cost < lowest * (1 - 1e-9):
                     best, lowest = strategy, cost
+                if cost == 0:  # at equal cost the first
+                    break
             assert best is not None, f"{node} cannot even be replicated"
             self.chosen[node] = best
             for operand, need in zip(operands, best.inputs, strict=True):
@@ -151,7 +156,7 @@ class Axis:
         for i, operand in enumerate(operands):
             # weights, and sums that are still to be done, may as well become what others need them to be
             open_still = operand[0] in self.derived or isinstance(self.have[operand][0], Partial)
-            for placement in (*self.have[operand], *(sorted(self.want.get(operand, ()), key=repr) if open_still else ())):
+            for placement in (*self.have[operand], *(sorted(self.want.get(operand, ()), key=_shown) if open_still else ())):
                 s = choices.from_operand(i, placement, self.n)
                 if s is not None and s not in seen:
                     seen.add(s)
@@ -182,8 +187,8 @@ class Axis:
         for side, placements, vals in ((0, strategy.inputs, call.operands), (1, strategy.outputs, call.results)):
             for i, (placement, v) in enumerate(zip(placements, vals, strict=True)):
                 if isinstance(placement, Shard):
-                    theirs = {a: (s.inputs, s.outputs)[side][i] for a, s in others.items()}
-                    if Layout.of({**theirs, self.name: placement}, self.mesh).fits(v.shape, self.mesh):
+                    theirs = {a: p for a, s in others.items() if isinstance(p := (s.inputs, s.outputs)[side][i], Shard) and p.dim == placement.dim}
+                    if theirs and Layout.of({**theirs, self.name: placement}, self.mesh).fits(v.shape, self.mesh):
                         return False
         return True
 
@@ -203,17 +208,20 @@ class Axis:
 
     def _convert(self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False) -> float:
         """Bytes of making a value what `user` needs, from the nearest of what there is (fresh: from how it is produced)."""
+        have = self.have[operand][: 1 if fresh else None]
+        if need in have:
+            return 0.0
         node, i = operand
         v, nbytes = values(node)[i], self._bytes(operand)
         free = need == VARYING or (isinstance(need, Shard) and node in self.weights)
-        if node in self.derived and self.have[operand][0] in (REPLICATE, VARYING) and free:
+        if node in self.derived and have[0] in (REPLICATE, VARYING) and free:
             return 0.0  # the gradient's reduction has to be done anyway; a weight that is only used split is stored split
-        cost = min(transfer(v, p, need, self.n, nbytes) for p in self.have[operand][: 1 if fresh else None])
-        if isinstance(self.have[operand][0], Partial) and not isinstance(need, Partial):
+        cost = min(transfer(v, p, need, self.n, nbytes) for p in have)
+        if isinstance(have[0], Partial) and not isinstance(need, Partial):
             others = self.want.get(operand, {}).get(need, set()) - {user}
             cost = 0.0 if others and not fresh else cost / len(node.users)  # one sum does for all users
         kept = node in self.pinned or self.name == MICROBATCH
-        return cost * UNDO if kept and isinstance(self.have[operand][0], Shard) else cost
+        return cost * UNDO if kept and isinstance(have[0], Shard) else cost
 
     def _cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         joins = PARTIAL in strategy.outputs and self._joins(node)
@@ -257,7 +265,7 @@ class Axis:
 
     def _demand(self) -> None:
         """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
-        self.want = {}
+        self.want, self.making = {}, {}
         output = next(n for n in reversed(self.program.graph.nodes) if n.op == "output")
         loss, *_ = self.operands[output]  # new values of buffers may lie as they come: see `_hoist`
         self.want.setdefault(loss, {}).setdefault(REPLICATE, set()).add(output)
@@ -284,13 +292,16 @@ class Axis:
 
     def _made(self, operand: Key, need: Placement, depth: int) -> float:
         """Bytes of having a value as an op needs it: by converting it, or by another strategy of the op that makes it."""
+        if (known := self.making.get((operand, need, depth))) is not None:
+            return known
         node, _ = operand
         cost = self._convert(operand, need, fresh=True)
-        if cost == 0 or depth == 0 or node not in self.chosen or len(self.chosen[node].outputs) > 1:
-            return cost
-        if (other := self._making(node, need)) is None:
-            return cost
-        return min(cost, max(0.0, self._change(node, other, self.chosen[node], depth - 1)))
+        if cost > 0 and depth > 0 and node in self.chosen and len(self.chosen[node].outputs) == 1:
+            other = self._making(node, need)
+            if other is not None:
+                cost = min(cost, max(0.0, self._change(node, other, self.chosen[node], depth - 1)))
+        self.making[operand, need, depth] = cost
+        return cost
 
     def _making(self, node: fx.Node, wanted: Placement) -> Strategy | None:
         """A strategy by which an op would make its result as wanted, instead of the chosen one. None if it does more work."""

@@ -164,11 +164,12 @@ def test_one_token_of_a_split_sequence_is_sent_alone() -> None:
 
 @pytest.mark.parametrize("axes", [("tp", "dp"), ("dp", "tp")])
 def test_a_padded_batch_keeps_its_split_whatever_the_order_of_axes(axes: tuple[str, str]) -> None:
-    """The rows of 4 sequences on 3 ranks, flattened with a sequence that tp splits: the sequence is gathered, and noted; the batch is not."""
+    """4 sequences on 3 ranks, flattened with a sequence that tp splits: the sequence is gathered, and noted; the batch is not."""
     model, batch = zoo.ready(Flat(), torch.float64), values()
     spec = {"shardc": 1, "mesh": {a: {"tp": 2, "dp": 3}[a] for a in axes}, "shard": {"start": "column", "end": "row"}, "uneven": "pad"}
     program = shardc.compile(model, batch, {**spec, "activations": {"before": {1: "tp"}}})
-    assert [n.partition(": ")[2] for n in program.notes] == [f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there"]
+    text = f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there"
+    assert [n.partition(": ")[2] for n in program.notes] == [text]
     sim = shardc.simulate(program, model, batch)
     loss = model(batch)
     loss.backward()
@@ -189,7 +190,8 @@ class Critic(nn.Module):
 
 def test_a_new_value_that_comes_split_is_gathered_for_its_buffer() -> None:
     model, batch = zoo.ready(Critic(), torch.float64), values()
-    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up.parametrizations.weight.original": "column", "down": "row"}})
+    shard = {"up.parametrizations.weight.original": "column", "down": "row"}
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": shard})
     assert any("because the buffer that it is the new value of needs it whole there" in n for n in program.notes)
     sim = shardc.simulate(program, model, batch)
     loss = model(batch)  # eager updates its own
