@@ -38,9 +38,10 @@ types: $(READY)
 bench: .venv/.peers
 	$(BIN)/python tests/bench/bench.py
 
-table: $(READY)   ## docs/models.md, docs/memory.md
+table: $(READY)   ## docs/models.md, docs/memory.md, docs/experts.md
 	$(BIN)/python tests/bench/models.py
 	$(BIN)/python tests/bench/memory.py
+	$(BIN)/python tests/bench/experts.py
 
 clean:
 	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
