@@ -50,11 +50,14 @@ class Held:
 
 
 class Op(NamedTuple):
-    """traffic: bytes of memory that it reads and writes. dtype: of its (widest known) floating operands."""
+    """traffic: bytes of memory that it reads and writes. dtype: of its (widest known) floating operands. of, shape: of what multiplies
+    matrices, the program's op that it belongs to, and its result's shape."""
 
     flops: int
     traffic: int
     dtype: torch.dtype
+    of: str = ""
+    shape: tuple[int, ...] = ()
 
 
 class Sent(NamedTuple):
@@ -139,8 +142,11 @@ class Ledger(TorchDispatchMode):
         self._refs[key] = weakref.ref(storage, freed)
 
     def _op(self) -> str:
+        return self._of() if current_backward() is None else f"backward of {self._of()}"
+
+    def _of(self) -> str:
         number = current_backward()
-        return self.at if number is None else f"backward of {self.op_of(number)}"
+        return self.at if number is None else self.op_of(number)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.fake and func in _LOOKS:
@@ -153,5 +159,6 @@ class Ledger(TorchDispatchMode):
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             wide = [x.dtype for x in (*given, *made) if x.dtype.is_floating_point]
             traffic = sum(x.numel() * x.element_size() for x in (*given, *made))
-            self.parts[-1].work.append(Op(flops_of(func, args, kwargs or {}, result), traffic, wide[0] if wide else made[0].dtype))
+            op = Op(flops_of(func, args, kwargs or {}, result), traffic, wide[0] if wide else made[0].dtype)
+            self.parts[-1].work.append(op._replace(of=self._of(), shape=tuple(map(int, made[0].shape))) if op.flops else op)
         return result
