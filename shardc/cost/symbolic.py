@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 
 import sympy  # type: ignore[import-untyped]
 from sympy import Expr, Integer, Symbol
@@ -95,10 +95,12 @@ def symbolic(program: Program, rehearsals: Sequence[Rehearsal], sizes: Mapping[s
     states["parameters"] = states["parameters"] + _repeated(casts, kept, weights, nodes, lists)
     flops = computed(r, names, nodes)
     comm = {at: sums.total(lists) for at, sums in sent(program, r, names, nodes).items()}
-    work = {"flops": flops.total(lists), "layer_flops": flops.forms()[0], "comm": comm}
+    made = partial(Symbolic, sizes=numbers, lists=lists, flops=flops.total(lists), layer_flops=flops.forms()[0], comm=comm)
     narrow = states.pop("narrow")
-    other = Symbolic(numbers, *theirs.forms(), lists, **(states | {"parameters": states["parameters"] + narrow}), **work)
-    return Symbolic(numbers, *ours.forms(), lists, **states, **work, papers=other)
+    layers, rest = theirs.forms()
+    other = made(layers=layers, rest=rest, **(states | {"parameters": states["parameters"] + narrow}))
+    layers, rest = ours.forms()
+    return made(layers=layers, rest=rest, **states, papers=other)
 
 
 def _kept(r: Rehearsal) -> list[Held]:

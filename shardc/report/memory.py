@@ -22,11 +22,13 @@ _FILLS = {
 
 def table(cost: Cost) -> str:
     """A row for each kind, a column for each rank that differs: live bytes at its peak; then the peak, where that is, and the share of the
-    device's memory."""
+    device's memory; what is offloaded, in the machine's memory or in files, if anything is."""
     lines = [["", *(_name(cost, r) for r in cost.ranks)]]
     lines += [[kind, *(human(r.memory[kind]) for r in cost.ranks)] for kind in _kinds(r.memory for r in cost.ranks)]
     lines.append(["peak", *(human(r.memory.peak) for r in cost.ranks)])
     lines.append([f"of {cost.device.name}", *(f"{100 * r.memory.peak / cost.device.memory:.1f} %" for r in cost.ranks)])
+    if any(r.memory.host for r in cost.ranks):
+        lines.append(["outside, at most", *(human(r.memory.host) for r in cost.ranks)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(cost.ranks) + 1)]
     text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]) for line in lines]
     where = [f"{_name(cost, r)}: the peak is at {_where(r.memory)}" for r in cost.ranks]
@@ -50,10 +52,10 @@ def _kinds(memories: Iterable[Memory]) -> list[str]:
 
 def svg(cost: Cost) -> str:
     """A file of its own, in light and dark: of every rank its live bytes over the step, stacked by kind. Points say what runs there."""
-    left, width, high, gap = 90, 1080, 200, 46
+    left, width, high, gap = 150, 1080, 200, 52
     top = max(r.memory.peak for r in cost.ranks) or 1
     kinds = _kinds(r.memory for r in cost.ranks)
-    height = 40 + len(cost.ranks) * (high + gap) + 30
+    height = 46 + len(cost.ranks) * (high + gap) + 30
     title = f"live memory of one step: {human(top)} at most"
     made = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{height}" font-family="system-ui, sans-serif" '
@@ -61,7 +63,10 @@ def svg(cost: Cost) -> str:
         f'<text x="8" y="18">{escape(title)}</text>',
     ]
     for i, r in enumerate(cost.ranks):
-        made += _curve(cost, r, kinds, left, 40 + i * (high + gap), width, high, top)
+        y = 46 + i * (high + gap)
+        made += _curve(cost, r, kinds, left, y, width, high, top)
+        made += _scale(left, y, width, high, top)
+        made += _peak(r.memory, left, y, width, high, top)
     x, y = left, height - 22
     for kind in kinds:
         made.append(f'<rect x="{x}" y="{y}" width="14" height="14" class="{kind}"/><text x="{x + 20}" y="{y + 12}" class="soft">{kind}</text>')
@@ -92,6 +97,28 @@ def _curve(cost: Cost, r: RankCost, kinds: list[str], left: int, y: int, width: 
     return made
 
 
+def _scale(left: int, y: int, width: int, high: int, top: int) -> list[str]:
+    """Lines at round numbers of bytes."""
+    each = 1 << max(top.bit_length() - 2, 0)
+    each = each // 2 if top < 3 * each else each
+    made = []
+    for n in range(0, top + 1, max(each, 1)):
+        at = y + high - n * high / top
+        made.append(f'<path d="M{left - 4},{at:.1f}h{width + 4}" class="line"/><text x="{left - 8}" y="{at + 4:.1f}" class="tick">{human(n)}</text>')
+    return made
+
+
+def _peak(m: Memory, left: int, y: int, width: int, high: int, top: int) -> list[str]:
+    """Where it is, and what is computed there."""
+    at = next((i for i, p in enumerate(m.curve) if p.total == m.peak), None)
+    if at is None:
+        return []
+    x, above = left + (at + 0.5) * width / len(m.curve), y + high * (1 - m.peak / top)
+    side = "end" if at > len(m.curve) / 2 else "start"
+    label = f'<text x="{x:.1f}" y="{y - 8}" style="text-anchor:{side}">peak {escape(human(m.peak))}: {escape(_where(m))}</text>'
+    return [f'<path d="M{x:.1f},{y - 4}V{y + high}" class="peak"/><circle cx="{x:.1f}" cy="{above:.1f}" r="3.5" class="dot"/>', label]
+
+
 def _area(below: list[int], above: list[int], left: float, base: float, step: float, scale: float) -> str:
     """Between two staircases."""
     there = "".join(f"V{base - n * scale:.1f}H{left + (i + 1) * step:.1f}" for i, n in enumerate(above))
@@ -101,8 +128,10 @@ def _area(below: list[int], above: list[int], left: float, base: float, step: fl
 
 _STYLE = (
     "text{fill:#23241f}.soft{fill:#6d6e65}.in{fill:#6d6e65;text-anchor:middle;font-size:10px}.part{fill:#0000;stroke:#8885;stroke-width:.5}"
+    ".tick{fill:#6d6e65;text-anchor:end;font-size:10px}.line{stroke:#8884;stroke-width:.5}"
+    ".peak{stroke:#b3261e;stroke-dasharray:3 3;fill:none}.dot{fill:#b3261e}"
     + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in _FILLS.items())
-    + "@media(prefers-color-scheme:dark){text{fill:#e4e3db}.soft,.in{fill:#98998f}}"
+    + "@media(prefers-color-scheme:dark){text{fill:#e4e3db}.soft,.in,.tick{fill:#98998f}}"
 )
 
 
@@ -111,7 +140,7 @@ def to_json(cost: Cost) -> dict[str, Any]:
     ranks = [
         {
             "at": r.at, "rank": r.rank, "peak": r.memory.peak, "kinds": dict(r.memory.kinds), "part": r.memory.part, "op": r.memory.op,
-            "resident": dict(r.memory.resident), "flops": r.flops, "comm": {f"{a} {k}": n for (a, k), n in r.comm.items()},
+            "resident": dict(r.memory.resident), "host": r.memory.host, "flops": r.flops, "comm": {f"{a} {k}": n for (a, k), n in r.comm.items()},
             "seconds": r.seconds, "waited": r.waited,
             "curve": [{"part": p.part, "op": p.op, "live": {k: n for k, n in p.live.items() if n}} for p in r.memory.curve],
         }
