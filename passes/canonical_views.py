@@ -43,6 +43,13 @@ def copied(emit: Emit, a: Args, out: Value) -> Result:
     return emit.cast(a.first, out.dtype)
 
 
+@rewrite("view_as_complex")
+def as_complex(emit: Emit, a: Args, out: Value) -> Result:
+    """`view_as_complex(x)` -> `complex(x[..., 0], x[..., 1])`: it may lie anywhere in memory, as a rank's part or in a bucket at an odd place."""
+    last = len(out.shape)
+    return emit(aten.complex.default, *(emit(aten.select.int, a.first, last, i) for i in (0, 1)))
+
+
 @rewrite("detach")
 def detach(emit: Emit, a: Args, out: Value) -> Result:
     return emit.detach(a.first)
@@ -109,7 +116,20 @@ def permute(emit: Emit, a: Args, out: Value) -> Result:
         order.reverse()
     else:
         order[-2:] = order[:-3:-1]
-    return emit.permute(x, order)
+    turned = emit.permute(x, order)
+    return _conjugate(emit, turned) if a.op_name in ("matrix_H", "adjoint") else turned
+
+
+@rewrite("conj", "_conj", "resolve_conj", "resolve_neg", "_neg_view")
+def conj(emit: Emit, a: Args, out: Value) -> Result:
+    """Conjugates and negatives that torch only marks are computed: marks are on tensors, not in a graph."""
+    if a.op_name == "_neg_view":
+        return emit(aten.neg.default, a.first)
+    return a.first if a.op_name.startswith("resolve") else _conjugate(emit, a.first)  # type: ignore[no-any-return]
+
+
+def _conjugate(emit: Emit, x: fx.Node) -> fx.Node:
+    return emit(aten.conj_physical.default, x) if value(x).dtype.is_complex else x
 
 
 @rewrite("cat", "concat", "concatenate")

@@ -44,7 +44,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self._under_way: dict[Source, tuple[Tensor, Work]] = {}
-        self._alive: dict[StorageWeakRef, Source] = {}  # what forward has gathered
+        self._alive: dict[tuple[StorageWeakRef, torch.dtype], Source] = {}  # what forward has gathered
         # saved pieces that backward has not asked for, by bucket; the last one packed stands last; of each forward that waits for backward
         self._waiting: dict[Hashable, dict[Source, int]] = {}
         self._needed: dict[Source, int] = {}
@@ -128,9 +128,9 @@ class Gathered:
         self._current = None
 
 
-def _storage(x: Tensor) -> StorageWeakRef:
-    """Equal for tensors that share memory, and never given twice while it is kept; does not keep the memory."""
-    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+def _storage(x: Tensor) -> tuple[StorageWeakRef, torch.dtype]:
+    """Equal for tensors that share memory as numbers of one dtype, and never given twice while it is kept; does not keep the memory."""
+    return StorageWeakRef(x.untyped_storage()), x.dtype  # type: ignore[no-untyped-call]
 
 
 def views(whole: Tensor, starts: list[int], shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:

@@ -48,9 +48,15 @@ def write(
 
     Whatever reads the tensor or one of its views later reads the new value. Returns the tensor, its new value, and the view of that.
     """
+
+    def now(*args: Any, **meta: Any) -> fx.Node:
+        made = like(*args, **meta)
+        order[made] = order[at]
+        return made
+
     root, value = x, new
     while (whole := aliased(root)) is not None:
-        root, value = whole, _put_back(graph, root, whole, value, at, like)
+        root, value = whole, _put_back(graph, root, whole, value, at, now)
     fresh = {root: value}
 
     def renewed(view: fx.Node) -> fx.Node:
@@ -58,18 +64,16 @@ def write(
         if view not in fresh:
             parent = aliased(view)
             assert parent is not None
-            fresh[view] = like(graph, view.target, (renewed(parent), *view.args[1:]), dict(view.kwargs), view)
+            fresh[view] = now(graph, view.target, (renewed(parent), *view.args[1:]), dict(view.kwargs), view)
         return fresh[view]
 
     for view in list(_family(root, aliased)):
         later = [u for u in view.users if order.get(u, -1) > order[at]]
         if order[view] < order[at] and later:
-            now = renewed(view)
             for user in later:
-                user.replace_input_with(view, now)
+                user.replace_input_with(view, renewed(view))
     seen = renewed(x) if at.users else new
-    for made in fresh.values():
-        order.setdefault(made, order[at])
+    order.setdefault(value, order[at])
     return root, value, seen
 
 
@@ -84,11 +88,31 @@ def _family(root: fx.Node, aliased: Aliased) -> Iterator[fx.Node]:
 def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, at: fx.Node, like: Like) -> fx.Node:
     """The whole with a part of it replaced."""
     val = whole.meta["val"]
+    if view.target in _PARTS and val.is_complex():
+        return _put_back_complex(graph, view, whole, part, at, like)
     if view.target in _PARTS:
         return like(graph, _PARTS[view.target], (whole, part, *view.args[1:]), dict(view.kwargs), at, val=val)
     if (order := _transposed(view)) is not None:
         return like(graph, aten.permute.default, (part, [order.index(d) for d in range(len(order))]), {}, at, val=val)
     return like(graph, aten.reshape.default, (part, list(val.shape)), {}, at, val=val)
+
+
+def _put_back_complex(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, at: fx.Node, like: Like) -> fx.Node:
+    """The same of complex numbers, as pairs of real ones: torch has no derivative of the ops that put back complex parts."""
+    val = whole.meta["val"]
+    names = [a.name for a in view.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, view.args, strict=False)) | view.kwargs
+    given |= {n: int(given.get(n, default)) % val.dim() for n, default in (("dim", 0), ("dim1", 0), ("dim2", 1)) if n in names}
+
+    def paired(x: fx.Node) -> fx.Node:
+        plain = like(graph, aten.resolve_conj.default, (x,), {}, at, val=x.meta["val"].resolve_conj())
+        return like(graph, aten.view_as_real.default, (plain,), {}, at, val=torch.view_as_real(plain.meta["val"]))
+
+    real, pairs = paired(whole), paired(part)
+    if view.target is aten.diagonal.default:  # a diagonal is the last dim of its view
+        pairs = like(graph, aten.transpose.int, (pairs, -2, -1), {}, at, val=pairs.meta["val"].transpose(-2, -1))
+    put = like(graph, _PARTS[view.target], (real, pairs, *(given[n] for n in names[1:] if n in given)), {}, at, val=real.meta["val"])
+    return like(graph, aten.view_as_complex.default, (put,), {}, at, val=val)
 
 
 def _transposed(view: fx.Node) -> list[int] | None:

@@ -120,6 +120,12 @@ def test_tensor_parallel(name: str, record_property: equality.Property) -> None:
     reference(name).check({"mesh": {"tp": 4}, "shard": STYLES[name]}, functools.partial(equality.record, record_property, name, "tp=4"))
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_complex_numbers_of_parameters_in_buckets(zero: int) -> None:
+    """A bucket's entry begins anywhere; torch.view_as_complex takes even places only."""
+    reference("fourier_operator").check({"mesh": {"dp": 2}, "data": {"zero": zero}})
+
+
 def test_finds_ops_that_fell_back_unnoticed() -> None:
     """What the tests above assert of every program can fail: without its notes a program has such ops."""
     program = reference("messages").check({"mesh": {"dp": 2}})

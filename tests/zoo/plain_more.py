@@ -773,6 +773,33 @@ def actor() -> Made:
     return Actor(), {"seen": real(8, 4, 6), "action": ids(3, 8, 4), "old": -real(8, 4, seed=3).abs(), "reward": real(8, 4, seed=4), "done": done}
 
 
+class FourierOperator(nn.Module):
+    """A Fourier neural operator (Li et al. 2021): low frequencies times complex weights, written into a spectrum of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.skip, self.project = nn.Conv2d(2, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 1, 1)
+        self.scale = nn.Parameter(torch.zeros(1))  # one number: what lies behind it in a bucket begins at an odd place
+        self.modes = nn.Parameter(torch.zeros(8, 8, 4, 3, 2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.lift(x)
+        for _ in range(2):
+            f = torch.fft.rfft2(h)
+            kept = torch.zeros_like(f)
+            kept[:, :, :4, :3] = torch.einsum("bixy,ioxy->boxy", f[:, :, :4, :3], torch.view_as_complex(self.modes))
+            kept[:, :, -1, :3] = f[:, :, -1, :3].conj()
+            kept.diagonal(dim1=2, dim2=3)[:, 0] = 1j
+            kept = kept + 0.1 * (kept @ f.mH @ kept)
+            h = F.gelu(torch.fft.irfft2(kept, s=(8, 8)) + self.scale * self.skip(h))
+        return F.mse_loss(self.project(h), y)
+
+
+@model
+def fourier_operator() -> Made:
+    return FourierOperator(), {"x": real(8, 2, 8, 8), "y": real(8, 1, 8, 8, seed=2)}
+
+
 class Spectrogram(nn.Module):
     """Audio by stft, mel-like bins, log, SpecAugment masks from the batch, a strided convolution, CTC."""
 
