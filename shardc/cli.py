@@ -150,7 +150,7 @@ def inspect(
     coverage: Annotated[bool, typer.Option("--coverage", help="ops of a model file that no rule knows, and their lines; needs no spec")] = False,
     html: Annotated[Path | None, typer.Option(help="write one HTML file")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="what a step holds on each rank, by kind; the op at the peak")] = False,
-    device: Annotated[str, typer.Option(help="with --memory: a100-80g | h100-80g | h200, or a YAML file")] = "h100-80g",
+    device: Annotated[str, typer.Option(help="with --memory: a name that `shardc device` lists, or a YAML file")] = "h100-80g",
     schedule: Annotated[bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")] = False,
     svg: Annotated[Path | None, typer.Option(help="with --schedule or --memory: write it to an SVG file")] = None,
     mesh: MeshOption = None, set_: SetOption = None, batch: BatchOption = None, seq: SeqOption = None, trust: TrustOption = False,

@@ -15,6 +15,7 @@ from sympy import Symbol
 import shardc
 from shardc.capture import capture
 from shardc.cost import Cost, device, names
+from shardc.cost.device import measured
 from shardc.cost.layers import fewer, of_layers
 from shardc.cost.layers import layers as layers_of
 from shardc.program import Program
@@ -184,6 +185,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "1f1b": {"mesh": {"pp": 2}, "batch": {"microbatches": 4}, "pipeline": {"axis": "pp", "schedule": "1f1b"}},
     "zb-v": {"mesh": {"pp": 2}, "batch": {"microbatches": 4}, "pipeline": {"axis": "pp", "schedule": "zb-v"}},
     "budget": {"mesh": {"dp": 1}, "checkpoint": [{"match": "h.*", "budget": 0.5}]},
+    "bf16": {"mesh": {"dp": 2}, "data": {"zero": 1, "bucket_mb": 0.1}, "precision": {"compute": "bfloat16"}, "batch": {"microbatches": 2}},
+    "loss scale": {"mesh": {"dp": 1}, "precision": {"compute": "float16", "loss_scale": 16.0}},
+    "state on the host": {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.1, "offload": {"optimizer": "cpu", "parameters": "cpu"}}},
+    "activations on the host": {"mesh": {"dp": 1}, "checkpoint": [{"match": "h.*", "save": ["linear"], "offload": "cpu"}]},
 }
 
 
@@ -191,12 +196,43 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_the_predicted_peak_is_the_measured_one(setting: str) -> None:
     model, batch = zoo.gpt(torch.float32, dropout=0.1)
     program = shardc.compile(model, batch, {"shardc": 1, **SETTINGS[setting]}, prove=False)
-    found, real = program.cost(), live.measured(program, model, batch)
+    found, real = program.cost(), live.watched(program, model, batch)
     for r in found.ranks:
-        here = [n for rank, n in enumerate(real) if not program.axis or program.mesh.coords(rank)[program.axis] == r.at]
-        assert r.memory.peak == pytest.approx(max(here), rel=0.01)
+        here = [x for rank, x in enumerate(real) if not program.axis or program.mesh.coords(rank)[program.axis] == r.at]
+        assert r.memory.peak == pytest.approx(max(x.peak for x in here), rel=0.01)
+        assert r.memory.host == max(x.outside_peak for x in here)
+    assert (found.memory.host > 0) == ("host" in setting)
     assert sum(found.memory.kinds.values()) == found.memory.peak
     assert found.memory.op
+
+
+def test_clipping_gradients() -> None:
+    model, batch = zoo.gpt(torch.float32)
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    assert program.cost(clip_norm=1.0).memory.peak == pytest.approx(live.measured(program, model, batch, clip_norm=1.0)[0], rel=0.01)
+
+
+def test_a_gpu_updates_all_parameters_at_once() -> None:
+    """What the optimizer makes beside them is as large as they are; on a CPU, as a few of them."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
+    program = shardc.compile(model, torch.randn(1, 64), {"shardc": 1, "mesh": {"dp": 1}}, loss=lambda y, x: y.sum(), prove=False)
+    one = 64 * 64 * 4
+    cpu = device("h100-80g").model_copy(update={"kind": "cpu"})
+    assert program.cost().memory.peak - program.cost(cpu).memory.peak >= 5 * one
+
+
+def test_on_a_cpu_its_own_memory_is_no_other_place() -> None:
+    model, batch = zoo.gpt(torch.float32)
+    cpu = device("h100-80g").model_copy(update={"kind": "cpu"})
+
+    def peak(place: str) -> tuple[int, int]:
+        spec = {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 1, "offload": {"optimizer": place}}}
+        found = shardc.compile(model, batch, spec, prove=False).cost(cpu).memory
+        return found.peak, found.host
+
+    (here, none), (files, mapped) = peak("cpu"), peak("/nowhere")
+    assert none == 0
+    assert here - files == pytest.approx(mapped, rel=0.01)
 
 
 def test_checkpointing_a_stack_shows_the_measured_ratio() -> None:
@@ -298,6 +334,30 @@ def test_a_device_file_that_is_wrong(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(shardc.ShardcError, match=what):
             device(file)
+
+
+def test_a_measured_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(shardc.ShardcError, match="this machine's cpu has not been measured") as e:
+        device("cpu")
+    assert "shardc device cpu --measure" in str(e.value)
+    file = measured("cpu")
+    file.parent.mkdir(parents=True)
+    file.write_text(device("h100-80g").model_copy(update={"name": "cpu", "kind": "cpu"}).to_yaml())
+    assert device("cpu").kind == "cpu"
+    assert cost_on("cpu").step_seconds > 0
+
+
+def cost_on(which: str) -> Cost:
+    return cost({"dp": 1}).program.cost(which)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_device_says_where_its_numbers_are_from(name: str, tmp_path: Path) -> None:
+    found = device(name)
+    assert "datasheet" in found.source
+    (file := tmp_path / "again.yaml").write_text(found.to_yaml())
+    assert device(file) == found
 
 
 def test_sizes_that_cannot_be_told_apart() -> None:

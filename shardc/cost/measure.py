@@ -27,6 +27,8 @@ from shardc.cost.device import Device, Link
 
 #: Seconds that one number is measured for, and rounds in them.
 SECONDS, ROUNDS = 0.6, 4
+#: Bytes of a tensor that fits into no cache of a CPU.
+LARGE = 2**28
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Kind = Literal["cpu", "cuda"]
 
@@ -88,7 +90,7 @@ def _flops(on: torch.device, dtype: torch.dtype) -> float:
 
 
 def _bandwidth(on: torch.device) -> float:
-    nbytes = 2**28 if on.type == "cpu" else 2**31
+    nbytes = LARGE if on.type == "cpu" else 8 * LARGE
     a = torch.zeros(nbytes, dtype=torch.uint8, device=on)
     b = torch.zeros_like(a)
     return 2 * nbytes / _seconds(lambda: b.copy_(a), on)

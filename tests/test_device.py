@@ -1,0 +1,78 @@
+"""`shardc device`: what there is, one of them, and this machine measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shardc.cli import app
+from shardc.cost import device, measure
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run(*words: str) -> Any:
+    return RUNNER.invoke(app, ["device", *words])
+
+
+def test_the_list_has_units_and_sources() -> None:
+    lines = run().stdout.splitlines()
+    assert lines[0].split()[:2] == ["device", "memory"]
+    assert all("datasheet" in line for line in lines[1:4])
+    assert lines[-1] == "cpu and cuda: not measured on this machine yet (shardc device --measure)"
+    assert {"h100-80g", "a100-80g", "h200"} == {d["name"] for d in json.loads(run("--json").stdout)}
+
+
+def test_one_of_them() -> None:
+    text = run("h100-80g").stdout
+    assert 'source: "NVIDIA H100 SXM5 80 GB' in text
+    assert "# bytes of memory per second" in text
+    assert json.loads(run("h100-80g", "--json").stdout)["within"]["bandwidth"] == 450e9
+
+
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a hurry: the numbers are rough, and nobody looks at them."""
+    monkeypatch.setattr(measure, "SECONDS", 0.02)
+    monkeypatch.setattr(measure, "LARGE", 2**22)
+    file = tmp_path / "here" / "cpu.yaml"
+    made = run("cpu", "--measure", "-o", str(file), "--json")
+    assert made.exit_code == 0, made.output
+    found = device(file)
+    assert found.kind == "cpu"
+    assert set(found.flops) == {"float64", "float32", "float16", "bfloat16"}
+    assert found.within.bandwidth > 1e6
+    assert 0 < found.within.latency < 1
+    assert 1e8 < found.memory < 1e13
+    assert "gloo" in found.source
+    assert f'"name": "{found.name}"' in made.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (("-o", "x.yaml"), "-o is where --measure writes to", "add --measure"),
+        (("h200", "--measure"), "only this machine can be measured, not 'h200'", "shardc device cpu --measure"),
+        (("cpu",), "this machine's cpu has not been measured", "shardc device cpu --measure"),
+        (("h900",), "no device is called 'h900'", "one of a100-80g, h100-80g, h200, cpu, cuda, or a YAML file"),
+    ],
+)
+def test_what_cannot_be(words: tuple[str, ...], what: str, fix: str) -> None:
+    found = run(*words)
+    assert found.exit_code == 2
+    assert what in found.stderr
+    assert fix in found.stderr
+
+
+def test_no_gpu_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch finds no GPU here" in run("cuda", "--measure").stderr
