@@ -104,5 +104,6 @@ def of_layers(few: Cost, more: Cost, layers_few: int, layers_more: int, number: 
 
     a, b = few.ranks[0], more.ranks[0]
     kinds = lines(a.memory.kinds, b.memory.kinds)
-    memory = Memory(kinds, b.memory.part, b.memory.op, lines(a.memory.resident, b.memory.resident), b.memory.curve)
+    resident, host = lines(a.memory.resident, b.memory.resident), round(line(a.memory.host, b.memory.host))
+    memory = Memory(kinds, b.memory.part, b.memory.op, resident, b.memory.curve, host)
     return RankCost(b.at, b.rank, memory, round(line(a.flops, b.flops)), lines(a.comm, b.comm), line(a.seconds, b.seconds), line(a.waited, b.waited))
