@@ -37,7 +37,7 @@ from shardc.spec import Expert, Spec
 
 FORMS = (
     'experts that are one op: transformers\' with experts_implementation="grouped_mm", shardc.nn.experts(x, index, weights, up, down), '
-    "or products with weights [experts, in, out] (einsum, bmm)"
+    "grouped products of rows sorted by expert (torch._grouped_mm), or products with weights [experts, in, out] (einsum, bmm)"
 )
 
 
@@ -235,7 +235,7 @@ def _users(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
         if user.op != "call_function" or (rule := core.find(user.target)) is None:
             continue
         call = call_of(user)
-        if len(call.operands) == 1 and len(call.results) == 1 and rule.flops is None:
+        if (len(call.operands) == 1 or user.target is torch.ops.aten.cat.default) and len(call.results) == 1 and rule.flops is None:
             s = choices_of(user, {}).from_operand(i, Shard(dim), 1)
             if s is not None and isinstance(out := s.outputs[0], Shard) and out.split == 1:
                 yield from _users(user, out.dim)

@@ -26,6 +26,7 @@ from shardc.passes.experts import Experts
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
 from shardc.passes.precision import Precision
+from shardc.passes.unsort import Unsort
 from shardc.place import place
 from shardc.program import Program
 from shardc.refuse import check_rules
@@ -72,7 +73,7 @@ def compile(
     dtypes = Precision.of(asked.precision)
     if dtypes.compute or dtypes.params:
         program = steps.run("precision", lambda: dtypes.run(program))
-    program = steps.run("canonical", lambda: Canonical.of(asked).run(program))
+    program = steps.run("canonical", lambda: Unsort().run(Canonical.of(asked).run(program)))
     notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
     if asked.experts:
         program = steps.run("experts", lambda: Experts(asked, program).limited())

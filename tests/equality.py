@@ -29,7 +29,7 @@ from tests import zoo
 
 Property = Callable[[str, object], None]  # what pytest's `record_property` is
 RTOL = 1e-12
-SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
+SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A", "send_recv": "SR"}
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def check(name: str, given: dict[str, Any]) -> shardc.Simulation:
 MESHES: dict[str, dict[str, Any]] = {
     "ep=2": {"mesh": {"ep": 2}},
     "ep=4": {"mesh": {"ep": 4}},
-    "over dp=2": {"mesh": {"dp": 2}, "axis": "dp"},
+    "dp=2, experts over dp": {"mesh": {"dp": 2}, "axis": "dp"},
     "ep=2 tp=2": {"mesh": {"ep": 2, "tp": 2}, "shard": {"use": "structure"}},
     "pp=2 ep=2": {"mesh": {"pp": 2, "ep": 2}, "pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}},
 }
@@ -172,16 +172,17 @@ MESHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_equal(name: str, mesh: str) -> None:
+def test_equal(name: str, mesh: str, record_property: equality.Property) -> None:
     program = one(name).compile(spec(name, **MESHES[mesh]))
     sim = shardc.simulate(program, one(name).model, one(name).batch)
+    equality.record(record_property, name, mesh, one(name), program, sim)
     equality.assert_equal(sim, one(name).loss, one(name).grads)
     kinds = {n.meta["collective"].kind for s in program.stages for n in s.graph.nodes if "collective" in n.meta}
     assert "all_to_all" in kinds
     assert "all_gather" not in kinds
 
 
-@pytest.mark.parametrize("mesh", ["ep=4", "over dp=2", "ep=2 tp=2", "pp=2 ep=2"])
+@pytest.mark.parametrize("mesh", ["ep=4", "dp=2, experts over dp", "ep=2 tp=2", "pp=2 ep=2"])
 @pytest.mark.parametrize("name", ROUTED)
 def test_routing(name: str, mesh: str) -> None:
     """Router losses are those of the global batch, also over microbatches; experts may take all tokens, or none."""
@@ -213,6 +214,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "tokens whole": {"mesh": {"ep": 2}, "batch": {"axes": []}},
     "padded": {"mesh": {"ep": 3}, "uneven": "pad"},
     "zero 1": {"mesh": {"dp": 2, "ep": 2}, "data": {"axis": "dp", "zero": 1}},
+    "zero 2 over both": {"mesh": {"dp": 2, "ep": 2}, "data": {"axis": ["ep", "dp"], "zero": 2}, "batch": {"microbatches": 2}},
     "zero 3": {"mesh": {"ep": 2}, "data": {"axis": "ep", "zero": 3}},
     "checkpoint": {"mesh": {"ep": 2}, "checkpoint": [{"match": "model.layers.*"}]},
     "zero bubbles": {"mesh": {"pp": 2, "ep": 2}, "pipeline": {"axis": "pp", "schedule": "zb-h1"}, "batch": {"microbatches": 2}},

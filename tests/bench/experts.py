@@ -121,8 +121,9 @@ experts:                                            # or none: `shard: {{use: mo
 ```
 
 In the graph of one device it is one op, whatever the model looks like: transformers' models bring it (`experts_implementation="grouped_mm"`
-or "batched_mm"), a model of your own calls `shardc.nn.experts`. A Python loop over experts is refused. GShard's einsums over an experts' dim
-are products like any others, and need no op.
+or "batched_mm"), a model of your own calls `shardc.nn.experts`, and one that sorts rows by expert for `torch._grouped_mm`, as torchtitan's, is taken
+back to unsorted rows (passes/unsort.py). A Python loop over experts is refused. GShard's einsums over an experts' dim are products like any
+others, and need no op.
 
 ```python
 {whole}
