@@ -19,7 +19,7 @@ from shardc.plan.price import Priced, price
 from shardc.plan.result import Asked, Candidate, Plan
 from shardc.plan.search import Search
 from shardc.plan.solve import Largest
-from shardc.plan.space import Choice, Words, choices, spec
+from shardc.plan.space import Choice, Words, spec
 from shardc.plan.subject import UNITS, Subject, cuts, experts, regions, split_sequence, whole_inputs
 from shardc.program import Program
 from shardc.spec import Spec
@@ -118,12 +118,12 @@ class Question:
         rows = self.subject.rows
         cores = self.finder.cores(devices)
         if batch is not None:
-            if not any(True for _ in choices(cores, devices, batch, self.finder.cuts)):
+            if not any(True for _ in self.finder.choices(cores, devices, batch)):
                 what = f"a global batch of {batch} rows cannot be spread over {devices} devices"
                 raise ShardcError(what, where="--global-batch", fix=f"a multiple of what is left of {devices} after tp and pp, such as {devices}")
             return batch, f"global batch of {batch} rows (--global-batch)"
         for k in (1, *(2**i for i in range(1, 40) if 2**i * rows < 2 * devices), devices):
-            if any(True for _ in choices(cores, devices, k * rows, self.finder.cuts)):
+            if any(True for _ in self.finder.choices(cores, devices, k * rows)):
                 times = f", times {k}: else some of {devices} devices have nothing to do" if k > 1 else " (--global-batch says another)"
                 return k * rows, f"global batch of {k * rows} rows: what batch() gives{times}"
         raise ShardcError(f"no way to use {devices} devices was found", where="--devices", fix="another number of devices")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardc.cost.device import Device
 from shardc.cost.ledger import KINDS
 from shardc.mesh import Mesh
 from shardc.plan.library import Library, Stages
@@ -59,7 +58,7 @@ class Estimates:
 
     library: Library
     _loads: dict[object, tuple[tuple[Load, ...], tuple[int, ...]]] = field(default_factory=dict)
-    _counts: dict[object, tuple[int, ...]] = field(default_factory=dict)
+    _lines: dict[object, tuple[float, float]] = field(default_factory=dict)
 
     def __call__(self, c: Choice) -> Priced:
         """Raises ShardcError if compile refuses the core."""
@@ -102,24 +101,31 @@ class Estimates:
         forward, backward = x.forward * scale, x.backward * scale
         spent = dict(zip(WHAT, map(float, m * (forward + backward) + x.ends), strict=True))
         if c.dp * c.ep > 1:
-            spent["dp"] += self._sums(c, float(x.resident[g]), cast, device, forward, backward)
+            spent["dp"] += self._sums(c, float(x.resident[g]), cast, forward, backward)
         spent["bubble"] = bubble(c, float(forward.sum()), float(backward.sum()))
         if c.pp > 1:
             ranks = (0, c.devices // c.pp)
             spent["bubble"] += 2 * (c.pp - 1) * device.comm_seconds("send_recv", x.sent * c.rows, ranks)
         return np.maximum(kinds, 0), spent
 
-    def _sums(self, c: Choice, grads: float, cast: float, device: Device, forward: Vector, backward: Vector) -> float:
+    def _sums(self, c: Choice, grads: float, cast: float, forward: Vector, backward: Vector) -> float:
         """Seconds of collectives over the data axes that nothing hides. grads, cast: bytes of a rank's gradients and cast weights."""
-        mesh = Mesh(tuple((a, n) for a, n in (("dp", c.dp), ("ep", c.ep), ("tp", c.tp))))
-        ranks = mesh.group(0, ("dp", "ep"))
         if c.zero == 3:
-            gather = device.comm_seconds("all_gather", cast, ranks)
-            scatter = device.comm_seconds("reduce_scatter", grads, ranks)
+            gather, scatter = self._comm(c, "all_gather", cast), self._comm(c, "reduce_scatter", grads)
             f, b = float(forward.sum()), float(backward.sum())
             return c.microbatches * (max(gather - f, 0.05 * gather) + max(gather + scatter - b, 0.05 * (gather + scatter)))
         kind = "reduce_scatter" if c.zero else "all_reduce"
-        return max(device.comm_seconds(kind, grads, ranks) - float(backward.sum()), 0.0)
+        return max(self._comm(c, kind, grads) - float(backward.sum()), 0.0)
+
+    def _comm(self, c: Choice, kind: str, nbytes: float) -> float:
+        """Seconds of a collective over the data axes: linear in bytes."""
+        key = kind, c.dp, c.ep, c.tp
+        if key not in self._lines:
+            ranks = Mesh((("dp", c.dp), ("ep", c.ep), ("tp", c.tp))).group(0, ("dp", "ep"))
+            none = self.library.device.comm_seconds(kind, 0, ranks)
+            self._lines[key] = none, (self.library.device.comm_seconds(kind, 1e9, ranks) - none) / 1e9
+        none, each = self._lines[key]
+        return none + each * nbytes
 
 
 def _loads(core: Stages, c: Choice, library: Library, v: bool) -> tuple[tuple[Load, ...], tuple[int, ...]]:

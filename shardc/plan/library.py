@@ -77,12 +77,14 @@ def _then(a: Vector, b: Vector) -> Vector:
 
 @dataclass
 class Library:
-    """Rehearses what it is asked for, once. words: what all specs have in common."""
+    """Rehearses what it is asked for, once. words: what all specs have in common. microbatches: of what is rehearsed for estimates: a first
+    and a last one; 1 for a model that takes no more, as statistics of a batch are not those of its microbatches."""
 
     subject: Subject
     words: Words
     device: Device
     sequence: int | None = None
+    microbatches: int = 2
     _cores: dict[tuple[int, int, bool, Keep], Stages | ShardcError] = field(default_factory=dict)
     _rehearsed: dict[str, Stages] = field(default_factory=dict)
     _alone: dict[str, Stage] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class Library:
         if key not in self._cores:
             tp, ep, sp, keep = key
             try:
-                self._cores[key] = self._core(Choice(ep=ep, tp=tp, sequence_parallel=sp, checkpoint=keep, microbatches=2))
+                self._cores[key] = self._core(Choice(ep=ep, tp=tp, sequence_parallel=sp, checkpoint=keep, microbatches=self.microbatches))
             except ShardcError as e:
                 self._cores[key] = e
         found = self._cores[key]
@@ -161,6 +163,18 @@ class Library:
 
     def _stage(self, program: Program, at: int) -> Stage:
         return stage(rehearse(program, at, adamw, cpu=self.device.kind == "cpu"), self.device, program.mesh)
+
+    def takes_microbatches(self) -> None:
+        """Find out whether the model may be run in microbatches. Raises ShardcError if compile does not take it at all."""
+        try:
+            self.core(Choice())
+        except ShardcError as e:
+            self.microbatches = 1
+            self._cores.clear()
+            try:
+                self.core(Choice())
+            except ShardcError:
+                raise e from None
 
     @cached_property
     def flops(self) -> float:

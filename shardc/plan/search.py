@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from shardc.errors import ShardcError
@@ -49,6 +49,8 @@ class Search:
     def cores(self, devices: int, *, wide: bool = False) -> list[Core]:
         """What compile takes for so many devices. wide: tensor parallel over several nodes as well."""
         node = self.library.device.node
+        self.on("one microbatch", 0, 0)
+        self.library.takes_microbatches()
         widths = [t for t in divisors(devices) if t <= node or (wide and t <= 4 * node)]
         some = {1, 2, node, self.experts}
         experts = [e for e in divisors(devices) if e in some and self.experts % e == 0] if self.experts else [1]
@@ -67,10 +69,15 @@ class Search:
                 self.refused[name.split(", recompute")[0] if core[3] == "none" else name] = e
         return found
 
+    def choices(self, cores: Iterable[Core], devices: int, batch: int) -> Iterator[Choice]:
+        """All that there are."""
+        most = batch if self.library.microbatches > 1 else 1
+        return choices(list(cores), devices, batch, self.cuts, most)
+
     def estimate(self, devices: int, batch: int, cores: Iterable[Core]) -> list[tuple[Choice, Priced]]:
         """Every choice, the best first: those that seem to fit by time, then the others by memory."""
         found = []
-        for c in choices(list(cores), devices, batch, self.cuts):
+        for c in self.choices(cores, devices, batch):
             found.append((c, self.estimates(c)))
             if len(found) % 500 == 0:
                 self.on(f"{len(found)} choices", 0, 0)

@@ -123,8 +123,9 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def choices(cores: list[tuple[int, int, bool, Keep]], devices: int, batch: int, layers: int) -> Iterator[Choice]:
-    """All of them for so many devices and rows, given what there is of (tp, ep, sequence parallel, checkpoint). layers: that a pipeline may cut."""
+def choices(cores: list[tuple[int, int, bool, Keep]], devices: int, batch: int, layers: int, most: int = 1 << 30) -> Iterator[Choice]:
+    """All of them for so many devices and rows, given what there is of (tp, ep, sequence parallel, checkpoint). layers: that a pipeline may
+    cut; most: microbatches that the model takes."""
     for tp, ep, sp, keep in cores:
         if devices % (tp * ep):
             continue
@@ -135,6 +136,8 @@ def choices(cores: list[tuple[int, int, bool, Keep]], devices: int, batch: int, 
             each = batch // (dp * ep)
             base = Choice(pp, dp, ep, tp, sp, checkpoint=keep)
             for rows in (r for r in divisors(each) if r & (r - 1) == 0 or r == each):
+                if each // rows > most:
+                    continue
                 sized = replace(base, rows=rows, microbatches=each // rows)
                 for zero in range(4) if dp > 1 else (0,):
                     one = replace(sized, zero=zero)

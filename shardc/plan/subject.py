@@ -51,9 +51,8 @@ class Subject:
         subject = cls(model, batch, loss)
         if found is not None:
             name, first, period, number = found
-            if (number - first) // period > UNITS:
-                subject.layers = Layers(name, number, first, period)
-                subject._short = _shortened(model, name, first + UNITS * period)
+            subject.layers = Layers(name, number, first, period)
+            subject._short = _shortened(model, name, first + UNITS * period)
         return subject
 
     @property
@@ -154,18 +153,18 @@ def split_sequence(program: Program, name: str) -> bool:
 
 
 def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
-    """(name, layers before the pattern, its period, number) of the model's one outermost list of more than a few layers."""
+    """(name, layers before the pattern, its period, number) of the model's one outermost list of more layers than UNITS periods: that for
+    which fewest have to be kept."""
     lists = [(name, m) for name, m in _lists(model, "") if len(m._modules) > 1]
     if len(lists) != 1:
         return None
     name, found = lists[0]
     signs = [_sign(m) for m in found.children()]
     n = len(signs)
-    for size in range(1, n // UNITS + 1):  # of what is before the pattern and the pattern together: the shortest
-        for period in range(1, size + 1):
-            first = size - period
-            if all(signs[i] == signs[i + period] for i in range(first, n - period)):
-                return name, first, period, n
+    short = sorted((first + UNITS * period, first, period) for period in range(1, n // UNITS + 1) for first in range(n - UNITS * period))
+    for _, first, period in short:
+        if all(signs[i] == signs[i + period] for i in range(first, n - period)):
+            return name, first, period, n
     return None
 
 
