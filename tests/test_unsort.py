@@ -133,5 +133,6 @@ def test_the_op() -> None:
     (node,) = program.graph.find_nodes(op="call_function", target=ops.experts)
     assert node.args[7] == "b, c = halves(x); a = silu(b); mul(a, c)"
     assert "argsort" not in str(program)
+    assert shardc.coverage(Sorted(titan), batch()).covered
     with pytest.raises(NotImplementedError, match="never runs"):
         unsort.product(torch.ones(1), torch.ones(1))

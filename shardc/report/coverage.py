@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from shardc.calls import call_of
 from shardc.capture import capture
 from shardc.passes.canonical import rewritten
+from shardc.passes.unsort import Unsort
 from shardc.program import Program, Source
 from shardc.rules import core
 from shardc.rules.core import Rule
@@ -100,7 +101,8 @@ def of_program(captured: Program) -> Coverage:
     missing: list[tuple[str, str, Source, str]] = []
     given = {p.name for p in captured.params} | {i.name for i in captured.inputs}
     moving: set[fx.Node] = set()  # what depends on a parameter or the batch
-    for node in found.graph.nodes:
+    graph = found.graph if found.refused else Unsort().run(replace(captured, graph=found.graph)).graph
+    for node in graph.nodes:
         if node.name in given or any(n in moving for n in node.all_input_nodes):
             moving.add(node)
         if node.op == "call_function" and node.target is not operator.getitem:
