@@ -250,6 +250,20 @@ def test_collectives_whose_results_are_kept_are_not_repeated() -> None:
     assert sum(c.direction == "recompute" for c in sim.comms) == sum(r.again for r in program.regions)
 
 
+@pytest.mark.parametrize("mesh", ["zb-h1, tp=2", "zero 3, tp=2, microbatches"])
+def test_nor_are_they_in_stages_and_at_zero_3(mesh: str) -> None:
+    """A layer's one sum, of two layers, for each of the microbatches on every rank."""
+    ranks, microbatches = 4, 4 if mesh.startswith("zb") else 2
+    layers = 1 if mesh.startswith("zb") else 2  # of a rank
+
+    def repeated(setting: str) -> int:
+        sim = shardc.simulate(compiled("gpt", MESHES[mesh], settings("gpt")[setting]), *captured("gpt")[:2])
+        return sum(c.direction == "recompute" for c in sim.comms)
+
+    assert repeated("save") == 0
+    assert repeated("all") in (layers * microbatches, ranks * layers * microbatches)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_artifact_keeps_them(setting: str, tmp_path: Path) -> None:
     program = compiled("gpt", MESHES["dp=2 tp=2"], settings("gpt")[setting])
@@ -410,7 +424,8 @@ def test_what_regions_say_they_keep(name: str) -> None:
         assert there[setting] - there["all"] == pytest.approx(said[setting] - said["all"], rel=0.01), (there, said)
 
 
-def test_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mesh", ["dp=2 tp=2", "zero 3", "1f1b", "zb-h1, tp=2"])
+def test_offload(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU there is nowhere to go; made to go all the same, every activation that is held is a copy, and parameters are not."""
     moved: list[torch.Size] = []
 
@@ -419,7 +434,8 @@ def test_offload(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     monkeypatch.setattr(Away, "useful", staticmethod(useful))
-    program = compiled("gpt", MESHES["dp=2 tp=2"], [{"match": "h.*", "save": ["linear"], "offload": "cpu"}])
-    assert_same(two_steps("gpt", program), plain("gpt", "dp=2 tp=2"))
+    program = compiled("gpt", MESHES[mesh], [{"match": "h.*", "save": ["linear"], "offload": "cpu"}])
+    assert_same(two_steps("gpt", program), plain("gpt", mesh))
     assert moved
-    assert all(s[0] == 4 for s in moved)  # rows of the batch
+    rows = 8 // program.mesh.size("dp") // program.microbatches if "dp" in program.mesh.names else 8 // program.microbatches
+    assert all(s[0] == rows for s in moved)
