@@ -125,7 +125,7 @@ def conj(emit: Emit, a: Args, out: Value) -> Result:
     """Conjugates and negatives that torch only marks are computed: marks are on tensors, not in a graph."""
     if a.op_name == "_neg_view":
         return emit(aten.neg.default, a.first)
-    return a.first if a.op_name.startswith("resolve") else _conjugate(emit, a.first)  # type: ignore[no-any-return]
+    return a.first if a.op_name.startswith("resolve") else _conjugate(emit, a.first)
 
 
 def _conjugate(emit: Emit, x: fx.Node) -> fx.Node:

@@ -9,6 +9,7 @@ The model is captured in the mode it is in: put it in train mode first. It may l
 from __future__ import annotations
 
 import operator
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +29,7 @@ from shardc.mesh import Mesh
 from shardc.methods import traceable
 from shardc.program import Buffer, Input, Param, Program, Source, Value
 from shardc.runtime.custom_ops import with_gradient_of
-from shardc.torch_private import FakeTensor, OpOverload, fake_tensor, traced_with
+from shardc.torch_private import FakeTensor, OpOverload, fake_tensor, is_transform, traced_with
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -169,14 +170,21 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
         gm = exported.graph_module
         cut = functional.inline_regions(gm)
         functional.drop_checks(gm.graph)
-        _check(gm.graph)
+        transformed = any(is_transform(n.target) for n in gm.graph.nodes)
+        if not transformed:
+            _check(gm.graph)
         signature = exported.graph_signature
         nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
         kinds: dict[InputKind, dict[fx.Node, str]] = {}
         for spec in signature.input_specs:
             kinds.setdefault(spec.kind, {})[nodes[spec.arg.name]] = str(spec.target)
-        updated = functional.remove_inplace(gm.graph, kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {}), cut)
-        if updated is None:
+            if spec.kind == InputKind.CUSTOM_OBJ:
+                raise causes.of_input(nodes[spec.arg.name], "object")
+            if spec.kind == InputKind.CONSTANT_TENSOR and isinstance(exported.constants[str(spec.target)].detach(), FakeTensor):
+                raise causes.of_input(nodes[spec.arg.name], "fake")
+        stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
+        updated = None if transformed else functional.remove_inplace(gm.graph, *stored, cut)
+        if updated is None:  # traced once more, in ops below those that write in place, and below torch.func's transforms
             gm.recompile()
             exported = exported.run_decompositions({})
             _check(exported.graph_module.graph)
@@ -206,6 +214,8 @@ def _check(graph: fx.Graph) -> None:
         val = node.meta.get("val")
         many = val if isinstance(val, (tuple, list)) else (val,)
         name = values.op_name(node.target)
+        if re.search(causes.REJECTION, name):
+            raise causes.of_op(node, str(node.target))
         if any(isinstance(v, Tensor) and v.layout is not torch.strided for v in many):
             raise causes.of_op(node, f"sparse {name}")
         if node.op == "call_function" and node.target is not operator.getitem and not isinstance(node.target, OpOverload):
@@ -258,12 +268,8 @@ def _lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: 
     placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
     specs = exported.graph_signature.input_specs
     for spec in specs:
-        if spec.kind == InputKind.CUSTOM_OBJ:
-            raise causes.of_input(placeholders[spec.arg.name], "object")
         if spec.kind == InputKind.CONSTANT_TENSOR:
             constant = exported.constants[str(spec.target)].detach()
-            if isinstance(constant, FakeTensor):
-                raise causes.of_input(placeholders[spec.arg.name], "fake")
             node = place(str(spec.target).removeprefix("model."), values.of_tensor(constant))
             buffers.append(Buffer(node.name, "", tuple(constant.shape), constant.dtype, persistent=False, constant=constant))
             env[placeholders[spec.arg.name]] = node

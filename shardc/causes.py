@@ -47,6 +47,9 @@ EXPERTS = (
     'run all experts in one op: config.experts_implementation = "grouped_mm" with transformers, '
     "shardc.nn.experts(x, index, weights, up, down) in a model of your own"
 )
+INSIDE = "a gradient is computed inside forward (torch.autograd.grad, torch.func.grad, jacrev), where tracing does not see it"
+#: Ops that draw by rejection.
+REJECTION = r"_standard_gamma|_sample_dirichlet"
 CAUSES = (
     # --- transformers
     Cause(
@@ -67,6 +70,17 @@ CAUSES = (
         f"the labels without padding have a size that {DEPENDS}",
         "give the loss from outside: loss=lambda output, batch: F.ctc_loss(...) takes padded labels [n, s] and their lengths",
         op=r"masked_select|^index$", code=r"masked_select\(labels_mask\)",
+    ),
+    Cause(
+        "{op} draws random numbers that would differ on every mesh: how many it throws away depends on their values (Gamma, Dirichlet, Beta, "
+        "StudentT, Chi2)",
+        "draw them outside of the model and pass them in with the batch, or make them of rand, randn, randint, bernoulli, exponential_ "
+        "(Kumaraswamy for Beta)",
+        op=REJECTION,
+    ),
+    Cause(
+        INSIDE, "write the gradient in ordinary ops, as a formula",
+        raised=r"functorch tensor|GradTrackingTensor|JVP|jvp|'Tensor' object has no attribute 'constant'",
     ),
     # --- the value of a tensor
     Cause(
@@ -110,9 +124,7 @@ CAUSES = (
         op=r"^object$",
     ),
     Cause(
-        "a gradient is computed inside forward (torch.autograd.grad, torch.func.grad), where tracing does not see it",
-        "write the gradient in ordinary ops, as a formula",
-        op=r"^fake$",
+        INSIDE, "write the gradient in ordinary ops, as a formula", op=r"^fake$",
     ),
     Cause(f"the size of what {{op}} gives {DEPENDS}", MASK, op=r"."),
     # --- leaving the graph

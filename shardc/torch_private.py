@@ -28,8 +28,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 __all__ = [
     "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "current_backward",
-    "decompositions", "fake_mode", "fake_tensor", "outer_hooks", "overload_of", "replaced_trunc_normal", "sequence_number", "step_hooks",
-    "traced_functional", "traced_node", "traced_on", "traced_with",
+    "decompositions", "fake_mode", "fake_tensor", "is_transform", "outer_hooks", "overload_of", "replaced_trunc_normal", "sequence_number",
+    "step_hooks", "traced_functional", "traced_node", "traced_on", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -126,6 +126,11 @@ def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextMan
     It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
     """
     return mock.patch("torch.nn.init._no_grad_trunc_normal_", function)
+
+
+def is_transform(target: Any) -> bool:
+    """Is this what torch.export puts into a graph for torch.func's transforms: calls that open and close a level of vmap or jvp?"""
+    return getattr(target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Beta, Gamma
 from torch.utils.checkpoint import checkpoint
 
 import shardc
@@ -166,7 +167,10 @@ LEAVING: list[tuple[Function, str, str]] = [
     (lambda s, y: y.to("cuda:0").sum(), "the model names a device that is not here", "device=x.device"),
     (lambda s, y: (y * torch.ones(6, device="cuda")).sum(), "the model names a device that is not here", "device=x.device"),
     (lambda s, y: copy.deepcopy(y).sum(), "the model copies a tensor with copy.deepcopy", "x.clone()"),
-    (lambda s, y: torch.func.vmap(lambda r: (r * r).sum())(y).sum(), "the model uses a transform of torch.func's", "batched ops"),
+    (lambda s, y: torch.func.grad(lambda z: z.square().sum())(y).sum(), "a gradient is computed inside forward (torch.autograd.grad", "as a formula"),
+    (lambda s, y: torch.func.jacrev(torch.sin)(y[0]).sum(), "a gradient is computed inside forward (torch.autograd.grad", "as a formula"),
+    (lambda s, y: Gamma(y.exp(), y.exp()).rsample().sum(), "aten._standard_gamma.default draws random numbers", "pass them in with the batch"),
+    (lambda s, y: Beta(y.exp(), y.exp()).rsample().sum(), "aten._sample_dirichlet.default draws random numbers", "pass them in with the batch"),
     (
         lambda s, y: torch.cond(y.sum() > 0, lambda z: z * 2, lambda z: z, (y,)).sum(),
         "the model uses control flow or a transform of torch's own (torch.cond", "torch.where",

@@ -773,6 +773,116 @@ def actor() -> Made:
     return Actor(), {"seen": real(8, 4, 6), "action": ids(3, 8, 4), "old": -real(8, 4, seed=3).abs(), "reward": real(8, 4, seed=4), "done": done}
 
 
+class Ensemble(nn.Module):
+    """Members of stacked weights under torch.func.vmap and functional_call; how much they differ is a term of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.bias = (nn.Parameter(torch.zeros(4, *shape)) for shape in ((8, 16), (16, 5), (5,)))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def member(up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+            h = torch.func.functional_call(self.norm, dict(self.norm.named_parameters()), torch.tanh(x @ up))
+            return h @ down + bias
+
+        logits = torch.func.vmap(member)(self.up, self.down, self.bias)
+        return F.cross_entropy(logits.mean(dim=0), y) - 0.1 * logits.var(dim=0).mean()
+
+
+@model
+def ensemble() -> Made:
+    return Ensemble(), {"x": real(8, 8), "y": ids(5, 8)}
+
+
+class Quantised(torch.autograd.Function):
+    """Rounded forward; backward a straight-through estimator that stops outside of [-1, 1]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: float) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.round(x * steps) / steps
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grads[0] * (x.abs() <= 1).to(x.dtype), None
+
+
+class VectorQuantiser(nn.Module):
+    """VQ-VAE (van den Oord et al. 2017) whose codes are running means, in buffers; an encoder with quantised weights."""
+
+    code: Tensor
+    count: Tensor
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.dec = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.register_buffer("code", real(16, 4, seed=5))
+        self.register_buffer("count", torch.ones(16))
+        self.register_buffer("total", real(16, 4, seed=5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = Quantised.apply(self.enc.weight, 16.0)  # type: ignore[no-untyped-call]
+        z = F.linear(x, weight, self.enc.bias)
+        nearest = (z.square().sum(-1, keepdim=True) - 2 * z @ self.code.T + self.code.square().sum(-1)).argmin(-1)
+        q = self.code[nearest]
+        with torch.no_grad():
+            one = F.one_hot(nearest, 16).to(z.dtype)
+            self.count.mul_(0.9).add_(one.sum(0), alpha=0.1)
+            self.total.mul_(0.9).add_(one.T @ z, alpha=0.1)
+            self.code.copy_(self.total / self.count[:, None])
+        return F.mse_loss(self.dec(z + (q - z).detach()), x) + 0.25 * F.mse_loss(z, q.detach())
+
+
+@model
+def vector_quantiser() -> Made:
+    return VectorQuantiser(), {"x": real(8, 8)}
+
+
+class MixtureOfDepths(nn.Module):
+    """Half of the tokens, the router's first, pass a layer, and go back to their places (Raposo et al. 2024)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router, self.up, self.down = nn.Embedding(VOCAB, 16), nn.Linear(16, 1), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embed(x)
+        scores = self.router(h).squeeze(-1)
+        chosen = scores.topk(4, 1).indices.sort(1).values
+        index = chosen[..., None].expand(-1, -1, 16)
+        through = self.down(F.silu(self.up(h.gather(1, index)))) * scores.gather(1, chosen).sigmoid()[..., None]
+        return F.cross_entropy(self.head(h.scatter_add(1, index, through)).transpose(1, 2), y)
+
+
+@model
+def mixture_of_depths() -> Made:
+    return MixtureOfDepths(), {"x": ids(VOCAB, 8, 8), "y": ids(VOCAB, 8, 8, seed=4)}
+
+
+class Hypernetwork(nn.Module):
+    """Every sample has convolution kernels of its own, made by a network: one grouped convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8 * 3 * 9))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+        b = x.shape[0]
+        kernels = self.make(z).view(b * 8, 3, 3, 3)
+        h = F.conv2d(x.reshape(1, b * 3, 8, 8), kernels, padding=1, groups=b).view(b, 8, 8, 8)
+        return F.cross_entropy(self.head(F.relu(h).mean((2, 3))), y)
+
+
+@model
+def hypernetwork() -> Made:
+    return Hypernetwork(), {"x": real(8, 3, 8, 8), "z": real(8, 4, seed=5), "y": ids(4, 8)}
+
+
 class FourierOperator(nn.Module):
     """A Fourier neural operator (Li et al. 2021): low frequencies times complex weights, written into a spectrum of zeros."""
 
