@@ -378,9 +378,15 @@ class TorchMesh(RankMesh):
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the world, if this mesh joined it."""
+        """Leave the world, if this mesh joined it; it can then send nothing more.
+
+        A group ends with the last that knows it, and its threads with it. They must not outlive the interpreter: they may hold a tensor, and
+        letting go of it then aborts the process (https://github.com/pytorch/pytorch/pull/179291).
+        """
         if self.owner and dist.is_initialized():
             dist.destroy_process_group()
+            self._groups.clear()
+            self._lines.clear()
             self.owner = False
 
 
