@@ -416,7 +416,7 @@ def test_a_model_that_counts_its_layers_is_captured_whole() -> None:
 
 def test_a_choice_is_a_spec() -> None:
     words = stacked().words
-    c = Choice(pp=2, dp=2, tp=2, sequence_parallel=True, zero=1, rows=1, microbatches=4, checkpoint="budget", schedule="zb-h1")
+    c = Choice(pp=2, dp=2, tp=2, sequence_parallel=True, zero=1, rows=1, microbatches=4, checkpoint="half", schedule="zb-h1")
     made = Spec.load(spec(c, words, (3, 3)))
     assert made.mesh.world == c.devices == 8
     assert c.batch == 8

@@ -20,7 +20,7 @@ from shardc.plan.result import Asked, Candidate, Plan
 from shardc.plan.search import Search
 from shardc.plan.solve import Largest
 from shardc.plan.space import Choice, Words, spec
-from shardc.plan.subject import UNITS, Subject, cuts, experts, regions, split_sequence, whole_inputs
+from shardc.plan.subject import UNITS, Subject, cuts, experts, regions, sequences, whole_inputs
 from shardc.program import Program
 from shardc.spec import Spec
 
@@ -64,7 +64,7 @@ class Question:
     def words(self) -> Words:
         p = self.captured
         shard = {"use": "model" if self.subject.carried else "structure"}
-        return Words(shard, PRECISIONS[self.precision], self.subject.layers, regions(p), experts(p)[0], whole_inputs(p, 2))
+        return Words(shard, PRECISIONS[self.precision], regions(p), sequences(p), experts(p)[0], whole_inputs(p, 2))
 
     @cached_property
     def library(self) -> Library:
@@ -73,10 +73,8 @@ class Question:
     @cached_property
     def finder(self) -> Search:
         layers = self.subject.layers
-        return Search(
-            self.library, self.usable, cuts=layers.number if layers else cuts(self.captured), experts=experts(self.captured)[1],
-            splits_sequence=layers is not None and split_sequence(self.captured, layers.name), on=self.on,
-        )  # fmt: skip
+        number = layers.number if layers else cuts(self.captured)
+        return Search(self.library, self.usable, cuts=number, experts=experts(self.captured)[1], on=self.on)
 
     def asked(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Asked:
         told = "products in bfloat16, master weights and AdamW's state in float32" if self.precision == "bfloat16" else f"precision {self.precision}"

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from shardc import modelfile
 from shardc.plan import plan
 from shardc.plan.result import Plan
-from shardc.plan.table import breakdown, gb, table
+from shardc.plan.table import breakdown, gb, heading, table
 
 #: Columns of a table that goes to a file.
 WIDE = 200
@@ -61,7 +61,10 @@ def _print(found: Plan, *, given: bool) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDE
-    console.print(breakdown(found.candidates[0]) if given else table(found))
+    plain = not console.is_terminal
+    if given:
+        console.print(heading(found))
+    console.print(breakdown(found.candidates[0], plain=plain) if given else table(found, plain=plain))
     for name, answer in found.answers.items():
         if answer["value"] is None:
             console.print(f"{name}: none")

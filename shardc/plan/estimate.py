@@ -17,7 +17,7 @@ from shardc.mesh import Mesh
 from shardc.plan.library import Library, Stages
 from shardc.plan.parts import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
 from shardc.plan.price import Priced, balanced, computing
-from shardc.plan.space import Choice
+from shardc.plan.space import KEPT, Choice
 
 AT = {k: i for i, k in enumerate(KINDS)}
 #: Kinds that grow with the rows of a microbatch.
@@ -88,11 +88,11 @@ class Estimates:
             state[o] /= c.dp
             state[g] /= c.dp if c.zero == 3 or (c.zero == 2 and m == 1) else 1
         kept = x.kept.copy()
-        if c.checkpoint == "none":  # weights that are cast belong to the microbatch, unless they lie cast or are gathered
-            kept[AT["activations"]] -= cast
+        held = cast * KEPT.get(c.checkpoint, 0.0)  # weights that are cast belong to the microbatch, unless they lie cast or are gathered
+        kept[AT["activations"]] -= held
         kept = np.where(GROW, kept * c.rows, 0)
-        if c.checkpoint == "none" and not c.zero:
-            kept[AT["activations"]] += cast
+        if not c.zero:
+            kept[AT["activations"]] += held
         height = np.where(GROW, x.height * c.rows, 0)
         ends = np.where(GROW, x.end * c.rows, 0) * (c.microbatches if c.schedule == "gpipe" else 1)
         kinds = state + alive(c, first) * kept + ends + np.maximum(height, -kept - ends)

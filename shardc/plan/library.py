@@ -19,7 +19,7 @@ from shardc.cost.ledger import KINDS
 from shardc.cost.rehearse import rehearse
 from shardc.errors import ShardcError
 from shardc.plan.parts import FLOPS, NET, Stage, Vector, lines, part_of, stage
-from shardc.plan.space import Choice, Keep, Words, spec
+from shardc.plan.space import KEPT, Choice, Keep, Words, spec
 from shardc.plan.subject import UNITS, Subject
 from shardc.program import Program
 from shardc.runtime.engine import adamw
@@ -152,9 +152,9 @@ class Library:
         if choice.checkpoint == "none":
             return self.pipelined(asked, choice.batch)
         base = self.core(replace(choice, checkpoint="none"))
-        if choice.checkpoint == "budget":  # what is kept is chosen by cost: no worse than a mixture
-            full = self.core(replace(choice, checkpoint="full"))
-            mixed = [lines(b, a, b, 0.5) for a, b in ((base.one, full.one), (base.two, full.two))]
+        if choice.checkpoint in KEPT:  # what is kept is chosen by cost: no worse than a mixture
+            full, share = self.core(replace(choice, checkpoint="full")), KEPT[choice.checkpoint]
+            mixed = [lines(b, a, b, share) for a, b in ((base.one, full.one), (base.two, full.two))]
         else:  # recomputation begins and ends with layers: what is before and behind them stays as it is
             program = self._four(asked, choice.batch)
             mixed = [self._stage(program, at) for at in (1, 2)]

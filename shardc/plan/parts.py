@@ -113,7 +113,7 @@ def stage(r: Rehearsal, device: Device, mesh: Mesh) -> Stage:
         if held.kind in KINDS:
             resident[KINDS.index(held.kind)] += held.nbytes
     found["resident", ""] = resident
-    for which in ("first", "middle"):
+    for which in ("first", "middle") if len(some) > 1 else ():
         mine = [v for (_, w), v in found.items() if w == which]
         if mine and (end := found.get(("W", which), found.get(("B", which)))) is not None:
             left = np.sum([v[NET] for v in mine], 0)

@@ -25,6 +25,9 @@ from shardc.runtime.engine import adamw
 from shardc.runtime.schedule import Costs, Schedule
 from shardc.spec import Spec
 
+#: Parts of a step that belong to no microbatch.
+ENDS = ("before", "REDUCE", "STEP", "after", "update")
+
 
 @dataclass(frozen=True)
 class Priced:
@@ -118,36 +121,27 @@ def _composed(
     for rank in range(schedule.ranks):
         mine = schedule.stages_of(rank)
         peaks.append(_memory([stages[s] for s in mine], {s: stages[s] for s in mine}, schedule, rank))
-        ends.append(sum(part_of(stages[s], kind, "")[CAUSES] for s in mine for kind in ("before", "REDUCE", "STEP", "after", "update")))
-    last = [_extra(stages, schedule, rank) for rank in range(schedule.ranks)]
+        ends.append(np.sum([part_of(stages[s], kind, "")[CAUSES] for s in mine for kind in ENDS], 0))
     at = max(range(len(peaks)), key=lambda r: peaks[r].sum())
-    each = schedule.microbatches
-    usual = [sum(part_of(s, k, "middle")[CAUSES] for k in computing(s)) for s in stages]
-    busy = [each * sum(usual[s] for s in schedule.stages_of(r)) for r in range(len(peaks))]
-    slow = max(range(len(busy)), key=lambda r: float((busy[r] + ends[r] + last[r]).sum()))
+    whole = [np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0) + ends[r] for r in range(schedule.ranks)]
+    slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
     if schedule.ranks == 1:
-        step = float((busy[0] + ends[0] + last[0]).sum())
+        step = float(whole[0].sum())
     else:
         transfer = {}
         for s in range(schedule.stages - 1):
             pair = [mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[i]}) for i in (s, s + 1)]
             transfer[s, s + 1] = library.device.comm_seconds("send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1]))
-        step = schedules.timeline(schedule, costs(stages, transfer)).end + max(float((e + x).sum()) for e, x in zip(ends, last, strict=True))
-    spent = dict(zip(WHAT, map(float, busy[slow] + ends[slow] + last[slow]), strict=True))
+        step = schedules.timeline(schedule, costs(stages, transfer)).end + max(float(e.sum()) for e in ends)
+    spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
     return Priced(batch, step, {k: float(n) for k, n in zip(KINDS, peaks[at], strict=True) if n > 0}, spent, at, counts)
 
 
-def _extra(stages: Sequence[Stage], schedule: Schedule, rank: int) -> Any:
-    """What a rank's first and last microbatches take beside the others: sums that begin while they compute."""
-    found = np.zeros(len(WHAT))
-    for s in schedule.stages_of(rank):
-        for kind in computing(stages[s]):
-            usual = part_of(stages[s], kind, "middle")[CAUSES]
-            found = found + part_of(stages[s], kind, "last")[CAUSES] - usual
-            if schedule.microbatches > 1:
-                found = found + part_of(stages[s], kind, "first")[CAUSES] - usual
-    return np.maximum(found, 0)
+def _all(s: Stage, microbatches: int) -> Vector:
+    """Seconds by cause of all microbatches on a stage: the first and the last one, and those between."""
+    some = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
+    return np.sum([n * part_of(s, kind, which)[CAUSES] for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
 
 
 def computing(s: Stage) -> tuple[str, ...]:

@@ -37,7 +37,6 @@ class Search:
     memory: float
     cuts: int = 1
     experts: int = 0
-    splits_sequence: bool = False
     on: Told = lambda what, done, of: None
     refused: dict[str, ShardcError] = field(default_factory=dict)
     considered: int = 0
@@ -55,18 +54,24 @@ class Search:
         some = {1, 2, node, self.experts}
         experts = [e for e in divisors(devices) if e in some and self.experts % e == 0] if self.experts else [1]
         keeps: list[Keep] = list(CHECKPOINTS) if self.library.words.regions else ["none"]
-        asked = [(t, e, t > 1 and self.splits_sequence, k) for t in widths for e in experts for k in keeps if devices % (t * e) == 0]
+        asked = [(t, e, k) for t in widths for e in experts for k in keeps if devices % (t * e) == 0]
         found = []
-        for i, core in enumerate(asked):
-            name = f"tp={core[0]}" + (f", ep={core[1]}" if core[1] > 1 else "") + f", recompute {core[3]}"
-            if name.split(", recompute")[0] in self.refused:
+        for i, (tp, ep, keep) in enumerate(asked):
+            mesh = f"tp={tp}" + (f", ep={ep}" if ep > 1 else "")
+            if mesh in self.refused:
                 continue
-            self.on(f"one microbatch at {name}", i, len(asked))
-            try:
-                self.library.core(Choice(tp=core[0], ep=core[1], sequence_parallel=core[2], checkpoint=core[3]))
-                found.append(core)
-            except ShardcError as e:
-                self.refused[name.split(", recompute")[0] if core[3] == "none" else name] = e
+            self.on(f"one microbatch at {mesh}, recompute {keep}", i, len(asked))
+            last: ShardcError | None = None
+            for sp in (True, False) if tp > 1 and self.library.words.sequences else (False,):
+                try:
+                    self.library.core(Choice(tp=tp, ep=ep, sequence_parallel=sp, checkpoint=keep))
+                    found.append((tp, ep, sp, keep))
+                    break
+                except ShardcError as e:
+                    last = e
+            else:
+                assert last is not None
+                self.refused[mesh if keep == "none" else f"{mesh}, recompute {keep}"] = last
         return found
 
     def choices(self, cores: Iterable[Core], devices: int, batch: int) -> Iterator[Choice]:

@@ -13,14 +13,18 @@ from typing import Any, Literal
 
 from shardc.runtime.schedule import SCHEDULES
 
-Keep = Literal["none", "selective", "budget", "full"]
+Keep = Literal["none", "selective", "half", "quarter", "eighth", "full"]
 #: What is recomputed, from nothing to everything, as an entry of `checkpoint:` beside `match`.
 CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "none": None,
     "selective": {"save": ["linear", "attention", "collective"]},
-    "budget": {"budget": 0.5},
+    "half": {"budget": 0.5},
+    "quarter": {"budget": 0.25},
+    "eighth": {"budget": 0.125},
     "full": {"save": []},
 }
+#: Of the bytes that backward would keep of a region, the share that is kept, where a spec says it.
+KEPT: dict[Keep, float] = {"none": 1.0, "half": 0.5, "quarter": 0.25, "eighth": 0.125}
 #: Stages on a rank, by schedule.
 PER_RANK: dict[str, tuple[int, ...]] = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4), "zb-h1": (1,), "zb-v": (2,)}
 assert set(PER_RANK) == set(SCHEDULES), "a new schedule: how many stages may a rank have?"
@@ -85,12 +89,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Words:
-    """What specs of one model have in common. shard: the section, where tp > 1; experts: modules, by pattern; regions: of recomputation."""
+    """What specs of one model have in common. shard: the section, where tp > 1; regions: of recomputation, as patterns of modules;
+    sequences: modules whose results may be split by sequence; experts: those that hold experts; dims: of inputs without rows."""
 
     shard: Mapping[str, Any]
     precision: Mapping[str, Any]
-    layers: Layers | None = None
     regions: tuple[str, ...] = ()
+    sequences: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     dims: Mapping[str, int | None] | None = None
 
@@ -104,8 +109,8 @@ def spec(choice: Choice, words: Words, counts: tuple[int, ...] = ()) -> dict[str
     made |= {"batch": batch} if batch else {}
     if choice.tp > 1:
         made["shard"] = dict(words.shard)
-    if choice.sequence_parallel and words.layers:
-        made["activations"] = {f"{words.layers.name}.*": {1: "tp"}}
+    if choice.sequence_parallel:
+        made["activations"] = {name: {1: "tp"} for name in words.sequences}
     if choice.pp > 1:
         made["pipeline"] = {"axis": "pp", **({"balance": list(counts)} if counts else {"stages": choice.stages}), "schedule": choice.schedule}
     if choice.zero and choice.dp > 1:

@@ -137,8 +137,12 @@ def experts(program: Program) -> tuple[tuple[str, ...], int]:
     return tuple(modules), number
 
 
-def split_sequence(program: Program, name: str) -> bool:
-    """Do the layers of a list hand on [batch, sequence, hidden], so that dim 1 can be split?"""
+def sequences(program: Program) -> tuple[str, ...]:
+    """Patterns of the layers that hand on [batch, sequence, hidden]: dim 1 can be split between them."""
+    return tuple(f"{name}.*" for name in layers(program) if name and _hands_on(program, name))
+
+
+def _hands_on(program: Program, name: str) -> bool:
     long = {n for x in program.inputs for n in x.shape[1:2]}
     last: dict[str, fx.Node] = {}
     for n in program.graph.nodes:

@@ -18,6 +18,11 @@ CAUSES = {
 }  # fmt: skip
 LIMITS = {"compute": "compute", "memory": "memory bandwidth", "launch": "small ops", "bubble": "pipeline bubble"}
 WIDTH = 12
+#: What a bar is drawn with where there are no colours.
+LETTERS = {
+    "parameters": "P", "optimizer": "O", "gradients": "G", "buffers": "B", "inputs": "I", "activations": "A", "gathered": "W", "communication": "C",
+    "temporaries": "T", "compute": "c", "memory": "m", "launch": "s", "tp": "t", "ep": "e", "dp": "d", "pp": "p", "bubble": "-",
+}  # fmt: skip
 
 
 def gb(nbytes: float) -> str:
@@ -29,7 +34,7 @@ def gb(nbytes: float) -> str:
 
 
 def number(n: float) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
             return f"{n / size:.3g}{unit}"
     return f"{n:.3g}"
@@ -75,18 +80,18 @@ def microbatches(c: Candidate) -> str:
     return f"{m} × {c.priced.batch // (data * m)}"
 
 
-def bar(parts: Mapping[str, float], whole: float, colors: Mapping[str, str], width: int = WIDTH) -> Text:
-    """Parts of a whole, as blocks of colour."""
+def bar(parts: Mapping[str, float], whole: float, colors: Mapping[str, str], *, plain: bool, width: int = WIDTH) -> Text:
+    """Parts of a whole, as blocks of colour; plain: as letters."""
     text, done, drawn = Text(), 0.0, 0
     for name, color in colors.items():
         done += parts.get(name, 0.0)
         until = min(round(width * done / whole), width)
-        text.append("█" * (until - drawn), style=color)
+        text.append((LETTERS[name] if plain else "█") * (until - drawn), style="" if plain else color)
         drawn = max(until, drawn)
-    return text.append("░" * (width - drawn), style="bright_black")
+    return text.append(("·" if plain else "░") * (width - drawn), style="bright_black")
 
 
-def table(plan: Plan, most: int = 12) -> RenderableType:
+def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
     a = plan.asked
     rows = Table(header_style="bold", pad_edge=False, box=None)
     for name, where in (
@@ -101,10 +106,10 @@ def table(plan: Plan, most: int = 12) -> RenderableType:
         rate = c.tokens_per_second or c.rows_per_second
         rows.add_row(
             str(i), mesh, "yes" if s.activations else "-", str(s.data.zero), schedule(c), recompute(c), microbatches(c), gb(c.peak),
-            bar(c.memory, max(a.usable, c.peak), COLORS), Text("yes", "green") if c.fits else Text("no", "red"), seconds(c.step_seconds),
-            f"{c.mfu:.1%}", number(rate), bar(c.shares, 1.0, CAUSES), limit(c),
+            bar(c.memory, max(a.usable, c.peak), COLORS, plain=plain), Text("yes", "green") if c.fits else Text("no", "red"), seconds(c.step_seconds),
+            f"{c.mfu:.1%}", number(rate), bar(c.shares, 1.0, CAUSES, plain=plain), limit(c),
         )  # fmt: skip
-    parts: list[RenderableType] = [heading(plan), rows, keys(plan)]
+    parts: list[RenderableType] = [heading(plan), rows, keys(plan, plain=plain)]
     return Group(*parts)
 
 
@@ -120,25 +125,25 @@ def heading(plan: Plan) -> Text:
     return text
 
 
-def keys(plan: Plan) -> Text:
+def keys(plan: Plan, *, plain: bool) -> Text:
     """What the bars' colours mean, and what was left out."""
     text = Text("\nmemory ")
     used = {k for c in plan.candidates for k, n in c.memory.items() if n > 0.005 * c.peak}
     for name, color in COLORS.items():
         if name in used:
-            text.append("█ ", style=color).append(f"{name}  ")
+            text.append(f"{LETTERS[name] if plain else '█'} ", style=color).append(f"{name}  ")
     text.append("\ntime   ")
     spent = {k for c in plan.candidates for k, n in c.shares.items() if n > 0.005}
     for name, color in CAUSES.items():
         if name in spent:
-            text.append("█ ", style=color).append(f"{cause(name)}  ")
+            text.append(f"{LETTERS[name] if plain else '█'} ", style=color).append(f"{cause(name)}  ")
     text.append(f"\n{plan.considered} choices considered, {len(plan.candidates)} priced, in {plan.seconds:.1f} s")
     for name, why in plan.refused.items():
         text.append(f"\nnot possible: {name}: {why}", style="bright_black")
     return text
 
 
-def breakdown(c: Candidate) -> RenderableType:
+def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
     """One candidate: memory by kind, time by cause."""
     rows = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("memory at the peak", "", "", "time of a step", "", ""):
@@ -150,7 +155,7 @@ def breakdown(c: Candidate) -> RenderableType:
         for found, whole, shown, colors in ((memory, c.peak, gb, COLORS), (time, sum(c.priced.spent.values()), seconds, CAUSES)):
             if i < len(found):
                 name, n = found[i]
-                row += [cause(name), shown(n), bar({name: n}, whole, {name: colors[name]})]
+                row += [cause(name), shown(n), bar({name: n}, whole, {name: colors[name]}, plain=plain)]
             else:
                 row += ["", "", ""]
         rows.add_row(*row)
