@@ -100,7 +100,7 @@ def _fits(layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: 
     wrong = (uneven.padded(layout, shape, mesh) if pad else layout).fits(shape, mesh)
     if not wrong:
         return True
-    fix = "split another dim, or change the axis' size"
+    fix = f"its dims are 0 to {len(shape) - 1}" if shape else "it is one number: leave it whole"
     for axis, s in layout.shards():
         if s.dim < len(shape) and not s.sections and shape[s.dim] % (step := s.split * mesh.size(axis)):
             size = shape[s.dim]

@@ -13,6 +13,7 @@ import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.calls import call_of, result, tensors, values
@@ -330,6 +331,7 @@ class _Writer:
             if not why and forward == "all_gather":
                 self.notes.append(
                     f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)} needs it whole there"
+                    + _in_parts(user, axis)
                 )
         cause = producer if kind in ("all_reduce", "reduce_scatter") else user
         local = self._emit(target, args, {}, replace(v, layout=new), cause, collective, f"{producer.name}_{SUFFIX.get(kind, kind)}")
@@ -363,6 +365,15 @@ def needing(user: fx.Node) -> str:
         return "the buffer that it is the new value of"
     target: Any = user.target
     return str(target) if isinstance(target, OpOverload) else str(target.__name__)
+
+
+def _in_parts(user: fx.Node, axis: str) -> str:
+    """What to write instead where a fused weight's result is taken apart: each part split."""
+    if user.target is not torch.ops.aten.split_with_sizes.default:
+        return ""
+    sizes: Any = user.args[1]
+    how = f"split: {len(sizes)}" if len(set(sizes)) == 1 else f"sections: {list(sizes)}"
+    return f"; of a fused weight each part can be split: {{0: {{axis: {axis}, {how}}}}} instead of `column`"
 
 
 def refuse_unasked(graph: fx.Graph) -> None:

@@ -124,18 +124,20 @@ class _Wrapper(nn.Module):
 
 
 def default_loss(output: Any) -> Any:
-    """The loss in a model's output: the output itself, its `.loss`, its "loss" or its first element."""
+    """The loss in a model's output: the output itself, its `.loss`, its "loss", its first element or the only number in it: `(logits, loss)`."""
     found = output
     if not isinstance(output, Tensor):
         found = getattr(output, "loss", None)
         if found is None and isinstance(output, Mapping):
             found = output.get("loss")
         elif found is None and isinstance(output, (tuple, list)) and output:
-            found = output[0]
+            numbers = [x for x in output if isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()]
+            found = output[0] if len(numbers) != 1 else numbers[0]
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ShardcError(
             f"the model returns {_described(output)}: there is no scalar loss in it",
-            fix="pass loss=lambda output, batch: ..., or give the model the labels with which it computes its loss itself",
+            fix="define loss(output, batch) in the model's file, in Python pass loss=lambda output, batch: ...; "
+            "or give the model the labels with which it computes its loss itself",
         )
     return found
 

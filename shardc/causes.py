@@ -183,9 +183,12 @@ def of_error(error: BaseException) -> ShardcError:
             return _error(cause, at, at.line)
     text = str(error).strip().splitlines()
     code = f" ({at.code})" if at.code else ""
+    fix = "check that model and batch run together in plain PyTorch"
+    if "no fake impl" in str(error):
+        fix = "give the op a shape function, @OP.register_fake (README: Your own op)"
     return ShardcError(
         f"the model's forward failed: {type(error).__name__}: {text[0] if text else ''}{code}", where=at.line,
-        fix="check that model and batch run together in plain PyTorch",
+        fix=fix,
     )  # fmt: skip
 
 

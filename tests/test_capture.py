@@ -342,6 +342,7 @@ def test_losses_that_are_none() -> None:
     refused(lambda s, y: {"logits": y}, "the model returns a dict: there is no scalar loss in it")
     refused(lambda s, y: "yes", "the model returns a str: there is no scalar loss in it")
     refused(lambda s, y: (None, y), "the model returns a tuple: there is no scalar loss in it")
+    refused(lambda s, y: (y, y.sum(), y.mean()), "the model returns a tuple: there is no scalar loss in it")  # which one?
     refused(lambda s, y: y, "the loss is a float, not a scalar", loss=lambda y, b: 1.0)
     refused(lambda s, y: y, r"the loss is a tensor of shape \[4, 6\] and torch.float32, not a scalar", loss=lambda y, b: y)
     refused(lambda s, y: y, "the loss is a tensor of shape .* and torch.int64, not a scalar", loss=lambda y, b: y.argmax())
