@@ -21,6 +21,8 @@ from shardc.spec import Spec
 REHEARSED, PRICED = 6, 24
 #: Of choices alike but in ZeRO and schedule, so many are priced.
 ALIKE = 4
+#: What takes so many times a device's memory is not tried with more rows.
+HOPELESS = 4
 Core = tuple[int, int, bool, Keep]
 Told = Callable[[str, int, int], None]
 
@@ -81,9 +83,15 @@ class Search:
 
     def estimate(self, devices: int, batch: int, cores: Iterable[Core]) -> list[tuple[Choice, Priced]]:
         """Every choice, the best first: those that seem to fit by time, then the others by memory."""
-        found = []
+        found: list[tuple[Choice, Priced]] = []
+        hopeless: set[object] = set()
         for c in self.choices(cores, devices, batch):
+            alike = c.core, c.pp, c.dp, c.zero, c.schedule, c.per_rank
+            if alike in hopeless:
+                continue
             found.append((c, self.estimates(c)))
+            if found[-1][1].peak > HOPELESS * self.memory:  # more rows take more
+                hopeless.add(alike)
             if len(found) % 500 == 0:
                 self.on(f"{len(found)} choices", 0, 0)
         self.considered += len(found)
