@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.mesh import Mesh
+from shardc.runtime.malloc import keep_freed
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,8 @@ class TorchMesh(RankMesh):
         here = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
             torch.cuda.set_device(here)
+        else:
+            keep_freed()  # offloading, which is made later, sets it otherwise
         self.owner = False
         if not dist.is_initialized() and (layout.world > 1 or "RANK" in os.environ):
             _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))

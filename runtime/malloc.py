@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _SMALL, _LARGE, _ALLOWED = 2**20, 2**30, 2**25  # bytes; older versions take no more than 32 MiB
@@ -12,8 +13,10 @@ def keep_freed() -> None:
     """Keep it for what comes next, for the rest of this process, as a GPU's caching allocator does.
 
     A training step frees and allocates the same sizes over and over: pages that went back to the system come anew, each filled with zeros.
+    Who has set glibc's own variables (MALLOC_TRIM_THRESHOLD_, ...) is left what was set.
     """
-    _set({_M_TRIM_THRESHOLD: _LARGE, _M_MMAP_THRESHOLD: _LARGE})
+    if not any(name.startswith("MALLOC_") for name in os.environ):
+        _set({_M_TRIM_THRESHOLD: _LARGE, _M_MMAP_THRESHOLD: _LARGE})
 
 
 def return_freed() -> None:

@@ -23,7 +23,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from shardc.errors import ShardcError
-from shardc.runtime.malloc import keep_freed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +202,6 @@ def _held_out(engine: Any, data: _Data | None) -> float | None:
 def main(file: str) -> None:
     """Run a job, and leave at once if it fails: a rank that waits in a destructor for its peers would hide the cause."""
     job = Job(**json.loads(Path(file).read_text()))
-    keep_freed()  # before the engine is made: offloading sets it otherwise
     try:
         summary = run(job)
     except ShardcError as e:

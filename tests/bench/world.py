@@ -24,7 +24,7 @@ class World:
     """Use: `with World(name, files) as w: w.ask("time", steps=3)`. A process that fails shows why, and ends the benchmark.
 
     files: where the parent has put weights and compiled programs. frugal: memory that is freed goes back to the system at once, so that
-    resident memory follows the live tensors; it costs time. Otherwise it is kept, as `shardc run` and a GPU's allocator do, by all alike.
+    resident memory follows the live tensors; it costs time. Otherwise it is as each contender leaves it: ours keeps it (shardc.runtime.malloc).
     """
 
     def __init__(self, name: str, files: Path, *, frugal: bool = False) -> None:
@@ -70,8 +70,10 @@ def _work(rank: int, name: str, files: Path, meeting: Path, frugal: bool, orders
     import torch
     import torch.distributed as dist
 
-    for what in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-        ctypes.CDLL(None).mallopt(what, 64 * 1024 if frugal else 2**30)
+    if frugal:
+        for what in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            ctypes.CDLL(None).mallopt(what, 64 * 1024)
+        os.environ["MALLOC_TRIM_THRESHOLD_"] = str(64 * 1024)  # ours leaves alone what is set
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # peers use names of torch that it has renamed
