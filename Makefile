@@ -38,10 +38,11 @@ types: $(READY)
 bench: .venv/.peers
 	$(BIN)/python tests/bench/bench.py
 
-table: $(READY)   ## docs/models.md, docs/memory.md, docs/experts.md
+table: $(READY)   ## docs/models.md, docs/memory.md, docs/experts.md, docs/spec.md
 	$(BIN)/python tests/bench/models.py
 	$(BIN)/python tests/bench/memory.py
 	$(BIN)/python tests/bench/experts.py
+	$(BIN)/python tests/bench/spec.py
 
 clean:
 	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
