@@ -49,7 +49,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("style without meaning", {**TP, "shard": {"ln": "column"}}, "shard.ln", "is not a weight that 'column' can split", "name dims instead"),
     ("dims of a module", {**TP, "shard": {"q": {0: "tp"}}}, "shard.q", "names a module, but dims belong to one parameter", "'q.weight'"),
     ("weight does not divide", {"mesh": {"tp": 5}, "shard": {"q": "column"}}, "shard.q", "24 does not divide by tp=5", "20 or 25, or tp=4"),
-    ("no such dim", {**TP, "shard": {"q.weight": {2: "tp"}}}, 'shard."q.weight"', "dim 2 does not exist", "split another dim"),
+    ("no such dim", {**TP, "shard": {"q.weight": {2: "tp"}}}, 'shard."q.weight"', "dim 2 does not exist", "its dims are 0 to 1"),
     ("thirds do not divide", {**TP, "shard": {"q.weight": {0: {"axis": "tp", "split": 9}}}}, 'shard."q.weight"', "in 9 parts", "18 or 36"),
     ("sections do not sum", {**TP, "shard": {"q.weight": {0: {"axis": "tp", "sections": [8, 8]}}}}, 'shard."q.weight"', "do not sum", ""),
     ("heads do not divide", {"mesh": {"tp": 4}, "shard": {"{q,k,v}": "column", "o": "row"}}, "shard.", "6 (of [8, 12, 24]", "tp=1, 2, 3 or 6"),
