@@ -29,7 +29,7 @@ from shardc.mesh import Mesh
 from shardc.methods import traceable
 from shardc.program import Buffer, Input, Param, Program, Source, Value
 from shardc.runtime.custom_ops import with_gradient_of
-from shardc.torch_private import FakeTensor, OpOverload, fake_tensor, is_transform, traced_with
+from shardc.torch_private import FakeTensor, OpOverload, fake_tensor, is_transform, silent, traced_with
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -52,14 +52,14 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     batch = _plain(batch)
     leaves = Leaves(batch)
     with steady.unchanged(model) as changes:
-        exported = _export(model, leaves, loss)
+        exported, updated, notes = _export(model, leaves, loss)
     changes.refuse_made()
-    program = _lift(model, leaves, *exported)
+    program = _lift(model, leaves, exported, updated)
+    program.notes = notes
     program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
     if prove:
         with steady.unchanged(model):
-            notes = proof.prove(program, model, batch, lambda b: _Wrapper(model, Leaves(b), loss)(*Leaves(b).tensors), changes.set)
-        program.notes += notes
+            program.notes += proof.prove(program, model, batch, lambda b: _Wrapper(model, Leaves(b), loss)(*Leaves(b).tensors), changes.set)
     return program
 
 
@@ -93,6 +93,13 @@ def _plain(batch: Any) -> Any:
     return type(batch)(map(_plain, batch)) if type(batch) in (list, tuple) else batch
 
 
+def _call(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of forward that a batch is."""
+    if isinstance(batch, Mapping):
+        return (), batch
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
 def _key(key: Any) -> str | int:
     found = getattr(key, "key", getattr(key, "idx", getattr(key, "name", None)))
     assert isinstance(found, (str, int)), f"unknown path element {key!r}"
@@ -109,12 +116,8 @@ class _Wrapper(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = self.leaves.batch(tensors)
-        if isinstance(batch, Mapping):
-            output = self.model(**batch)
-        elif isinstance(batch, (tuple, list)):
-            output = self.model(*batch)
-        else:
-            output = self.model(batch)
+        args, kwargs = _call(batch)
+        output = self.model(*args, **kwargs)
         found = self.loss(output, batch) if self.loss is not None else default_loss(output)
         if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
             what = f"the loss is {_described(found)}, not a scalar"
@@ -149,22 +152,24 @@ def _described(x: Any) -> str:
 # --- export -----------------------------------------------------------------------------------------------------------
 
 
-def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[ExportedProgram, dict[str, fx.Node]]:
-    """The exported model without regions and in-place ops, and {FQN of a buffer: its new value}."""
+def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[ExportedProgram, dict[str, fx.Node], tuple[str, ...]]:
+    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes."""
     mode, tensors = watch.fakes(model)
     inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # a new one each: export merges inputs that are one object
     wrapper = _Wrapper(model, leaves, loss)
     wrapper.training = model.training
     with (
         warnings.catch_warnings(), watch.lean_transformers(model), transformers_experts.as_one_op(), watch.watching(wrapper.side),
-        known_values(), traceable(), watch.swapped(model, tensors),
-        traced_with(source.trace_of_call),
+        known_values() as asked, traceable(), watch.swapped(model, tensors),
+        traced_with(source.trace_of_call), silent(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
         numbers = steady.random_state()
         try:
             exported = torch.export.export(wrapper, inputs, strict=False)
         except Exception as e:  # tracing runs the user's Python, which may raise anything; it is raised again as what it means
+            if isinstance(e, TypeError):
+                watch.check_call(model, *_call(leaves.batch(leaves.tensors)))
             raise causes.of_error(e) from e
         if steady.random_state() != numbers:
             with mode:
@@ -192,7 +197,12 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
             _check(exported.graph_module.graph)
             functional.differentiable(exported.graph_module.graph)
             updated = _mutated(exported)
-    return exported, updated
+    return exported, updated, tuple(dict.fromkeys(map(_unseen, asked)))
+
+
+def _unseen(at: Source) -> str:
+    """A note on a line that asks for a number of which nothing in the graph is made."""
+    return f"{at.line}: a tensor becomes a number that only Python sees ({at.code}): steps of the program do not run this line"
 
 
 def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:

@@ -43,6 +43,7 @@ class Cause:
 DEPENDS = "depends on a tensor's value"
 NUMBER = f"a tensor becomes a Python number (.item(), int(), float(), tolist(), an index of one element): the program {DEPENDS}"
 KEEP = "keep it a tensor: x * n, not x * n.item(); pick rows with index_select(0, i.view(1)) or gather"
+TEXT, PRINT = f"forward writes a tensor's value as text: what it does {DEPENDS}", "print it outside of forward: let the model return it"
 EXPERTS = (
     'run all experts in one op: config.experts_implementation = "grouped_mm" with transformers, '
     "shardc.nn.experts(x, index, weights, up, down) in a model of your own"
@@ -94,6 +95,11 @@ CAUSES = (
     Cause(
         f"a branch {DEPENDS}", "compute both branches and choose with torch.where(condition, a, b)",
         raised=DATA, code=r"^\s*(if|elif|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b",
+    ),
+    Cause(TEXT, PRINT, raised=r"Sym(Float|Int|Bool)\.__format__"),
+    Cause(
+        TEXT, PRINT,
+        raised=DATA, code=r"""\bprint\(|\blog(ger|ging)?\.|\bf["']|["'] %|\.format\(|\bstr\(""",
     ),
     Cause(
         f"the size of a slice or tensor {DEPENDS}", MASK,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardc import idle
 from shardc.capture import capture
 from shardc.passes import plans, runner
 from shardc.passes.accumulate import Accumulate, widened
@@ -93,7 +94,8 @@ def compile(
     data = Data.of(asked, dtypes.reduce)
     program = steps.run("data", lambda: data.run(program, program.mesh))
 
-    program.spec, program.notes, program.resize = asked, (*notes, *program.notes), Resizer.of(model, loss)
+    program.spec, program.resize = asked, Resizer.of(model, loss)
+    program.notes = (*notes, *program.notes, *idle.notes(program, asked))
     program.meta = program.meta | {
         "model": type(model).__name__, "torch": str(torch.__version__), "compile_seconds": round(time.perf_counter() - start, 3),
         "pass_seconds": steps.seconds,

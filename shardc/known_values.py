@@ -22,25 +22,29 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from shardc import source
+from shardc.program import Source
 from shardc.runtime import custom_ops  # noqa: F401 (it registers shardc::ctc_loss)
 from shardc.torch_private import FakeTensor
 from shardc.watch import constant_value, untraced
 
 
 @contextmanager
-def known_values() -> Iterator[None]:
+def known_values() -> Iterator[list[Source]]:
     """While open, Python may ask for the value of a traced tensor that depends on no input and no parameter.
 
-    Where it asks for the truth of one that does, in a check that only raises, it is told that all is well.
+    Where it asks for the truth of one that does, in a check that only raises, it is told that all is well. What else is asked gets into the
+    list that this gives: torch has a symbol for it, and export fails if anything hangs on that.
     """
+    asked: list[Source] = []
     with ExitStack() as stack:
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist"):
-            stack.enter_context(mock.patch.object(Tensor, name, _asking(getattr(Tensor, name), check=name == "__bool__")))
+            stack.enter_context(mock.patch.object(Tensor, name, _asking(getattr(Tensor, name), asked, check=name == "__bool__")))
         stack.enter_context(mock.patch.object(torch, "ctc_loss", ctc_loss))
-        yield
+        yield asked
 
 
-def _asking(original: Callable[..., Any], check: bool) -> Callable[..., Any]:
+def _asking(original: Callable[..., Any], asked: list[Source], check: bool) -> Callable[..., Any]:
     """A method of Tensor that answers with the constant's value where there is one."""
 
     def method(self: Tensor) -> Any:
@@ -50,6 +54,7 @@ def _asking(original: Callable[..., Any], check: bool) -> Callable[..., Any]:
             return untraced(original, known)
         if check and (fine := harmless(sys._getframe(1))) is not None:
             return fine
+        asked.append(source.of_call())
         return original(self)
 
     return method

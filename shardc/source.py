@@ -6,6 +6,8 @@ A user's frame is any that lies outside torch and shardc themselves; libraries s
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import linecache
 import re
 import sys
@@ -136,6 +138,16 @@ def _users_frame() -> FrameType | None:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def of_function(function: Any) -> Source:
+    """Where a function is defined; nowhere, if it is not Python's."""
+    function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return Source()
+    name, line = code.co_filename, code.co_firstlineno
+    return Source("", f"{Path(name).name}:{line}", linecache.getline(name, line).strip())
 
 
 def of_frame(frame: FrameType, line: int) -> Source:

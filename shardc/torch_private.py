@@ -5,6 +5,7 @@ Everything else in shardc uses torch's public API. Add a name here with the reas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -29,7 +30,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 __all__ = [
     "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "current_backward",
     "decompositions", "fake_mode", "fake_tensor", "is_transform", "outer_hooks", "overload_of", "replaced_trunc_normal", "sequence_number",
-    "step_hooks", "traced_functional", "traced_node", "traced_on", "traced_with",
+    "silent", "step_hooks", "traced_functional", "traced_node", "traced_on", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -124,6 +125,28 @@ def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextMan
     """While open, `torch.nn.init.trunc_normal_` calls `function(tensor, mean, std, a, b, generator=None)`, in every thread.
 
     It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
+@contextmanager
+def silent() -> Iterator[None]:
+    """While open, torch logs no warnings and errors, and export prints no part of a graph: whoever opens it says itself what was wrong.
+
+    What TORCH_LOGS asks for, which is of lower levels, is still shown.
+    """
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.WARNING or record.name.partition(".")[0] != "torch"
+
+    with mock.patch("torch.export._trace.print", create=True):  # imports it, with its loggers
+        named = (x for name, x in logging.root.manager.loggerDict.items() if name.partition(".")[0] == "torch")
+        handlers = {h for x in (logging.root, *named) if isinstance(x, logging.Logger) for h in x.handlers}
+        for h in handlers:
+            h.addFilter(wanted)
+        try:
+            yield
+        finally:
+            for h in handlers:
+                h.removeFilter(wanted)
+
+
     """
     return mock.patch("torch.nn.init._no_grad_trunc_normal_", function)
 

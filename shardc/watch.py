@@ -5,8 +5,9 @@ Everything here is a context manager and is undone when the capture ends, also w
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
@@ -27,20 +28,40 @@ def check_hooks(model: nn.Module) -> None:
     """Backward hooks of modules and parameters are not part of an exported graph: refuse them, all at once."""
     errors = Errors()
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if hooks := [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]:
             errors.add(
-                "the module has a backward hook, which a captured graph cannot keep", where=name or type(module).__name__,
+                "the module has a backward hook, which a captured graph cannot keep", where=_at(name or type(module).__name__, hooks),
                 fix="remove the hook, or compute what it does in forward",
             )  # fmt: skip
     for name, p in model.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        held = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
+        if hooks := [hook for each in held if each for hook in each.values()]:
             errors.add(
-                "the parameter has a gradient hook, which a captured graph cannot keep", where=name,
+                "the parameter has a gradient hook, which a captured graph cannot keep", where=_at(name, hooks),
                 fix="remove the hook; gradient clipping and the like belong to the optimizer step",
             )  # fmt: skip
         if isinstance(p, nn.parameter.UninitializedParameter):
             errors.add("the parameter has no shape yet", where=name, fix="run a lazy module once before compiling it")
     errors.raise_any()
+
+
+def _at(name: str, hooks: list[Callable[..., Any]]) -> str:
+    """A module's or parameter's name, with the line at which the first of its hooks is defined: "fc.weight (model.py:12)"."""
+    line = source.of_function(hooks[0]).line
+    return f"{name} ({line})" if line else name
+
+
+def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise ShardcError, naming forward's line, if it does not take the batch."""
+    forward = inspect.signature(model.forward)
+    try:
+        forward.bind(*args, **kwargs)
+    except TypeError as e:
+        names = ", ".join(forward.parameters)
+        raise ShardcError(
+            f"the batch does not fit the model's forward({names}): {e}", where=source.of_function(model.forward).line,
+            fix="a dict's keys are forward's arguments, a tuple's entries stand in their order, a tensor is the first one",
+        ) from None  # fmt: skip
 
 
 @contextmanager

@@ -289,7 +289,7 @@ def test_hooks_are_refused() -> None:
     model.fc.bias.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ShardcError) as e:
         capture(model, X)
-    assert [x.where for x in e.value.errors] == ["fc", "fc.weight", "fc.bias"]
+    assert [re.sub(r"\d+", "N", x.where) for x in e.value.errors] == [f"{name} (test_capture.py:N)" for name in ("fc", "fc.weight", "fc.bias")]
     assert "the module has a backward hook" in str(e.value)
     assert "the parameter has a gradient hook" in str(e.value)
 
@@ -355,7 +355,7 @@ def test_errors_of_the_model_itself() -> None:
     text = "the model's forward failed: RuntimeError: a and b must have same reduction dim"
     refused(lambda s, y: y @ y, text, line="refused(lambda s, y: y @ y")
     refused(lambda s, y: s.missing, "the model's forward failed: AttributeError: 'Net' object has no attribute 'missing'")
-    with pytest.raises(ShardcError, match="the model's forward failed: TypeError"):
+    with pytest.raises(ShardcError, match="the batch does not fit the model's forward"):
         capture(Net(), {"nonsense": X})
     with pytest.raises(ShardcError, match=r"the model is a function, not a torch\.nn\.Module"):
         capture(lambda x: x, X)  # type: ignore[arg-type]

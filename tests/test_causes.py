@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import random
 from collections import UserDict
 from collections.abc import Callable
@@ -105,6 +106,7 @@ VALUES: list[tuple[Function, str, str]] = [
     (turns, "the length of a loop depends on a tensor's value (for _ in range", "a fixed number of turns"),
     (experts, "the loop over experts depends on a tensor's value (rows = ", "shardc.nn.experts"),
     (layer_drop, "LayerDrop leaves out layers at random: a branch depends", "set the config's layerdrop to 0"),
+    (lambda s, y: print(f"{y.max().item():.2f}") or y.sum(), "forward writes a tensor's value as text", "print it outside of forward"),
     (lambda s, y: y.sum() * y.max().item(), "a tensor becomes a Python number (.item(), int()", "keep it a tensor"),
     (lambda s, y: y.sum() * sum(y[0].tolist()), "a tensor becomes a Python number", "keep it a tensor"),
     (lambda s, y: y[int(y.sum(1).argmax())].sum(), "a tensor becomes a Python number", "index_select"),
@@ -359,3 +361,47 @@ def test_settings_that_need_no_care(how: str) -> None:
     if how == "packed_uncached":
         model.config.use_cache = False
     assert capture(model, {**batch, **given}).notes == ()
+
+
+# --- what torch itself says -----------------------------------------------------------------------------------------------
+
+
+def test_torch_prints_nothing_beside_the_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its warnings and parts of graphs would stand before the message; the loggers are as before afterwards."""
+    handlers = {h: list(h.filters) for x in (logging.getLogger(n) for n in list(logging.root.manager.loggerDict)) for h in x.handlers}
+    with pytest.raises(ShardcError, match="a branch depends on a tensor's value"):
+        capture(net(branch), X)
+    assert capfd.readouterr() == ("", "")
+    assert all(h.filters == before for h, before in handlers.items())
+
+
+def test_numbers_that_only_python_sees_are_noted() -> None:
+    """`print(x.item())`: no step of the program prints anything."""
+
+    def prints(s: Net, y: Tensor) -> Tensor:
+        print(y.mean().item(), y.max().item())
+        return y.sum()
+
+    notes = [n for n in capture(net(prints), X).notes if "Python" in n]
+    assert len(notes) == 1  # one a line
+    assert notes[0].startswith("test_causes.py:")
+    assert "only Python sees (print(y.mean().item(), y.max().item())): steps of the program do not run this line" in notes[0]
+
+
+# --- the batch does not fit forward ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "what"),
+    [
+        ({"y": X}, "missing a required argument: 'x'"),
+        ({"x": X, "z": X}, "got an unexpected keyword argument 'z'"),
+        ((X, X), "too many positional arguments"),
+    ],
+)
+def test_a_batch_that_does_not_fit_forward(batch: Any, what: str) -> None:
+    with pytest.raises(ShardcError) as e:
+        capture(net(lambda s, y: y.sum()), batch)
+    assert e.value.what == f"the batch does not fit the model's forward(x): {what}"
+    assert e.value.where.startswith("test_causes.py:")
+    assert "a dict's keys are forward's arguments" in e.value.fix
