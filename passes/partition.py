@@ -19,6 +19,7 @@ from torch import fx
 from shardc.calls import call_of, result, tensors, values
 from shardc.errors import Errors
 from shardc.mesh import Mesh
+from shardc.passes import parts
 from shardc.placement import REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, Varying
 from shardc.program import Collective, Program, Source, Stage, Value
 from shardc.rules import core
@@ -47,7 +48,9 @@ class Partition:
         graph = writer.run()
         if self.strict:
             refuse_unasked(graph)
-        return replace(program, mesh=mesh, stages=(Stage(graph),), notes=(*program.notes, *writer.notes))
+        better = dict.fromkeys(how for axis in sorted(writer.gathered) if (how := parts.instead(program, axis)))
+        fused = (f"nothing of fused weights need be gathered: write {how} before the entries that split them otherwise" for how in better)
+        return replace(program, mesh=mesh, stages=(Stage(graph),), notes=(*program.notes, *writer.notes, *fused))
 
 
 @dataclass
@@ -58,6 +61,7 @@ class _Writer:
     # (global node, result) -> layout -> local node; the first one is how the value is produced
     made: dict[tuple[fx.Node, int], dict[Layout, fx.Node]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    gathered: set[str] = field(default_factory=set)  # axes over which something is gathered that nobody asked for
     mesh_node: fx.Node | None = None
     cleaned: dict[tuple[fx.Node, Shard], fx.Node] = field(default_factory=dict)
 
@@ -330,13 +334,14 @@ class _Writer:
             collective = Collective(forward, backward, axes, nbytes, why, bool(why))
             if not why and forward == "all_gather":
                 self.notes.append(
-                    f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)} needs it whole there"
-                    + _in_parts(user, axis)
+                    f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)} needs it whole there, "
+                    f"which nobody asked for{_in_parts(user, axis)}"
                 )
         cause = producer if kind in ("all_reduce", "reduce_scatter") else user
         local = self._emit(target, args, {}, replace(v, layout=new), cause, collective, f"{producer.name}_{SUFFIX.get(kind, kind)}")
         return new, local
 
+                self.gathered.add(axis)
     def _padding(self, s: Shard, whole: Layout) -> tuple[int, int]:
         """The padding that a conversion puts on or takes off: none while another axis still splits the dim."""
         return (0, 1) if whole.shards(s.dim) else (s.padding, s.blocks)
@@ -373,7 +378,7 @@ def _in_parts(user: fx.Node, axis: str) -> str:
         return ""
     sizes: Any = user.args[1]
     how = f"split: {len(sizes)}" if len(set(sizes)) == 1 else f"sections: {list(sizes)}"
-    return f"; of a fused weight each part can be split: {{0: {{axis: {axis}, {how}}}}} instead of `column`"
+    return f"; of a fused weight each part can be split: {{0: {{axis: {axis.partition('.')[0]}, {how}}}}} instead of `column`"
 
 
 def refuse_unasked(graph: fx.Graph) -> None:

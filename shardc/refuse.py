@@ -10,6 +10,7 @@ from shardc.calls import result, tensors
 from shardc.causes import way_around
 from shardc.errors import Errors
 from shardc.mesh import Mesh
+from shardc.passes import parts
 from shardc.placement import Shard
 from shardc.program import Program
 from shardc.rules import core
@@ -63,8 +64,10 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
                     continue
                 told.add((why, size))
                 fits = [str(k) for k in range(1, size + 1) if size % k == 0]
+                better = parts.instead(program, axis)
+                rest = f"or write {better} before the entries that split a fused weight as one" if better else "or leave that weight whole"
                 errors.add(
                     f"{size} (of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}) does not divide by {axis}={n}",
-                    where=f"{why}, {node.meta['source']}", fix=f"{axis}={', '.join(fits[:-1])} or {fits[-1]}; or leave that weight whole",
+                    where=f"{why}, {node.meta['source']}", fix=f"{axis}={', '.join(fits[:-1])} or {fits[-1]}; {rest}",
                 )  # fmt: skip
     errors.raise_any()

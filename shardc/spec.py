@@ -42,6 +42,12 @@ class ShardRule:
     axis: str = "tp"
     dims: dict[int, tuple[DimShard, ...]] | None = None
 
+    def written(self) -> Any:
+        """What stands behind the pattern, as plain values."""
+        if self.dims is not None:
+            return _dims(self.dims)
+        return self.style if self.axis == "tp" else {"style": self.style, "axis": self.axis}
+
 
 @dataclass(frozen=True)
 class ActivationRule:
@@ -212,8 +218,7 @@ class Spec:
         if self.shard_use:
             shard["use"] = self.shard_use if self.shard_axis == "tp" else {"plan": self.shard_use, "axis": self.shard_axis}
         for r in self.shard:
-            plain = r.style if r.axis == "tp" else {"style": r.style, "axis": r.axis}
-            shard[r.pattern] = plain if r.dims is None else _dims(r.dims)
+            shard[r.pattern] = r.written()
         parts: dict[str, Any] = {n: _plain(getattr(self, n)) for n in _SECTIONS}
         parts["shard"] = shard
         parts["activations"] = {r.pattern + (":in" if r.at == "input" else ""): _dims(r.dims) for r in self.activations}

@@ -168,7 +168,7 @@ def test_a_padded_batch_keeps_its_split_whatever_the_order_of_axes(axes: tuple[s
     model, batch = zoo.ready(Flat(), torch.float64), values()
     spec = {"shardc": 1, "mesh": {a: {"tp": 2, "dp": 3}[a] for a in axes}, "shard": {"start": "column", "end": "row"}, "uneven": "pad"}
     program = shardc.compile(model, batch, {**spec, "activations": {"before": {1: "tp"}}})
-    text = f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there"
+    text = f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there, which nobody asked for"
     assert [n.partition(": ")[2] for n in program.notes] == [text]
     sim = shardc.simulate(program, model, batch)
     loss = model(batch)

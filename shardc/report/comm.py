@@ -10,6 +10,8 @@ from shardc.emit import human
 from shardc.program import Program
 from shardc.runtime import ops
 
+UNASKED = "nobody asked for it"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -33,7 +35,7 @@ def comm_rows(program: Program) -> list[Row]:
 
     def add(axes: tuple[str, ...], kind: str, direction: str, cause: str, nbytes: int, times: int) -> None:
         if kind != "none" and times:
-            found.setdefault(("+".join(axes), direction, kind, cause or "nobody asked for it"), []).extend([nbytes] * times)
+            found.setdefault(("+".join(axes), direction, kind, cause or UNASKED), []).extend([nbytes] * times)
 
     m = program.microbatches
     at = program.schedule.placement if program.schedule is not None else (0,)
@@ -77,7 +79,7 @@ def comm_rows(program: Program) -> list[Row]:
 
 
 def comm_table(program: Program) -> str:
-    """The rows as a table of plain text, with a sum per axis."""
+    """The rows as a table of plain text, with a sum per axis; below it, if there is something that nobody asked for, the program's notes."""
     rows = comm_rows(program)
     if not rows:
         return "no collectives: one rank"
@@ -92,4 +94,5 @@ def comm_table(program: Program) -> str:
     for line in lines:
         cells = [c.rjust(w) if i in (3, 4) else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False))]
         text.append("  ".join([*cells, line[5]]).rstrip())
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+    notes = [f"note: {n}" for n in program.notes] if any(r.cause == UNASKED for r in rows) else []
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:], *notes])
