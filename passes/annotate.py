@@ -52,7 +52,7 @@ class Annotate:
         weights = _Weights(self.spec, program, mesh, shared)
         with errors.collect():
             layouts |= weights.run()
-            if self.spec.shard_use and mesh.size(self.spec.shard_axis) > 1:
+            if self.spec.shard_use and self.spec.shard_axis in self.spec.mesh.names and mesh.size(self.spec.shard_axis) > 1:
                 plan = self._plan(program, mesh, weights.named, layouts)
                 layouts |= weights.planned(plan)
                 program = replace(program, notes=(*program.notes, *plan.notes), meta={**program.meta, **self._written(program, plan, weights.named)})

@@ -8,14 +8,13 @@ Every pattern is checked against all of the model's names: it means just what th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from shardc.passes.roles import ROLES, role_of, styled
-from shardc.patterns import match
+from shardc.patterns import match, of_every_layer
 from shardc.placement import Shard
 from shardc.program import Param, Program
 from shardc.spec import DimShard, ShardRule, Style
@@ -38,7 +37,7 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
     free = [p for p in program.params if p.name not in done]
     groups: dict[tuple[str, Style | None, Shard | None], list[_Entry]] = {}
     for entry in _units(free, splits, nodes):
-        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", entry.name), entry.style, entry.shard), []).append(entry)
+        groups.setdefault((of_every_layer(entry.name), entry.style, entry.shard), []).append(entry)
     patterns: list[tuple[str, Style | None, Shard | None]] = []
     for (pattern, style, shard), some in groups.items():
         fits = all(_means(pattern, style, shard, p, splits.get(p.name), nodes[p.name]) for p in free)

@@ -10,7 +10,8 @@ or that a gradient has to be summed, ask for nothing: the algebra does that.
 
 transformers/distributed/tensor_parallel.py (5.23) has the styles; their parameters are stored [.., out, in].
 
-A model's plan of experts (`ep_plan`) says which modules hold them. It is read where the mesh has an axis `ep` that the spec uses for nothing:
+A model's plan of experts (`ep_plan`) says which modules hold them; for `use: structure` the graph does. It is read where the mesh has an axis
+`ep` that the spec uses for nothing:
 
     "layers.*.mlp.experts": "ep_dispatch_experts"   ->  experts: [{match: "model.layers.*.mlp.experts", axis: ep}]
 """
@@ -20,17 +21,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx, nn
 
 from shardc.calls import values
 from shardc.errors import Errors, ShardcError
 from shardc.passes.follow import Follower, Region, uses
 from shardc.passes.plan import Plan
-from shardc.patterns import nearest
+from shardc.patterns import nearest, of_every_layer
 from shardc.placement import Shard
 from shardc.program import Param, Program
 from shardc.spec import Spec
-from shardc.spec_form import Expert
+from shardc.spec_form import EXPERTS_AXIS, Expert
 from shardc.spec_yaml import Places
 
 
@@ -79,10 +81,6 @@ WORDS: dict[str, Word] = {
 }
 
 
-#: The axis over which a model's plan spreads its experts.
-EXPERTS_AXIS = "ep"
-
-
 def read(model: nn.Module) -> dict[str, str]:
     """The plan that a model carries: {pattern over its names: word}, `*` for a layer's number. Empty if it carries none.
 
@@ -91,18 +89,41 @@ def read(model: nn.Module) -> dict[str, str]:
     return _carried(model, "tp_plan")
 
 
-def with_experts(spec: Spec, model: nn.Module) -> Spec:
-    """The spec with entries of `experts:` as the model's plan has them, if the spec asks for the model's plan and leaves an axis for that."""
-    if spec.shard_use != "model" or spec.experts or EXPERTS_AXIS not in spec.mesh.names or EXPERTS_AXIS in spec.named_axes:
+def with_experts(spec: Spec, model: nn.Module, program: Program) -> Spec:
+    """The spec with entries of `experts:` as its plan has them, if it has one (`use`) and leaves an axis for that.
+
+    The model's own plan names them; `structure` takes those that are one op in the captured graph.
+    Raises ShardcError if the mesh has no axis that the plan could use.
+    """
+    if spec.shard_use is None:
         return spec
-    words = _carried(model, "ep_plan")
-    modules = [k for k, word in words.items() if word == "ep_dispatch_experts"]
-    modules += [k.rpartition(".")[0] for k, word in words.items() if word == "grouped_gemm"]  # of their parameters
-    entries = tuple(Expert(match=m, axis=EXPERTS_AXIS) for m in dict.fromkeys(modules))
+    where, entries = spec.where(("shard", "use")), tuple[Expert, ...]()
+    if not spec.experts and EXPERTS_AXIS in spec.mesh.names and EXPERTS_AXIS not in spec.named_axes:
+        modules = _planned_experts(model) if spec.shard_use == "model" else _stacked_experts(program)
+        entries = tuple(Expert(match=m, axis=EXPERTS_AXIS) for m in dict.fromkeys(modules))
+    if spec.shard_axis not in spec.mesh.names and not (entries or spec.experts):
+        what = f"splits weights over {spec.shard_axis!r}, which the mesh does not have, and finds no experts for {EXPERTS_AXIS!r}"
+        fix = f"write use: {{plan: {spec.shard_use}, axis: {EXPERTS_AXIS}}}, or add {spec.shard_axis} to the mesh"
+        raise ShardcError(f"`use: {spec.shard_use}` {what}", where=where, fix=fix)
+    if not entries:
+        return spec
     places = Places(dict(spec.places.keys), dict(spec.places.values))
     for i in range(len(entries)):
-        places.put(("experts", i), f"{spec.where(('shard', 'use'))} use: model,")
+        places.put(("experts", i), f"{where} use: {spec.shard_use},")
     return replace(spec, experts=entries, places=places)
+
+
+def _planned_experts(model: nn.Module) -> list[str]:
+    """The modules that hold experts, by the model's own plan."""
+    words = _carried(model, "ep_plan")
+    dispatched = [k for k, word in words.items() if word == "ep_dispatch_experts"]
+    return dispatched + [k.rpartition(".")[0] for k, word in words.items() if word == "grouped_gemm"]  # of their parameters
+
+
+def _stacked_experts(program: Program) -> list[str]:
+    """The modules that run experts as one op, in a captured graph."""
+    found = (n.meta["source"].module for n in program.graph.find_nodes(op="call_function", target=torch.ops.shardc.experts.default))
+    return [of_every_layer(module) or "*" for module in found]
 
 
 def _carried(model: nn.Module, kind: str) -> dict[str, str]:

@@ -67,10 +67,10 @@ def compile(
     steps = runner.Runner(dump=Path(dump) if dump else None, on_pass=on_pass)
     asked = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides, world=world)
     carried = plans.read(model) if asked.shard_use == "model" else {}
-    asked = plans.with_experts(asked, model)
     start = time.perf_counter()
 
     program = steps.run("capture", lambda: captured or capture(model, batch, loss=loss, prove=prove))
+    asked = plans.with_experts(asked, model, program)
     dtypes = Precision.of(asked.precision)
     if dtypes.compute or dtypes.params:
         program = steps.run("precision", lambda: dtypes.run(program))

@@ -99,3 +99,8 @@ def first_match(patterns: Sequence[str], names: Iterable[str]) -> tuple[dict[str
     wins = set(won.values())
     unmatched = [i for i in range(len(patterns)) if i not in hit]
     return won, unmatched, sorted(hit - wins)
+
+
+def of_every_layer(name: str) -> str:
+    """A module's or parameter's name with `*` for the numbers in it: "layers.3.fc" -> "layers.*.fc"."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)

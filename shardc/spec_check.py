@@ -10,7 +10,7 @@ from typing import Any
 from shardc.errors import Errors
 from shardc.mesh import Mesh
 from shardc.patterns import nearest
-from shardc.spec_form import Batch, Data, DimShard, Form
+from shardc.spec_form import EXPERTS_AXIS, Batch, Data, DimShard, Form
 from shardc.spec_yaml import Path, Places, dotted, reach
 
 
@@ -127,7 +127,8 @@ class Check:
                 self.add(path, f"the mesh has no axis {axis!r}", f"did you mean {close!r}? {known}" if close else known)
 
     def default_axis(self) -> None:
-        if (use := self.form.shard.use) and use.axis is None and "tp" not in self.names:
+        may_have_experts = EXPERTS_AXIS in self.names or self.form.experts  # a plan has them too: shardc.passes.plans
+        if (use := self.form.shard.use) and use.axis is None and "tp" not in self.names and not may_have_experts:
             fix = self._other_than_tp(f"use: {{plan: {use.plan}, axis: ", "}")
             self.add(("shard", "use"), f"`use: {use.plan}` splits over the axis 'tp', which the mesh does not have", fix)
         styled = [(p, r.style) for p, r in self.form.shard.rules.items() if r.style and r.style != "replicate" and r.axis is None]

@@ -318,6 +318,10 @@ class Data(Section):
     offload: Offload = Field(default=Offload(), examples=[{"optimizer": "cpu"}])
 
 
+#: The axis over which the plans of `use` spread experts.
+EXPERTS_AXIS = "ep"
+
+
 class Expert(Section):
     """One kind of expert layer. capacity: None = dropless, else the factor of a fixed capacity, of the global batch or per microbatch."""
 

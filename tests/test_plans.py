@@ -145,6 +145,29 @@ def test_experts_go_where_the_models_plan_says(tmp_path: Path) -> None:
     assert not used.spec.experts
 
 
+@pytest.mark.parametrize("plan", ["model", "structure"])
+def test_a_mesh_without_tp_takes_what_the_plan_has_for_its_axes(plan: str, tmp_path: Path) -> None:
+    """Experts over `ep`, and nothing over the `tp` that is not there; with both axes, both."""
+    file = tmp_path / "spec.yaml"
+    for mesh, want in (("dp: 2, ep: 2", (("ep", Shard(0)),)), ("ep: 2, tp: 2", (("ep", Shard(0)), ("tp", Shard(1, 2))))):
+        file.write_text(f"shardc: 1\nmesh: {{{mesh}}}\nshard: {{use: {plan}}}\n")
+        with zoo.Wide():
+            program = shardc.compile(*MODELS["mixtral"][0](), file)
+        assert program.param("model.layers.0.mlp.experts.gate_up_proj").layout.shards() == list(want)
+        assert f"spec.yaml:3:9 use: {plan}, experts 'model.layers.*.mlp.experts'" in str(program)
+        check_equal(program)
+    program.save(tmp_path / "out")
+    assert shardc.load(tmp_path / "out").spec == program.spec
+
+
+def test_a_plan_that_has_nothing_for_the_meshs_axes() -> None:
+    for plan in ("model", "structure"):
+        what = f"`use: {plan}` splits weights over 'tp', which the mesh does not have, and finds no experts for 'ep'"
+        with pytest.raises(shardc.ShardcError, match=what) as e:
+            shardc.compile(*MODELS["llama"][0](), {"shardc": 1, "mesh": {"dp": 2, "ep": 2}, "shard": {"use": plan}}, prove=False)
+        assert e.value.fix == f"write use: {{plan: {plan}, axis: ep}}, or add tp to the mesh"
+
+
 # --- words -----------------------------------------------------------------------------------------------------------------
 
 
