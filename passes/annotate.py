@@ -57,7 +57,8 @@ class Annotate:
                 layouts |= weights.planned(plan)
                 program = replace(program, notes=(*program.notes, *plan.notes), meta={**program.meta, **self._written(program, plan, weights.named)})
         with errors.collect():
-            layouts |= Experts(self.spec, program).layouts(layouts, mesh)
+            if self.spec.experts:
+                layouts |= Experts(self.spec, program).layouts(layouts, mesh)
         if self.spec.uneven == "pad":
             layouts = uneven.pad_weights(program, layouts, mesh)
         with errors.collect():

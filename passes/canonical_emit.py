@@ -85,17 +85,6 @@ def dim(d: int, ndim: int) -> int:
     return d + ndim if d < 0 else d
 
 
-def _types(x: Any) -> Any:
-    """Arguments of a call with types in the place of values; hashable. Numbers keep apart what is equal: 1, 1.0, True."""
-    if isinstance(x, fx.Node):
-        return x.meta["value"]
-    if isinstance(x, (tuple, list)):
-        return tuple(map(_types, x))
-    if isinstance(x, dict):
-        return tuple((k, _types(v)) for k, v in x.items())
-    return (type(x), x)
-
-
 class Emit:
     """Adds typed calls to the new graph. `source` is that of the op being rewritten. chunks: see shardc.passes.canonical.Canonical."""
 
@@ -109,7 +98,7 @@ class Emit:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of an aten op, its type inferred; once for calls that look alike, as in layers that repeat."""
-        key = (target, _types(args), _types(kwargs))
+        key = (target, values.typed_key(args), values.typed_key(kwargs))
         if key not in self.inferred:
             self.inferred[key] = values.infer(target, args, kwargs)
         return self.typed(self.inferred[key], target, *args, **kwargs)

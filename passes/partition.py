@@ -64,6 +64,7 @@ class _Writer:
     gathered: set[str] = field(default_factory=set)  # axes over which something is gathered that nobody asked for
     mesh_node: fx.Node | None = None
     cleaned: dict[tuple[fx.Node, Shard], fx.Node] = field(default_factory=dict)
+    layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)
 
     def run(self) -> fx.Graph:
         stored = {p.name: p.layout for p in self.program.stored}
@@ -104,8 +105,8 @@ class _Writer:
     def _call(self, node: fx.Node) -> None:
         strategies: dict[str, Strategy] = node.meta["strategies"]
         operands = tensors(node)
-        need = [Layout.of({a: s.inputs[i] for a, s in strategies.items()}, self.mesh) for i in range(len(operands))]
-        out = [Layout.of({a: s.outputs[i] for a, s in strategies.items()}, self.mesh) for i in range(len(values(node)))]
+        need = [self._layout({a: s.inputs[i] for a, s in strategies.items()}) for i in range(len(operands))]
+        out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values(node)))]
         order = iter(range(len(operands)))
 
         def put(n: fx.Node) -> fx.Node:
@@ -143,6 +144,13 @@ class _Writer:
                         self.made[node, i] = {out[i]: item}
         else:
             self.made[node, 0] = {out[0]: new}
+
+    def _layout(self, placements: dict[str, Placement]) -> Layout:
+        """Layout.of, once for placements that are alike: there are few."""
+        key = tuple(placements.items())
+        if key not in self.layouts:
+            self.layouts[key] = Layout.of(placements, self.mesh)
+        return self.layouts[key]
 
     def _emit(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, cause: fx.Node, collective: Collective | None, name: str = ""
@@ -333,6 +341,7 @@ class _Writer:
         if (forward, backward) != ("none", "none"):
             collective = Collective(forward, backward, axes, nbytes, why, bool(why))
             if not why and forward == "all_gather":
+                self.gathered.add(axis)
                 self.notes.append(
                     f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)} needs it whole there, "
                     f"which nobody asked for{_in_parts(user, axis)}"
@@ -341,7 +350,6 @@ class _Writer:
         local = self._emit(target, args, {}, replace(v, layout=new), cause, collective, f"{producer.name}_{SUFFIX.get(kind, kind)}")
         return new, local
 
-                self.gathered.add(axis)
     def _padding(self, s: Shard, whole: Layout) -> tuple[int, int]:
         """The padding that a conversion puts on or takes off: none while another axis still splits the dim."""
         return (0, 1) if whole.shards(s.dim) else (s.padding, s.blocks)

@@ -11,6 +11,7 @@ from shardc.program import Value
 from shardc.rules import core
 from shardc.rules.core import Call, Choices, Operand
 from shardc.rules.index import all_whole
+from shardc.values import typed_key
 
 
 def tensors(node: fx.Node) -> list[fx.Node]:
@@ -67,9 +68,9 @@ def call_of(node: fx.Node) -> Call:
 
 def choices_of(node: fx.Node, cache: dict[Any, Choices]) -> Choices:
     """The call's choices; calls that look alike (repeated layers) share them."""
-    call = call_of(node)
-    key = repr((str(call.target), call.args, call.kwargs, call.operands, call.results))
+    key = (node.target, typed_key(node.args), typed_key(dict(sorted(node.kwargs.items()))), node.meta["value"])
     if key not in cache:
+        call = call_of(node)
         rule = core.find(call.target)
         if rule is None:  # unknown_ops: replicate; `check_rules` has refused it otherwise
             rule = core.Rule(call.target, all_whole)

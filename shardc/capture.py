@@ -29,7 +29,7 @@ from shardc.mesh import Mesh
 from shardc.methods import traceable
 from shardc.program import Buffer, Input, Param, Program, Source, Value
 from shardc.runtime.custom_ops import with_gradient_of
-from shardc.torch_private import FakeTensor, OpOverload, fake_tensor, is_transform, silent, traced_with
+from shardc.torch_private import FakeTensor, OpOverload, fake_tensor, functionalized, is_transform, silent, traced_with
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -193,7 +193,7 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
         updated = None if transformed else functional.remove_inplace(gm.graph, *stored, cut)
         if updated is None:  # traced once more, in ops below those that write in place, and below torch.func's transforms
             gm.recompile()
-            exported = exported.run_decompositions({})
+            exported = functionalized(exported)
             _check(exported.graph_module.graph)
             functional.differentiable(exported.graph_module.graph)
             updated = _mutated(exported)

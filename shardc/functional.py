@@ -33,10 +33,12 @@ def inline_regions(gm: fx.GraphModule) -> set[fx.Node]:
     Returns the nodes that were computed without gradients. Raises ShardcError for autocast regions and unknown regions.
     """
     cut: set[fx.Node] = set()
-    for node in list(gm.graph.nodes):
-        if node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
-            with gm.graph.inserting_before(node):
-                _replace(node, _region(gm.graph, gm, node, node.args, True, cut))
+    regions = [n for n in gm.graph.nodes if n.op == "call_function" and isinstance(n.target, HigherOrderOperator)]
+    if not regions:
+        return cut
+    for node in regions:
+        with gm.graph.inserting_before(node):
+            _replace(node, _region(gm.graph, gm, node, node.args, True, cut))
     for node in reversed(gm.graph.nodes):
         if node.op == "get_attr" and not node.users:
             gm.graph.erase_node(node)
@@ -314,6 +316,9 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _dtype(twin: Any, node: fx.Node) -> torch.dtype:
     """The dtype of what the functional twin of `node` returns."""
+    given: set[torch.dtype] = {n.meta["val"].dtype for n in node.all_input_nodes}
+    if len(given) == 1 and (same := given.pop()).is_floating_point:  # the usual case, for which nothing has to be run
+        return same
 
     def empty(n: fx.Node) -> torch.Tensor:
         return torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta")

@@ -50,9 +50,16 @@ class Mesh:
         """The digits that a named axis consists of: itself, if it is seen whole. Raises KeyError on an unknown one."""
         if "[" in axis:
             return (axis,)
-        found = tuple(name for name, _ in self.axes if name == axis or name.startswith(f"{axis}."))
-        if not found:
-            raise KeyError(axis)
+        return self._digits[axis]
+
+    @cached_property
+    def _digits(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for name in self.names:
+            levels = name.split(".")
+            for i in range(1, len(levels) + 1):
+                axis = ".".join(levels[:i])
+                found[axis] = (*found.get(axis, ()), name)
         return found
 
     @staticmethod

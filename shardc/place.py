@@ -56,7 +56,7 @@ class Axis:
     pinned: set[fx.Node] = field(default_factory=set)
     shared: set[fx.Node] = field(default_factory=set)
     nbytes: dict[Key, float] = field(default_factory=dict)  # what `_bytes` has found
-    making: dict[tuple[Key, Placement, int], float] = field(default_factory=dict)  # what `_made` has found in this sweep
+    making: dict[tuple[Key, Placement], tuple[int, float]] = field(default_factory=dict)  # how deep `_made` looked in this sweep, and found
 
     def run(self) -> None:
         self._leaves()
@@ -150,33 +150,34 @@ class Axis:
         choices = self.choices[node]
         if any(o[0] in self.shared for o in operands) and node not in self.shared:
             # every rank computes the heads it shares, as a part of its own work: what is split otherwise would have to be gathered
-            yield choices.varying()
+            yield choices.varying
             return
-        seen: set[Strategy] = set()
+        seen: list[Strategy] = []  # few, and mostly the same objects: hashing them all takes longer
         for i, operand in enumerate(operands):
             # weights, and sums that are still to be done, may as well become what others need them to be
             open_still = operand[0] in self.derived or isinstance(self.have[operand][0], Partial)
             for placement in (*self.have[operand], *(sorted(self.want.get(operand, ()), key=_shown) if open_still else ())):
                 s = choices.from_operand(i, placement, self.n)
                 if s is not None and s not in seen:
-                    seen.add(s)
+                    seen.append(s)
                     yield s
         for i in range(len(choices.call.results)):
             for placement in self.want.get((node, i), ()):
                 s = choices.from_result(i, placement, self.n)
                 if s is not None and s not in seen:
-                    seen.add(s)
+                    seen.append(s)
                     yield s
         if choices.rule.extra:
             yield from choices.rule.extra(choices.call, self.n, [frozenset(self.have[o]) for o in operands])
         # at equal cost a value goes on as it is
-        if any(self.have[o][0] == VARYING for o in operands):
-            yield choices.varying()
-        yield choices.replicate()
-        if any(VARYING in self.have[o] for o in operands):
-            yield choices.varying()
+        varies = any(self.have[o][0] == VARYING for o in operands)
+        if varies:
+            yield choices.varying
+        yield choices.replicate
+        if not varies and any(VARYING in self.have[o] for o in operands):
+            yield choices.varying
         if any(isinstance(p, Partial) for o in operands for p in self.have[o]):
-            yield from choices.partials()
+            yield from choices.partials
 
     def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
         """Whether the digits that other axes took leave room, on every operand and result."""
@@ -292,7 +293,8 @@ class Axis:
 
     def _made(self, operand: Key, need: Placement, depth: int) -> float:
         """Bytes of having a value as an op needs it: by converting it, or by another strategy of the op that makes it."""
-        if (known := self.making.get((operand, need, depth))) is not None:
+        deep, known = self.making.get((operand, need), (-1, 0.0))
+        if deep >= depth:
             return known
         node, _ = operand
         cost = self._convert(operand, need, fresh=True)
@@ -300,7 +302,7 @@ class Axis:
             other = self._making(node, need)
             if other is not None:
                 cost = min(cost, max(0.0, self._change(node, other, self.chosen[node], depth - 1)))
-        self.making[operand, need, depth] = cost
+        self.making[operand, need] = depth, cost
         return cost
 
     def _making(self, node: fx.Node, wanted: Placement) -> Strategy | None:
@@ -309,7 +311,7 @@ class Axis:
         works = choices.rule.flops is not None
         if chosen.kind != "replicate" and (works or chosen.kind != "split"):
             return None
-        other = (None if works else choices.varying()) if wanted == VARYING else choices.from_result(0, wanted, self.n)
+        other = (None if works else choices.varying) if wanted == VARYING else choices.from_result(0, wanted, self.n)
         return other if other is not None and self._fits(node, other) else None
 
     # --- after the sweeps
@@ -328,7 +330,7 @@ class Axis:
         for node in reversed(list(self._nodes())):
             plain = node in self.derived and self.chosen[node].kind == "replicate"
             if plain and any(VARYING in self._needs(node, i) for i in range(len(values(node)))):
-                self.chosen[node] = self.choices[node].varying()
+                self.chosen[node] = self.choices[node].varying
         for node, placement in self.stored.items():
             if node in self.derived and placement == REPLICATE:
                 needs = self._needs(node)

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table  # torch's own decompositions, by op
+from torch._export.utils import _is_preservable_cia_op  # which composed ops export keeps
 from torch._library.custom_ops import CustomOpDef  # what torch.library.custom_op returns
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # types of export's wrappers around regions of code, and of ops
 from torch._subclasses.fake_tensor import (
@@ -23,14 +24,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # of all optimizers
 
 __all__ = [
     "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "current_backward",
-    "decompositions", "fake_mode", "fake_tensor", "is_transform", "outer_hooks", "overload_of", "replaced_trunc_normal", "sequence_number",
-    "silent", "step_hooks", "traced_functional", "traced_node", "traced_on", "traced_with",
+    "decompositions", "fake_mode", "fake_tensor", "functionalized", "is_transform", "outer_hooks", "overload_of", "replaced_trunc_normal",
+    "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node", "traced_on", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -47,13 +49,17 @@ def fake_mode() -> FakeTensorMode:
 
 
 def fake_tensor(mode: FakeTensorMode, like: Tensor) -> Tensor:
-    """A contiguous fake tensor of the shape and dtype of `like`; on the CPU where `like` is on the meta device.
+    """A contiguous fake tensor of the shape and dtype of `like`, or a fake parameter; on the CPU where `like` is on the meta device.
 
     The CPU, because models make constants without naming a device, which would not mix with meta tensors.
     """
     device = torch.device("cpu") if like.device.type == "meta" else like.device
-    with mode:
-        return torch.empty(tuple(like.shape), dtype=like.dtype, device=device)
+    param = isinstance(like, torch.nn.Parameter)
+    empty = torch.empty(tuple(like.shape), dtype=like.dtype, device="meta", requires_grad=param and like.requires_grad)
+    fake = FakeTensor(mode, empty, device)  # `with mode: torch.empty(...)` and nn.Parameter take ten times as long
+    if param:
+        fake._is_param = True  # what nn.Parameter does to tensors of other classes
+    return fake
 
 
 def traced_node(x: Tensor) -> fx.Node | None:
@@ -100,6 +106,17 @@ def traced_on(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Gra
     return make_fx(dispatch_functionalize(function), tracing_mode="real")(*tensors)
 
 
+def functionalized(exported: ExportedProgram) -> ExportedProgram:
+    """`exported.run_decompositions({})`: traced once more, in functional ops below torch.func's transforms; composed ops stay.
+
+    torch marks every composed op that it knows as one to stay, in all, which takes longer than tracing a small graph: here only those of this graph.
+    """
+    present = {n.target for n in exported.graph.nodes if isinstance(n.target, OpOverload) and _is_preservable_cia_op(n.target)}
+    with mock.patch("torch.export.exported_program._collect_all_valid_cia_ops", return_value=present):
+        found: ExportedProgram = exported.run_decompositions({})
+    return found
+
+
 @contextmanager
 def traced_with(stack_trace: Callable[[], str | None]) -> Iterator[None]:
     """While open, nodes that tracers create get their `stack_trace` from this function, called as the op is.
@@ -121,10 +138,6 @@ def traced_with(stack_trace: Callable[[], str | None]) -> Iterator[None]:
         yield
 
 
-def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextManager[Any]:
-    """While open, `torch.nn.init.trunc_normal_` calls `function(tensor, mean, std, a, b, generator=None)`, in every thread.
-
-    It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
 @contextmanager
 def silent() -> Iterator[None]:
     """While open, torch logs no warnings and errors, and export prints no part of a graph: whoever opens it says itself what was wrong.
@@ -147,6 +160,10 @@ def silent() -> Iterator[None]:
                 h.removeFilter(wanted)
 
 
+def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextManager[Any]:
+    """While open, `torch.nn.init.trunc_normal_` calls `function(tensor, mean, std, a, b, generator=None)`, in every thread.
+
+    It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
     """
     return mock.patch("torch.nn.init._no_grad_trunc_normal_", function)
 

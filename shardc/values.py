@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,6 +44,18 @@ def nodes_in(x: Any) -> Iterable[fx.Node]:
     return found
 
 
+def typed_key(x: Any) -> Any:
+    """Arguments of a call with types in the place of values (names for those without); hashable. Numbers keep apart what is equal: 1, 1.0, True."""
+    if isinstance(x, fx.Node):
+        value = x.meta.get("value")
+        return x.name if value is None else value
+    if isinstance(x, (tuple, list)):
+        return tuple(map(typed_key, x))
+    if isinstance(x, dict):
+        return tuple((k, typed_key(v)) for k, v in x.items())
+    return (type(x), x)
+
+
 def requires_grad(node: fx.Node) -> bool:
     value = node.meta.get("value")
     return any(v.requires_grad for v in value if v is not None) if isinstance(value, tuple) else bool(value and value.requires_grad)
@@ -76,4 +89,27 @@ def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None
     if target is operator.getitem:
         return typed(None, target, args, kwargs)
     with torch.no_grad():
+        if (found := _pointwise(target, args, kwargs)) is not None:
+            return found
         return typed(target(*on_meta(args), **on_meta(kwargs)), target, args, kwargs)
+
+
+#: The CPU has every pointwise op for the first two, with operands of the others among them.
+_FLOATS = {torch.float32, torch.float64}
+_OTHERS = {torch.int64, torch.int32, torch.bool}
+
+
+def _pointwise(target: Any, args: Any, kwargs: Any) -> Value | None:
+    """The value of a pointwise op, from its result on tensors of one element; on the meta device it runs in Python, 30 times as long."""
+    if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    given = [n.meta["value"] for n in nodes_in((args, kwargs))]
+    dtypes = {v.dtype if isinstance(v, Value) else None for v in given}
+    if not dtypes & _FLOATS or not dtypes <= _FLOATS | _OTHERS:
+        return None
+    a, k = fx.map_arg((args, kwargs), lambda n: torch.ones((1,) * len(n.meta["value"].shape), dtype=n.meta["value"].dtype))
+    result = target(*a, **k)
+    if not isinstance(result, Tensor):
+        return None
+    shape: torch.Size = torch.broadcast_shapes(*(v.shape for v in given))  # type: ignore[no-untyped-call]
+    return replace(of_tensor(result, carries_gradient(target, args, kwargs)), shape=tuple(shape))

@@ -194,9 +194,4 @@ def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
 def fakes(model: nn.Module) -> tuple[Any, dict[int, Tensor]]:
     """A fake mode, and for every parameter and buffer of the model a fake tensor of it, by id."""
     mode = fake_mode()
-    found: dict[int, Tensor] = {}
-    for p in model.parameters():
-        found[id(p)] = nn.Parameter(fake_tensor(mode, p), requires_grad=p.requires_grad)
-    for b in model.buffers():
-        found[id(b)] = fake_tensor(mode, b)
-    return mode, found
+    return mode, {id(x): fake_tensor(mode, x) for x in (*model.parameters(), *model.buffers())}

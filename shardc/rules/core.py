@@ -273,14 +273,17 @@ class Choices:
         """Bytes read and written."""
         return sum(v.nbytes() for v in (*self.call.operands, *self.call.results))
 
+    @cached_property
     def replicate(self) -> Strategy:
         return Strategy("replicate", (REPLICATE,) * len(self.call.operands), (REPLICATE,) * len(self.call.results))
 
+    @cached_property
     def varying(self) -> Strategy:
         ins = tuple(VARYING if needs_vary(v) else REPLICATE for v in self.call.operands)
         outs = tuple(VARYING if needs_vary(v) else REPLICATE for v in self.call.results)
         return Strategy("varying", ins, outs)
 
+    @cached_property
     def partials(self) -> list[Strategy]:
         """One for every group of operands in which the op is linear."""
         made = []

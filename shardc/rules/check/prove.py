@@ -33,9 +33,9 @@ def summable(strategy: Strategy, choices: Choices) -> bool:
 def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strategy]:
     """Everything that a rule allows on an axis of n ranks. deep: whole, and every factor at inner digits, in sections and padded, too."""
     if deep:
-        yield choices.replicate()
-    yield choices.varying()
-    yield from (s for s in choices.partials() if summable(s, choices))
+        yield choices.replicate
+    yield choices.varying
+    yield from (s for s in choices.partials if summable(s, choices))
     for factor in choices.signature.splittable():
         size = choices.signature.sizes[factor]
         digits = [d for d in range(1, size + 1 if deep else 2) if size % (d * n) == 0]

@@ -79,7 +79,7 @@ def too_strict(op: Any, sample: Sample, seed: int = 0, rule: Rule | None = None)
         choices = Choices(case.choices.rule, call, looser)
         trials.append((what, [(n, choices.split(factor, 1, n)) for n in (2, 3)]))
     for what, more in unlisted(case.choices):
-        trials.append((what, [(n, Choices(more, call, sig).partials()[0]) for n in (2, 3)]))
+        trials.append((what, [(n, Choices(more, call, sig).partials[0]) for n in (2, 3)]))
     findings = []
     for what, each in trials:
         tried = [(n, s) for n, s in each if s is not None and summable(s, case.choices)]
