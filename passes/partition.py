@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardc.placement import REPLICATE, VARYING, Layout, Partial, Placement, Rep
 from shardc.program import Collective, Program, Source, Stage, Value
 from shardc.rules import core
 from shardc.rules.core import LocalCall, Strategy, needs_vary
+from shardc.rules.pointwise import poles
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -63,7 +65,7 @@ class _Writer:
     notes: list[str] = field(default_factory=list)
     gathered: set[str] = field(default_factory=set)  # axes over which something is gathered that nobody asked for
     mesh_node: fx.Node | None = None
-    cleaned: dict[tuple[fx.Node, Shard], fx.Node] = field(default_factory=dict)
+    cleaned: dict[tuple[fx.Node, Shard, float], fx.Node] = field(default_factory=dict)
     layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)
 
     def run(self) -> fx.Graph:
@@ -108,12 +110,14 @@ class _Writer:
         need = [self._layout({a: s.inputs[i] for a, s in strategies.items()}) for i in range(len(operands))]
         out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values(node)))]
         order = iter(range(len(operands)))
+        at_poles, away = poles(node.target, node.args)
 
         def put(n: fx.Node) -> fx.Node:
             if n.meta.get("value") is None:
                 return next(iter(self.made[n, 0].values()))
             i = next(order)
-            return self._summable(n, self._get(n, need[i], node), i, need[i], strategies)
+            local = self._summable(n, self._get(n, need[i], node), i, need[i], strategies)
+            return self._filled(n, local, need[i], need[i].paddings(), away) if n in at_poles else local
 
         args = fx.node.map_arg(node.args, put)
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), put))
@@ -168,18 +172,22 @@ class _Writer:
         sums = {s.inputs[i] for s in strategies.values() if s.kind == "split" and any(isinstance(o, Partial) for o in s.outputs)}
         if not any(isinstance(s, Shard) and s.padding for s in sums) or self._is_weight(node):
             return local
+        dims = {p.dim for p in sums if isinstance(p, Shard)}
+        return self._filled(node, local, layout, [s for s in layout.paddings() if s.dim in dims], 0.0)
+
+    def _filled(self, node: fx.Node, local: fx.Node, layout: Layout, paddings: Sequence[Shard], fill: float) -> fx.Node:
+        """The local node of a value with a number in the padding of some dims."""
         op, index = result(node)
         value = replace(values(op)[index], layout=layout)
-        for s in layout.paddings():
-            if s.dim in {p.dim for p in sums if isinstance(p, Shard)}:
+        for s in paddings:
 
-                def emit(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, value: Value, named: str = f"{local.name}_zeros") -> fx.Node:
-                    return self._emit(target, args, kwargs, value, node, None, named)
+            def emit(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, value: Value, named: str = f"{local.name}_filled") -> fx.Node:
+                return self._emit(target, args, kwargs, value, node, None, named)
 
-                if (local, s) not in self.cleaned:
-                    assert self.mesh_node is not None
-                    self.cleaned[local, s] = core.fill_padding(emit, local, value, s.dim, self.mesh_node, 0.0)
-                local = self.cleaned[local, s]
+            if (local, s, fill) not in self.cleaned:
+                assert self.mesh_node is not None
+                self.cleaned[local, s, fill] = core.fill_padding(emit, local, value, s.dim, self.mesh_node, fill)
+            local = self.cleaned[local, s, fill]
         return local
 
     def _is_weight(self, node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ import shardc
 from shardc.placement import Shard
 from shardc.runtime.inputs import take
 from shardc.runtime.loopback import loopback
-from tests import zoo
+from tests import equality, zoo
 from tests.test_equal import FIRST, SHARD
 from tests.test_heads import equal
 
@@ -147,3 +147,28 @@ def test_a_ranks_own_part_does_not_tell_a_padded_batch() -> None:
     program = shardc.compile(net, batch, {"shardc": 1, "mesh": {"dp": 2}, "uneven": "pad"})
     with pytest.raises(shardc.ShardcError, match=r"(?s)does not divide over the ranks.*without local=True"):
         loopback(program.mesh, lambda mesh: take(program, {"x": torch.randn(4, 6)}, mesh, local=True))
+
+
+class Poles(nn.Module):
+    """What padding is made of, divided by, and its roots and logarithms taken: each has its pole where a padded weight is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10, bias=False), nn.Linear(10, 4)
+        self.scale = nn.Parameter(torch.ones(6))  # gets the sum of all rows' gradients
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.up.weight * self.scale
+        n, s = w.norm(dim=1), w.square().sum(1)
+        many = s.sqrt() + s.rsqrt() + s.log() + s.log2() + s.log10() + s.reciprocal() + s.pow(0.3) + s**s + s.lgamma() + s.digamma()
+        many = many + torch.atan2(s, n) + torch.hypot(s, n) + torch.xlogy(n, s) + torch.addcdiv(s, n, s) + (s + n).remainder(n)
+        many = many + torch.logit(s / (s + 1)) + torch.special.ndtri(s / (s + 1)) + (s / s.detach() * 2).acosh()
+        return (self.down(nn.functional.linear(x, w / n[:, None]) * many.tanh()) ** 2).mean()
+
+
+def test_padding_lies_at_no_pole() -> None:
+    torch.manual_seed(0)
+    one = equality.reference(lambda: (Poles().double(), (torch.randn(4, 6, dtype=torch.float64),)))
+    sim = one.on({"shardc": 1, "mesh": {"tp": 3}, "shard": {"up.weight": {0: "tp"}, "down": "row"}, "uneven": "pad"})
+    assert sim.grads["scale"].isfinite().all()
+    equality.assert_equal(sim, one.loss, one.grads)
