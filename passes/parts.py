@@ -19,10 +19,13 @@ def instead(program: Program, axis: str) -> str:
     program: annotated. axis: of the mesh, or a digit of one.
     """
     lies = {p.name: s for p in program.params if isinstance(s := p.layout[axis], Shard)}
-    follower, better = Follower(program), dict[str, Shard]()
+    follower, better, agree = Follower(program), dict[str, Shard](), set[str]()
     for name, s in lies.items():
+        if name in agree:
+            continue
         region = follower.follow((follower.placeholders[name], 0), s)
         if isinstance(region, Region):
+            agree |= {p.name for p, t in region.params.items() if lies.get(p.name) == t}  # from them the same region would be found
             better |= {p.name: t for p, t in region.params.items() if p.name in lies and lies[p.name] != t and lies[p.name].dim == t.dim}
     rules = explicit.entries(program, better, axis.partition(".")[0], {p.name for p in program.params} - better.keys())
     return ", ".join(f"{flow(r.pattern)}: {flow(r.written())}" for r in rules)
