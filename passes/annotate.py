@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc import divide
 from shardc.calls import result, tensors, values
 from shardc.errors import Errors
 from shardc.mesh import Mesh
-from shardc.passes import explicit, heads, plans, structure, uneven
+from shardc.passes import explicit, heads, misfits, plans, structure, uneven
 from shardc.passes.experts import Experts
 from shardc.passes.plan import Plan
 from shardc.passes.roles import fused, styled
 from shardc.patterns import first_match, match, nearest
 from shardc.placement import REPLICATE, Layout, Placement, Shard
+from shardc.price import MICROBATCH
 from shardc.program import Input, Param, Program, Source
 from shardc.spec import DimShard, ShardRule, Spec
 
@@ -98,18 +100,16 @@ def _quote(spec: Spec, section: str, key: str, text: object) -> str:
 
 def _fits(layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: str, errors: Errors, *, pad: bool = False) -> bool:
     """Report a layout that a shape cannot have, with the nearest sizes that fit. pad: what is only a matter of padding is right."""
-    wrong = (uneven.padded(layout, shape, mesh) if pad else layout).fits(shape, mesh)
+    layout = uneven.padded(layout, shape, mesh) if pad else layout
+    wrong = layout.fits(shape, mesh)
     if not wrong:
         return True
+    if odd := divide.odd(layout, shape, mesh):
+        errors.add(f"{name} of shape {list(shape)}: {odd.what(mesh)}", where=where, fix=odd.fix(mesh))
+        return False
+    sections = next((s.sections for _, s in layout.shards() if s.dim < len(shape) and s.sections), ())
     fix = f"its dims are 0 to {len(shape) - 1}" if shape else "it is one number: leave it whole"
-    for axis, s in layout.shards():
-        if s.dim < len(shape) and not s.sections and shape[s.dim] % (step := s.split * mesh.size(axis)):
-            size = shape[s.dim]
-            low, high = size // step * step, -(-size // step) * step
-            sizes = [n for n in range(mesh.size(axis), 1, -1) if size % (s.split * n) == 0] or [1]
-            fix = f"make the size {low} or {high}, or {axis}={sizes[0]}" if low else f"make the size {high}, or {axis}={sizes[0]}"
-            fix += ", or set `uneven: pad`" if not pad else ""
-    errors.add(f"{name} of shape {list(shape)}: {wrong}", where=where, fix=fix)
+    errors.add(f"{name} of shape {list(shape)}: {wrong}", where=where, fix="list the sizes of the parts" if sections else fix)
     return False
 
 
@@ -135,6 +135,7 @@ class _Weights:
     shared: dict[fx.Node, heads.Shared]
     told: set[int] = field(default_factory=set)
     named: set[str] = field(default_factory=set)  # parameters that the spec's own entries name
+    odd: list[tuple[Param, Layout, str]] = field(default_factory=list)  # parameters that ranks do not divide
 
     def run(self) -> dict[str, Layout]:
         errors = Errors()
@@ -190,6 +191,7 @@ class _Weights:
                 f"pattern {rules[i].pattern!r} never wins: earlier patterns match all that it matches",
                 where=self.spec.where(("shard", rules[i].pattern)), fix="delete it, or move it up",
             )  # fmt: skip
+        misfits.tell(self.program, self.mesh, self.odd, errors)
         errors.raise_any()
         return layouts
 
@@ -199,12 +201,12 @@ class _Weights:
         where = self.spec.where(("shard", rule.pattern))
         if rule.dims is not None:
             layout = self._split(rule.dims, node)
-            return layout if _fits(layout, p.shape, self.mesh, name, where, errors, pad=self.spec.uneven == "pad") else None
+            return layout if self._fits(p, layout, name, where, errors) else None
         assert rule.style is not None
         dim = styled(node, rule.style)
         if dim is not None:
             layout = self._split({dim: (DimShard(axis=rule.axis, split=fused(node, dim)),)} if dim >= 0 else {}, node)
-            return layout if _fits(layout, p.shape, self.mesh, name, where, errors, pad=self.spec.uneven == "pad") else None
+            return layout if self._fits(p, layout, name, where, errors) else None
         if i in self.told:  # one error for the pattern, not one for every weight it matches
             return None
         self.told.add(i)
@@ -215,6 +217,13 @@ class _Weights:
         )  # fmt: skip
         return None
 
+    def _fits(self, p: Param, layout: Layout, name: str, where: str, errors: Errors) -> bool:
+        """As `_fits`; sizes that do not divide are told later, together."""
+        if self.spec.uneven != "pad" and divide.odd(layout, p.shape, self.mesh):
+            self.odd.append((p, layout, where))
+            return False
+        return _fits(layout, p.shape, self.mesh, name, where, errors, pad=self.spec.uneven == "pad")
+
     def planned(self, plan: Plan) -> dict[str, Layout]:
         """The layouts that a plan gives to the parameters it names."""
         errors = Errors()
@@ -224,9 +233,10 @@ class _Weights:
                 continue
             p, (s, cause) = self.program.param(node.name), plan.splits[node.name]
             layout = self._split({s.dim: (DimShard(axis=plan.axis, split=s.split, sections=s.sections),)}, node)
-            if _fits(layout, p.shape, self.mesh, p.fqn, cause, errors, pad=self.spec.uneven == "pad"):
+            if self._fits(p, layout, p.fqn, cause, errors):
                 layouts[p.name] = layout
                 node.meta["cause"] = {axis: cause for axis, _ in layout.shards()}
+        misfits.tell(self.program, self.mesh, self.odd, errors)
         errors.raise_any()
         return layouts
 
@@ -281,6 +291,7 @@ def _inputs(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[s
                 fix=f"did you mean {close!r}?" if close else f"the inputs are {', '.join(names)}",
             )  # fmt: skip
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    wrong: dict[tuple[str, str, str], list[str]] = {}  # one error for all inputs that are alike
     for x, name in zip(program.inputs, names, strict=True):
         dim = _batch_dim(spec, x)
         if dim is None or not axes or not x.shape:
@@ -288,9 +299,14 @@ def _inputs(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[s
         layout = _layout({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)
         if spec.uneven == "pad":
             layout = uneven.padded(layout, x.shape, mesh)
-        if _fits(layout, x.shape, mesh, f"input {name!r} (batch dim {dim})", spec.where(("batch", "dims")), errors):
+        if odd := divide.odd(layout, x.shape, mesh):
+            at = spec.where(("batch", "microbatches") if odd.axes[-1] == MICROBATCH else ("mesh", odd.axes[-1]))
+            wrong.setdefault((odd.what(mesh, f"the batch of {odd.size} (dim {dim})"), at, odd.fix(mesh, size="it")), []).append(name)
+        elif _fits(layout, x.shape, mesh, f"input {name!r} (batch dim {dim})", spec.where(("batch", "dims")), errors):
             layouts[x.name] = layout
             nodes[x.name].meta["cause"] = dict.fromkeys(axes, f"{spec.where(('batch',))} batch dim {dim} of {name!r}")
+    for (what, at, fix), alike in wrong.items():
+        errors.add(f"input {', '.join(map(repr, alike))}: {what}", where=at, fix=fix)
     errors.raise_any()
     return layouts
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc import divide
 from shardc.calls import call_of, choices_of, tensors
 from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
@@ -168,10 +169,9 @@ class Experts:
                 elif size % n and self.spec.uneven != "pad":
                     if (i, str(size)) not in told:
                         told.add((i, str(size)))
-                        fits = [k for k in range(1, size + 1) if size % k == 0]
                         errors.add(
                             f"the {size} experts of {_named(_module(user))} do not divide by {entry.axis}={n}", where=self.where(i, "axis"),
-                            fix=f"{entry.axis}={', '.join(map(str, fits[:-1]))} or {fits[-1]}, or set `uneven: pad`",
+                            fix=f"{divide.ranks(entry.axis, size, n)}, or set `uneven: pad`",
                         )  # fmt: skip
                 else:
                     inner = math.prod(mesh.size(a) for a, _ in layout.shards(dim))

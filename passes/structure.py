@@ -56,8 +56,10 @@ def choose(program: Program, fixed: Mapping[str, Shard | None], axis: str, n: in
             else:
                 found[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
     if not found and not fixed:
-        why = "; ".join(notes) or "no weight's split can be followed to another weight, or to the loss"
-        raise ShardcError(f"`use: structure` finds nothing to split: {why}", where=where, fix="name the weights by patterns")
+        left = (n.removeprefix(f"{where} use: structure: ") for n in notes)
+        why = "; ".join(left) or "no weight's split can be followed to another weight, or to the loss"
+        fix = f"take another number of ranks for {axis}, or set `uneven: pad`" if notes else "name the weights by patterns"
+        raise ShardcError(f"`use: structure` finds nothing to split: {why}", where=where, fix=fix)
     return Plan(axis, found, tuple(notes))
 
 

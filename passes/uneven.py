@@ -44,7 +44,7 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
             if not isinstance(region, Region):
                 continue
             same = {q.name: s for q, s in region.params.items() if q.name in found and _digits(found[q.name], s.dim, mesh)[1] == n}
-            pieces = _pieces(follower, region)
+            pieces = pieces_of(follower, region)
             if pieces % n and len(same) == sum(q.name in found for q in region.params):
                 for name, s in same.items():
                     block = program.param(name).shape[s.dim] // s.split
@@ -55,7 +55,7 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
     return {name: padded(layout, shapes[name], mesh) if layout.fits(shapes[name], mesh) else layout for name, layout in found.items()}
 
 
-def _pieces(follower: Follower, region: Region) -> int:
+def pieces_of(follower: Follower, region: Region) -> int:
     """The least number of pieces in which an op of the region can be taken apart."""
     found = []
     for node, strategy in region.ops.items():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
+from shardc import divide
 from shardc.calls import result, tensors
 from shardc.causes import way_around
 from shardc.errors import Errors
@@ -16,6 +18,9 @@ from shardc.program import Program
 from shardc.rules import core
 from shardc.rules.core import Choices
 from shardc.rules.views import reshape
+
+
+_TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.alias.default}
 
 
 def check_rules(program: Program, *, replicate: bool) -> list[str]:
@@ -63,11 +68,23 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
                 if lies.split // place_of[1] >= size or (why, size) in told:
                     continue
                 told.add((why, size))
-                fits = [str(k) for k in range(1, size + 1) if size % k == 0]
                 better = parts.instead(program, axis)
                 rest = f"or write {better} before the entries that split a fused weight as one" if better else "or leave that weight whole"
+                seen = f"of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}"
                 errors.add(
-                    f"{size} (of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}) does not divide by {axis}={n}",
-                    where=f"{why}, {node.meta['source']}", fix=f"{axis}={', '.join(fits[:-1])} or {fits[-1]}; {rest}",
+                    f"{size}{_noun(node)} ({seen}) does not divide by {axis}={n}",
+                    where=f"{why}, {node.meta['source']}", fix=f"{divide.ranks(axis, size, n)}; {rest}",
                 )  # fmt: skip
     errors.raise_any()
+
+
+def _noun(node: fx.Node) -> str:
+    """What a dim is that a view takes apart: " heads", if attention takes the view, turned perhaps."""
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.target is torch.ops.aten.scaled_dot_product_attention.default:
+                return " heads"
+            if user.target in _TURNS:
+                todo.append(user)
+    return ""

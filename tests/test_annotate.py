@@ -48,12 +48,25 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("tied two ways", {**TP, "shard": {"emb.weight": {1: "tp"}, "head.weight": {0: "tp"}}}, "shard.", "one shared weight", "split it once"),
     ("style without meaning", {**TP, "shard": {"ln": "column"}}, "shard.ln", "is not a weight that 'column' can split", "name dims instead"),
     ("dims of a module", {**TP, "shard": {"q": {0: "tp"}}}, "shard.q", "names a module, but dims belong to one parameter", "'q.weight'"),
-    ("weight does not divide", {"mesh": {"tp": 5}, "shard": {"q": "column"}}, "shard.q", "24 does not divide by tp=5", "20 or 25, or tp=4"),
+    (
+        "weight does not divide", {"mesh": {"tp": 5}, "shard": {"q": "column"}}, "shard.q", "q.weight, q.bias: 6 heads of 4 do not divide by tp=5",
+        "make it 5 or 10 heads, or tp=3 or 6",
+    ),
     ("no such dim", {**TP, "shard": {"q.weight": {2: "tp"}}}, 'shard."q.weight"', "dim 2 does not exist", "its dims are 0 to 1"),
     ("thirds do not divide", {**TP, "shard": {"q.weight": {0: {"axis": "tp", "split": 9}}}}, 'shard."q.weight"', "in 9 parts", "18 or 36"),
     ("sections do not sum", {**TP, "shard": {"q.weight": {0: {"axis": "tp", "sections": [8, 8]}}}}, 'shard."q.weight"', "do not sum", ""),
-    ("heads do not divide", {"mesh": {"tp": 4}, "shard": {"{q,k,v}": "column", "o": "row"}}, "shard.", "6 (of [8, 12, 24]", "tp=1, 2, 3 or 6"),
-    ("batch does not divide", {"mesh": {"dp": 3}}, "batch.dims", "8 does not divide by dp=3", "make the size 6 or 9, or dp=2"),
+    (
+        "heads do not divide", {"mesh": {"tp": 4}, "shard": {"{q,k,v}": "column", "o": "row"}}, "shard.", "6 heads (of [8, 12, 24]",
+        "tp=3 or 6; or leave",
+    ),
+    ("batch does not divide", {"mesh": {"dp": 3}}, "mesh.dp", "'ids': the batch of 8 (dim 0) does not divide by dp=3", "6 or 9, or dp=2 or 4"),
+    ("batch over two axes", {"mesh": {"dp": 2, "dp_x": 3}}, "mesh.dp_x", "8 (dim 0) does not divide by dp=2 × dp_x=3", "or dp_x=2 or 4"),
+    (
+        "microbatches do not divide", {"mesh": {"dp": 2}, "batch": {"microbatches": 3}}, "batch.microbatches",
+        "input 'ids': the batch of 8 (dim 0) does not divide by dp=2 × microbatches=3", "make it 6 or 12, or microbatches=2 or 4",
+    ),
+    ("more ranks than rows", {"mesh": {"dp": 16}}, "mesh.dp", "8 (dim 0) does not divide by dp=16", "make it 16, or dp=8"),
+    ("structure", {"mesh": {"tp": 5}, "shard": {"use": "structure"}}, "shard.use", "does not divide by tp=5", "another number of ranks for tp"),
     ("no such input", {"mesh": {"dp": 2}, "batch": {"dims": {"idz": 0}}}, "batch.dims.idz", "matches no input", "did you mean 'ids'"),
     ("no such batch dim", {"mesh": {"dp": 2}, "batch": {"dims": {"*": 2}}}, "batch.dims", "dim 2 does not exist", ""),
     ("no such module", {**TP, "activations": {"nowhere": {1: "tp"}}}, "activations.nowhere", "matches no module that computes", ""),
@@ -70,6 +83,15 @@ def test_wrong_specs(spec: dict[str, Any], where: str, what: str, fix: str) -> N
         compiled(spec)
     texts = [(e.where, e.what, e.fix) for e in caught.value.errors]
     assert any(where in w and what in t and fix in f for w, t, f in texts), texts
+
+
+def test_one_error_for_all_weights_that_share_heads() -> None:
+    with pytest.raises(shardc.ShardcError) as e:
+        compiled({"mesh": {"tp": 5}, "shard": {"{q,k,v}": "column", "o": "row", "emb": "vocab"}})
+    assert [(x.where, x.what) for x in e.value.errors] == [
+        ("spec: shard.emb", "emb.weight of shape [32, 24]: 32 does not divide by tp=5"),
+        ('spec: shard."{q,k,v}"', "q.weight, q.bias, k.weight and 4 more: 6 heads of 4 do not divide by tp=5"),
+    ]
 
 
 def test_all_mistakes_come_at_once() -> None:

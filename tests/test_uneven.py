@@ -135,7 +135,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize(("mesh", "shard", "text"), [
     ({"tp": 4}, {"up": "column"}, "10 does not divide by tp=4.*make the size 8 or 12, or tp=2, or set `uneven: pad`"),
-    ({"dp": 4}, {}, "7 does not divide by dp=4.*make the size 4 or 8.*`uneven: pad`"),
+    ({"dp": 4}, {}, r"the batch of 7 \(dim 0\) does not divide by dp=4.*make it 4 or 8.*`uneven: pad`"),
 ])  # fmt: skip
 def test_without_the_word_it_is_an_error_with_what_would_fit(mesh: dict[str, int], shard: dict[str, Any], text: str) -> None:
     with pytest.raises(shardc.ShardcError, match=f"(?s){text}"):
