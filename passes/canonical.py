@@ -34,6 +34,7 @@ from shardc.passes import (  # noqa: F401 (they register)
     canonical_draw,
     canonical_lookup,
     canonical_loss,
+    canonical_masks,
     canonical_moments,
     canonical_norm,
     canonical_pointwise,

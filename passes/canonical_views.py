@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from shardc.passes.canonical_emit import Args, Emit, Result, dim, rewrite, shape, value
+from shardc.passes.canonical_masks import in_order
 from shardc.program import Value
 
 aten = torch.ops.aten
@@ -134,16 +137,53 @@ def _conjugate(emit: Emit, x: fx.Node) -> fx.Node:
 
 @rewrite("cat", "concat", "concatenate")
 def cat(emit: Emit, a: Args, out: Value) -> Result:
-    """Empty tensors (a cache that starts out empty) are left out."""
+    """Empty tensors (a cache that starts out empty) are left out; the parts of one tensor, in their order, are that tensor."""
     parts = [x for x in a.tensors if shape(x) != (0,)]
     if len(parts) == 1:
         return emit.cast(parts[0], out.dtype)
-    return emit(aten.cat.default, parts, dim(a.dim, len(out.shape)))
+    d = dim(a.dim, len(out.shape))
+    if (found := _apart(parts)) is not None:
+        x, along, kept = found
+        if kept and along == d:
+            return x
+        if not kept:
+            return emit.reshape(_moved(emit, x, along, d), out.shape)
+    return emit(aten.cat.default, parts, d)
 
 
 @rewrite("stack")
 def stack(emit: Emit, a: Args, out: Value) -> Result:
-    return emit(aten.stack.default, list(a.tensors), dim(a.dim, len(out.shape)))
+    d = dim(a.dim, len(out.shape))
+    if (found := _apart(a.tensors)) is not None and not found[2]:
+        return _moved(emit, found[0], found[1], d)
+    return emit(aten.stack.default, list(a.tensors), d)
+
+
+def _apart(parts: Sequence[fx.Node]) -> tuple[fx.Node, int, bool] | None:
+    """The tensor that `parts` are all the parts of, in order, the dim along which, and whether they keep that dim (split, or unbound)."""
+    found: set[tuple[Any, fx.Node, int]] = set()
+    for i, part in enumerate(parts):
+        whole = part.args[0] if part.args else None
+        if part.target is aten.select.int and isinstance(whole, fx.Node) and part.args[2] == i:
+            found.add((aten.unbind.int, whole, int(part.args[1])))  # type: ignore[arg-type]
+        elif part.target is operator.getitem and isinstance(whole, fx.Node) and part.args[1] == i:
+            if whole.target not in (aten.unbind.int, aten.split_with_sizes.default) or len(whole.meta["value"]) != len(parts):
+                return None
+            x = whole.args[0]
+            assert isinstance(x, fx.Node)
+            found.add((whole.target, x, dim(int(whole.args[-1]) if len(whole.args) > 1 else 0, len(shape(x)))))  # type: ignore[arg-type]
+        else:
+            return None
+    op, x, d = next(iter(found), (None, parts[0], 0))
+    if len(found) != 1 or (op is aten.unbind.int and shape(x)[d] != len(parts)):
+        return None
+    return x, d, op is not aten.unbind.int
+
+
+def _moved(emit: Emit, x: fx.Node, old: int, new: int) -> fx.Node:
+    """`x` with its dim `old` at `new`."""
+    order = [i for i in range(len(shape(x))) if i != old]
+    return emit.permute(x, [*order[:new], old, *order[new:]])
 
 
 @rewrite("pad", "constant_pad_nd")
@@ -225,9 +265,17 @@ def index_put(emit: Emit, a: Args, out: Value) -> Result:
     masks = [i for i in indices if i is not None and value(i).dtype == torch.bool]
     if masks:
         (mask,) = masks if len(at) == 1 else (None,)
-        if mask is None or len(shape(values)) > len(out.shape) - at[0] - len(shape(mask)):
+        behind = len(out.shape) - at[0] - len(shape(mask)) if mask is not None else 0  # dims of x behind the mask's
+        n = shape(values)[-behind - 1] if len(shape(values)) > behind else 1
+        if mask is None or (n > 1 and at[0] > 0):
             raise emit.refuse("writing to a mask values that each go to a place of its own", "use torch.where with values in x's shape")
-        mask = emit.reshape(mask, (*shape(mask), *[1] * (len(out.shape) - at[0] - len(shape(mask)))))
+        mask = emit.reshape(mask, (*shape(mask), *[1] * behind))
+        if n > 1:
+            values = emit.reshape(values, shape(values)[-behind - 1 :])
+            values = in_order(emit, mask, emit.expand(values, (n, *out.shape[len(out.shape) - behind :])), out.shape)
+        elif len(shape(values)) > behind:
+            before, after = shape(values)[: -behind - 1], shape(values)[len(shape(values)) - behind :]
+            values = emit.reshape(values, (*before, *[1] * (len(out.shape) - at[0] - behind), *after))
         return emit(aten.where.self, mask, emit(aten.add.Tensor, x, values) if a.accumulate else values, x)
     rows = _per_row(emit, x, indices, [emit.constant(i) if i is not None else None for i in indices])
     if rows is None:

@@ -48,10 +48,19 @@ def chunked_loss(w: Tensor, **options: Any) -> Tensor:
     (lambda w: F.multilabel_margin_loss(w, torch.tensor([[1, 3, -1, 0, 0, 0]] * 4)), {"multilabel_margin_loss": 1, "mean": 1}),
     (lambda w: (w * torch.hann_window(6) * w.new_empty_strided((6,), (1,)).fill_(2.0)).sum(), {"hann_window": 1, "new_empty_strided": 0}),
     (lambda w: torch.empty_permuted((4, 6), (1, 0), dtype=torch.float64).zero_().add(w).square().sum(), {"empty_permuted": 0}),
+    (lambda w: torch.cat(w.split([1, 3])).square().sum(), {"cat": 0, "split_with_sizes": 0}),
+    (lambda w: (torch.cat(list(w)).view(6, 4) * torch.arange(4)).square().sum(), {"cat": 0, "unbind": 0}),
+    (lambda w: (torch.cat(w.unbind(1)).view(6, 4) * torch.arange(4)).square().sum(), {"cat": 0, "transpose": 1}),
+    (lambda w: (torch.stack([w[i] for i in range(4)], 1) * torch.arange(4)).square().sum(), {"stack": 0, "transpose": 1}),
+    (lambda w: (torch.cat(w.split(2)[::-1]) * torch.arange(6)).square().sum(), {"cat": 1}),
+    (lambda w: (torch.cat([w[0], w[1], w[2]]) * torch.arange(18)).square().sum(), {"cat": 1}),
 ])  # fmt: skip
 def test_rewrites(function: Any, expected: dict[str, int]) -> None:
     found = same(function)
     assert {n: found[n] for n in expected} == expected
+
+
+FEW = torch.tensor([False, True, False, True])
 
 
 def put(w: Tensor, *where: Any, to: Any) -> Tensor:
@@ -71,6 +80,14 @@ def put(w: Tensor, *where: Any, to: Any) -> Tensor:
     (lambda w: (w * 2).index_put((torch.arange(4), w.argmax(1)), w[:, 0], accumulate=True).square().sum(), {"scatter_add": 1}),
     (lambda w: put(w, torch.tensor([2, 0]), to=w[:2]), {"index_put": 1}),
     (lambda w: (w * 2).index_put((w > 0,), w[0, 0], accumulate=True).square().sum(), {"where": 1}),
+    (lambda w: put(w, FEW, to=w[:2] * 3), {"where": 1, "index_select": 1, "index_put": 0}),
+    (lambda w: put(w, FEW, to=w[:2, :1] * 3), {"where": 1, "index_select": 1}),
+    (lambda w: put(w, FEW, to=w[None, 3]), {"where": 1, "index_select": 0}),
+    (lambda w: put(w, slice(None), torch.tensor([True, False, False, True, False, False]), to=w[:, :1]), {"where": 1}),
+    (lambda w: (w * 2).masked_scatter(w > 0, w.flip(0)).square().sum(), {"where": 1, "masked_scatter": 0}),
+    (lambda w: (w * 2).masked_scatter(FEW[:, None], w.view(6, 4)).square().sum(), {"where": 1, "expand": 0}),
+    (lambda w: (w * 2).masked_scatter(FEW[:, None].expand_as(w), w[:2]).square().sum(), {"index_select": 1}),
+    (lambda w: (w[0] * 2).masked_scatter(w > 0, w.flatten()).square().sum(), {"where": 1}),
 ])  # fmt: skip
 def test_writes_by_index(function: Any, expected: dict[str, int]) -> None:
     found = same(function)

@@ -156,8 +156,6 @@ for _op in (
     rule(_op, all_whole)
 
 
-rule(aten.masked_scatter.default, all_whole, linear="0 2")
-
 
 def index_add(call: Call) -> Signature:
     """x.index_add(dim, index, source): the dim stays whole in x; the source's entries may be split, as they are added up."""
