@@ -45,6 +45,7 @@ from shardc.passes import (  # noqa: F401 (they register)
 )
 from shardc.passes.canonical_decompose import decompose, needed
 from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
+from shardc.passes.canonical_dtypes import cast_integers
 from shardc.passes.canonical_slices import join_slices
 from shardc.program import Program, Source, Value
 from shardc.runtime import ops
@@ -119,6 +120,7 @@ def rewritten(captured: fx.Graph, chunks: tuple[int, int] = (1, 1)) -> Rewritten
                 env[node] = copy = _copied(emit, node.target, args, kwargs, node.meta["value"], node.name)
                 refused[copy] = e
     join_slices(graph)
+    cast_integers(graph)
     _erase_dead(graph)
     _number_random(graph)
     graph.lint()

@@ -16,7 +16,7 @@ from shardc.program import Value
 aten = torch.ops.aten
 _FILL = {
     "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "empty_like": 0, "new_empty": 0, "new_empty_strided": 0, "empty_strided": 0,
-    "empty_permuted": 0,
+    "empty_permuted": 0, "empty": 0,
 }  # fmt: skip
 
 
