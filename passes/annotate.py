@@ -177,8 +177,9 @@ class _Weights:
                     made.setdefault(layout, (i, name))
             if len(made) > 1:
                 (a, (i, n)), (b, (j, m)) = list(made.items())[:2]
+                ways = f"{replace(p.value, layout=a)} and {replace(p.value, layout=b)}"
                 errors.add(
-                    f"{n} and {m} are one shared weight, which the spec splits two ways: {a or 'whole'} and {b or 'whole'}",
+                    f"{n} and {m} are one shared weight, which the spec splits two ways: {ways}",
                     where=self.spec.where(("shard", rules[max(i, j)].pattern)), fix="split it once; a tied weight answers to all of its names",
                 )  # fmt: skip
             elif made:
@@ -203,7 +204,7 @@ class _Weights:
             layout = self._split(rule.dims, node)
             return layout if self._fits(p, layout, name, where, errors) else None
         assert rule.style is not None
-        dim = styled(node, rule.style)
+        dim = styled(node, rule.style, name.rpartition(".")[0])
         if dim is not None:
             layout = self._split({dim: (DimShard(axis=rule.axis, split=fused(node, dim)),)} if dim >= 0 else {}, node)
             return layout if self._fits(p, layout, name, where, errors) else None

@@ -59,7 +59,7 @@ def _units(params: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str,
         if not split:
             continue
         words: list[Style] = ["vocab", "column", "row"]
-        style = next((w for w in words if all(_says(w, splits.get(p.name), nodes[p.name]) for p in own) and _named(w, split, splits, nodes)), None)
+        style = next((w for w in words if all(_says(w, splits.get(p.name), nodes[p.name], module) for p in own) and _named(w, split, splits, nodes)), None)
         if style and module:
             yield _Entry(module, style, None, tuple(own))
         else:
@@ -72,9 +72,9 @@ def _named(style: Style, split: list[Param], splits: Mapping[str, Shard], nodes:
     return bool(roles & set(ROLES[style][:1]))
 
 
-def _says(style: Style, wanted: Shard | None, node: fx.Node) -> bool:
-    """Whether a style word gives a parameter just this split."""
-    dim = styled(node, style)
+def _says(style: Style, wanted: Shard | None, node: fx.Node, module: str) -> bool:
+    """Whether a style word for a module gives a parameter just this split."""
+    dim = styled(node, style, module)
     return dim == -1 if wanted is None else wanted == Shard(wanted.dim) and dim == wanted.dim
 
 
@@ -82,7 +82,7 @@ def _means(pattern: str, style: Style | None, shard: Shard | None, p: Param, wan
     """Whether a pattern is right for one parameter: it does not match, or it says what is wanted."""
     for name in (p.fqn, *p.aliases):
         module = name.rpartition(".")[0]
-        if style is not None and (match(pattern, name) or match(pattern, module)) and not _says(style, wanted, node):
+        if style is not None and (match(pattern, name) or match(pattern, module)) and not _says(style, wanted, node, module):
             return False
         if style is None and (match(pattern, module) or (match(pattern, name) and shard != wanted)):
             return False

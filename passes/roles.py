@@ -17,12 +17,12 @@ aten = torch.ops.aten
 ROLES = {"column": ("out", "bias"), "row": ("in", "rows"), "vocab": ("rows", "out", "bias")}
 
 
-def role_of(node: fx.Node, dim: int) -> str:
-    """What a parameter's dim is to the first op that uses it together with an activation.
+def role_of(node: fx.Node, dim: int, module: str = "") -> str:
+    """What a parameter's dim is to the first op that uses it together with an activation; of a tied weight, if it can be, in this module.
 
     "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked up), or "".
     """
-    for user, i in uses((node, 0)):
+    for user, i in sorted(uses((node, 0)), key=lambda use: not module or _module(use[0]) != module):
         if user.op != "call_function" or core.find(user.target) is None:
             continue
         rule = core.find(user.target)
@@ -39,7 +39,7 @@ def role_of(node: fx.Node, dim: int) -> str:
         if s is None:
             continue
         if len(call.operands) == 1 and len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
-            found = role_of(user, out.dim)
+            found = role_of(user, out.dim, module)
             if found:
                 return found
             continue
@@ -52,6 +52,10 @@ def role_of(node: fx.Node, dim: int) -> str:
         if rule.flops is not None and not any(factor in d for o in others for d in o):
             return "out"
     return ""
+
+
+def _module(user: fx.Node) -> str:
+    return str(getattr(user.meta.get("source"), "module", ""))
 
 
 def fused(node: fx.Node, dim: int) -> int:
@@ -69,11 +73,14 @@ def fused(node: fx.Node, dim: int) -> int:
     return 1
 
 
-def styled(node: fx.Node, style: str) -> int | None:
-    """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word means nothing for it."""
+def styled(node: fx.Node, style: str, module: str = "") -> int | None:
+    """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word means nothing for it.
+
+    module: by whose name the spec calls a tied weight.
+    """
     if style == "replicate":
         return -1
-    roles = [role_of(node, d) for d in range(len(node.meta["value"].shape))]
+    roles = [role_of(node, d, module) for d in range(len(node.meta["value"].shape))]
     for role in ROLES[style]:
         if role in roles:
             return roles.index(role)

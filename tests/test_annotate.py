@@ -45,7 +45,10 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("unmatched", {**TP, "shard": {"attn.*": "column"}}, 'shard."attn.*"', "matches no parameter and no module", "see the model's names"),
     ("misspelt", {**TP, "shard": {"haed": "column"}}, "shard.haed", "matches no parameter", "did you mean 'head'"),
     ("shadowed", {**TP, "shard": {"{q,k,v}": "column", "q": "row", "o": "row"}}, "shard.q", "never wins", "delete it, or move it up"),
-    ("tied two ways", {**TP, "shard": {"emb.weight": {1: "tp"}, "head.weight": {0: "tp"}}}, "shard.", "one shared weight", "split it once"),
+    (
+        "tied two ways", {**TP, "shard": {"emb.weight": {1: "tp"}, "head.weight": {0: "tp"}}}, "shard.", "two ways: f32[32, 24@tp] and f32[32@tp, 24]",
+        "split it once",
+    ),
     ("style without meaning", {**TP, "shard": {"ln": "column"}}, "shard.ln", "is not a weight that 'column' can split", "name dims instead"),
     ("dims of a module", {**TP, "shard": {"q": {0: "tp"}}}, "shard.q", "names a module, but dims belong to one parameter", "'q.weight'"),
     (
@@ -83,6 +86,12 @@ def test_wrong_specs(spec: dict[str, Any], where: str, what: str, fix: str) -> N
         compiled(spec)
     texts = [(e.where, e.what, e.fix) for e in caught.value.errors]
     assert any(where in w and what in t and fix in f for w, t, f in texts), texts
+
+
+def test_a_tied_weight_is_what_it_is_in_the_module_that_is_named() -> None:
+    """The rows of a table are the columns of the head that is tied to it: `vocab` of one and `column` of the other are one split."""
+    for shard in ({"emb": "vocab", "head": "column"}, {"head": "column"}, {"emb": "vocab"}):
+        assert [s.dim for _, s in compiled({**TP, "shard": shard}).param("emb.weight").layout.shards()] == [0]
 
 
 def test_one_error_for_all_weights_that_share_heads() -> None:
