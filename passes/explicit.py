@@ -59,7 +59,8 @@ def _units(params: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str,
         if not split:
             continue
         words: list[Style] = ["vocab", "column", "row"]
-        style = next((w for w in words if all(_says(w, splits.get(p.name), nodes[p.name], module) for p in own) and _named(w, split, splits, nodes)), None)
+        fits = (w for w in words if all(_says(w, splits.get(p.name), nodes[p.name], module) for p in own))
+        style = next((w for w in fits if _named(w, split, splits, nodes)), None)
         if style and module:
             yield _Entry(module, style, None, tuple(own))
         else:

@@ -46,8 +46,8 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("misspelt", {**TP, "shard": {"haed": "column"}}, "shard.haed", "matches no parameter", "did you mean 'head'"),
     ("shadowed", {**TP, "shard": {"{q,k,v}": "column", "q": "row", "o": "row"}}, "shard.q", "never wins", "delete it, or move it up"),
     (
-        "tied two ways", {**TP, "shard": {"emb.weight": {1: "tp"}, "head.weight": {0: "tp"}}}, "shard.", "two ways: f32[32, 24@tp] and f32[32@tp, 24]",
-        "split it once",
+        "tied two ways", {**TP, "shard": {"emb.weight": {1: "tp"}, "head.weight": {0: "tp"}}}, "shard.",
+        "two ways: f32[32, 24@tp] and f32[32@tp, 24]", "split it once",
     ),
     ("style without meaning", {**TP, "shard": {"ln": "column"}}, "shard.ln", "is not a weight that 'column' can split", "name dims instead"),
     ("dims of a module", {**TP, "shard": {"q": {0: "tp"}}}, "shard.q", "names a module, but dims belong to one parameter", "'q.weight'"),
