@@ -36,7 +36,7 @@ import torch
 from torch import fx
 
 from shardc.calls import call_of, tensors, values
-from shardc.errors import Errors
+from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import REPLICATE, VARYING, Layout, Shard
 from shardc.price import MICROBATCH
@@ -147,7 +147,7 @@ class _Writer:
     def run(self) -> tuple[fx.Graph, fx.Graph | None]:
         self.graph = fx.Graph()
         self.graph.output(self.graph.graph_copy(self.old, {}))
-        self.errors = Errors()
+        self.refused: dict[str, ShardcError] = {}  # by the place in the model
         self.known = self._known()
         self.summands: set[fx.Node] = set()
         self.apart: set[tuple[fx.Node, fx.Node]] = set()  # (user, summand): where parts of a sum are added to others, to be summed later
@@ -159,7 +159,8 @@ class _Writer:
             if node.op == "call_function" and self._node(node):
                 self._propagate(node)
         self._output(next(n for n in self.graph.nodes if n.op == "output"))
-        self.errors.raise_any()
+        if self.refused:
+            raise self._refusal()
         for i, node in enumerate(self.sums.values()):
             node.args = (*node.args[:2], len(self.totals) + i)
         counts = self._counts() if self.totals else None
@@ -368,13 +369,23 @@ class _Writer:
     def _refuse(self, total: fx.Node, user: fx.Node) -> None:
         value, source = total.meta["value"], user.meta.get("source", Source())
         shown = value[0] if isinstance(value, tuple) else value
-        self.errors.add(
+        found = ShardcError(
             f"{source}: {total.name}, {replace(shown, layout=_without(shown.layout))}, takes all rows of the batch, and "
             f"{getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: statistics of a batch, as BatchNorm's, "
             f"are not those of its microbatches, and a gradient of every row goes through them",
             where=self.where, fix="write microbatches: 1, or batch_norm: local (each rank and microbatch has its own), "
             "or use a layer that looks at each row by itself (LayerNorm, GroupNorm)",
         )  # fmt: skip
+        self.refused.setdefault(source.module or source.line, found)
+
+    def _refusal(self) -> ShardcError:
+        """The first, and where else: a network of fifty norms has one cause."""
+        (_, first), *others = self.refused.items()
+        if not others:
+            return first
+        rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        also = f"; so do {', '.join(place for place, _ in others[:3])}{rest}"
+        return ShardcError(f"{first.what}{also}", where=first.where, fix=first.fix)
 
     # --- what runs first
 
