@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardc import values
 from shardc.errors import Errors, ShardcError
@@ -44,8 +45,8 @@ from shardc.passes import (  # noqa: F401 (they register)
     experts,
 )
 from shardc.passes.canonical_decompose import decompose, needed
-from shardc.passes.canonical_emit import TABLE, Args, Emit, Result
 from shardc.passes.canonical_dtypes import cast_integers
+from shardc.passes.canonical_emit import KNOWN_LIMIT, TABLE, Args, Emit, Result
 from shardc.passes.canonical_slices import join_slices
 from shardc.program import Program, Source, Value
 from shardc.runtime import ops
@@ -72,7 +73,7 @@ class Canonical:
 
     def run(self, program: Program) -> Program:
         """A program with a canonical global graph. Raises ShardcError, all at once, for calls that have no mesh-independent form."""
-        found = rewritten(program.graph, self.chunks)
+        found = rewritten(program.graph, self.chunks, {b.name: b.constant for b in program.buffers if b.constant is not None})
         errors = Errors()
         errors.found.extend({e.what: e for e in reversed(found.refused.values())}.values())  # the first of those that read alike
         errors.raise_any()
@@ -95,8 +96,8 @@ class Rewritten:
     apart: list[tuple[OpOverload, Source]]
 
 
-def rewritten(captured: fx.Graph, chunks: tuple[int, int] = (1, 1)) -> Rewritten:
-    """The canonical form of a captured graph, and what has none. chunks: see Canonical."""
+def rewritten(captured: fx.Graph, chunks: tuple[int, int] = (1, 1), constants: Mapping[str, Tensor] | None = None) -> Rewritten:
+    """The canonical form of a captured graph, and what has none. chunks: see Canonical. constants: placeholders whose values are known."""
     graph = fx.Graph()
     refused: dict[fx.Node, ShardcError] = {}
     env: dict[fx.Node, Any] = {}
@@ -109,6 +110,8 @@ def rewritten(captured: fx.Graph, chunks: tuple[int, int] = (1, 1)) -> Rewritten
             assert copy.name == node.name
             if node.name == "rng":
                 emit = Emit(graph, copy, chunks)
+            elif emit is not None and constants and (known := constants.get(node.name)) is not None and known.numel() <= KNOWN_LIMIT:
+                emit.known[copy] = known
         elif node.op == "output":
             graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
         elif node in alive:

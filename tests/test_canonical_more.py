@@ -76,6 +76,8 @@ def put(w: Tensor, *where: Any, to: Any) -> Tensor:
     (lambda w: put(w, ..., slice(None, None, 2), to=w[:, :3]), {"slice_scatter": 1}),
     (lambda w: torch.diagonal_scatter(w, w[0, :4]).square().sum(), {"diagonal_scatter": 1}),
     (lambda w: put(w, torch.arange(4), w.argmax(1), to=w[:, 0]), {"scatter": 1, "index_put": 0}),
+    (lambda w: put(w, range(4), w.argmax(1), to=w[:, 0]), {"scatter": 1, "index_put": 0}),
+    (lambda w: (w * 2)[[0, 1, 2, 3], w.argmax(1)].square().sum(), {"gather": 1, "index": 0}),
     (lambda w: put(w, torch.arange(4)[:, None], w.argsort(1)[:, :2], to=w[:, :2]), {"scatter": 1}),
     (lambda w: (w * 2).index_put((torch.arange(4), w.argmax(1)), w[:, 0], accumulate=True).square().sum(), {"scatter_add": 1}),
     (lambda w: put(w, torch.tensor([2, 0]), to=w[:2]), {"index_put": 1}),
