@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardc.errors import ShardcError
@@ -79,12 +79,16 @@ class Stopped(BaseException):
     """The launcher was told to stop by a signal."""
 
 
-def launch(command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True, progress: Path | None = None) -> int:
+def launch(
+    command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True, progress: Path | None = None, stdout: int | None = None,
+    failed_first: Callable[[int], None] = lambda _: None,
+) -> int:  # fmt: skip
     """Run `command` once for every rank of a mesh, with torch.distributed's environment; return 0, 2 if a rank found the input wrong, 1 if it failed.
 
-    Rank 0 writes to this terminal. If a rank fails, all end within seconds, and the standard error of the rank that failed first is
-    shown, with its rank and coordinates, and with what it was doing: progress is a folder whose files `rank0`, ... say it
-    (shardc.runtime.progress). Ctrl-C and SIGTERM end all ranks: then the signal's own exit status (130, 143) is returned.
+    Rank 0 writes to this terminal; stdout: to this file descriptor. If a rank fails, all end within seconds, and the standard error of the
+    rank that failed first is shown, with its rank and coordinates, and with what it was doing: progress is a folder whose files `rank0`, ...
+    say it (shardc.runtime.progress). failed_first is called with that rank. Ctrl-C and SIGTERM end all ranks: then the signal's own exit
+    status (130, 143) is returned.
     """
     world = mesh.world
     threads = str(max(1, (os.cpu_count() or 1) // world))
@@ -101,7 +105,7 @@ def launch(command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True, pro
         try:
             for r in range(world):
                 mine = {**env, "RANK": str(r), "LOCAL_RANK": str(r)}
-                out = None if r == 0 or not quiet_others else subprocess.DEVNULL
+                out = stdout if r == 0 or not quiet_others else subprocess.DEVNULL
                 # sessions of their own: a Ctrl-C reaches the launcher alone, which ends them in order
                 with logs[r].open("wb") as err:
                     ranks.append(
@@ -115,6 +119,7 @@ def launch(command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True, pro
                 return 0
             culprit = _culprit(ranks, logs, failed)
             code = ranks[culprit].returncode
+            failed_first(culprit)
             _report(culprit, code, mesh, logs[culprit], Progress.read(progress / f"rank{culprit}") if progress is not None else "")
             return 2 if code == 2 else 1
         except Stopped as e:

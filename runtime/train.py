@@ -30,7 +30,7 @@ class Job:
     """One run. program: artifact folder. model: model reference. save, resume, log: folders, or "". quiet: no lines (--json).
 
     progress: folder in which rank r keeps `rank<r>` (shardc.runtime.progress). result: file into which rank 0 writes the summary.
-    trust: run an edited artifact. routing: say how tokens are spread over experts.
+    trust: run an edited artifact. routing: say how tokens are spread over experts. joined: the processes were started by torchrun or Slurm.
     """
 
     program: str
@@ -47,6 +47,7 @@ class Job:
     progress: str = ""
     trust: bool = False
     routing: bool = False
+    joined: bool = False
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -206,16 +207,27 @@ def main(file: str) -> None:
         summary = run(job)
     except ShardcError as e:
         print(e, file=sys.stderr, flush=True)
+        _tell_errors(job, e.to_json())
         os._exit(2)
-    except BaseException:
+    except BaseException as e:
         traceback.print_exc()
         sys.stderr.flush()
+        _tell_errors(job, [{"where": f"rank {os.environ.get('RANK', '0')}", "what": f"{type(e).__name__}: {e}", "fix": ""}])
         os._exit(1)
     if job.result and int(os.environ.get("RANK", "0")) == 0:
         Path(job.result).write_text(json.dumps(summary))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def _tell_errors(job: Job, errors: list[dict[str, str]]) -> None:
+    """For --json: to the launcher, which prints those of the rank that failed first; under torchrun or Slurm, the first rank prints its own."""
+    rank = os.environ.get("RANK", "0")
+    if job.progress:
+        (Path(job.progress) / f"errors{rank}.json").write_text(json.dumps(errors))
+    if job.joined and job.quiet and rank == "0" and sys.__stdout__ is not None:
+        print(json.dumps({"errors": errors}), file=sys.__stdout__, flush=True)
 
 
 def leave(status: int = 0) -> NoReturn:

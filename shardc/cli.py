@@ -10,8 +10,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,17 +38,32 @@ TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DI
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
 
+Show = Callable[[str], None]
+
+
 @contextmanager
-def _told(debug: bool) -> Iterator[None]:
-    """Errors as a person reads them; the exit status says whose they are."""
+def _told(debug: bool, as_json: bool = False) -> Iterator[Show]:
+    """Gives what prints text on stdout. Errors as a person reads them; the exit status says whose they are.
+
+    as_json: stdout is for one document: errors are a document too, and what the user's code prints goes to stderr.
+    """
+    stdout = sys.stdout
+
+    def show(text: str) -> None:
+        stdout.write(text if text.endswith("\n") else text + "\n")
+        stdout.flush()
+
     try:
-        yield
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            yield show
     except ShardcError as e:
         if debug:
             traceback.print_exc()
         for one in e.errors:
             errors.print("[bold red]error[/] ", end="")
             errors.print(str(one), markup=False)
+        if as_json:
+            show(json.dumps({"errors": e.to_json()}))
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         errors.print("stopped")
@@ -97,11 +112,6 @@ def _program(
     return program
 
 
-def _print(text: str) -> None:
-    """Plain text, as it is: program texts are no markup."""
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
-
-
 def _summary(program: Any) -> str:
     from shardc.emit import human
     from shardc.report import comm_rows
@@ -118,6 +128,21 @@ def _summary(program: Any) -> str:
     return "\n".join([*lines, *(f"note: {n}" for n in program.notes)])
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from shardc import __version__
+
+        print(f"shardc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def shardc_command(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def compile(
     model: Source, spec: SpecFile = None, output: Annotated[Path | None, typer.Option("-o", "--output", help="folder for the artifact")] = None,
@@ -125,7 +150,7 @@ def compile(
     batch: BatchOption = None, seq: SeqOption = None, as_json: JsonOption = False, debug: DebugOption = False,
 ) -> None:  # fmt: skip
     """Compile a model and a spec; write the artifact with -o, else print the program."""
-    with _told(debug):
+    with _told(debug, as_json) as show:
         if _is_artifact(model):
             raise ShardcError(f"{model} is a folder", where=model, fix="name a model file; `shardc inspect DIR` shows a compiled one")
         program = _program(model, spec, mesh, set_, batch, seq, quiet=as_json, dump=dump)
@@ -134,11 +159,11 @@ def compile(
         if as_json:
             from shardc.report import to_json
 
-            print(json.dumps({**to_json(program), "output": str(output) if output else None}))
+            show(json.dumps({**to_json(program), "output": str(output) if output else None}))
         elif output:
-            _print(f"{_summary(program)}\nwritten to {output}")
+            show(f"{_summary(program)}\nwritten to {output}")
         else:
-            _print(str(program))
+            show(str(program))
 
 
 @app.command()
@@ -159,12 +184,12 @@ def inspect(
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
     from shardc import emit, report
 
-    with _told(debug), tempfile.TemporaryDirectory() as folder:
+    with _told(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
         if svg and schedule == memory:
             raise ShardcError("--svg draws the schedule, or memory over a step", where="--svg", fix="add --schedule or --memory")
         if coverage:
             found = _coverage(model, batch, seq)
-            _print(json.dumps(found.to_json()) if as_json else str(found))
+            show(json.dumps(found.to_json()) if as_json else str(found))
             return
         program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, dump=Path(folder) if diff else None)
         if stage is not None and not 0 <= stage < len(program.stages):
@@ -172,23 +197,23 @@ def inspect(
         if html:
             html.write_text(report.html(program))
         if schedule:
-            _schedule(program, svg, as_json)
+            _schedule(program, svg, as_json, show)
         elif memory:
-            _memory(program, device, svg, as_json)
+            _memory(program, device, svg, as_json, show)
         elif as_json:
-            print(json.dumps(report.to_json(program)))
+            show(json.dumps(report.to_json(program)))
         elif diff:
-            _print(_difference(Path(folder), diff, model))
+            show(_difference(Path(folder), diff, model))
         elif before:
-            _print(report.before(program))
+            show(report.before(program))
         elif comm:
-            _print(report.comm_table(program))
+            show(report.comm_table(program))
         elif stage is not None:
-            _print(emit.function(program.stages[stage].graph, program, program.stages[stage].name))
+            show(emit.function(program.stages[stage].graph, program, program.stages[stage].name))
         elif html:
-            _print(f"written to {html}")
+            show(f"written to {html}")
         else:
-            _print(str(program))
+            show(str(program))
 
 
 def _coverage(source: str, batch: int | None, seq: int | None) -> Any:
@@ -203,21 +228,21 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Any:
         return shardc.coverage(file.on_meta(), file.batch, loss=file.loss)
 
 
-def _memory(program: Any, device: str, svg: Path | None, as_json: bool) -> None:
+def _memory(program: Any, device: str, svg: Path | None, as_json: bool, show: Show) -> None:
     from shardc.report import memory
 
     found = program.cost(device)
     if svg:
         svg.write_text(memory.svg(found), encoding="utf-8")
     if as_json:
-        print(json.dumps(memory.to_json(found)))
+        show(json.dumps(memory.to_json(found)))
     else:
-        _print(memory.table(found))
+        show(memory.table(found))
         if svg:
-            _print(f"written to {svg}")
+            show(f"written to {svg}")
 
 
-def _schedule(program: Any, svg: Path | None, as_json: bool) -> None:
+def _schedule(program: Any, svg: Path | None, as_json: bool, show: Show) -> None:
     from rich.console import Console
 
     from shardc.report import timeline
@@ -226,14 +251,14 @@ def _schedule(program: Any, svg: Path | None, as_json: bool) -> None:
     if svg:
         svg.write_text(timeline.svg(drawn), encoding="utf-8")
     if as_json:
-        print(json.dumps(timeline.to_json(drawn)))
+        show(json.dumps(timeline.to_json(drawn)))
     elif svg:
-        _print(f"written to {svg}")
+        show(f"written to {svg}")
     elif sys.stdout.isatty():
         console = Console()
         console.print(timeline.text(drawn, width=console.width))
     else:
-        _print(timeline.text(drawn).plain)
+        show(timeline.text(drawn).plain)
 
 
 def _difference(folder: Path, name: str, model: str) -> str:
@@ -253,15 +278,15 @@ def verify(
     as_json: JsonOption = False, debug: DebugOption = False,
 ) -> None:  # fmt: skip
     """Run one step on all ranks in this process, in float64, and compare loss and every gradient with one device."""
-    with _told(debug):
+    with _told(debug, as_json) as show:
         program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json)
         with errors.status(f"running {program.mesh.world} ranks in float64"):
             report = program.verify(seed=seed)
         if as_json:
             findings = [{"where": f.where, "what": f.what, "fix": f.fix} for f in report.findings]
-            print(json.dumps({"ok": report.ok, "checked": report.checked, "worst": report.worst, "seconds": report.seconds, "findings": findings}))
+            show(json.dumps({"ok": report.ok, "checked": report.checked, "worst": report.worst, "seconds": report.seconds, "findings": findings}))
         else:
-            _print(str(report))
+            show(str(report))
         raise typer.Exit(0 if report.ok else 1)
 
 
@@ -280,7 +305,7 @@ def run(
     """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
     from shardc.runtime import launch, train
 
-    with _told(debug), tempfile.TemporaryDirectory(prefix="shardc-run-") as folder:
+    with _told(debug, as_json) as show, tempfile.TemporaryDirectory(prefix="shardc-run-") as folder:
         launch.join_slurm()
         world = int(os.environ["WORLD_SIZE"]) if launch.in_world() else nproc
         program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world)
@@ -299,7 +324,7 @@ def run(
         job = train.Job(
             program=str(artifact), model=ref, batch=example.get("batch"), seq=example.get("seq"), steps=steps, seed=seed,
             save=str(save or ""), resume=str(resume or ""), log=str(log or ""), quiet=as_json, result=str(Path(folder) / "result.json"), trust=trust,
-            routing=routing, progress=folder,
+            routing=routing, progress=folder, joined=launch.in_world(),
         )  # fmt: skip
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(vars(job)))
@@ -307,24 +332,32 @@ def run(
             train.main(str(file))
             status = 0
         else:
-            status = launch.launch([sys.executable, "-m", "shardc.runtime.train", str(file)], program.mesh, progress=Path(folder))
+            culprit: list[int] = []
+            command = [sys.executable, "-m", "shardc.runtime.train", str(file)]
+            to = sys.stderr.fileno() if as_json else None
+            status = launch.launch(command, program.mesh, progress=Path(folder), failed_first=culprit.append, stdout=to)
+            if culprit and as_json:
+                told = Path(folder) / f"errors{culprit[0]}.json"
+                silent = [{"where": f"rank {culprit[0]}", "what": "the process was killed", "fix": ""}]
+                show(json.dumps({"errors": json.loads(told.read_text()) if told.exists() else silent}))
         result = Path(job.result)
         if status == 0 and result.exists():
-            _tell(json.loads(result.read_text()), as_json)
+            _tell(json.loads(result.read_text()), as_json, show)
     if launch.in_world():
         train.leave(status)
     raise typer.Exit(status)
 
 
-def _tell(summary: dict[str, Any], as_json: bool) -> None:
+def _tell(summary: dict[str, Any], as_json: bool, show: Show) -> None:
     if as_json:
-        print(json.dumps(summary))
+        show(json.dumps(summary))
         return
     held = f", held-out loss {summary['held_out']:.4f}" if summary["held_out"] is not None else ""
     last = f"loss {summary['losses'][-1]:.4f}" if summary["losses"] else "no steps"
-    _print(f"{summary['steps']} steps in {summary['seconds']:.1f} s, {summary['tokens_per_second']:,.0f} tokens/s: {last}{held}")
+    show(f"{summary['steps']} steps in {summary['seconds']:.1f} s, {summary['tokens_per_second']:,.0f} tokens/s: {last}{held}")
     if summary["saved"]:
-        _print(f"saved to {summary['saved']}: checkpoint/ (loads on any mesh), model.safetensors (the plain model's weights)")
+        show(f"saved to {summary['saved']}: checkpoint/ (loads on any mesh), model.safetensors (the plain model's weights:")
+        show("safetensors.torch.load_model(model, FILE); a tied weight is stored once, so load_state_dict misses its other names)")
 
 
 @app.command()
@@ -342,14 +375,14 @@ def plan(
     batch: BatchOption = None, seq: SeqOption = None, as_json: JsonOption = False, debug: DebugOption = False,
 ) -> None:  # fmt: skip
     """Find the spec that trains a model fastest on so many devices, by the cost model alone: meshes, ZeRO, recomputation, schedules."""
-    with _told(debug):
+    with _told(debug, as_json) as show:
         if _is_artifact(model):
             fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
             raise ShardcError("a compiled DIR has its spec already", where=model, fix=fix)
         from shardc.plan.command import command
 
         status = command(
-            model, batch=batch, seq=seq, output=output, as_json=as_json, show=_print, console=errors, devices=devices, device=device, given=given,
+            model, batch=batch, seq=seq, output=output, as_json=as_json, show=show, console=errors, devices=devices, device=device, given=given,
             global_batch=global_batch, precision=precision, largest=largest, fewest=fewest, headroom=headroom,
         )  # fmt: skip
     raise typer.Exit(status)
@@ -365,8 +398,8 @@ def rules(
     """List the rules of ops: what may be split. --check proves them: forward, backward, on 2, 3, 4, 6 parts and on two axes."""
     from shardc.report import rules as report
 
-    with _told(debug):
-        status = report.command(ops or [], check=check, file=file, as_json=as_json, show=_print)
+    with _told(debug, as_json) as show:
+        status = report.command(ops or [], check=check, file=file, as_json=as_json, show=show)
         raise typer.Exit(status)
 
 
@@ -380,7 +413,7 @@ def device(
     """List devices that programs are priced for; show one and where its numbers are from; measure this machine."""
     from shardc.report import devices
 
-    with _told(debug):
+    with _told(debug, as_json) as show:
         found: str | Path | None = which
         if measure:
             with errors.status("measuring") as status:
@@ -388,7 +421,7 @@ def device(
             errors.print(f"written to {found}")
         elif output:
             raise ShardcError("-o is where --measure writes to", where="-o", fix="add --measure")
-        _print(devices.show(found, as_json) if found else devices.listed(as_json))
+        show(devices.show(found, as_json) if found else devices.listed(as_json))
 
 
 @app.command()

@@ -30,6 +30,10 @@ class ShardcError(Exception):
         head = f"{self.where}: {self.what}" if self.where else self.what
         return f"{head}\n  fix: {self.fix}" if self.fix else head
 
+    def to_json(self) -> list[dict[str, str]]:
+        """The single errors as plain values: where, what, fix."""
+        return [{"where": e.where, "what": e.what, "fix": e.fix} for e in self.errors]
+
 
 class Errors:
     """Collects errors, so that a user sees all of them at once.

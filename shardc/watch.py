@@ -57,9 +57,9 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     try:
         forward.bind(*args, **kwargs)
     except TypeError as e:
-        names = ", ".join(forward.parameters)
+        names, keys = ", ".join(forward.parameters), f" (its keys are {', '.join(kwargs)})" if kwargs else ""
         raise ShardcError(
-            f"the batch does not fit the model's forward({names}): {e}", where=source.of_function(model.forward).line,
+            f"the batch does not fit the model's forward({names}): {e}{keys}", where=source.of_function(model.forward).line,
             fix="a dict's keys are forward's arguments, a tuple's entries stand in their order, a tensor is the first one",
         ) from None  # fmt: skip
 

@@ -394,8 +394,8 @@ def test_numbers_that_only_python_sees_are_noted() -> None:
 @pytest.mark.parametrize(
     ("batch", "what"),
     [
-        ({"y": X}, "missing a required argument: 'x'"),
-        ({"x": X, "z": X}, "got an unexpected keyword argument 'z'"),
+        ({"y": X}, "missing a required argument: 'x' (its keys are y)"),
+        ({"x": X, "z": X}, "got an unexpected keyword argument 'z' (its keys are x, z)"),
         ((X, X), "too many positional arguments"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import shardc
 from shardc.cli import app
 
 MODEL = """
@@ -123,11 +124,50 @@ def test_run_trains_saves_and_resumes_on_another_mesh(files: Path) -> None:
     assert len((files / "log" / "steps.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["compile", "model.py", "spec.yaml", "--mesh", "dp=3"], ["inspect", "model.py", "spec.yaml", "--mesh", "dp=3"], ["verify", "gone"],
+        ["run", "model.py", "spec.yaml", "--mesh", "dp=3"], ["plan", "gone.py", "--devices", "2"], ["rules", "aten.gone"], ["device", "gone"],
+    ],
+    ids=lambda c: c[0],
+)  # fmt: skip
+def test_errors_are_json_too(files: Path, command: list[str]) -> None:
+    (files / "model.py").write_text(MODEL.replace("        return self", "        print('mine')\n        return self"))
+    done = call(*command, "--json")
+    assert done.exit_code == 2
+    for error in (found := json.loads(done.stdout)["errors"]):
+        assert set(error) == {"where", "what", "fix"}
+        assert error["where"]
+        assert error["what"]
+    if "dp=3" in command:
+        assert found == [
+            {
+                "where": "--mesh dp=3", "what": "input 'x': the batch of 4 (dim 0) does not divide by dp=3",
+                "fix": "make it 3 or 6, or dp=2 or 4, or set `uneven: pad`",
+            }
+        ]  # fmt: skip
+
+
+def test_what_the_users_code_prints_is_no_part_of_the_document(files: Path) -> None:
+    (files / "model.py").write_text(MODEL.replace("        return self", "        print('mine')\n        return self"))
+    done = call("compile", "model.py", "spec.yaml", "--json")
+    assert json.loads(done.stdout)["world"] == 4
+    assert "mine" in done.stderr
+
+
+def test_the_version() -> None:
+    assert call("--version").stdout == f"shardc {shardc.__version__}\n"
+
+
 def test_a_rank_that_raises_shows_the_users_line_and_ends_the_run(files: Path) -> None:
     (files / "model.py").write_text(MODEL + "\ndef data(split):\n    yield batch()\n    raise OSError('the disk is gone')\n")
-    command = [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--mesh", "dp=2,tp=1"]
+    command = [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--mesh", "dp=2,tp=1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=files, timeout=120)
     assert done.returncode == 1
+    (error,) = json.loads(done.stdout)["errors"]
+    assert error["what"] == "OSError: the disk is gone"
+    assert error["where"] in ("rank 0", "rank 1")
     assert "OSError: the disk is gone" in done.stderr
     assert re.search(r"rank \d \(dp=\d, tp=0\) failed", done.stderr)
     assert "Connection closed" not in done.stderr
@@ -159,7 +199,7 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
     ("batch returns text", HEAD + "def model():\n    pass\ndef batch():\n    return 'x'\n", "model.py", "batch() returns a str", "return a dict"),
     ("batch without tensors", net("        return x").replace("torch.ones(4, 8)", "3"), "", "no tensor in it", "give a dict"),
     ("loss is no scalar", net("        return self.a(x)"), "", "no scalar loss", "pass loss="),
-    ("wrong keyword", net("        return self.a(x).sum()").replace("{'x'", "{'y'"), "", "unexpected keyword argument 'y'", ""),
+    ("wrong keyword", net("        return self.a(x).sum()").replace("{'x'", "{'y'"), "", "its keys are y", ""),
     ("shapes do not fit", net("        return self.a(x[:, :4]).sum()"), "model.py:8", "", ""),
     ("branch on values", net("        return self.a(x).sum() if x.sum() > 0 else x.sum()"), "model.py:8", "", ""),
     (

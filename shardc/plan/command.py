@@ -46,7 +46,8 @@ def command(
     if output and fits:
         found.save(output)
     if as_json:
-        show(json.dumps({**found.to_json(), "output": str(output) if output and fits else None}))
+        lacking = {"errors": found.lacking().to_json()} if not fits and options.get("given") is None else {}
+        show(json.dumps({**found.to_json(), "output": str(output) if output and fits else None, **lacking}))
     else:
         _print(found, given=options.get("given") is not None)
         if output and fits:
