@@ -4,6 +4,8 @@
     if (var < 0).any(): raise ValueError(...)   # a check: the captured program does what the model does where nothing is wrong
     assert ids.max() < n
     if mask.any(): x[mask] = 0                  # the branch does nothing where the condition is false: it may always be taken
+    if not x.isfinite().all(): x = x.clamp(-big, big)    # likewise
+    if not mask.any(): mask = None              # a shorter way to the same result: it need not be taken
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def harmless(frame: FrameType) -> bool | None:
 def _checks(code: CodeType) -> dict[int, bool]:
     """Lines of a function's checks (`if x: raise`, `assert x`) -> the truth value of what they ask with which they do not raise.
 
-    And of conditions of writes to a mask (`if mask.any(): x[mask] = 0`) -> True.
+    And of conditions of branches that may always be taken (`if mask.any(): x[mask] = 0`) -> with which they are; of those that never need to
+    be (`if not mask.any(): mask = None`) -> with which they are not.
     """
     try:
         lines, first = inspect.getsourcelines(code)
@@ -86,6 +89,10 @@ def _checks(code: CodeType) -> dict[int, bool]:
             asked = _asked(node.test, False)
         elif isinstance(node, ast.If) and not node.orelse and all(_writes_where(node.test, s) for s in node.body):
             asked = {True}
+        elif isinstance(node, ast.If) and not node.orelse and _clamps(node):
+            asked = _asked(node.test, True)
+        elif isinstance(node, ast.If) and not node.orelse and all(_drops(node.test, s) for s in node.body):
+            asked = _asked(node.test, False)
         elif isinstance(node, ast.Assert):
             asked = _asked(node.test, True)
         else:
@@ -104,6 +111,27 @@ def _writes_where(test: ast.expr, statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assign) and all(
         isinstance(t, ast.Subscript) and ast.dump(t.slice) == ast.dump(mask) for t in statement.targets
     )
+
+
+def _clamps(branch: ast.If) -> bool:
+    """Is it `if not x.isfinite().all(): x = x.clamp(...)` (or isinf, isnan), which models have for float16?"""
+    asks = {n.attr for n in ast.walk(branch.test) if isinstance(n, ast.Attribute)} & {"isfinite", "isinf", "isnan"}
+    clamped = [
+        s for s in branch.body
+        if isinstance(s, ast.Assign) and isinstance(s.value, ast.Call) and ast.unparse(s.value.func).rpartition(".")[2] == "clamp"
+        and all(ast.unparse(t) in (ast.unparse(x) for x in (*s.value.args[:1], getattr(s.value.func, "value", t))) for t in s.targets)
+    ]  # fmt: skip
+    bounds = [s for s in branch.body if isinstance(s, ast.Assign) and s not in clamped and "finfo" in ast.unparse(s.value)]
+    return bool(asks) and bool(clamped) and len(clamped) + len(bounds) == len(branch.body)
+
+
+def _drops(test: ast.expr, statement: ast.stmt) -> bool:
+    """Is it `mask = None` behind `if not mask.any():` or `if mask.all():`? All of a mask that hides nothing is no mask."""
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant) or statement.value.value is not None:
+        return False
+    calls = [n for n in ast.walk(test) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("any", "all")]
+    masks = {ast.unparse(c.args[0] if c.args else c.func.value) for c in calls if isinstance(c.func, ast.Attribute)}
+    return {ast.unparse(t) for t in statement.targets} == masks
 
 
 def _asked(test: ast.expr, wanted: bool) -> set[bool]:

@@ -111,6 +111,32 @@ def test_random_numbers_are_known_only_where_all_agree() -> None:
         captured(layer(0.1))
 
 
+def clamps(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():
+        most = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-most, max=most)
+    if x.isinf().any() or x.isnan().any():
+        x = x.clamp(-9.0, 9.0)
+    return x
+
+
+def drops(x: Tensor) -> Tensor:
+    hidden: Tensor | None = x < 0
+    if not hidden.any():
+        hidden = None
+    kept: Tensor | None = x > -1
+    if kept is not None and torch.all(kept):
+        kept = None
+    assert hidden is not None and kept is not None
+    return x.masked_fill(hidden, 0) * kept
+
+
+@pytest.mark.parametrize(("function", "op"), [(clamps, aten.clamp.default), (drops, aten.masked_fill.Scalar)])
+def test_branches_that_change_nothing(function: Callable[[Tensor], Tensor], op: Any) -> None:
+    """What is clamped or masked where nothing has to be stays as it is. `drops`: eager runs on tensors that are hidden somewhere."""
+    assert op in [n.target for n in capture(Model(function), (torch.linspace(-2, 3, 8).view(2, 4),)).graph.nodes]
+
+
 def branches(x: Tensor) -> Tensor:
     if (x > 0.5).all():
         x = x * 2
