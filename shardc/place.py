@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardc.mesh import Mesh
 from shardc.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Shard
 from shardc.price import FLOPS_PER_BYTE, MICROBATCH, TOUCH, UNDO, transfer
 from shardc.program import Program
-from shardc.refuse import refuse_uneven
+from shardc.refuse import refuse_pins, refuse_uneven
 from shardc.rules.core import Choices, Strategy, needs_vary
 
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
@@ -145,6 +145,7 @@ class Axis:
     def _candidates(self, node: fx.Node, operands: list[Key]) -> Iterator[Strategy]:
         pin: Placement = node.meta["pin"][self.name] if "pin" in node.meta else REPLICATE
         if pin != REPLICATE:  # on axes that the annotation does not name a pin is an ordinary identity
+            pin = self._below(node, pin)
             yield Strategy("pin", (pin,), (pin,))
             return
         choices = self.choices[node]
@@ -178,6 +179,13 @@ class Axis:
             yield choices.varying
         if any(isinstance(p, Partial) for o in operands for p in self.have[o]):
             yield from choices.partials
+
+    def _below(self, node: fx.Node, pin: Placement) -> Placement:
+        """A pin's shard as the digit below those of the axes that split its dim already: an annotation names dims, not digits."""
+        if not isinstance(pin, Shard) or pin.sections:
+            return pin
+        others = [a for a, s in node.meta["strategies"].items() if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim]
+        return replace(pin, split=pin.split * math.prod(map(self.mesh.size, others)))
 
     def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
         """Whether the digits that other axes took leave room, on every operand and result."""
@@ -384,14 +392,15 @@ def place(program: Program, mesh: Mesh) -> Program:
     operands = {node: [result(t) for t in tensors(node)] for node in program.graph.nodes if node in choices or node.op == "output"}
     for node in program.graph.nodes:
         node.meta["strategies"] = {}
-    # a padded batch first: what other axes leave of a dim cannot be padded
-    padded = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard) and p.padding}
-    for axis, n in sorted(mesh.axes, key=lambda a: a[0] not in padded):
+    # the batch first: what other axes leave of a dim cannot be padded, and annotations split what the batch's axes leave
+    batch = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
+    for axis, n in sorted(mesh.axes, key=lambda a: a[0] not in batch):
         if n == 1:
             continue
         one = Axis(program, axis, n, mesh, choices, operands)
         one.run()
         layouts = {p.name: p.layout for p in program.stored}
         program = program.with_layouts({node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()})
+    refuse_pins(program, mesh)
     refuse_uneven(program, mesh, choices)
     return program

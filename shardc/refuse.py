@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -13,12 +14,11 @@ from shardc.causes import way_around
 from shardc.errors import Errors
 from shardc.mesh import Mesh
 from shardc.passes import parts
-from shardc.placement import Shard
+from shardc.placement import Layout, Shard
 from shardc.program import Program
 from shardc.rules import core
 from shardc.rules.core import Choices
 from shardc.rules.views import reshape
-
 
 _TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.alias.default}
 
@@ -42,6 +42,25 @@ def check_rules(program: Program, *, replicate: bool) -> list[str]:
             errors.add(what, where=at, fix=f"{around}; {register}" if around else register)
     errors.raise_any()
     return notes
+
+
+def refuse_pins(program: Program, mesh: Mesh) -> None:
+    """Annotated activations whose dim cannot be split further, because other axes split it already: the batch's, above all."""
+    errors = Errors()
+    for node in program.graph.nodes:
+        if "pin" not in node.meta:
+            continue
+        v = node.meta["value"]
+        layout = Layout.of({a: s.outputs[0] for a, s in node.meta["strategies"].items()}, mesh)
+        for axis, asked in node.meta["pin"].shards():
+            others = [a for a, _ in layout.shards(asked.dim) if a != axis]
+            if others and (problem := layout.fits(v.shape, mesh)):
+                errors.add(
+                    f"dim {asked.dim} of {replace(v, layout=Layout(tuple(i for i in layout.items if i[0] != axis)))} is split over "
+                    f"{' and '.join(others)} already, and cannot be split over {axis} as well: {problem}",
+                    where=f"{node.meta['cause'].get(axis, '')}, {node.meta['source']}", fix=f"name another dim for {axis}, or leave it out",
+                )  # fmt: skip
+    errors.raise_any()
 
 
 def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices]) -> None:

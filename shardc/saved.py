@@ -91,7 +91,8 @@ class SavedOf:
         found = tuple(Value(v.local_shape(self.mesh), v.dtype, v.requires_grad) for v in values(node) if v is not None)
         if node.op == "placeholder" and (cut := self._cut.get(node.name)) is not None:  # its type is that of the whole step's
             shape = list(found[0].shape)
-            shape[cut.dim] = cut.padded(shape[cut.dim]) // self._microbatches
+            padded = bool(values(node)[0].layout.shards(cut.dim))  # by the axes that split the batch: all of a dim have the same padding
+            shape[cut.dim] = (shape[cut.dim] if padded else cut.padded(shape[cut.dim])) // self._microbatches
             return (replace(found[0], shape=tuple(shape)),)
         return found
 

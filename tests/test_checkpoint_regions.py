@@ -50,6 +50,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "zero 3": {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.1}},
     "zero 2, bf16": {"mesh": {"dp": 2}, "data": {"zero": 2}, "precision": {"compute": "bfloat16"}},
     "microbatches": {"mesh": {"dp": 2}, "batch": {"microbatches": 2}},
+    "padded microbatches": {"mesh": {"dp": 3}, "batch": {"microbatches": 2}, "uneven": "pad"},
     "zero 3, tp=2, microbatches": spec_of("gpt", {"dp": 2, "tp": 2}) | {"data": {"zero": 3}, "batch": {"microbatches": 2}},
     "1f1b": {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "schedule": "1f1b", "stages": 2}, "batch": {"microbatches": 4}},
     "zb-h1, tp=2": spec_of("gpt", {"pp": 2, "tp": 2}) | {"pipeline": {"axis": "pp", "schedule": "zb-h1"}, "batch": {"microbatches": 4}},

@@ -197,3 +197,28 @@ def test_a_new_value_that_comes_split_is_gathered_for_its_buffer() -> None:
     loss = model(batch)  # eager updates its own
     assert torch.allclose(sim.loss, loss.detach(), rtol=1e-12)
     assert all(torch.allclose(sim.state[n], b, rtol=1e-12) for n, b in model.named_buffers())
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [({"dp": 2, "tp": 2}, 1), ({"tp": 2, "dp": 2}, 1), ({"tp": 2}, 2), ({"tp": 2, "dp": 2}, 2)])
+def test_an_annotation_splits_what_the_batch_leaves_of_a_dim(mesh: dict[str, int], microbatches: int) -> None:
+    """tp on the batch's dim is the digit below those of dp and microbatches: what follows is computed in parts, dropout's masks as well."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(N, N), nn.Dropout(0.5), nn.GELU(), nn.Linear(N, 1), nn.Flatten(0), nn.Softplus(), Mean()).double()
+    batch = torch.randn(8, N, dtype=torch.float64)
+    spec = {"shardc": 1, "mesh": mesh, "batch": {"microbatches": microbatches}, "activations": {"0": {0: "tp"}}}
+    one = shardc.simulate(shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 1}}), model, batch, seed=3)
+    program = shardc.compile(model, batch, spec)
+    assert_equal(shardc.simulate(program, model, batch, seed=3), one.loss, one.grads)
+    assert "@tp" in next(line for line in str(program).splitlines() if "ops.dropout(" in line)
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+def test_an_annotation_of_a_dim_that_the_batch_uses_up_is_refused() -> None:
+    model, batch = nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Linear(N, 1), Mean()).double(), torch.randn(4, N, dtype=torch.float64)
+    text = r"(?s)dim 0 of .* is split over dp already, and cannot be split over tp as well: 4 .*fix: name another dim for tp"
+    with pytest.raises(shardc.ShardcError, match=text):
+        shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2, "dp": 4}, "activations": {"0": {0: "tp"}}})
