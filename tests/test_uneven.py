@@ -163,6 +163,7 @@ class Poles(nn.Module):
         many = s.sqrt() + s.rsqrt() + s.log() + s.log2() + s.log10() + s.reciprocal() + s.pow(0.3) + s**s + s.lgamma() + s.digamma()
         many = many + torch.atan2(s, n) + torch.hypot(s, n) + torch.xlogy(n, s) + torch.addcdiv(s, n, s) + (s + n).remainder(n)
         many = many + torch.logit(s / (s + 1)) + torch.special.ndtri(s / (s + 1)) + (s / s.detach() * 2).acosh()
+        w = torch._weight_norm(w, n[:, None], 0)
         return (self.down(nn.functional.linear(x, w / n[:, None]) * many.tanh()) ** 2).mean()
 
 

@@ -139,7 +139,7 @@ POLES: dict[Any, tuple[tuple[int, ...], float]] = {
         (
             aten.reciprocal.default, aten.sqrt.default, aten.rsqrt.default, aten.log.default, aten.log2.default, aten.log10.default,
             aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.float_power.Tensor_Scalar, aten.float_power.Tensor_Tensor,
-            aten.digamma.default, aten.lgamma.default, aten.hypot.default,
+            aten.digamma.default, aten.lgamma.default, aten.hypot.default, aten._weight_norm.default, aten._weight_norm_interface.default,
         ), ((0,), 1.0),
     ),
     **dict.fromkeys(
