@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.interpret import interpret
+from shardc.passes.canonical_decompose import OUTSIDE
 from shardc.program import Buffer, Param, Program, Stage, Value
 from shardc.runtime.rng import Rng
 from shardc.simulate import simulate
@@ -70,12 +71,22 @@ def verify(program: Program, *, seed: int = 0) -> Report:
         )  # fmt: skip
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
     double = _in_float64(program)
-    weights, batch = random_state(double, seed), random_inputs(double, seed)
+    weights = random_state(double, seed)
     params = {p.name: weights[p.fqn].clone().requires_grad_(p.requires_grad) for p in double.params}
     buffers = {b.name: weights[b.fqn] for b in double.buffers if b.constant is None}
-    loss, news = interpret(double, params, buffers, {i.name: _leaf(batch, i.path) for i in double.inputs}, Rng(seed))
-    if not bool(torch.isfinite(loss)):
-        what = f"on random weights and inputs the model's loss is {float(loss.detach())} on one device: nothing can be compared"
+    why = ""
+    for fractions in (False, True):
+        batch = random_inputs(double, seed, fractions=fractions)
+        try:
+            loss, news = interpret(double, params, buffers, {i.name: _leaf(batch, i.path) for i in double.inputs}, Rng(seed))
+        except OUTSIDE as e:  # a target that is no probability, a matrix that is not positive definite
+            why = f"the model fails on one device ({type(e).__name__}: {str(e).splitlines()[0]})"
+            continue
+        if bool(torch.isfinite(loss)):
+            break
+        why = f"the model's loss is {float(loss.detach())} on one device"
+    else:
+        what = f"on random weights and inputs {why}: nothing can be compared"
         finding = Finding("loss", what, "compare with real weights: shardc.simulate(program, model, batch)")
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -161,14 +172,18 @@ def random_state(program: Program, seed: int) -> dict[str, Tensor]:
     return state
 
 
-def random_inputs(program: Program, seed: int) -> Any:
-    """A random batch in the user's own structure. Integers stay in the range that the graph looks them up in."""
+def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> Any:
+    """A random batch in the user's own structure. Integers stay in the range that the graph looks them up in.
+
+    fractions: numbers between 0 and 1, as probabilities are, instead of normal ones.
+    """
     generator = torch.Generator().manual_seed(seed + 1)
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     leaves: dict[tuple[str | int, ...], Tensor] = {}
     for x in program.inputs:
         if x.dtype.is_floating_point:
-            leaves[x.path] = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+            draw = torch.rand if fractions else torch.randn
+            leaves[x.path] = draw(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
         else:
             bound = min(_bounds(nodes[x.name]), default=2)
             leaves[x.path] = torch.randint(0, max(bound, 1), x.shape, generator=generator).to(x.dtype)

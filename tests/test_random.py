@@ -272,3 +272,23 @@ def test_a_loss_that_is_no_number_is_told() -> None:
     report = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, prove=False).verify()
     assert not report.ok
     assert "the model's loss is nan on one device: nothing can be compared" in str(report)
+
+
+class Guess(nn.Module):
+    """A loss that is only defined for targets between 0 and 1, times a scale."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), scale
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy(self.linear(x).sigmoid(), target * self.scale)
+
+
+def test_inputs_that_have_to_be_probabilities_are() -> None:
+    batch = (torch.randn(8, 4), torch.rand(8, 4) * 0.1)
+    report = shardc.compile(Guess(1.0), batch, {"shardc": 1, "mesh": {"dp": 2}}).verify()
+    assert report.ok, str(report)
+    report = shardc.compile(Guess(9.0), batch, {"shardc": 1, "mesh": {"dp": 2}}).verify()
+    assert not report.ok
+    assert "the model fails on one device (RuntimeError: all elements of target should be between 0 and 1): nothing can be compared" in str(report)
