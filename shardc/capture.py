@@ -160,7 +160,7 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
     wrapper.training = model.training
     with (
         warnings.catch_warnings(), watch.lean_transformers(model), transformers_experts.as_one_op(), watch.watching(wrapper.side),
-        known_values() as asked, traceable(), watch.swapped(model, tensors),
+        known_values(model) as asked, traceable(), watch.swapped(model, tensors),
         traced_with(source.trace_of_call), silent(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
@@ -197,7 +197,8 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
             _check(exported.graph_module.graph)
             functional.differentiable(exported.graph_module.graph)
             updated = _mutated(exported)
-    return exported, updated, tuple(dict.fromkeys(map(_unseen, asked)))
+    asked.refuse_changed(n.removeprefix("model.") for n in updated)
+    return exported, updated, tuple(dict.fromkeys(map(_unseen, asked.sources)))
 
 
 def _unseen(at: Source) -> str:

@@ -14,49 +14,85 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardc import source
+from shardc.errors import ShardcError
+from shardc.known_sizes import KnownSizes
 from shardc.program import Source
 from shardc.runtime import custom_ops  # noqa: F401 (it registers shardc::ctc_loss)
-from shardc.torch_private import FakeTensor
+from shardc.torch_private import FakeTensor, traced_node
 from shardc.watch import constant_value, untraced
 
 
-@contextmanager
-def known_values() -> Iterator[list[Source]]:
-    """While open, Python may ask for the value of a traced tensor that depends on no input and no parameter.
+@dataclass(frozen=True)
+class Asked:
+    """What was asked while a model was captured. sources: where for values that are not known; buffers: name -> where for its value."""
 
-    Where it asks for the truth of one that does, in a check that only raises, it is told that all is well. What else is asked gets into the
-    list that this gives: torch has a symbol for it, and export fails if anything hangs on that.
+    sources: list[Source] = field(default_factory=list)
+    buffers: dict[str, Source] = field(default_factory=dict)
+
+    def refuse_changed(self, buffers: Iterable[str]) -> None:
+        """Raise ShardcError for a buffer whose value was asked for, and which forward changes: the next step would ask in vain."""
+        for name in sorted(self.buffers.keys() & set(buffers)):
+            at = self.buffers[name]
+            raise ShardcError(
+                f"what the program does depends on the value of the buffer {name!r}, which it changes ({at.code})", where=at.line,
+                fix="compute both branches and choose with torch.where(condition, a, b)",
+            )  # fmt: skip
+
+
+@contextmanager
+def known_values(model: nn.Module) -> Iterator[Asked]:
+    """While open, Python may ask for the value of a traced tensor that depends on no input, no parameter and no buffer that is saved.
+
+    A buffer that is not (persistent=False) is as the model's constructor left it, like a number in its attributes. Where it asks for the truth
+    of one that does, in a check that only raises, it is told that all is well. What else is asked gets into what this gives: torch has a
+    symbol for it, and export fails if anything hangs on that.
     """
-    asked: list[Source] = []
+    asked = Asked()
+    kept = {n: b for n, b in model.named_buffers() if not _saved(model, n) and b.device.type != "meta" and not isinstance(b, FakeTensor)}
+
+    def known(x: Tensor) -> Tensor | None:
+        names = {node: n for n, b in model.named_buffers() if n in kept and (node := traced_node(b)) is not None}
+        value, used = constant_value(x, {node: kept[n] for node, n in names.items()})
+        asked.buffers.update(dict.fromkeys((names[node] for node in used), source.of_call()) if used else {})
+        return value
+
     with ExitStack() as stack:
+        stack.enter_context(KnownSizes(known))
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist"):
-            stack.enter_context(mock.patch.object(Tensor, name, _asking(getattr(Tensor, name), asked, check=name == "__bool__")))
+            stack.enter_context(mock.patch.object(Tensor, name, _asking(getattr(Tensor, name), known, asked, check=name == "__bool__")))
         stack.enter_context(mock.patch.object(torch, "ctc_loss", ctc_loss))
         yield asked
 
 
-def _asking(original: Callable[..., Any], asked: list[Source], check: bool) -> Callable[..., Any]:
+def _saved(model: nn.Module, name: str) -> bool:
+    """Whether a buffer is in the model's state_dict."""
+    path, _, own = name.rpartition(".")
+    return own not in model.get_submodule(path)._non_persistent_buffers_set
+
+
+def _asking(original: Callable[..., Any], known: Callable[[Tensor], Tensor | None], asked: Asked, check: bool) -> Callable[..., Any]:
     """A method of Tensor that answers with the constant's value where there is one."""
 
     def method(self: Tensor) -> Any:
         if not isinstance(self, FakeTensor):
             return original(self)
-        if (known := constant_value(self)) is not None:
-            return untraced(original, known)
+        if (value := known(self)) is not None:
+            return untraced(original, value)
         if check and (fine := harmless(sys._getframe(1))) is not None:
             return fine
-        asked.append(source.of_call())
+        asked.sources.append(source.of_call())
         return original(self)
 
     return method

@@ -71,6 +71,18 @@ def traced_node(x: Tensor) -> fx.Node | None:
     return slot.proxy.node if slot is not None else None
 
 
+def tracing() -> bool:
+    """Whether ops become nodes of a graph, in this thread."""
+    return get_proxy_mode() is not None
+
+
+def traced_constant(name: str) -> Tensor | None:
+    """While a model is traced: the value of a constant that the graph in the making holds under this name, if it has one."""
+    mode = get_proxy_mode()
+    found = getattr(getattr(mode.tracer, "root", None), name, None) if mode is not None else None
+    return found if isinstance(found, Tensor) and not isinstance(found, FakeTensor) else None
+
+
 def overload_of(op: Any) -> OpOverload | None:
     """The overload that an op given in any form stands for: itself; `torch.ops.lib.op`'s default, or only one; a custom op's; else None."""
     if isinstance(op, CustomOpDef):

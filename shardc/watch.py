@@ -6,6 +6,7 @@ Everything here is a context manager and is undone when the capture ends, also w
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from shardc import custom_function, source
 from shardc.errors import Errors, ShardcError
-from shardc.torch_private import FakeTensor, OpOverload, fake_mode, fake_tensor, traced_node
+from shardc.torch_private import FakeTensor, OpOverload, fake_mode, fake_tensor, traced_constant, traced_node
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
             def find_packed_sequence_indices(position_ids: Tensor) -> Any:
                 if not looks:
                     return None
-                known = constant_value(position_ids)
+                known = constant(position_ids)
                 return packed(position_ids) if known is None or untraced(packed, known) is not None else None
 
             stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
@@ -129,22 +130,30 @@ def isinstance_fake(x: Any = None) -> bool:
     return isinstance(x, FakeTensor)
 
 
-def constant_value(x: Tensor) -> Tensor | None:
-    """The value of a traced tensor that depends on no input and no parameter; None for all others.
+def constant(x: Tensor) -> Tensor | None:
+    """The value of a traced tensor that depends on no input, parameter or buffer; None for all others."""
+    return constant_value(x, {})[0]
+
+
+def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor | None, set[fx.Node]]:
+    """The value of a traced tensor that depends on nothing given but what `stored` has the values of, and what of that it depends on.
 
     Random numbers have no value, except where it is the same at both ends of their range: `torch.rand([]) < 0.0`.
     """
     if not isinstance(x, FakeTensor):
-        return x
+        return x, set()
     node = traced_node(x)
     if node is None:
-        return None
-    known: dict[fx.Node, Tensor] = {}
-    low = untraced(_evaluate, node, known, 0.0)
-    if low is None or not any(_random(n) for n in known):
-        return low
-    high = untraced(_evaluate, node, {}, 1.0 - 2.0**-24)
-    return low if high is not None and torch.equal(low, high) else None
+        return None, set()
+    family = _family(node)
+    known = {n: c for n in family if n.op == "get_attr" and (c := traced_constant(str(n.target))) is not None}
+    known |= {n: c for n, c in stored.items() if n in family}
+    if any(n not in known and (n.op != "call_function" or (_random(n) and _name(n) not in UNIFORM)) for n in family):
+        return None, set()
+    low = untraced(_evaluate, node, family, known, 0.0)
+    if any(_random(n) for n in family) and not torch.equal(low, untraced(_evaluate, node, family, known, 1.0 - 2.0**-24)):
+        return None, set()
+    return low, family & stored.keys()
 
 
 def untraced(function: Callable[..., T], *args: Any) -> T:
@@ -153,20 +162,45 @@ def untraced(function: Callable[..., T], *args: Any) -> T:
         return pool.submit(function, *args).result()
 
 
-def _evaluate(node: fx.Node, known: dict[fx.Node, Tensor], drawn: float) -> Tensor | None:
-    """The value of a node that depends on nothing given. drawn: what uniform random numbers are taken to be."""
-    if node in known:
-        return known[node]
-    if node.op != "call_function" or (_random(node) and node.target._schema.name not in ("aten::rand", "aten::rand_like")):  # type: ignore[union-attr]
-        return None
-    for n in node.all_input_nodes:
-        if _evaluate(n, known, drawn) is None:
-            return None
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
-    with torch.random.fork_rng(devices=[]):
-        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    known[node] = result.fill_(drawn) if _random(node) else result
+def _evaluate(node: fx.Node, family: set[fx.Node], given: Mapping[fx.Node, Tensor], drawn: float) -> Tensor:
+    """The value that a node has by now. family: see `_family`. drawn: what uniform random numbers are taken to be."""
+    known = {n: c.clone() for n, c in given.items()}
+    for n in node.graph.nodes:
+        if n in family and n not in known:
+            args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: known[m])
+            with torch.random.fork_rng(devices=[]):
+                result: Tensor = n.target(*args, **kwargs)
+            known[n] = result.fill_(drawn) if _random(n) else result
     return known[node]
+
+
+def _family(node: fx.Node) -> set[fx.Node]:
+    """What a node's value depends on: what it is computed of, and what is written into that, also through views of it."""
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if n not in found:
+            found.add(n)
+            todo += n.all_input_nodes
+            todo += [user for user in n.users if _shares(user, n)]
+    return found
+
+
+def _shares(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a call's result is a view of one of its operands, or it writes to that."""
+    if not isinstance(user.target, OpOverload):
+        return user.target is operator.getitem
+    schema = user.target._schema.arguments
+    return any(a.alias_info is not None and x is node for a, x in zip(schema, user.args, strict=False))
+
+
+#: Random ops that draw from (0, 1).
+UNIFORM = ("aten::rand", "aten::rand_like")
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, OpOverload) else ""
 
 
 def _random(node: fx.Node) -> bool:

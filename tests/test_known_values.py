@@ -42,6 +42,56 @@ def test_constants_have_values() -> None:
     assert aten.sin.default in captured(function)
 
 
+def written(x: Tensor) -> Tensor:
+    """What is written in place counts, also through a view."""
+    sizes = torch.empty((2, 2), dtype=torch.long)
+    for i in range(2):
+        sizes[i, 0], sizes[i, 1] = i + 1, 3
+    return x * int(sizes.prod(1).sum()) if sizes[1, 0] == 2 else x
+
+
+def of_lists(x: Tensor) -> Tensor:
+    counts = torch.tensor([2, 1])
+    lengths = torch.repeat_interleave(torch.tensor([4, 2]), counts)
+    ends = F.pad(lengths.cumsum(0), (1, 0))
+    parts = torch.split(x.flatten().repeat(2)[: int(ends[-1])], lengths.tolist())
+    turns = torch.arange(counts.sum()) + torch.unique_consecutive(torch.tensor([1, 1, 2, 3])).to(x.dtype)
+    return torch.stack([p.sum() for p in parts]) * turns * counts.nonzero().shape[0]
+
+
+def masked(x: Tensor) -> Tensor:
+    mask = torch.tensor([True, False, True, True])
+    rows, columns = torch.where(torch.eye(2) > 0)
+    return x[:, mask] * x[rows, columns].repeat_interleave(torch.tensor([2, 1]), dim=0) + torch.masked_select(mask, mask).sum()
+
+
+@pytest.mark.parametrize("function", [written, of_lists, masked])
+def test_sizes_that_constants_decide(function: Callable[[Tensor], Tensor]) -> None:
+    """Proven against eager when it is captured."""
+    assert captured(function)
+
+
+class Counter(nn.Module):
+    def __init__(self, step: int, persistent: bool = False) -> None:
+        super().__init__()
+        self.step, self.weight = step, nn.Parameter(torch.ones(4))
+        self.register_buffer("count", torch.tensor(3), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight if self.count > 2 else x
+        if self.step:
+            self.count = self.count + self.step
+        return y.sum()
+
+
+def test_a_buffer_that_is_not_saved_has_a_value() -> None:
+    assert aten.mul.Tensor in [n.target for n in capture(Counter(0), (torch.rand(2, 4),)).graph.nodes]
+    with pytest.raises(shardc.ShardcError, match="depends on the value of the buffer 'count', which it changes"):
+        capture(Counter(1), (torch.rand(2, 4),))
+    with pytest.raises(shardc.ShardcError, match="a branch depends on a tensor's value"):
+        capture(Counter(0, persistent=True), (torch.rand(2, 4),))
+
+
 def raises(x: Tensor) -> Tensor:
     if torch.isnan(x).any() or (x > 100).any():
         raise ValueError("not a number")
@@ -127,7 +177,8 @@ def drops(x: Tensor) -> Tensor:
     kept: Tensor | None = x > -1
     if kept is not None and torch.all(kept):
         kept = None
-    assert hidden is not None and kept is not None
+    assert hidden is not None
+    assert kept is not None
     return x.masked_fill(hidden, 0) * kept
 
 
