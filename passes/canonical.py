@@ -53,6 +53,7 @@ from shardc.runtime import ops
 from shardc.spec import Spec
 from shardc.torch_private import OpOverload
 
+aten = torch.ops.aten
 #: Arguments that say where and how a tensor lies in memory: not part of what is computed.
 _PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
@@ -120,7 +121,9 @@ def rewritten(captured: fx.Graph, chunks: tuple[int, int] = (1, 1), constants: M
                 env[node] = _rewritten(emit, node, env)
             except ShardcError as e:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-                env[node] = copy = _copied(emit, node.target, args, kwargs, node.meta["value"], node.name)
+                apart = node.target is operator.getitem and isinstance(args[0], tuple)  # a result that what stands for the op has not
+                target, args = (aten.empty_like.default, args[0][:1]) if apart else (node.target, args)
+                env[node] = copy = _copied(emit, target, args, kwargs, node.meta["value"], node.name)
                 refused[copy] = e
     join_slices(graph)
     cast_integers(graph)

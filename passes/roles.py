@@ -84,4 +84,5 @@ def styled(node: fx.Node, style: str, module: str = "") -> int | None:
     for role in ROLES[style]:
         if role in roles:
             return roles.index(role)
-    return -1 if "bias" in roles or not node.users else None  # a row-parallel layer's bias is added once, whole
+    alone = node.meta["value"].shape == (1,)  # the bias of one output
+    return -1 if "bias" in roles or alone or not node.users else None  # a row-parallel layer's bias is added once, whole

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from shardc import causes, functional, proof, source, steady, transformers_experts, values, watch
+from shardc import causes, functional, gradients, proof, source, steady, transformers_experts, values, watch
 from shardc.errors import ShardcError
 from shardc.known_values import known_values
 from shardc.mesh import Mesh
@@ -160,7 +160,7 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
     wrapper.training = model.training
     with (
         warnings.catch_warnings(), watch.lean_transformers(model), transformers_experts.as_one_op(), watch.watching(wrapper.side),
-        known_values(model) as asked, traceable(), watch.swapped(model, tensors),
+        known_values(model) as asked, traceable(), watch.swapped(model, tensors), gradients.recorded(),
         traced_with(source.trace_of_call), silent(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
@@ -197,6 +197,8 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
             _check(exported.graph_module.graph)
             functional.differentiable(exported.graph_module.graph)
             updated = _mutated(exported)
+        stands = gradients.expand(exported.graph_module.graph)
+        updated = {name: stands.get(node, node) for name, node in updated.items()}
     asked.refuse_changed(n.removeprefix("model.") for n in updated)
     return exported, updated, tuple(dict.fromkeys(map(_unseen, asked.sources)))
 

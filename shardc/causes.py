@@ -48,7 +48,8 @@ EXPERTS = (
     'run all experts in one op: config.experts_implementation = "grouped_mm" with transformers, '
     "shardc.nn.experts(x, index, weights, up, down) in a model of your own"
 )
-INSIDE = "a gradient is computed inside forward (torch.autograd.grad, torch.func.grad, jacrev), where tracing does not see it"
+INSIDE = "a gradient is computed inside forward by a transform of torch.func's (grad, vjp, jacrev), where tracing does not see it"
+AUTOGRAD = "use torch.autograd.grad(y, x, create_graph=True), which becomes ops of the program; or write the gradient as a formula"
 #: Ops that draw by rejection.
 REJECTION = r"_standard_gamma|_sample_dirichlet"
 CAUSES = (
@@ -80,7 +81,7 @@ CAUSES = (
         op=REJECTION,
     ),
     Cause(
-        INSIDE, "write the gradient in ordinary ops, as a formula",
+        INSIDE, AUTOGRAD,
         raised=r"functorch tensor|GradTrackingTensor|JVP|jvp|'Tensor' object has no attribute 'constant'",
     ),
     # --- the value of a tensor
@@ -130,7 +131,7 @@ CAUSES = (
         op=r"^object$",
     ),
     Cause(
-        INSIDE, "write the gradient in ordinary ops, as a formula", op=r"^fake$",
+        INSIDE, AUTOGRAD, op=r"^fake$",
     ),
     Cause(f"the size of what {{op}} gives {DEPENDS}", MASK, op=r"."),
     # --- leaving the graph

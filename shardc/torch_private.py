@@ -6,8 +6,10 @@ Everything else in shardc uses torch's public API. Add a name here with the reas
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,9 +32,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # of all optimizers
 
 __all__ = [
-    "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "current_backward",
-    "decompositions", "fake_mode", "fake_tensor", "functionalized", "is_transform", "outer_hooks", "overload_of", "replaced_trunc_normal",
-    "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node", "traced_on", "traced_with",
+    "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "backward_decompositions",
+    "current_backward", "decompositions", "fake_mode", "fake_tensor", "functionalized", "is_transform", "outer_hooks", "overload_of",
+    "replaced_engine", "replaced_trunc_normal", "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node", "traced_on",
+    "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -99,16 +102,23 @@ def decompositions(op: OpOverload) -> list[Callable[..., Any]]:
     return own + ([decomposition_table[op]] if op in decomposition_table else [])
 
 
+def backward_decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """torch's decompositions of the ops that backward passes consist of, and of the normalisations whose statistics these take."""
+    names = re.compile(r"_backward(_data)?$|_forward$|^native_\w+_norm$|^_native_batch_norm_legit|^_fused_rms_norm$")
+    return {op: f for op, f in decomposition_table.items() if isinstance(op, OpOverload) and names.search(op._schema.name.partition("::")[2])}
+
+
 def traced_functional(
-    function: Callable[..., Any], types: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]
-) -> fx.GraphModule | None:
+    function: Callable[..., Any], types: Sequence[tuple[tuple[int, ...], torch.dtype, bool]],
+    apart: Mapping[OpOverload, Callable[..., Any]] | None = None,
+) -> fx.GraphModule | None:  # fmt: skip
     """The graph of a function on tensors of such shapes, dtypes and need of a gradient, in functional aten ops without composed
-    ones; None where it cannot be traced."""
+    ones; None where it cannot be traced. apart: ops that are taken apart, and by what."""
     with FakeTensorMode():
         fakes = [torch.empty(shape, dtype=dtype, requires_grad=grad) for shape, dtype, grad in types]
     try:
         with torch.enable_grad():
-            return make_fx(dispatch_functionalize(function), tracing_mode="fake")(*fakes)
+            return make_fx(dispatch_functionalize(function), dict(apart or {}), tracing_mode="fake")(*fakes)
     except Exception:  # torch's own Python, which raises anything on calls that it was not written for: then it is of no use
         return None
 
@@ -178,6 +188,13 @@ def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextMan
     It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
     """
     return mock.patch("torch.nn.init._no_grad_trunc_normal_", function)
+
+
+def replaced_engine(function: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """While open, torch.autograd's `grad` and `backward` call `function(original, outputs, weights, retain, create, inputs, allow_unused, ...)`
+    in the place of autograd's engine, by whatever name a model imported them."""
+    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    return mock.patch.object(torch.autograd, "_engine_run_backward", partial(function, original))
 
 
 def is_transform(target: Any) -> bool:

@@ -129,8 +129,17 @@ VALUES: list[tuple[Function, str, str]] = [
 
 def penalty(s: Net, y: Tensor) -> Tensor:
     x = torch.ones(4, 6, requires_grad=True)
-    (g,) = torch.autograd.grad(s.fc(x).tanh().sum(), x, create_graph=True)
+    (g,) = torch.autograd.grad(F.dropout(s.fc(x)).tanh().sum(), x, create_graph=True)
     return y.sum() + g.square().sum()
+
+
+def backward(s: Net, y: Tensor) -> Tensor:
+    y.sum().backward()
+    return s.fc.weight.sum()
+
+
+def unused(s: Net, y: Tensor) -> Tensor:
+    return torch.autograd.grad(y.sum(), torch.ones(4, requires_grad=True), create_graph=True)[0].sum()
 
 
 def data_written(s: Net, y: Tensor) -> Tensor:
@@ -169,15 +178,17 @@ LEAVING: list[tuple[Function, str, str]] = [
     (lambda s, y: y.to("cuda:0").sum(), "the model names a device that is not here", "device=x.device"),
     (lambda s, y: (y * torch.ones(6, device="cuda")).sum(), "the model names a device that is not here", "device=x.device"),
     (lambda s, y: copy.deepcopy(y).sum(), "the model copies a tensor with copy.deepcopy", "x.clone()"),
-    (lambda s, y: torch.func.grad(lambda z: z.square().sum())(y).sum(), "a gradient is computed inside forward (torch.autograd.grad", "as a formula"),
-    (lambda s, y: torch.func.jacrev(torch.sin)(y[0]).sum(), "a gradient is computed inside forward (torch.autograd.grad", "as a formula"),
+    (lambda s, y: torch.func.grad(lambda z: z.square().sum())(y).sum(), "a gradient is computed inside forward by a transform", "autograd.grad"),
+    (lambda s, y: torch.func.jacrev(torch.sin)(y[0]).sum(), "a gradient is computed inside forward by a transform", "use torch.autograd.grad"),
     (lambda s, y: Gamma(y.exp(), y.exp()).rsample().sum(), "aten._standard_gamma.default draws random numbers", "pass them in with the batch"),
     (lambda s, y: Beta(y.exp(), y.exp()).rsample().sum(), "aten._sample_dirichlet.default draws random numbers", "pass them in with the batch"),
     (
         lambda s, y: torch.cond(y.sum() > 0, lambda z: z * 2, lambda z: z, (y,)).sum(),
         "the model uses control flow or a transform of torch's own (torch.cond", "torch.where",
     ),
-    (penalty, "a gradient is computed inside forward (torch.autograd.grad", "as a formula"),
+    (penalty, "a gradient inside forward goes through aten.dropout.default", "under detach()"),
+    (backward, "backward() is called inside forward", "torch.autograd.grad(y, x, create_graph=True)"),
+    (unused, "a gradient is asked for of a tensor on which nothing depends", "allow_unused=True"),
     (lambda s, y: torch.sparse.mm(y.to_sparse(), s.fc.weight).sum(), "a sparse tensor (to_sparse) cannot be split", "x.to_dense()"),
     (
         lambda s, y: (y * torch.randn(6, generator=torch.Generator().manual_seed(0))).sum(),

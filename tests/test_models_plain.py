@@ -20,7 +20,7 @@ from shardc.capture import capture
 from shardc.program import Collective, Program
 from shardc.simulate import Simulation
 from tests import equality
-from tests.zoo import plain, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
+from tests.zoo import plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
 #: Models whose loss relates samples of the batch to each other: the part of a rank needs those of the others.
 MEET = {
@@ -104,6 +104,9 @@ STYLES: dict[str, dict[str, Any]] = {
     "nested": {"text": "column", "heads.a": "row"},
     "dlrm": {"tables.0": "vocab", "tables.1": "column", "cross": "column"},
     "clip": {"image": "column", "text": "column"},
+    "burgers": {"net.0": "column", "net.2": "row"},
+    "critic": {"critic.0": "column", "critic.2.weight": {0: "tp"}, "critic.2.bias": {0: "tp"}, "critic.3.{weight,bias}": {0: "tp"}},
+    "forces": {"filter.0": "column", "filter.2": "row", "out.0": "column", "out.2": "row"},
 }  # fmt: skip
 #: Where the heads, groups or classes divide by four as well.
 FOUR = ("encoder", "decoder", "vit", "mixer", "dit", "gan", "clip")

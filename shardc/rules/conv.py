@@ -107,6 +107,27 @@ for _op in (
     rule(_op, pooled, linear="0")
 
 
+def unpooled(call: Call) -> Signature:
+    """The gradient of what an average pool read: grad[n, c, ...], x[n, c, ...] -> like x, of which only the shape counts."""
+    grad, x = (v.shape for v in call.operands)
+    whole = len(x) - (2 if "2d" in str(call.target) else 3)
+
+    def dims(size: tuple[int, ...], name: str) -> tuple[Dim, ...]:
+        return tuple((f"d{i}" if i < whole else f"{name}{i}",) for i in range(len(size)))
+
+    sizes = {f"g{i}": s for i, s in enumerate(grad)} | {f"{k}{i}": s for i, s in enumerate(x) for k in "dx"}
+    ins = dims(grad, "g"), dims(x, "x")
+    used = {f for o in ins for (f,) in o}
+    return Signature(ins, (ins[1],), {k: v for k, v in sizes.items() if k in used}, frozenset(), frozenset(f for f in used if f[0] != "d"))
+
+
+for _op in (
+    aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default, aten._adaptive_avg_pool2d_backward.default,
+    aten._adaptive_avg_pool3d_backward.default,
+):  # fmt: skip
+    rule(_op, unpooled, linear="0")
+
+
 def fractional(call: Call) -> Signature:
     """x[n, c, ...], places[n, c, 2 or 3] -> [n, c, ...], twice; without n, places[1, c, ..]. Space is whole on both sides."""
     space = call.operands[1].shape[-1]

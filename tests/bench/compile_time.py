@@ -30,7 +30,7 @@ from shardc.program import Program
 from tests import zoo
 from tests.test_models_hf import LISTED
 from tests.test_models_plain import STYLES
-from tests.zoo import hf, hf_more, plain, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
+from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
 #: Models in whose graph `use: structure` finds no pair of weights to split.
 WHOLE = {

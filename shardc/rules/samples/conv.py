@@ -47,6 +47,17 @@ samples(aten.max_pool2d.default, aten.avg_pool2d.default, aten.max_pool2d_with_i
     lambda t: call(t.real(4, 12, 6, 6), [2, 2], [2, 2]), lambda t: call(t.real(12, 6, 6), [3, 3], [1, 1], [1, 1])
 )
 samples(aten.max_pool3d.default, aten.avg_pool3d.default)(lambda t: call(t.real(2, 12, 4, 4, 6), [2, 2, 2], [2, 2, 2]))
+sample(
+    aten.avg_pool2d_backward.default,
+    lambda t: call(t.real(4, 12, 3, 3), t.real(4, 12, 6, 6), [2, 2], [2, 2], [0, 0], False, True, None),
+    lambda t: call(t.real(12, 3, 3), t.real(12, 6, 6), [3, 3], [2, 2], [1, 1], False, False, None),
+)
+sample(
+    aten.avg_pool3d_backward.default,
+    lambda t: call(t.real(2, 12, 2, 2, 3), t.real(2, 12, 4, 4, 6), [2, 2, 2], [2, 2, 2], [0, 0, 0], False, True, None),
+)
+sample(aten._adaptive_avg_pool2d_backward.default, lambda t: call(t.real(4, 12, 3, 2), t.real(4, 12, 6, 6)))
+sample(aten._adaptive_avg_pool3d_backward.default, lambda t: call(t.real(2, 12, 2, 1, 3), t.real(2, 12, 4, 4, 6)))
 sample(aten.adaptive_avg_pool1d.default, lambda t: call(t.real(4, 12, 6), [4]))
 samples(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)(
     lambda t: call(t.real(4, 12, 6, 6), [1, 1]), lambda t: call(t.real(12, 6, 6), [3, 4])
