@@ -363,7 +363,7 @@ def _tell(summary: dict[str, Any], as_json: bool, show: Show) -> None:
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="model.py, model.py:builder, or hf:config.json", show_default=False)],
-    devices: Annotated[int | None, typer.Option(help="how many there are")] = None,
+    devices: Annotated[int | None, typer.Option(help="how many there are; required, but with --given")] = None,
     device: Annotated[str, typer.Option(help="a100-80g | h100-80g | h200, or a YAML file")] = "h100-80g",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")] = None,
     given: Annotated[Path | None, typer.Option(help="price this spec, and search for no other")] = None,

@@ -90,6 +90,7 @@ def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehe
     """The cost of a schedule from rehearsals of its ranks; they may have been made with another schedule of the same stages."""
     ranks, ends = [], []
     of_stage: dict[tuple[str, int], float] = {}
+    first = 0.0  # seconds of the first action: it may wait for the last update's gathers, and other stages wait for it
     for r in rehearsals:
         actions = schedule.actions[r.at]
         clock = Clock(device, program.mesh, r.rank)
@@ -99,6 +100,7 @@ def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehe
             took = clock.run(part)
             if action is not None and action.kind in COMPUTE:  # the timeline has these; sums of gradients follow it
                 computing += took
+                first = took if (action.kind, action.stage, action.microbatch) == ("F", 0, 0) else first
                 if (action.kind, action.stage) not in of_stage or action.microbatch == 1:
                     of_stage[action.kind, action.stage] = took
             flops += part.flops
@@ -112,7 +114,8 @@ def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehe
         pair = tuple(_rank(program, schedule, s) for s in (e.source, e.target))
         transfer[e.source, e.target] = device.comm_seconds("send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair)
     found = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer), program.edges)
-    return Cost(device, tuple(ranks), found.end + max(ends), found.bubble(), program, tuple(rehearsals))
+    late = max(first - of_stage["F", 0], 0.0)
+    return Cost(device, tuple(ranks), late + found.end + max(ends), found.bubble(), program, tuple(rehearsals))
 
 
 def _add(comm: Counter[tuple[str, str]], part: Part) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from shardc.cost import host
 from shardc.cost.ghost import GhostMesh, rank_of
-from shardc.cost.ledger import Held, Ledger, Part
+from shardc.cost.ledger import Held, Ledger, Part, Sent, Waited
 from shardc.program import Buffer, Input, Param, Program, Stage
 from shardc.runtime import groups, recompute, rng
 from shardc.runtime.engine import Engine, OptimizerOf
@@ -69,11 +69,12 @@ def rehearse(program: Program, at: int = 0, optimizer: OptimizerOf | None = None
         ledger.mark(engine.buffers.values(), "buffers")
         _all(ledger, "parameters")
         batch = _batch(program)
-        _step(engine, recorded, batch, 1)
+        *_, first = _step(engine, recorded, batch, 1)
         ledger.mark([p.grad for p in engine.params.values()], "gradients")
         _all(ledger, "optimizer")  # what is new after the first step, and stays
         resident = tuple(ledger.live())
         before, after, update = _step(engine, recorded, batch, _affordable(program, at))
+        _carry(first, before, update)
         return Rehearsal(at, mesh.rank, resident, before, tuple(recorded.found), after, update)
 
 
@@ -222,9 +223,24 @@ def _step(engine: _Engine, recorded: _Recorded, batch: Any, microbatches: int) -
     before = recorded.turn("the batch")
     engine.step(batch)
     after, update = engine.found
-    engine._buckets.settled()
     recorded.turn("")
     return [before, after, update]
+
+
+def _carry(first: Part, before: Part, update: Part) -> None:
+    """What an update begins (ZeRO's gathers of updated parameters), the next step's forward waits for: it runs beside that step's beginning.
+
+    first: the update of the step before, whose gathers take the place of those that this one's begins.
+    """
+    before.work[:0] = _begun(first)
+    begun = _begun(update)
+    update.work[:] = [w for w in update.work if w not in begun]
+
+
+def _begun(part: Part) -> list[Sent]:
+    """The collectives of a part that nothing in it waits for."""
+    waited = {w.key for w in part.work if isinstance(w, Waited)}
+    return [w for w in part.work if isinstance(w, Sent) and w.key is not None and w.key not in waited]
 
 
 class _Engine(Engine):

@@ -59,8 +59,8 @@ class Memory:
 def parts(r: Rehearsal, actions: tuple[Action, ...]) -> Iterator[tuple[Action | None, Part]]:
     """The parts of a whole step: of an action that was not rehearsed, what another microbatch's like it did."""
     ran = dict(r.actions)
-    some = sorted({a.microbatch for a, _ in r.actions})
-    middle = some[len(some) // 2 - 1 if len(some) < 4 else len(some) // 2]
+    some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
+    middle = some[len(some) // 2]  # neither the first one, which makes gradients, nor the last
     alike: dict[tuple[str, int, int], Part] = {}
     for a, part in r.actions:
         if (key := (a.kind, a.stage, a.peer)) not in alike or a.microbatch == middle:

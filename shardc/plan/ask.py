@@ -17,7 +17,7 @@ from shardc.patterns import nearest
 from shardc.plan.library import Library
 from shardc.plan.price import Priced, price
 from shardc.plan.result import Asked, Candidate, Plan
-from shardc.plan.search import Search
+from shardc.plan.search import FAR, Core, Search
 from shardc.plan.solve import Largest
 from shardc.plan.space import Choice, Words, spec
 from shardc.plan.subject import UNITS, Subject, cuts, experts, regions, sequences, whole_inputs
@@ -96,12 +96,11 @@ class Question:
     def search(self, devices: int, batch: int | None) -> Plan:
         finder = self.finder
         cores = finder.cores(devices)
-        rows, note = self._batch(devices, batch)
+        rows, note = self._batch(devices, batch, cores)
         found = finder.estimate(devices, rows, cores)
         if not any(p.peak <= self.usable for _, p in found) and devices > self.device.node:
-            cores = finder.cores(devices, wide=True)
-            found = finder.estimate(devices, rows, cores)
-        exact = finder.refine(found)
+            found += finder.estimate(devices, rows, [c for c in finder.cores(devices, wide=True) if c not in cores])
+        exact = finder.refine(finder.ranked(found))
         asked = self.asked(devices, rows, (note,))
         made = [self._candidate(c, p, asked) for c, p in exact.items()]
         made.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak))
@@ -111,10 +110,9 @@ class Question:
     def _candidate(self, c: Choice, p: Priced, asked: Asked) -> Candidate:
         return Candidate(Spec.load(spec(c, self.words, p.counts if c.pp > 1 else ())), p, asked)
 
-    def _batch(self, devices: int, batch: int | None) -> tuple[int, str]:
-        """Rows of the global batch, and where they are from."""
+    def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
+        """Rows of the global batch, and where they are from. cores: splits for so many devices."""
         rows = self.subject.rows
-        cores = self.finder.cores(devices)
         if batch is not None:
             if not any(True for _ in self.finder.choices(cores, devices, batch)):
                 what = f"a global batch of {batch} rows cannot be spread over {devices} devices"
@@ -199,7 +197,7 @@ class Question:
         found = sorted(finder.estimate(devices, batch, finder.cores(devices)), key=lambda x: x[1].peak)
         asked = self.asked(devices, batch)
         for c, p in found[:3]:
-            if p.peak > 2 * self.usable:
+            if p.peak > FAR * self.usable:
                 break
             one = self._candidate(c, finder.exact(c), asked)
             if one.fits:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,19 +20,32 @@ from shardc.plan.table import breakdown, gb, heading, table
 
 #: Columns of a table that goes to a file.
 WIDE = 200
+#: Seconds between lines of progress.
+EVERY = 5.0
+#: What is done before anything is priced.
+PLAIN = ("loading the model", "capturing")
 
 
 @contextmanager
 def progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr that says what is being priced."""
+    """A bar on stderr that says what is being priced; where stderr is no terminal, a line every few seconds."""
     with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TimeElapsedColumn(), console=console, transient=True, disable=quiet
-    ) as bar:
-        task = bar.add_task("capturing", total=None)
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TimeElapsedColumn(), console=console, transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task("loading the model", total=None)
+        started, said = time.monotonic(), -math.inf
 
         def on(what: str, done: int, of: int) -> None:
-            bar.update(task, description=f"pricing {what}" if what != "capturing" else what, completed=done, total=of or None)
+            nonlocal said
+            doing = what if what in PLAIN else f"pricing {what}"
+            bar.update(task, description=doing, completed=done, total=of or None)
+            now = time.monotonic() - started
+            if not quiet and not console.is_terminal and now - said >= EVERY:
+                said = now
+                console.print(f"{now:3.0f} s: {doing}" + (f" ({done + 1} of {of})" if of else ""), markup=False)
 
+        on("loading the model", 0, 0)
         yield on
 
 
@@ -39,8 +54,8 @@ def command(
     **options: Any,
 ) -> int:  # fmt: skip
     """Returns the exit status: 0, or 1 if nothing fits."""
-    file = modelfile.load(source, batch=batch, seq=seq)
     with progress(console, quiet=as_json) as on:
+        file = modelfile.load(source, batch=batch, seq=seq)
         found = plan(file.on_meta(), file.batch, loss=file.loss, name=source, on=on, **options)
     fits = bool(found.candidates) and found.candidates[0].fits
     if output and fits:

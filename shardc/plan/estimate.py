@@ -83,8 +83,10 @@ class Estimates:
         p, o, g = (AT[k] for k in ("parameters", "optimizer", "gradients"))
         cast = min(x.cast, x.resident[p])
         if c.zero:
-            whole = 0.0 if c.zero == 3 else cast
-            state[p] = whole + x.resident[p] / c.dp
+            if c.zero == 3:
+                state[p] /= c.dp
+            elif cast:  # whole in the dtype of products, and a part of the master weights; without casts both are one
+                state[p] = cast + state[p] / c.dp
             state[o] /= c.dp
             state[g] /= c.dp if c.zero == 3 or (c.zero == 2 and m == 1) else 1
         kept = x.kept.copy()
@@ -101,21 +103,24 @@ class Estimates:
         forward, backward = x.forward * scale, x.backward * scale
         spent = dict(zip(WHAT, map(float, m * (forward + backward) + x.ends), strict=True))
         if c.dp * c.ep > 1:
-            spent["dp"] += self._sums(c, float(x.resident[g]), cast, forward, backward)
+            spent["dp"] += self._sums(c, float(x.resident[g]), float(cast or x.resident[p]), forward, backward)
         spent["bubble"] = bubble(c, float(forward.sum()), float(backward.sum()))
         if c.pp > 1:
             ranks = (0, c.devices // c.pp)
             spent["bubble"] += 2 * (c.pp - 1) * device.comm_seconds("send_recv", x.sent * c.rows, ranks)
         return np.maximum(kinds, 0), spent
 
-    def _sums(self, c: Choice, grads: float, cast: float, forward: Vector, backward: Vector) -> float:
-        """Seconds of collectives over the data axes that nothing hides. grads, cast: bytes of a rank's gradients and cast weights."""
+    def _sums(self, c: Choice, grads: float, weights: float, forward: Vector, backward: Vector) -> float:
+        """Seconds of collectives over the data axes that nothing hides. grads, weights: bytes of a rank's gradients, and of weights as gathered."""
         if c.zero == 3:
-            gather, scatter = self._comm(c, "all_gather", cast), self._comm(c, "reduce_scatter", grads)
+            gather, scatter = self._comm(c, "all_gather", weights), self._comm(c, "reduce_scatter", grads)
             f, b = float(forward.sum()), float(backward.sum())
             return c.microbatches * (max(gather - f, 0.05 * gather) + max(gather + scatter - b, 0.05 * (gather + scatter)))
-        kind = "reduce_scatter" if c.zero else "all_reduce"
-        return max(self._comm(c, kind, grads) - float(backward.sum()), 0.0)
+        late = max(self._comm(c, "reduce_scatter" if c.zero else "all_reduce", grads) - float(backward.sum()), 0.0)
+        if not c.zero:
+            return late
+        gather = self._comm(c, "all_gather", weights)  # of what other ranks updated, beside the next step's first forward
+        return late + max(gather - float(forward.sum()), 0.05 * gather)
 
     def _comm(self, c: Choice, kind: str, nbytes: float) -> float:
         """Seconds of a collective over the data axes: linear in bytes."""

@@ -103,6 +103,10 @@ class Library:
             raise found
         return found
 
+    def knows(self, choice: Choice) -> bool:
+        """Was its core asked for before?"""
+        return choice.core in self._cores
+
     def compiled(self, asked: Mapping[str, Any], rows: int, units: int | None = None) -> Program:
         """The program of a spec for a global batch of so many rows: of the whole model, or of so many units of its layers."""
         captured = self.subject.captured(rows, units, self.sequence)
@@ -146,14 +150,17 @@ class Library:
 
     def _core(self, choice: Choice) -> Stages:
         asked = spec(choice, self.words)
-        if self.subject.layers is None:
+        mixture = choice.checkpoint in KEPT and choice.checkpoint != "none"  # what is kept is chosen by cost: no worse than a mixture
+        if self.subject.layers is None and not mixture:
             program = self.compiled(asked, choice.batch)
             return Stages(whole=self._stage(program, 0), casts=(_casts(program, 0), 0.0, 0.0))
         if choice.checkpoint == "none":
             return self.pipelined(asked, choice.batch)
         base = self.core(replace(choice, checkpoint="none"))
-        if choice.checkpoint in KEPT:  # what is kept is chosen by cost: no worse than a mixture
+        if mixture:
             full, share = self.core(replace(choice, checkpoint="full")), KEPT[choice.checkpoint]
+            if base.whole is not None and full.whole is not None:
+                return replace(base, whole=lines(full.whole, base.whole, full.whole, share))
             mixed = [lines(b, a, b, share) for a, b in ((base.one, full.one), (base.two, full.two))]
         else:  # recomputation begins and ends with layers: what is before and behind them stays as it is
             program = self._four(asked, choice.batch)

@@ -132,7 +132,8 @@ def _composed(
         for s in range(schedule.stages - 1):
             pair = [mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[i]}) for i in (s, s + 1)]
             transfer[s, s + 1] = library.device.comm_seconds("send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1]))
-        step = schedules.timeline(schedule, costs(stages, transfer)).end + max(float(e.sum()) for e in ends)
+        late = part_of(stages[0], "F", "first")[CAUSES].sum() - part_of(stages[0], "F", "middle")[CAUSES].sum()  # for the last update's gathers
+        step = max(float(late), 0.0) + schedules.timeline(schedule, costs(stages, transfer)).end + max(float(e.sum()) for e in ends)
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
     return Priced(batch, step, {k: float(n) for k, n in zip(KINDS, peaks[at], strict=True) if n > 0}, spent, at, counts)

@@ -1,12 +1,13 @@
 """The search: which choices there are, their first prices, and exact prices of the best.
 
-    1  rehearse a microbatch for every (tp, ep, recomputation) that compile takes        library
+    1  rehearse a microbatch for every (tp, ep) that compile takes, recomputed where something does not fit without        library
     2  estimate every mesh × ZeRO × schedule × microbatches                              estimate
     3  price the best from rehearsals at their own mesh; rank by that                    price
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -19,8 +20,10 @@ from shardc.spec import Spec
 
 #: How many rehearsals of whole choices are made, and how many choices are priced from them.
 REHEARSED, PRICED = 6, 24
-#: Of choices alike but in ZeRO and schedule, so many are priced.
+#: Of choices alike but in ZeRO and schedule, so many are priced: estimates are wrong in like ways, so the others are not left out.
 ALIKE = 4
+#: What seems to take so many times a device's memory will not turn out to fit.
+FAR = 2
 #: What takes so many times a device's memory is not tried with more rows.
 HOPELESS = 4
 Core = tuple[int, int, bool, Keep]
@@ -48,33 +51,42 @@ class Search:
         self.estimates = Estimates(self.library)
 
     def cores(self, devices: int, *, wide: bool = False) -> list[Core]:
-        """What compile takes for so many devices. wide: tensor parallel over several nodes as well."""
+        """The splits that compile takes for so many devices, nothing recomputed. wide: tensor parallel over several nodes as well."""
         node = self.library.device.node
         self.on("one microbatch", 0, 0)
         self.library.takes_microbatches()
         widths = [t for t in divisors(devices) if t <= node or (wide and t <= 4 * node)]
         some = {1, 2, node, self.experts}
         experts = [e for e in divisors(devices) if e in some and self.experts % e == 0] if self.experts else [1]
-        keeps: list[Keep] = list(CHECKPOINTS) if self.library.words.regions else ["none"]
-        asked = [(t, e, k) for t in widths for e in experts for k in keeps if devices % (t * e) == 0]
-        found = []
-        for i, (tp, ep, keep) in enumerate(asked):
-            mesh = f"tp={tp}" + (f", ep={ep}" if ep > 1 else "")
-            if mesh in self.refused:
-                continue
-            self.on(f"one microbatch at {mesh}, recompute {keep}", i, len(asked))
-            last: ShardcError | None = None
-            for sp in (True, False) if tp > 1 and self.library.words.sequences else (False,):
-                try:
-                    self.library.core(Choice(tp=tp, ep=ep, sequence_parallel=sp, checkpoint=keep))
-                    found.append((tp, ep, sp, keep))
-                    break
-                except ShardcError as e:
-                    last = e
+        asked = [(t, e) for t in widths for e in experts if devices % (t * e) == 0]
+        found = (self._core(tp, ep, (True, False) if tp > 1 and self.library.words.sequences else (False,), "none") for tp, ep in asked)
+        return [core for core in found if core is not None]
+
+    def recomputing(self, core: Core) -> list[Core]:
+        """A split with every way to recompute that compile takes."""
+        tp, ep, sp, _ = core
+        keeps = [k for k in CHECKPOINTS if k != "none"] if self.library.words.regions else []
+        found = (self._core(tp, ep, dict.fromkeys((sp, False)), keep) for keep in keeps)
+        return [core for core in found if core is not None]
+
+    def _core(self, tp: int, ep: int, sequence_parallel: Iterable[bool], keep: Keep) -> Core | None:
+        """With sequence parallel or without: the first that compile takes; None if it takes neither."""
+        mesh = f"tp={tp}" + (f", ep={ep}" if ep > 1 else "")
+        name = mesh if keep == "none" else f"{mesh}, recompute {keep}"
+        if name in self.refused:
+            return None
+        for sp in sequence_parallel:
+            choice = Choice(tp=tp, ep=ep, sequence_parallel=sp, checkpoint=keep)
+            if not self.library.knows(choice):
+                self.on(f"one microbatch at {mesh}, recompute {keep}", 0, 0)
+            try:
+                self.library.core(choice)
+            except ShardcError as e:
+                self.refused[name] = e
             else:
-                assert last is not None
-                self.refused[mesh if keep == "none" else f"{mesh}, recompute {keep}"] = last
-        return found
+                self.refused.pop(name, None)
+                return choice.core
+        return None
 
     def choices(self, cores: Iterable[Core], devices: int, batch: int) -> Iterator[Choice]:
         """All that there are."""
@@ -82,7 +94,17 @@ class Search:
         return choices(list(cores), devices, batch, self.cuts, most)
 
     def estimate(self, devices: int, batch: int, cores: Iterable[Core]) -> list[tuple[Choice, Priced]]:
-        """Every choice, the best first: those that seem to fit by time, then the others by memory."""
+        """Every choice, in no order. Recomputation, which only ever takes time, is looked at where something does not fit without."""
+        found: list[tuple[Choice, Priced]] = []
+        for core in cores:
+            mine = self._estimate(devices, batch, [core])
+            found += mine
+            if any(p.peak > self.memory for _, p in mine):
+                found += self._estimate(devices, batch, self.recomputing(core))
+        self.considered += len(found)
+        return found
+
+    def _estimate(self, devices: int, batch: int, cores: Iterable[Core]) -> list[tuple[Choice, Priced]]:
         found: list[tuple[Choice, Priced]] = []
         hopeless: set[object] = set()
         for c in self.choices(cores, devices, batch):
@@ -93,8 +115,11 @@ class Search:
             if found[-1][1].peak > HOPELESS * self.memory:  # more rows take more
                 hopeless.add(alike)
             if len(found) % 500 == 0:
-                self.on(f"{len(found)} choices", 0, 0)
-        self.considered += len(found)
+                self.on(f"{self.considered + len(found)} choices", 0, 0)
+        return found
+
+    def ranked(self, found: Iterable[tuple[Choice, Priced]]) -> list[tuple[Choice, Priced]]:
+        """The best first: those that seem to fit by time, then the others by memory."""
         return sorted(found, key=lambda x: (x[1].peak > self.memory, x[1].seconds if x[1].peak <= self.memory else x[1].peak))
 
     def exact(self, c: Choice) -> Priced:
@@ -104,26 +129,34 @@ class Search:
         return self._exact[c]
 
     def refine(self, found: list[tuple[Choice, Priced]]) -> dict[Choice, Priced]:
-        """Exact prices of the best of them; where they turn out not to fit, of more."""
+        """Exact prices of the best of them (`ranked`); where they turn out not to fit, of more."""
         made: dict[Choice, Priced] = {}
-        keys: dict[object, int] = {}
-        asked = 0
-        for c, _ in found:
-            key = c.core, c.dp, c.zero, c.rows, min(c.microbatches, 3), c.schedule.startswith("zb"), c.pp == 1
-            fits = sum(p.peak <= self.memory for p in made.values())
-            if key not in keys and len(keys) >= (REHEARSED if fits else 2 * REHEARSED):
+        rehearsals: set[object] = set()
+        families: Counter[object] = Counter()
+        alike = ALIKE if self.library.subject.layers else ALIKE // 2  # each of which has a rehearsal of its own
+        for c, rough in found:
+            if made and rough.peak > FAR * self.memory:
                 break
-            if keys.get(key, 0) >= ALIKE:
+            family, rehearsal = (c.core, c.pp, c.dp, c.rows), self._rehearsal(c)
+            fits = any(p.peak <= self.memory for p in made.values())
+            if rehearsal not in rehearsals and len(rehearsals) >= (REHEARSED if fits else 2 * REHEARSED):
+                break
+            if families[family] >= alike:
                 continue
-            self.on(str(c), min(asked, PRICED), PRICED)
-            asked += 1
-            keys[key] = keys.get(key, 0) + 1
+            self.on(str(c), len(rehearsals), REHEARSED)
+            families[family] += 1
+            rehearsals.add(rehearsal)
             try:
                 made[c] = self.exact(c)
             except ShardcError as e:
                 self.refused[str(c)] = e
-            if asked >= PRICED:
+            if families.total() >= PRICED:
                 break
         for c in [c for c in list(made)[:1] if c.sequence_parallel]:
             made[replace(c, sequence_parallel=False)] = self.exact(replace(c, sequence_parallel=False))
         return made
+
+    def _rehearsal(self, c: Choice) -> object:
+        """What choices have in common that are priced from one rehearsal: of a model of layers, whatever the schedule and the stages."""
+        whole = (c.pp, c.schedule, c.per_rank) if self.library.subject.layers is None else (c.schedule.startswith("zb"), c.pp == 1)
+        return c.core, c.dp, c.zero, c.rows, min(c.microbatches, 3), whole

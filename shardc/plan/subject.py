@@ -35,7 +35,7 @@ Loss = Callable[[Any, Any], Tensor]
 class Subject:
     """A model, an example batch, and what is known of both. layers: the list that repeats, if it is long enough to be cut short.
 
-    rows: of the example batch; sequence: its second dim, if all inputs of more than one dim have the same.
+    rows: of the example batch; sequence: tokens of each, if all inputs that are sequences have the same.
     """
 
     model: nn.Module
@@ -63,7 +63,8 @@ class Subject:
 
     @property
     def sequence(self) -> int | None:
-        found = {x.shape[1] for x in _leaves(self.batch) if x.dim() > 1}
+        """Of ids and masks [batch, sequence], and of features [batch, sequence, hidden]: numbers [batch, n] are n features of a row."""
+        found = {x.shape[1] for x in _leaves(self.batch) if x.dim() == (3 if x.is_floating_point() else 2)}
         return found.pop() if len(found) == 1 else None
 
     @property
