@@ -349,6 +349,8 @@ def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> Any:
             copy = new.node_copy(node, lambda n: env[n])
             if copy.target is torch.ops.aten.view.default:  # real and fake attention differ in strides: a view may need a copy
                 copy.target = torch.ops.aten.reshape.default
+            elif copy.target is torch.ops.aten.embedding.default:
+                copy.args = copy.args[:4]  # without `sparse`: gradients are dense, so that they add up in buckets
             copy.meta = {"source": source.of_node(node)}
             copy.meta["value"] = values.typed(node.meta.get("val"), copy.target, copy.args, copy.kwargs)
             env[node] = copy

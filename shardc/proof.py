@@ -142,7 +142,7 @@ def _grads(loss: Tensor, trained: dict[str, Tensor]) -> dict[str, Tensor]:
     """By `backward`, since reentrant checkpoints refuse `autograd.grad`; the tensors' `.grad` is left empty."""
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad for name, p in trained.items()}
     for p in trained.values():
         p.grad = None
     return found

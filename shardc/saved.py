@@ -25,7 +25,7 @@ from shardc.calls import call_of, tensors, values
 from shardc.program import Program, Value
 from shardc.rules.core import Call, Operand
 from shardc.runtime import ops
-from shardc.torch_private import FakeTensorMode, OpOverload
+from shardc.torch_private import DATA_DEPENDENT, FakeTensorMode, OpOverload
 
 Stride = tuple[int, ...] | None
 
@@ -144,8 +144,11 @@ def _run(call: Call, strides: Sequence[Stride]) -> Saved:
                 return type(a)(put(x) for x in a)
             return None if a == "rng" else a
 
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
-            result = call.target(*put(call.args), **{k: put(a) for k, a in call.kwargs})
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
+                result = call.target(*put(call.args), **{k: put(a) for k, a in call.kwargs})
+        except DATA_DEPENDENT:  # an op that looks at its operands' values (istft): taken to keep them all
+            return Saved(tuple(range(len(operands))) if any(v.requires_grad for v in call.operands) else (), views=(-1,) * len(call.results))
         made = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
         ours, theirs = [_storage(x) for x in operands], [_storage(x) for x in made]
         kept = {_storage(x): x for x in packed}

@@ -21,6 +21,12 @@ def bag(w: Tensor, mode: str, **options: Any) -> Tensor:
     return (F.embedding_bag(IDS, w, mode=mode, **options) * torch.arange(1, 7)).square().sum()
 
 
+def uneven(w: Tensor, mode: str, **options: Any) -> Tensor:
+    """Bags of 5, 0, 2, 4 and 1 rows."""
+    offsets = torch.tensor([0, 5, 5, 7, 11, *([12] if options.get("include_last_offset") else [])])
+    return (F.embedding_bag(IDS.flatten(), w, offsets, mode=mode, **options) * torch.arange(1, 7)).square().sum()
+
+
 def chunked_loss(w: Tensor, **options: Any) -> Tensor:
     chunks = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
     return F.linear_cross_entropy(w * 2, w, torch.tensor([0, 3, 1, 2]), options=chunks, **options)
@@ -30,6 +36,9 @@ def chunked_loss(w: Tensor, **options: Any) -> Tensor:
     (lambda w: bag(w, "sum"), {"embedding": 1, "embedding_bag": 0}),
     (lambda w: bag(w, "mean"), {"embedding": 1}),
     (lambda w: bag(w, "max"), {"max": 1}),
+    *((lambda w, kind=kind, more=more: uneven(w, kind, **more), {"embedding": 1, "embedding_bag": 0, "searchsorted": 1})
+      for kind in ("sum", "mean", "max") for more in ({}, {"padding_idx": 0}, {"include_last_offset": True})),
+    (lambda w: uneven(w, "sum", per_sample_weights=w.flatten()[:12]), {"index_add": 1}),
     (lambda w: bag(w, "sum", padding_idx=0), {"ne": 1}),
     (lambda w: bag(w, "mean", padding_idx=0), {"clamp_min": 1}),
     (lambda w: bag(w, "max", padding_idx=0), {"amax": 1}),
@@ -154,7 +163,6 @@ def test_alpha_dropout_takes_torchs_two_values() -> None:
 
 
 @pytest.mark.parametrize(("function", "text"), [
-    (lambda w: F.embedding_bag(IDS.flatten(), w, torch.tensor([0, 5])).sum(), "embedding_bag with bags of different sizes"),
     (lambda w: put(w, w[:, 0] > 0, torch.tensor([1]), to=1.0), "writing to a mask"),
     (lambda w: torch.native_batch_norm(w, None, None, w.detach()[0].clone(), w.detach()[0].clone(), True, 0.1, 1e-5)[0].sum(),
      "native_batch_norm.default changes its running statistics unseen"),

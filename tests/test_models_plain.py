@@ -27,10 +27,11 @@ MEET = {
     "clip": 1, "self_supervised": 1,  # in-batch negatives
     "contrastive": 2,  # the same, and their labels
     "vae": 1,  # distances of all pairs of the batch
+    "clicks": 1,  # a bag's words are rows of other ranks
 }  # fmt: skip
 #: What is gathered over the batch, and noted: a maximum over all edges of a graph; self-attention of learned queries, which every
-#: rank runs on the queries of all samples, though they are the same.
-NOTED = {"messages": 2, "detector": 1}
+#: rank runs on the queries of all samples, though they are the same; where bags begin.
+NOTED = {"messages": 2, "detector": 1, "clicks": 1}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def reference(name: str) -> Reference:
         loss.backward()
         model, _ = plain.ALL[name]()  # the first has updated its buffers
         captured = capture(model, batch)
-    grads = {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
+    grads = {n: p.grad.to_dense() for n, p in one.named_parameters() if p.grad is not None}
     return Reference(model, batch, loss.detach(), grads, dict(one.named_buffers()), captured)
 
 
@@ -104,6 +105,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "nested": {"text": "column", "heads.a": "row"},
     "dlrm": {"tables.0": "vocab", "tables.1": "column", "cross": "column"},
     "clip": {"image": "column", "text": "column"},
+    "clicks": {"up": "column", "out": "row"},
     "burgers": {"net.0": "column", "net.2": "row"},
     "critic": {"critic.0": "column", "critic.2.weight": {0: "tp"}, "critic.2.bias": {0: "tp"}, "critic.3.{weight,bias}": {0: "tp"}},
     "forces": {"filter.0": "column", "filter.2": "row", "out.0": "column", "out.2": "row"},

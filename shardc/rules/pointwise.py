@@ -107,6 +107,18 @@ def prelu(call: Call) -> Signature:
 
 
 rule(aten.prelu.default, prelu)
+def per_channel(call: Call) -> Signature:
+    """fake_quantize(x, scale[c], zero[c], dim): every channel has its own."""
+    sig = first_only(call)
+    dim = sig.inputs[0][int(call.arg(3, "axis"))]
+    mine: tuple[Dim, ...] = (dim,)
+    sizes = {f: n for f, n in sig.sizes.items() if f[0] == "d"}
+    return replace(sig, inputs=(sig.inputs[0], mine, mine), sizes=sizes, whole=frozenset())
+
+
+for _op in (aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per_tensor_affine.tensor_qparams):
+    rule(_op, first_only)
+rule(aten.fake_quantize_per_channel_affine.default, per_channel)
 rule(aten.type_as.default, first_only, linear=to_float)
 rule(aten.bucketize.Tensor, first_only)
 

@@ -550,6 +550,26 @@ def dlrm() -> Made:
     return DLRM(), {"dense": real(8, 4), "sparse": [ids(10, 8, 3), ids(6, 8, 2), ids(4, 8, 1)], "y": ids(2, 8).double()}
 
 
+class Clicks(nn.Module):
+    """Bags of different sizes by offsets, and tables with sparse gradients; quantised in training; one output, by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.table = nn.EmbeddingBag(20, 8, mode="mean", sparse=True), nn.Embedding(20, 8, sparse=True)
+        self.up, self.out = nn.Linear(16, 8), nn.Linear(8, 1)
+
+    def forward(self, words: Tensor, offsets: Tensor, item: Tensor, y: Tensor) -> Tensor:
+        h = F.relu(self.up(torch.cat([self.bags(words, offsets), self.table(item)], dim=1)))
+        h = torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -128, 127)
+        return F.binary_cross_entropy_with_logits(self.out(h).squeeze(1), y)
+
+
+@model
+def clicks() -> Made:
+    offsets = torch.tensor([0, 5, 5, 7, 11, 12, 20, 21])
+    return Clicks(), {"words": ids(20, 24), "offsets": offsets, "item": ids(20, 8), "y": ids(2, 8).double()}
+
+
 class NeRF(nn.Module):
     """Sines and cosines of positions, skips, and volume rendering with a cumulative product along rays."""
 

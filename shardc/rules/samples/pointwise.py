@@ -136,3 +136,12 @@ sample(
 )
 sample(aten.soft_margin_loss.default, lambda t: call(t.real(4, 12), 2 * t.index(2, 4, 12) - 1, 0))
 sample(aten.kl_div.default, lambda t: call(t.real(4, 12), t.positive(4, 12), 0), lambda t: call(t.real(4, 12), t.positive(4, 12)))
+sample(aten.fake_quantize_per_tensor_affine.default, lambda t: call(t.real(4, 12), 0.1, 0, -8, 7))
+sample(
+    aten.fake_quantize_per_tensor_affine.tensor_qparams,
+    lambda t: call(t.real(4, 12), t.constant(torch.tensor([0.1])), t.constant(torch.zeros(1, dtype=torch.int32)), -8, 7),
+)
+sample(
+    aten.fake_quantize_per_channel_affine.default,
+    lambda t: call(t.real(4, 12), t.constant(torch.linspace(0.1, 0.5, 12)), t.constant(torch.zeros(12, dtype=torch.int32)), 1, -8, 7),
+)
