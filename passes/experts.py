@@ -114,7 +114,7 @@ class Experts:
         """The choices, i64[t, k], that the experts take."""
         entry, typed = self.spec.experts[i], index.meta["value"]
         (t, k), chunks = typed.shape, self.spec.batch.microbatches
-        ranks = math.prod(map(self.spec.mesh.size, self.spec.data_axes))
+        ranks = self.spec.data_ranks
         where = self.where(i, "capacity")
 
         def emit(target: Any, shape: tuple[int, ...], *args: Any, **meta: Any) -> fx.Node:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -191,6 +192,11 @@ class Spec:
         experts have for themselves."""
         found = data_axes(self.batch, self.data, self.mesh.names)
         return found if self.batch.axes is not None else tuple(n for n in self.mesh.names if n in found or n in self.expert_axes)
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts ranks split the batch."""
+        return math.prod(map(self.mesh.size, self.data_axes))
 
     @property
     def expert_axes(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,4 +77,4 @@ def plan(
         found = question.largest(found, largest)
     if fewest:
         found = question.fewest(found)
-    return question.finished(found, time.perf_counter() - started)
+    return replace(found, seconds=time.perf_counter() - started)

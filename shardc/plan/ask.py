@@ -141,7 +141,7 @@ class Question:
         best = found.candidates[0] if found.candidates else None
         if best is None:
             raise found.lacking()
-        data = math.prod(best.spec.mesh.size(a) for a in best.spec.data_axes) * best.spec.batch.microbatches
+        data = best.spec.data_ranks * best.spec.batch.microbatches
         if what == "batch":
 
             def peak(n: int) -> float:
@@ -153,7 +153,7 @@ class Question:
             long = self.subject.sequence
             if long is None:
                 raise ShardcError("the inputs have no sequence dim in common", where="--largest sequence", fix="ask for --largest batch")
-            split = math.prod(best.spec.mesh.size(a) for a in best.spec.mesh.names if a not in best.spec.data_axes)
+            split = best.devices // best.spec.data_ranks
             unit = math.lcm(128 if long >= 128 else 1, split)
             start, said = max(long // unit, 1), "tokens of a row"
 
@@ -184,7 +184,7 @@ class Question:
             fits = self._smallest(n, batch)
         while fits is not None:
             answer |= {"value": n, "spec": fits.spec.to_dict(), "peak_bytes": fits.peak, "step_seconds": fits.step_seconds}
-            if n % 2:
+            if n == 1:
                 break
             n //= 2
             fits = self._smallest(n, batch)
@@ -203,6 +203,3 @@ class Question:
             if one.fits:
                 return one
         return None
-
-    def finished(self, found: Plan, seconds: float) -> Plan:
-        return replace(found, seconds=seconds)

@@ -22,7 +22,6 @@ from shardc.plan.space import KEPT, Choice
 AT = {k: i for i, k in enumerate(KINDS)}
 #: Kinds that grow with the rows of a microbatch.
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in KINDS])
-DP = WHAT.index("dp")
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,11 @@ from shardc.cost.device import Device
 from shardc.cost.ledger import KINDS
 from shardc.cost.rehearse import rehearse
 from shardc.errors import ShardcError
-from shardc.plan.parts import FLOPS, NET, Stage, Vector, lines, part_of, stage
+from shardc.plan.parts import FLOPS, Stage, Vector, lines, part_of, stage
 from shardc.plan.space import KEPT, Choice, Keep, Words, spec
 from shardc.plan.subject import UNITS, Subject
 from shardc.program import Program
 from shardc.runtime.engine import adamw
-
-ACTIVATIONS, PARAMETERS = KINDS.index("activations"), KINDS.index("parameters")
 
 
 @dataclass(frozen=True)
@@ -199,9 +197,3 @@ def _casts(program: Program, at: int) -> float:
         if n.op == "call_function" and len(n.all_input_nodes) == 1 and n.all_input_nodes[0].op == "placeholder" and "_to_copy" in str(n.target):
             total += n.meta["value"].nbytes(program.mesh)
     return total
-
-
-def kept(s: Stage) -> float:
-    """Bytes of activations of one microbatch between its forward and its backward."""
-    return float(part_of(s, "F", "middle")[NET][ACTIVATIONS])
-

@@ -60,13 +60,12 @@ class Priced:
 def price(library: Library, asked: Spec, batch: int) -> Priced:
     """A spec for a global batch of so many rows. Raises ShardcError if compile does."""
     layers = library.subject.layers
-    data = np.prod([asked.mesh.size(a) for a in asked.data_axes], dtype=int)
     each = asked.batch.microbatches
     some = min(each, 3)  # the first, one like all between, the last
     less = {**asked.to_dict(), "mesh": dict(asked.mesh.axes)}
     less["batch"] = {**less.get("batch", {}), "microbatches": some}
     rows = batch // each * some
-    if batch % (each * int(data)):
+    if batch % (each * asked.data_ranks):
         return _whole(library, asked, batch)  # compile says what does not divide
     p = asked.pipeline
     if p is None or asked.mesh.size(p.axis) == 1:

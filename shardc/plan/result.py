@@ -138,7 +138,7 @@ class Plan:
             return ShardcError(f"no way to use {a.devices} devices was found{': ' + why if why else ''}", where=a.model, fix="see --global-batch")
         near = min(self.candidates, key=lambda c: c.peak)
         kind, most = max(near.memory.items(), key=lambda x: x[1])
-        help = {
+        way = {
             "activations": "more devices, a shorter sequence, or a smaller global batch",
             "temporaries": "more tensor parallelism, a shorter sequence, or a smaller batch",
             "gathered": "more tensor parallelism",
@@ -147,7 +147,7 @@ class Plan:
             f"nothing fits into {gb(a.usable)} of {a.device.name}: the nearest ({named(near)}) needs {gb(near.peak)}, "
             f"{gb(near.peak - a.usable)} too much; {kind} are {gb(most)} of it"
         )
-        return ShardcError(what, where=a.model, fix=f"{help}; --fewest tells how many devices it takes")
+        return ShardcError(what, where=a.model, fix=f"{way}; --fewest tells how many devices it takes")
 
     def to_json(self) -> dict[str, Any]:
         a = self.asked

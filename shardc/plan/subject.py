@@ -19,6 +19,7 @@ from shardc.capture import capture
 from shardc.cost.layers import fewer, layers
 from shardc.errors import ShardcError
 from shardc.passes import plans
+from shardc.patterns import of_every_layer
 from shardc.plan.space import Layers
 from shardc.program import Program, Source
 from shardc.runtime import inputs
@@ -131,8 +132,7 @@ def experts(program: Program) -> tuple[tuple[str, ...], int]:
     number = 0
     for n in nodes:
         source: Source = n.meta.get("source", Source())
-        parts = ["*" if p.isdigit() else p for p in source.module.split(".")]
-        modules[".".join(parts)] = None
+        modules[of_every_layer(source.module)] = None
         held = [x.meta["value"].shape[0] for x in n.all_input_nodes if x.op == "placeholder" and len(x.meta["value"].shape) > 2]
         number = max([number, *held])
     return tuple(modules), number

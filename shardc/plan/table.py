@@ -73,11 +73,8 @@ def recompute(c: Candidate) -> str:
 
 
 def microbatches(c: Candidate) -> str:
-    data = 1
-    for a in c.spec.data_axes:
-        data *= c.spec.mesh.size(a)
     m = c.spec.batch.microbatches
-    return f"{m} × {c.priced.batch // (data * m)}"
+    return f"{m} × {c.priced.batch // (c.spec.data_ranks * m)}"
 
 
 def bar(parts: Mapping[str, float], whole: float, colors: Mapping[str, str], *, plain: bool, width: int = WIDTH) -> Text:
