@@ -173,3 +173,19 @@ def test_padding_lies_at_no_pole() -> None:
     sim = one.on({"shardc": 1, "mesh": {"tp": 3}, "shard": {"up.weight": {0: "tp"}, "down": "row"}, "uneven": "pad"})
     assert sim.grads["scale"].isfinite().all()
     equality.assert_equal(sim, one.loss, one.grads)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        return h.square().mean() + (torch.histc(h.detach(), 4, -1.0, 1.0) * torch.arange(1, 5)).sum() / 10
+
+
+def test_padding_is_not_counted() -> None:
+    torch.manual_seed(0)
+    one = equality.reference(lambda: (Counted().double(), (torch.randn(7, 3, dtype=torch.float64),)))
+    equality.assert_equal(one.on({"shardc": 1, "mesh": {"dp": 2}, "uneven": "pad"}), one.loss, one.grads)

@@ -113,7 +113,16 @@ def histc(call: Call) -> Signature:
     return Signature((names,), ((("bins",),),), sizes, each if given else frozenset(), frozenset({"bins"}) | (frozenset() if given else each))
 
 
-rule(aten.histc.default, histc)
+def local_histc(call: LocalCall) -> fx.Node:
+    """Padding lies outside of the range."""
+    x, above = call.args[0], float(call.call.arg(3, "max", 0)) + 1
+    for d in range(len(call.call.operands[0].shape)):
+        if call.split(f"d{d}") and any(s.dim == d for s in call.inputs[0].paddings()):
+            x = call.without_padding(x, 0, d, above)
+    return call.same(_0=x)
+
+
+rule(aten.histc.default, histc, local=local_histc)
 for _op in (aten.histogram.bin_ct, aten.histogram.bins_tensor):
     rule(_op, all_whole)
 
