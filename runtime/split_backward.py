@@ -5,6 +5,7 @@ In a stage, what depends on parameters alone (the parameters, casts of them) mee
 
     y = linear(x, w)          becomes          w_1 = alias(w);  y = linear(x, w_1)          and the stage also returns (y, (w_1,))
 
+What a stage hands on though it depends on parameters alone meets nothing there: it is a meeting of its own.
 The first half asks autograd for the gradients of the inputs *and* of every such y: no product with a weight's gradient runs. The second
 half asks, op by op, for the gradient of w_1 alone from that of y, and then goes on from all w_1 to the parameters.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 
+from shardc import values
 from shardc.program import Stage
 
 aten = torch.ops.aten
@@ -54,6 +56,14 @@ def split(stage: Stage, params: set[str], inputs: set[str]) -> Stage:
                 aliases.append(alias)
             meetings.append((tuple(results), tuple(aliases)))
     assert isinstance(returned, tuple)
+    handed_on: dict[fx.Node, fx.Node] = {}
+    for w in dict.fromkeys(n for n in values.nodes_in(returned) if n in weights and _grad(n)):  # learned queries: other stages' data
+        use, result = (graph.create_node("call_function", aten.alias.default, (x,), {}, name=f"{w.name}_{y}") for x, y in ((w, "use"), (w, "out")))
+        result.args = (use,)
+        use.meta, result.meta = dict(w.meta), dict(w.meta)
+        handed_on[w] = result
+        meetings.append(((result,), (use,)))
+    returned = fx.map_arg(returned, lambda n: handed_on.get(n, n))
     graph.output((*returned, tuple(meetings)))
     return replace(stage, graph=graph)
 

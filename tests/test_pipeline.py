@@ -245,8 +245,27 @@ def forked() -> zoo.Built:
     return zoo.ready(Forked(), torch.float64), {"x": plain.real(8, 4), "y": plain.real(8, 4, seed=2)}
 
 
-BUILD |= {"crossing": crossing, "shared": shared, "forked": forked}
-CUTS = {"crossing": ["b", "c"], "shared": ["b", "c", "d"], "forked": ["two"]}
+class Queried(nn.Module):
+    """What two stages compute of parameters alone, which data meets only in the third; a penalty that no data meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.empty(5, 8))
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q = torch.tanh(self.a(self.queries))
+        q = self.b(q) + self.queries
+        scores = torch.softmax(self.c(x) @ q.t(), -1)
+        return F.mse_loss(self.d(scores @ q), y) + 0.1 * self.queries.square().mean()
+
+
+def queried() -> zoo.Built:
+    return zoo.ready(Queried(), torch.float64), {"x": plain.real(8, 8), "y": plain.real(8, 8, seed=2)}
+
+
+BUILD |= {"crossing": crossing, "shared": shared, "forked": forked, "queried": queried}
+CUTS = {"crossing": ["b", "c"], "shared": ["b", "c", "d"], "forked": ["two"], "queried": ["b", "c", "d"]}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
