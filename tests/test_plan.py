@@ -110,7 +110,7 @@ def blocks() -> Plan:
     [
         Choice(dp=2, rows=2, microbatches=4, checkpoint="full"),
         Choice(dp=2, tp=2, zero=2, rows=4, microbatches=2, sequence_parallel=True),
-        Choice(pp=2, dp=2, rows=1, microbatches=8, schedule="1f1b", zero=1),
+        Choice(pp=2, dp=2, rows=1, microbatches=5, schedule="1f1b", zero=1),
         Choice(pp=2, dp=2, zero=3, rows=2, microbatches=4, schedule="interleaved", per_rank=2, checkpoint="selective"),
         Choice(pp=2, tp=2, rows=4, microbatches=4, schedule="zb-v", per_rank=2),
     ],
