@@ -246,7 +246,7 @@ def forked() -> zoo.Built:
 
 
 class Queried(nn.Module):
-    """What two stages compute of parameters alone, which data meets only in the third; a penalty that no data meets."""
+    """What a stage in the middle computes of parameters alone, which data meets only in the last; a penalty that no data meets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,9 +254,10 @@ class Queried(nn.Module):
         self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        q = torch.tanh(self.a(self.queries))
-        q = self.b(q) + self.queries
-        scores = torch.softmax(self.c(x) @ q.t(), -1)
+        keys = self.a(x)
+        q = torch.tanh(self.b(self.queries))
+        q = self.c(q) + self.queries
+        scores = torch.softmax(keys @ q.t(), -1)
         return F.mse_loss(self.d(scores @ q), y) + 0.1 * self.queries.square().mean()
 
 
