@@ -51,7 +51,7 @@ class Partition:
         if self.strict:
             refuse_unasked(graph)
         better = dict.fromkeys(how for axis in sorted(writer.gathered) if (how := parts.instead(program, axis)))
-        fused = (f"nothing of fused weights need be gathered: write {how} before the entries that split them otherwise" for how in better)
+        fused = (f"fused weights can be split by their parts: write {how} before the entries that split them otherwise" for how in better)
         return replace(program, mesh=mesh, stages=(Stage(graph),), notes=(*program.notes, *writer.notes, *fused))
 
 

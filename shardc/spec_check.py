@@ -172,7 +172,7 @@ class Check:
         if odd:
             common = math.gcd(*s.sections)
             fits = [str(n) for n in range(1, common + 1) if common % n == 0 and n <= 2 * size]
-            fix = f"{s.axis} may be {' or '.join(fits[-2:])}, or change the sections"
+            fix = f"{s.axis}={' or '.join(fits[-2:])}, or change the sections"
             self.add((*at, "sections"), f"the section of {odd[0]} does not divide by {s.axis}={size}", fix)
 
     def jobs(self) -> None:

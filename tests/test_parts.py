@@ -59,7 +59,7 @@ def compiled(how: str, kv: int, tp: int, qkv: dict[str, Any]) -> shardc.Program:
 def test_gathers_that_nobody_asked_for_name_what_to_write(how: str, kv: int, tp: int, written: Any, asked: dict[str, Any]) -> None:
     program = compiled(how, kv, tp, asked)
     assert "needs it whole there, which nobody asked for" in program.notes[0]
-    found = re.fullmatch("nothing of fused weights need be gathered: write (.*) before the entries that split them otherwise", program.notes[1])
+    found = re.fullmatch("fused weights can be split by their parts: write (.*) before the entries that split them otherwise", program.notes[1])
     assert found is not None
     entry = yaml.safe_load("{" + found[1] + "}")
     assert entry == {"qkv.{weight,bias}": written}

@@ -92,7 +92,7 @@ SECTIONS = [  # after HEAD
     ("shard:\n  a: {0: [tp, tp]}\n", "4:7", "axis 'tp' splits dim 0 twice", "one dim, once"),
     ("shard:\n  a: {0: {split: 3}}\n", "4:7", "`shard.a.0` needs `axis`", "`axis: tp`"),
     ("shard:\n  a: {0: {axis: tp, split: 0}}\n", "4:28", "must be at least 1, not 0", "`split: 3`"),
-    ("shard:\n  a: {0: {axis: tp, sections: [4, 3]}}\n", "4:31", "the section of 3 does not divide by tp=2", "tp may be 1"),
+    ("shard:\n  a: {0: {axis: tp, sections: [4, 3]}}\n", "4:31", "the section of 3 does not divide by tp=2", "tp=1, or change the sections"),
     ("shard:\n  a: {0: {axis: tp, sections: [4, x]}}\n", "4:35", "must be a whole number, not 'x'", "sections: [512"),
     ("shard:\n  a: {0: {axis: tp, sections: [4, 4], split: 2}}\n", "4:7", "both split and sections", "for unequal ones"),
     ("shard:\n  a: {0: [dp, {axis: tp, sections: [4, 4]}]}\n", "4:7", "split twice, and once by sections", "over one axis only"),

@@ -41,7 +41,7 @@ precision: {{compute: bfloat16}}
 
 - **Patterns** name the model's own modules and parameters: `*` matches any characters, dots too; `{{a,b}}` alternatives.
   A tied weight answers to all of its names.
-- **An axis of size 1** changes nothing: the same spec runs on one device.
+- **An axis of size 1** changes nothing: the same spec runs on one device. One of more ranks that splits nothing is noted.
 - **On the command line** `--mesh dp=4,tp=1` and `--set data.zero=3` override, with the same checks.
 - **Not built yet**: `sequence`, which is checked, then refused.
 - **In Python** a spec is a path, or a mapping of the same form.
