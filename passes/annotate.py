@@ -322,7 +322,8 @@ def _input_name(x: Input) -> str:
 def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
     errors = Errors()
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
-    modules = sorted({m for n in nodes for m in _parents(n.meta.get("source", Source()).module)})
+    own = {m for n in nodes for m in _parents(n.meta.get("source", Source()).module)}
+    modules = sorted(own.union(*(n.meta.get("through", ()) for n in nodes)))
     shared: list[list[str]] = program.meta.get("shared_modules", [])
     also = {m: names for names in shared for m in modules if m in names}
     pinned: dict[fx.Node, tuple[Layout, str]] = {}
@@ -378,13 +379,20 @@ def _parents(module: str) -> list[str]:
 
 
 def _boundary(nodes: list[fx.Node], module: str, at: str) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
-    """For every call of a module: the value it returns (or takes) through which a gradient flows, and the nodes inside."""
+    """For every call of a module: the value it returns (or takes) through which a gradient flows, and the nodes inside.
+
+    A module that comes to nothing, as Dropout(0.0), returns what it takes.
+    """
     run: list[fx.Node] = []
+    through: dict[fx.Node, set[fx.Node]] | None = {}
     for node in [*nodes, None]:
         name = node.meta.get("source", Source()).module if node is not None else ""
         if node is not None and (name == module or name.startswith(module + ".")):
             run.append(node)
+            through = None
             continue
+        if node is not None and through is not None and module in node.meta.get("through", ()) and _flows(node):
+            through[node] = set(node.users)
         if run:
             inside = set(run)
             run = []
@@ -399,6 +407,7 @@ def _boundary(nodes: list[fx.Node], module: str, at: str) -> Iterator[tuple[fx.N
                 taken = [t for n in ordered for t in tensors(n) if t not in inside and t.op != "placeholder" and _flows(t)]
                 if taken:
                     yield taken[0], inside
+    yield from (through or {}).items()
 
 
 def _flows(node: fx.Node) -> bool:

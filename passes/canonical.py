@@ -146,6 +146,8 @@ def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
     result = _canonical_call(emit, node.target, args, kwargs, node.meta["value"], node.name)
     if isinstance(node.target, OpOverload):
         _same_type(node, result)
+    if isinstance(result, fx.Node) and (at := result.meta.get("source")) is not None and at.module != emit.source.module != "":
+        result.meta["through"] = {**result.meta.get("through", {}), emit.source.module: None}  # of modules that come to nothing: Dropout(0.0)
     return result
 
 

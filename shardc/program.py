@@ -15,6 +15,7 @@ Node metadata (all of it: passes may rely on these keys only)
     node.meta["value"]       Value, or a tuple of them for an op with several results (None for mesh and rng)
     node.meta["source"]      Source: the model's module and line the op came from
     node.meta["collective"]  Collective, on nodes that communicate
+    node.meta["through"]     names of modules that give this value as they take it (Dropout(0.0)), in the global graph
     node.meta["region"]      name of the innermost Region that a stage's op is in; "kept": names of those of its regions that keep its result;
                              "again": how often backward repeats it, on collectives
 """

@@ -132,3 +132,23 @@ def test_a_batch_over_two_axes_takes_disjoint_digits() -> None:
     assert program.inputs[0].layout["dp_outer"] == Shard(0, 1)
     assert program.inputs[0].layout["dp"] == Shard(0, 2)
     assert {b.axes for b in program.buckets} == {("dp_outer", "dp")}
+
+
+class Dropped(nn.Module):
+    """In nanoGPT's form: a module that does nothing with p = 0 is where the first activation of the blocks comes out."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.emb, self.drop, self.norm, self.head = nn.Embedding(8, 4), nn.Dropout(p), nn.LayerNorm(4), nn.Linear(4, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(self.drop(self.emb(ids) + self.emb.weight[0]))).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("at", ["drop", "drop:in"])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_a_module_that_comes_to_nothing_is_a_place(p: float, at: str) -> None:
+    ids = torch.arange(32).view(4, 8) % 8
+    program = shardc.compile(Dropped(p), ids, {"shardc": 1, "mesh": {"tp": 2}, "activations": {at: {1: "tp"}}}, prove=False)
+    (norm,) = program.stages[0].graph.find_nodes(op="call_function", target=torch.ops.aten.layer_norm.default)
+    assert norm.meta["value"].layout["tp"] == Shard(1)
