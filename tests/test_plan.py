@@ -139,6 +139,16 @@ def test_the_best_candidate_costs_what_its_spec_does() -> None:
     assert best.spec.mesh.world == 4
 
 
+def test_time_is_told_by_what_axes_are_for_whatever_their_names() -> None:
+    def spent(data: str, tensor: str) -> dict[str, float]:
+        made = {"shardc": 1, "mesh": {data: 2, tensor: 2}, "data": {"axis": data}, "shard": {"use": {"plan": "structure", "axis": tensor}}}
+        return dict(price(stacked().library, Spec.load(made), 16).spent)
+
+    found = spent("rows", "columns")
+    assert found == spent("dp", "tp")
+    assert found["tp"] > 0 < found["dp"]
+
+
 def test_model_flops_are_those_of_its_products() -> None:
     """6 a token and parameter of a product (Kaplan et al. 2020)."""
     q = stacked()

@@ -167,7 +167,7 @@ class Library:
         return replace(base, one=one, two=two, first=lines(base.first, one, base.one, 1), last=lines(base.last, one, base.one, 1))
 
     def _stage(self, program: Program, at: int) -> Stage:
-        return stage(rehearse(program, at, adamw, cpu=self.device.kind == "cpu"), self.device, program.mesh)
+        return stage(rehearse(program, at, adamw, cpu=self.device.kind == "cpu"), self.device, program)
 
     def takes_microbatches(self) -> None:
         """Find out whether the model may be run in microbatches. Raises ShardcError if compile does not take it at all."""

@@ -19,7 +19,8 @@ from shardc.cost.device import Device
 from shardc.cost.ledger import KINDS, Op, Part, Sent, Waited
 from shardc.cost.rehearse import Rehearsal
 from shardc.cost.replay import Clock
-from shardc.mesh import Mesh
+from shardc.program import Program
+from shardc.spec import Spec
 
 Vector = NDArray[np.float64]
 N = len(KINDS)
@@ -35,10 +36,18 @@ Key = tuple[str, str]
 Stage = dict[Key, Vector]
 
 
+def roles(spec: Spec) -> dict[str, str]:
+    """What each axis of the mesh is for, in WHAT's words: whatever it is called."""
+    stages = spec.pipeline.axis if spec.pipeline else ""
+    data, own = spec.data_axes, spec.expert_axes
+    return {a: "pp" if a == stages else "ep" if a in own else "dp" if a in data else "tp" for a in spec.mesh.names}
+
+
 @dataclass
 class Meter(Clock):
-    """A clock that says what the time was for."""
+    """A clock that says what the time was for. roles: of the mesh's axes."""
 
+    roles: Mapping[str, str] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     _axis: dict[int, str] = field(default_factory=dict)
 
@@ -64,10 +73,15 @@ class Meter(Clock):
         compute, traffic = w.flops / (d.flops_per_second(w.dtype) * d.reaches.flops), w.traffic / (d.bandwidth * d.reaches.bandwidth)
         return "launch" if max(compute, traffic) < d.launch else "compute" if compute >= traffic else "memory"
 
-    @staticmethod
-    def _named(w: Sent) -> str:
-        axes = {a.partition("[")[0].partition(".")[0] for a in w.record.axes}
-        return next((a for a in ("pp", "dp", "ep", "tp") if a in axes), "dp")
+    def _named(self, w: Sent) -> str:
+        found = {self.roles[a.partition("[")[0].partition(".")[0]] for a in w.record.axes}
+        return next(a for a in ("pp", "dp", "ep", "tp") if a in found)
+
+
+def meter(device: Device, program: Program, rank: int) -> Meter:
+    """Of a rank of a program."""
+    assert program.spec is not None
+    return Meter(device, program.mesh, rank, roles=roles(program.spec))
 
 
 def memory(part: Part) -> Vector:
@@ -89,10 +103,10 @@ def memory(part: Part) -> Vector:
     return v
 
 
-def stage(r: Rehearsal, device: Device, mesh: Mesh) -> Stage:
+def stage(r: Rehearsal, device: Device, program: Program) -> Stage:
     """Of a rehearsed rank that has one stage. What a middle microbatch leaves behind in the end is nothing: its last action says so."""
     some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
-    clock = Meter(device, mesh, r.rank)
+    clock = meter(device, program, r.rank)
     found: Stage = {}
 
     def put(key: Key, part: Part) -> None:

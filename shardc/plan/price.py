@@ -19,7 +19,7 @@ from shardc.cost.replay import parts
 from shardc.mesh import Mesh
 from shardc.passes.cutting import default_stages, layer_of
 from shardc.plan.library import Library, Stages
-from shardc.plan.parts import CAUSES, HIGH, NET, SENT, WHAT, Meter, Stage, Vector, part_of
+from shardc.plan.parts import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, meter, part_of
 from shardc.runtime import schedule as schedules
 from shardc.runtime.engine import adamw
 from shardc.runtime.schedule import Costs, Schedule
@@ -186,7 +186,7 @@ def _whole(library: Library, asked: Spec, batch: int) -> Priced:
     found = put_together(program, schedule, each, library.device)
     spent: list[dict[str, float]] = []
     for r in each:
-        clock = Meter(library.device, program.mesh, r.rank)
+        clock = meter(library.device, program, r.rank)
         for _, part in parts(r, schedule.actions[r.at]):
             clock.run(part)
         spent.append(clock.spent)
