@@ -224,7 +224,8 @@ def save(
 
     params, buffers: this rank's, by placeholder name. optimizer: over these params; its step counts, moments, hyperparameters.
     runs: of which params this rank has a stretch of the flattened local part (ZeRO), and which.
-    extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict. An existing checkpoint is replaced at the end.
+    extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict; of each, what the first rank that has it says (a stage
+    without anything to train has no scheduler). An existing checkpoint is replaced at the end.
     """
     folder = Path(folder).absolute()
     work = folder.with_name(f".{folder.name}.saving")
@@ -244,14 +245,16 @@ def save(
     plan = SavePlan([i for key, part in parts.items() for i in part.items(key, mesh.layout, _coords(mesh))])
     mine = writer.prepare_global_plan([SavePlan([])] * mesh.rank + [plan])[-1]  # names its file after the rank
     results = writer.write_data(mine, planner).wait()
-    _results(work, mesh.rank).write_bytes(pickle.dumps((plan, results, manifest.get("optimizer"))))
+    _results(work, mesh.rank).write_bytes(pickle.dumps((plan, results, manifest)))
     mesh.barrier()
     if mesh.rank == 0:
         every = [pickle.loads(_results(work, r).read_bytes()) for r in range(mesh.layout.world)]
         _, metadata = planner.create_global_plan([p for p, _, _ in every])
         writer.finish(metadata, [r for _, r, _ in every])
-        if any(facts for _, _, facts in every):
-            manifest["optimizer"] = _together([facts for _, _, facts in every if facts])
+        for _, _, told in reversed(every):
+            manifest["extra"] |= told["extra"]
+        if facts := [told["optimizer"] for _, _, told in every if "optimizer" in told]:
+            manifest["optimizer"] = _together(facts)
         for r in range(mesh.layout.world):
             _results(work, r).unlink()
         (work / "manifest.json").write_text(_json(manifest))

@@ -103,6 +103,7 @@ class Engine:
         self._loads = Loads(program, self.mesh) if routing else None
         self.grad_norm: Tensor | None = None
         self._norm = GradNorm(program, self.params, self.mesh)
+        self._runs = interpreter
         self._interpreter = interpreter(program, self.mesh)
         self._others: dict[tuple[int, ...], tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of fewer rows
         self.scaler = Scaler(program.meta["loss_scale"], self.mesh) if "loss_scale" in program.meta else None
@@ -148,6 +149,7 @@ class Engine:
             self._stepping = False
         return loss
 
+    @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
     def backward(self, batch: Any, *, local: bool = False) -> Tensor:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
         self._check()
@@ -163,11 +165,13 @@ class Engine:
         total, news = interpreter.step(values, around)
         if self._loads is not None:
             self.loads, self.mesh.routed = self._loads(self.mesh.routed or ()), None
+        # copies, before anything is updated: what a buffer gets may be a parameter, or the batch
+        news = {name: new.clone(memory_format=torch.contiguous_format) for name, new in news.items() if name in self.buffers}
         self._buckets.finish(self._reduced)
         self._reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.agree()
-        self.buffers |= {name: new for name, new in news.items() if name in self.buffers}
+        self.buffers |= news
         return total
 
     def _take(self, batch: Any, *, local: bool) -> tuple[Interpreter, list[dict[str, Any]]]:
@@ -194,7 +198,7 @@ class Engine:
             self.mesh.barrier()
             if isinstance(self.mesh, TorchMesh):
                 self.mesh.add_groups(groups_of(program))
-            self._others[rows] = Interpreter(program, self.mesh), state.constants(program, self.mesh)
+            self._others[rows] = self._runs(program, self.mesh), state.constants(program, self.mesh)
         return self._others[rows]
 
     def _reduced(self, names: Sequence[str]) -> None:
@@ -233,7 +237,7 @@ class Engine:
         """After an error in backward the next step is as any other; after one in an update, nobody knows what was updated."""
         if not self._whole:
             raise ShardcError(
-                "an update failed halfway: some parameters may have been updated, others not, and ranks may differ",
+                "an update or a load failed halfway: some parameters may be new, others not, and ranks may differ",
                 where="Engine.update", fix="load a checkpoint into this engine, or make a new one",
             )  # fmt: skip
 
@@ -285,17 +289,18 @@ class Engine:
         room = self._paged.room if self._paged is not None else None
         with self._offload.at_home():
             extra = state.load(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, runs=self._buckets.runs, room=room)
+        self._whole = False  # if what follows does not fit
         self._offload.changed()
         if self._paged is not None:
             self._paged.rest()
         self._buckets.publish()
-        self._whole = True
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])
         if self.scheduler is not None and "scheduler" in extra:
             lr.load_state_dict(self.scheduler, extra["scheduler"])
         self.loaders.load_state_dict(extra.get("loaders", {}))
+        self._whole = True
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""

@@ -62,7 +62,7 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
         leaf = given.get(x.path)
         if isinstance(leaf, Tensor) and tuple(leaf.shape) == want and leaf.dtype == x.dtype:
             part = leaf if local else x.layout.local(leaf, program.mesh, program.mesh.coords(mesh.rank), copies=True)
-            found.append(part.to(mesh.device, non_blocking=True).contiguous())
+            found.append(part.detach().to(mesh.device, non_blocking=True).contiguous())  # programs give inputs no gradient
         else:
             errors.add(_mismatch(x, given, want, local), where=name_of(x.path), fix=_fix(x, leaf, local))
     errors.raise_any()

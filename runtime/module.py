@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -126,7 +127,7 @@ class ShardedModule(nn.Module):
         if self.training:
             r.rng.step += 1
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=True):
-                self._replace_buffer(b.name, new.detach())
+                self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
         if not loss.requires_grad:
             return loss  # type: ignore[no-any-return]
         result: Tensor = _Start.apply(loss, r.buckets)  # type: ignore[no-untyped-call]
@@ -134,7 +135,7 @@ class ShardedModule(nn.Module):
         return result
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:
-        # replaced, not written to: backward may still need the old value
+        # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or the batch
         b = next(b for b in self._running.program.buffers if b.name == name)
         for fqn in (b.fqn, *b.aliases):
             parent, last = _home(self, fqn)

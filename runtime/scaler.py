@@ -46,7 +46,7 @@ class Scaler:
 
     def agree(self) -> bool:
         """Whether any rank of the whole mesh found a number that is not finite. Collective: one number, the largest of all."""
-        bad = torch.zeros((), device=self.mesh.device)
+        bad = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         if self._found:
             bad = (~torch.stack(self._found).isfinite()).any().float()
         self._found = []

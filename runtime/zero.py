@@ -19,6 +19,7 @@ from shardc.runtime.flat import Run
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero_bucket import Cut, Stored, Summed, owned_run
 from shardc.runtime.zero_gather import Gathered
+from shardc.torch_private import norms
 
 Reduced = Callable[[Sequence[str]], None]
 
@@ -241,8 +242,7 @@ class GradNorm:
             if grad is not None and grad.numel():
                 groups.setdefault(self._axes[name], []).append(grad.detach())
         for axes, grads in groups.items():
-            norm = nn.utils.get_total_norm(grads)
-            self._squares[axes].append(norm.to(self._dtypes[axes]).square())
+            self._squares[axes].append(torch.stack(norms(grads, self._dtypes[axes])).square().sum())
         self._todo.difference_update(names)
 
     def total(self) -> Tensor:

@@ -124,6 +124,7 @@ class Gathered:
             work.wait()
         self._under_way.clear()
         self._needed.clear()
+        self._alive.clear()  # an evaluation's gathers are nobody's to note
         self._here.clear()
         self._current = None
 
