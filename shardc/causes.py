@@ -50,6 +50,8 @@ EXPERTS = (
 )
 INSIDE = "a gradient is computed inside forward by a transform of torch.func's (grad, vjp, jacrev), where tracing does not see it"
 AUTOGRAD = "use torch.autograd.grad(y, x, create_graph=True), which becomes ops of the program; or write the gradient as a formula"
+PACKED = "packed sequences have a size that depends on the lengths' values"
+PADDED = "feed the padded sequences and leave padding out of the loss; pick each row's last step with gather"
 #: Ops that draw by rejection.
 REJECTION = r"_standard_gamma|_sample_dirichlet"
 CAUSES = (
@@ -109,8 +111,7 @@ CAUSES = (
     Cause(NUMBER, KEEP, raised=DATA),
     Cause(NUMBER, KEEP, op=r"^item$|_local_scalar_dense"),
     Cause(
-        "packed sequences have a size that depends on the lengths' values", "feed the padded sequences and leave padding out of the loss",
-        op=r"_pack_padded_sequence|_pad_packed_sequence",
+        PACKED, PADDED, op=r"_pack_padded_sequence|_pad_packed_sequence",
     ),
     Cause(
         "repeat_interleave gives a size that depends on a tensor's values", "say it: repeat_interleave(x, n, output_size=total)",

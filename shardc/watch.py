@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import custom_function, source
+from shardc.causes import PACKED, PADDED
 from shardc.errors import Errors, ShardcError
-from shardc.torch_private import FakeTensor, OpOverload, fake_mode, fake_tensor, traced_constant, traced_node
+from shardc.torch_private import FakeTensor, OpOverload, fake_mode, fake_tensor, replaced_packing, traced_constant, traced_node
 
 T = TypeVar("T")
 
@@ -85,8 +86,27 @@ def watching(side: list[Tensor]) -> Iterator[None]:
             fix="remove register_hook; a custom gradient can be written as x + (y - x).detach()",
         )  # fmt: skip
 
+    def packed(original: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+        if not isinstance(x, FakeTensor):
+            return original(x, *args)
+        at = source.of_call()  # here, and not where the recurrent layer then fails
+        raise ShardcError(f"{PACKED} ({at.code})", where=at.line, fix=PADDED)
+
+    def switch(self: Tensor, requires_grad: bool = True) -> Tensor:
+        if isinstance(self, FakeTensor) and not requires_grad and self.requires_grad and self.is_leaf:
+            at = source.of_call()
+            raise ShardcError(
+                f"the forward pass switches a parameter's gradient off, which tracing does not see ({at.code})", where=at.line,
+                fix="run the module with detached weights: "
+                "torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, x)",
+            )  # fmt: skip
+        return grad(self, requires_grad)
+
+    grad = Tensor.requires_grad_
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(replaced_packing(packed))
+        stack.enter_context(mock.patch.object(Tensor, "requires_grad_", switch))
         # distributions check the values of their arguments, on which a captured graph cannot branch; eager runs still do
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", hook))

@@ -90,6 +90,12 @@ def packed(s: Net, y: Tensor) -> Tensor:
     return nn.utils.rnn.pack_padded_sequence(y[:, :, None], lengths, batch_first=True).data.sum()
 
 
+def packed_recurrent(s: Net, y: Tensor) -> Tensor:
+    lengths = (y > 0).sum(1).clamp(min=1)
+    rows = nn.utils.rnn.pack_padded_sequence(y[:, :, None], lengths, batch_first=True, enforce_sorted=False)
+    return nn.LSTM(1, 2, batch_first=True)(rows)[1][0].sum()
+
+
 def truncated(s: Net, y: Tensor) -> Tensor:
     return y[:, : int(y.sum())].sum()
 
@@ -119,6 +125,7 @@ VALUES: list[tuple[Function, str, str]] = [
     (lambda s, y: torch.repeat_interleave(y, (y[0] > 0).long() + 1, dim=1).sum(), "repeat_interleave gives a size", "output_size=total"),
     (lambda s, y: (y.sum() * F.one_hot((y[:, 0] > 0).long())).sum(), "the size of the one-hot encoding depends", "num_classes=n"),
     (truncated, "the size of a slice or tensor depends", "keep the size and mask"),
+    (packed_recurrent, "packed sequences have a size that depends on the lengths' values (rows = nn.utils", "pick each row's last step"),
     (packed, "packed sequences have a size that depends on the lengths' values", "leave padding out of the loss"),
     (labels, "the labels without padding have a size that depends", "F.ctc_loss(...) takes padded labels"),
 ]  # fmt: skip
@@ -136,6 +143,13 @@ def penalty(s: Net, y: Tensor) -> Tensor:
 def backward(s: Net, y: Tensor) -> Tensor:
     y.sum().backward()
     return s.fc.weight.sum()
+
+
+def switched(s: Net, y: Tensor) -> Tensor:
+    s.fc.requires_grad_(False)
+    loss = y.sum() + s.fc(y).sum()
+    s.fc.requires_grad_(True)
+    return loss + s.fc(y.detach()).sum()
 
 
 def unused(s: Net, y: Tensor) -> Tensor:
@@ -187,6 +201,7 @@ LEAVING: list[tuple[Function, str, str]] = [
         "the model uses control flow or a transform of torch's own (torch.cond", "torch.where",
     ),
     (penalty, "a gradient inside forward goes through aten.dropout.default", "under detach()"),
+    (switched, "the forward pass switches a parameter's gradient off", "torch.func.functional_call(m, {n: p.detach()"),
     (backward, "backward() is called inside forward", "torch.autograd.grad(y, x, create_graph=True)"),
     (unused, "a gradient is asked for of a tensor on which nothing depends", "allow_unused=True"),
     (lambda s, y: torch.sparse.mm(y.to_sparse(), s.fc.weight).sum(), "a sparse tensor (to_sparse) cannot be split", "x.to_dense()"),
