@@ -34,8 +34,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 __all__ = [
     "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "backward_decompositions",
     "current_backward", "decompositions", "fake_mode", "fake_tensor", "functionalized", "is_transform", "norms", "outer_hooks", "overload_of",
-    "replaced_engine", "replaced_packing", "replaced_trunc_normal", "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node", "traced_on",
-    "traced_with",
+    "replaced_engine", "replaced_packing", "replaced_trunc_normal", "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node",
+    "traced_on", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -199,7 +199,7 @@ def replaced_engine(function: Callable[..., Any]) -> AbstractContextManager[Any]
 
 def replaced_packing(function: Callable[..., Any]) -> AbstractContextManager[Any]:
     """While open, torch.nn.utils.rnn packs padded sequences by `function(original, input, lengths, batch_first)`."""
-    original = torch._VF._pack_padded_sequence  # type: ignore[attr-defined]
+    original = torch._VF._pack_padded_sequence
     return mock.patch.object(torch._VF, "_pack_padded_sequence", partial(function, original), create=True)
 
 
