@@ -262,5 +262,5 @@ def _close(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         there = a if a is not None else b
         return there is None or not bool(there.any())
-    scale = float(b.detach().abs().max()) if b.numel() else 0.0
-    return torch.allclose(a.double(), b.double(), rtol=0, atol=SAME * max(scale, 1.0))
+    scale = float(b.detach().abs().nan_to_num(0.0).max()) if b.numel() else 0.0
+    return torch.allclose(a.double(), b.double(), rtol=0, atol=SAME * max(scale, 1.0), equal_nan=True)

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardc import source, view_writes
 from shardc.errors import ShardcError
-from shardc.torch_private import HigherOrderOperator, OpOverload
+from shardc.torch_private import HigherOrderOperator, OpOverload, decompositions
 
 aten = torch.ops.aten
 
@@ -100,11 +100,27 @@ def _region(
             env[node] = _region(graph, module, node, fx.map_arg(node.args, lambda n: env.get(n, n)), inner, cut)
         elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
             env[node] = env[node.args[0]][node.args[1]]
+        elif not inner and (same := _unchanged(node)) is not None:
+            env[node] = env[same]  # outside of the region the tensor goes by this name, with the gradient that it has
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
             if not inner:
                 cut.add(env[node])
     raise AssertionError("a region without output")
+
+
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    """The operand that a call gives back as it is, no view of it: `x.to(dtype)` of that dtype, `x.contiguous()`, dropout in evaluation."""
+    x = node.args[0] if node.args else None
+    if not isinstance(node.target, OpOverload) or not isinstance(x, fx.Node) or node.target._schema.is_mutable:
+        return None
+    value, result = x.meta.get("val"), node.meta.get("val")
+    same = isinstance(value, Tensor) and isinstance(result, Tensor) and (value.shape, value.dtype) == (result.shape, result.dtype)
+    if not same or not decompositions(node.target):  # only ops that are written in others do so
+        return None
+    with torch.no_grad():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        return x if node.target(*args, **kwargs) is value else None
 
 
 #: Ops that only check values.

@@ -3,7 +3,7 @@
     lengths = torch.repeat_interleave(sizes, counts)     # sizes and counts made of constants, as masks and grids of images are
     x[mask]                                              # x[i, j], if the mask is known
     x.repeat_interleave(counts, dim=0)                   # with output_size, if the counts are known
-    torch.arange(counts.sum())
+    torch.arange(counts.sum()), F.pad(x, (left, right))  # numbers in the place of tensors
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -22,7 +23,11 @@ from shardc.watch import untraced
 #: By name, as functions of torch's and as methods.
 SIZED = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
 _CALLS = {getattr(holder, name) for holder in (torch, Tensor) for name in SIZED if hasattr(holder, name)}
-_COUNTING = (torch.arange, torch.linspace, torch.full)
+#: Calls in whose arguments torch reads numbers where Python does not see it.
+_NUMBERED = {
+    torch.arange, torch.linspace, torch.full, torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, F.pad, F.interpolate,
+    Tensor.view, Tensor.reshape, Tensor.expand, Tensor.repeat, Tensor.narrow, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
+}  # fmt: skip
 _REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
 
 
@@ -36,7 +41,7 @@ class KnownSizes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.__getitem__:
-            if _masks(args[1]) and tracing():
+            if _hidden(args[1]) and tracing():
                 args = (args[0], self._places(args[1]))
         elif (func in _CALLS or (func is torch.where and len(args) == 1 and not kwargs)) and tracing():
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -46,23 +51,30 @@ class KnownSizes(TorchFunctionMode):
                 return pytree.tree_map_only(Tensor, torch.clone, untraced(lambda: func(*args, **kwargs)))
             if func in _REPEAT and len(tensors) == 2 and (counts := values[id(tensors[1])]) is not None:
                 kwargs = {"output_size": int(counts.sum()), **kwargs}
-        elif func in _COUNTING and tracing():  # torch reads these numbers where Python does not see it
+        elif func in _NUMBERED and tracing():
             args, kwargs = pytree.tree_map_only(Tensor, self._number, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _number(self, x: Tensor) -> Any:
-        value = self.known(x) if x.dim() == 0 else None
+    def _number(self, x: Any) -> Any:
+        value = self.known(x) if isinstance(x, Tensor) and x.dim() == 0 else None
         return x if value is None else untraced(value.item)
 
     def _places(self, index: Any) -> tuple[Any, ...]:
-        """An index with the places where known masks are true in their stead."""
+        """An index with the places where known masks are true in their stead, and numbers as bounds of slices."""
         found: list[Any] = []
         for i in index if isinstance(index, tuple) else (index,):
-            value = self.known(i) if _masks(i) else None
-            found += [i] if value is None else [torch.clone(n) for n in untraced(value.nonzero).unbind(1)]
+            if isinstance(i, slice):
+                found.append(slice(*map(self._number, (i.start, i.stop, i.step))))
+            else:
+                value = self.known(i) if isinstance(i, Tensor) and _hidden(i) else None
+                found += [i] if value is None else [torch.clone(n) for n in untraced(value.nonzero).unbind(1)]
         return tuple(found)
 
 
-def _masks(index: Any) -> bool:
-    """Whether an index is, or has in it, a mask."""
-    return any(isinstance(i, Tensor) and i.dtype == torch.bool and i.dim() > 0 for i in (index if isinstance(index, tuple) else (index,)))
+def _hidden(index: Any) -> bool:
+    """Whether an index is, or has in it, a mask or a slice whose bounds are tensors."""
+    if isinstance(index, tuple):
+        return any(map(_hidden, index))
+    if isinstance(index, slice):
+        return any(isinstance(x, Tensor) for x in (index.start, index.stop, index.step))
+    return isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0

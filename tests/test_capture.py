@@ -239,6 +239,17 @@ def test_no_grad_regions() -> None:
     assert torch.allclose(grads(program, model, X)["fc.weight"], want, rtol=1e-6)
 
 
+def test_what_a_no_grad_region_gives_back_as_it_is_keeps_its_gradient() -> None:
+    """`y.to(y.dtype)` is y: the trace calls it by that name from there on."""
+
+    def f(self: Net, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = y.to(y.dtype).contiguous().sin() + F.dropout(y, 0.5, training=False).flatten(0, 0)
+        return (self.fc(y) * scale).sum()
+
+    capture(Net(f), (torch.randn(4, 6),))  # proven
+
+
 def test_no_grad_regions_with_views_written_to() -> None:
     def function(self: Net, y: Tensor) -> Tensor:
         z = _no_grad(self, y) * torch.ones(6)

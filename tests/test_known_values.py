@@ -65,7 +65,13 @@ def masked(x: Tensor) -> Tensor:
     return x[:, mask] * x[rows, columns].repeat_interleave(torch.tensor([2, 1]), dim=0) + torch.masked_select(mask, mask).sum()
 
 
-@pytest.mark.parametrize("function", [written, of_lists, masked])
+def padded(x: Tensor) -> Tensor:
+    left, right = torch.tensor([1, 2])
+    y = F.pad(x, (left, right))[:, left : torch.tensor(-1)]
+    return F.interpolate(y[None, None], size=(right, left + 2)).view(right, -1).sum(0) * torch.ones(left + 2)
+
+
+@pytest.mark.parametrize("function", [written, of_lists, masked, padded])
 def test_sizes_that_constants_decide(function: Callable[[Tensor], Tensor]) -> None:
     """Proven against eager when it is captured."""
     assert captured(function)
