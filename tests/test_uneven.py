@@ -16,6 +16,7 @@ from shardc.runtime.loopback import loopback
 from tests import equality, zoo
 from tests.test_equal import FIRST, SHARD
 from tests.test_heads import equal
+from tests.zoo import plain, plain_more  # noqa: F401 (its models are in plain.ALL)
 
 ODD = 127  # vocabulary
 
@@ -60,6 +61,9 @@ CASES: dict[str, tuple[zoo.Built, dict[str, Any]]] = {
     "batch of 6 on 4": (llama(batch=6), spec("llama", {"dp": 4})),
     "batch of 5 on 4: a rank has none": (gpt2(batch=5), spec("gpt2", {"dp": 4})),
     "batch of 7 on 2 × 2": (bert(), spec("bert", {"dp_outer": 2, "dp": 2})),
+    "dims of size 1 and the batch in one dim": (
+        plain.ALL["perceiver"](), {"shardc": 1, "mesh": {"dp_outer": 2, "dp": 2}, "batch": {"microbatches": 4}, "uneven": "pad"}
+    ),
     "everything at once": (llama(batch=7), spec("llama", {"dp": 2, "tp": 4}, sequence=True)),
 }
 
@@ -134,7 +138,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(("mesh", "shard", "text"), [
-    ({"tp": 4}, {"up": "column"}, "10 does not divide by tp=4.*make the size 8 or 12, or tp=2, or set `uneven: pad`"),
+    ({"tp": 4}, {"up": "column"}, "10 does not divide by tp=4.*make the size 8 or 12, or tp=2 or 5, or set `uneven: pad`"),
     ({"dp": 4}, {}, r"the batch of 7 \(dim 0\) does not divide by dp=4.*make it 4 or 8.*`uneven: pad`"),
 ])  # fmt: skip
 def test_without_the_word_it_is_an_error_with_what_would_fit(mesh: dict[str, int], shard: dict[str, Any], text: str) -> None:

@@ -357,19 +357,28 @@ class Choices:
         return self.matched[key]
 
     def _match(self, side: int, i: int, p: Shard, n: int) -> Strategy | None:
-        operand = (self.signature.inputs, self.signature.outputs)[side][i]
-        shape, sizes = (self.call.operands, self.call.results)[side][i].shape, self.signature.sizes
+        if p.padding:
+            return self._padded(side, i, p, n)
+        operand, sizes = (self.signature.inputs, self.signature.outputs)[side][i], self.signature.sizes
         for factor, places in self.places.items():
             place = places[side][i]
             if place is None or place[0] != p.dim or p.split % place[1] or (p.sections and len(operand[p.dim]) != 1):
                 continue
             digit = p.split // place[1]
-            padding, blocks = 0, 1
-            if p.padding:
-                inner = shape[p.dim] // (place[1] * sizes[factor])
-                if p.blocks % place[1] or p.padding % inner:
-                    continue
-                padding, blocks = p.padding // inner, p.blocks // place[1]
-            if (sizes[factor] + blocks * padding) % (digit * n) == 0:
-                return self.split(factor, digit, n, p.sections, padding, blocks)
+            if sizes[factor] % (digit * n) == 0:
+                return self.split(factor, digit, n, p.sections)
         return None
+
+    def _padded(self, side: int, i: int, p: Shard, n: int) -> Strategy | None:
+        """The split of the innermost factor that has whole blocks of padding: the same one for all axes that split the dim."""
+        size, best = (self.call.operands, self.call.results)[side][i].shape[p.dim], None
+        for factor, places in self.places.items():
+            if (place := places[side][i]) is None or place[0] != p.dim or p.blocks % place[1]:
+                continue
+            inner = size // (place[1] * self.signature.sizes[factor])
+            if p.padding % inner == 0 and (best is None or inner < best[1]):
+                best = factor, inner, place[1]
+        if best is None or p.split % best[2]:
+            return None
+        factor, inner, major = best
+        return self.split(factor, p.split // major, n, (), p.padding // inner, p.blocks // major)
