@@ -54,7 +54,7 @@ WIDE = frozenset({
     "fractional_max_pool3d", "cholesky_inverse", "cholesky_solve", "lu_solve", "orgqr", "ormqr", "pinverse", "geqrf", "qr", "svd",
     "triangular_solve", "_lu_with_info",
     "view_as_complex", "complex", "polar", "stft", "istft", "cholesky", "inverse", "det", "logdet", "slogdet", "histc", "grid_sampler",
-    "grid_sampler_2d", "grid_sampler_3d", "affine_grid_generator",
+    "grid_sampler_2d", "grid_sampler_3d", "affine_grid_generator", "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
 })  # fmt: skip
 WIDE_PREFIXES = ("linalg_", "fft_", "special_bessel", "special_modified")
 
@@ -64,7 +64,8 @@ NARROWED = frozenset({
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
     "_batch_norm_with_update_functional", "_batch_norm_no_update", "instance_norm", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
     "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool3d", "max_pool3d", "adaptive_max_pool3d",
-    "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", *(n for n in WIDE if "upsample_" in n),
+    "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
+    *(n for n in WIDE if "upsample_" in n),
 })  # fmt: skip
 
 #: Move elements and compute nothing: what is known of the operand is known of the result.

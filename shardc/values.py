@@ -88,12 +88,17 @@ def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None
     """The value of `target(*args, **kwargs)`, by running it on the meta device. Only for aten ops and getitem."""
     if target is operator.getitem:
         return typed(None, target, args, kwargs)
+    if op_name(target) in _QUANTISED:
+        same: Value = args[0].meta["value"]
+        return replace(same, requires_grad=carries_gradient(target, args, kwargs))
     with torch.no_grad():
         if (found := _pointwise(target, args, kwargs)) is not None:
             return found
         return typed(target(*on_meta(args), **on_meta(kwargs)), target, args, kwargs)
 
 
+#: They give what they take, and have no kernel on the meta device.
+_QUANTISED = {"fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"}
 #: The CPU has every pointwise op for the first two, with operands of the others among them.
 _FLOATS = {torch.float32, torch.float64}
 _OTHERS = {torch.int64, torch.int32, torch.bool}

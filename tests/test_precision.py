@@ -28,6 +28,8 @@ from shardc.runtime.loopback import LoopbackMesh, loopback
 from shardc.runtime.scaler import INTERVAL, Scaler
 from shardc.simulate import Simulation
 from tests import zoo
+from tests.zoo import plain as plain_zoo
+from tests.zoo import plain_gradients, plain_more  # noqa: F401 (they fill the zoo)
 
 BF16 = {"precision": {"compute": "bfloat16"}}
 #: DESIGN section 6, for the loss and the whole gradient. A single parameter's gradient averages fewer roundings: twice that, and
@@ -344,6 +346,14 @@ def test_foreign_ops_get_what_they_were_captured_with() -> None:
     model, x = Foreign(), torch.randn(4, 8)
     plain, sim = (shardc.simulate(shardc.compile(model, x, {"shardc": 1, "unknown_ops": "replicate", **p}), model, x) for p in ({}, BF16))
     assert_close(sim.loss, sim.grads, plain)
+
+
+@pytest.mark.parametrize("name", ["clicks", "critic", "forces"])
+def test_quantised_and_with_gradients_inside(name: str) -> None:
+    """Fake quantisation has no kernel in 16 bits; gradients inside forward are ops like all others."""
+    model, batch = plain_zoo.ALL[name](torch.float32)
+    whole, sim = (shardc.simulate(shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **p}), model, batch) for p in ({}, BF16))
+    torch.testing.assert_close(sim.loss, whole.loss, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize(("params", "compute"), [("bfloat16", "float32"), ("float32", "float64"), ("float64", "bfloat16"), ("float16", "bfloat16")])
