@@ -164,8 +164,8 @@ def is_inplace(node: fx.Node) -> bool:
 
 
 def _updates_statistics(node: fx.Node) -> bool:
-    """batch_norm in training mode writes its running statistics, which its schema does not say."""
-    return node.target is aten.batch_norm.default and bool(node.args[5]) and node.args[3] is not None
+    """batch_norm in training mode and instance_norm write their running statistics, which their schemas do not say."""
+    return node.target in (aten.batch_norm.default, aten.instance_norm.default) and bool(node.args[5]) and node.args[3] is not None
 
 
 def remove_inplace(
@@ -364,10 +364,32 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _statistics(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """batch_norm that returns its new statistics: [running mean, running variance, output]."""
+    """A norm that returns its new statistics: [running mean, running variance, output]."""
     x, weight, bias, mean, var, _training, momentum, eps, *_ = node.args
+    if node.target is aten.instance_norm.default:
+        return _means_of_images(graph, node)
     operands = (x, weight, bias, mean, var, True, momentum, eps)
     call = _like(graph, aten._native_batch_norm_legit_functional.default, operands, {}, node)
     stats = [m.meta["val"] for m in (mean, var)]  # type: ignore[union-attr]
     call.meta["val"] = (node.meta["val"], *stats, *stats)
     return [_like(graph, operator.getitem, (call, i), {}, node, val=call.meta["val"][i]) for i in (3, 4, 0)]
+
+
+def _means_of_images(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """instance_norm without the writes, and the running means over all images of their means and variances (unbiased)."""
+    x, weight, bias, *running, _training, momentum, eps, cudnn = node.args
+    assert isinstance(x, fx.Node)
+    assert isinstance(momentum, float)
+
+    def call(op: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        vals = fx.map_arg(args, lambda n: n.meta["val"])
+        return _like(graph, op, args, kwargs, node, val=op(*vals, **kwargs))
+
+    space = list(range(2, x.meta["val"].dim()))
+    data = call(aten.detach.default, x)
+    found = call(aten.mean.dim, data, [0, *space]), call(aten.mean.dim, call(aten.var.correction, data, space, correction=1), [0])
+    new = []
+    for old, now in zip(running, found, strict=True):
+        assert isinstance(old, fx.Node)
+        new.append(call(aten.lerp.Scalar, old, call(aten._to_copy.default, now, dtype=old.meta["val"].dtype), momentum))
+    return [*new, _like(graph, aten.instance_norm.default, (x, weight, bias, None, None, True, momentum, eps, cudnn), {}, node)]

@@ -105,6 +105,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "nested": {"text": "column", "heads.a": "row"},
     "dlrm": {"tables.0": "vocab", "tables.1": "column", "cross": "column"},
     "clip": {"image": "column", "text": "column"},
+    "images": {"conv": "column", "norm.{weight,bias}": {0: "tp"}, "out": "row"},
     "clicks": {"up": "column", "out": "row"},
     "burgers": {"net.0": "column", "net.2": "row"},
     "critic": {"critic.0": "column", "critic.2.weight": {0: "tp"}, "critic.2.bias": {0: "tp"}, "critic.3.{weight,bias}": {0: "tp"}},

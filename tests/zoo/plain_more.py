@@ -550,6 +550,22 @@ def dlrm() -> Made:
     return DLRM(), {"dense": real(8, 4), "sparse": [ids(10, 8, 3), ids(6, 8, 2), ids(4, 8, 1)], "y": ids(2, 8).double()}
 
 
+class Images(nn.Module):
+    """Instance norm that keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(F.relu(self.norm(self.conv(x))).mean((2, 3))), y)
+
+
+@model
+def images() -> Made:
+    return Images(), {"x": real(8, 3, 6, 6), "y": ids(4, 8)}
+
+
 class Clicks(nn.Module):
     """Bags of different sizes by offsets, and tables with sparse gradients; quantised in training; one output, by rows."""
 
