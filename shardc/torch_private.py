@@ -33,8 +33,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 __all__ = [
     "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "backward_decompositions",
-    "current_backward", "decompositions", "fake_mode", "fake_tensor", "functionalized", "is_transform", "norms", "outer_hooks", "overload_of",
-    "replaced_engine", "replaced_packing", "replaced_trunc_normal", "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node",
+    "current_backward", "decompositions", "fake_device", "fake_mode", "fake_tensor", "functionalized", "is_transform", "norms", "outer_hooks",
+    "overload_of", "replaced_engine", "replaced_packing", "replaced_trunc_normal", "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node",
     "traced_on", "traced_with",
 ]  # fmt: skip
 
@@ -63,6 +63,12 @@ def fake_tensor(mode: FakeTensorMode, like: Tensor) -> Tensor:
     if param:
         fake._is_param = True  # what nn.Parameter does to tensors of other classes
     return fake
+
+
+def fake_device(x: Tensor) -> torch.device:
+    """The device that a fake tensor says it is on. `x.device` says the same, but is dispatched like an op."""
+    assert isinstance(x, FakeTensor)
+    return x.fake_device
 
 
 def traced_node(x: Tensor) -> fx.Node | None:
