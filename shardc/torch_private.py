@@ -32,10 +32,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # of all optimizers
 
 __all__ = [
-    "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward", "backward_decompositions",
-    "current_backward", "decompositions", "fake_device", "fake_mode", "fake_tensor", "functionalized", "is_transform", "norms", "outer_hooks",
-    "overload_of", "replaced_engine", "replaced_packing", "replaced_trunc_normal", "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node",
-    "traced_on", "traced_with",
+    "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward",
+    "backward_decompositions", "current_backward", "decompositions", "fake_device", "fake_mode", "fake_tensor", "functionalized",
+    "is_transform", "norms", "outer_hooks", "overload_of", "replaced_engine", "replaced_packing", "replaced_trunc_normal",
+    "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node", "traced_on", "traced_with",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
