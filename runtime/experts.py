@@ -65,10 +65,15 @@ def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
     if chunks > 1:
         slot = (slot.view(chunks, -1) + torch.arange(chunks, device=flat.device).unsqueeze(1) * (experts + 1)).view(-1)
     order = slot.argsort(stable=True)
-    sizes = torch.bincount(slot, minlength=chunks * (experts + 1))
+    sizes = _count(slot, chunks * (experts + 1))
     first = sizes.cumsum(0) - sizes  # where each expert's choices begin, sorted
     before = torch.arange(flat.numel(), device=flat.device) - first[slot[order]]
     return torch.where(inside & (torch.empty_like(flat).index_copy_(0, order, before) < limit), flat, -1).view_as(index)
+
+
+def _count(slot: Tensor, slots: int) -> Tensor:
+    """i64[slots]: how often each slot stands in i64[n]. `bincount` has a size that hangs on its values, for which a GPU's work is waited."""
+    return torch.zeros(slots, dtype=torch.int64, device=slot.device).scatter_add_(0, slot, torch.ones_like(slot))
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------
@@ -92,11 +97,11 @@ def experts_route(
     inside = (flat >= 0) & (flat < experts)
     slot = place.to(flat.device)[torch.where(inside, flat, experts)]
     order = slot.argsort(stable=True)
-    sent = torch.bincount(slot, minlength=ranks * here + 1)[: ranks * here].view(ranks, here)
+    sent = _count(slot, ranks * here + 1)[: ranks * here].view(ranks, here)
     received = sent if ranks == 1 else mesh.all_to_all_rows(sent, [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
     counts = torch.stack([sent, received]).cpu()
     if mesh is not None and mesh.routed is not None:
-        chosen = torch.bincount(torch.where(inside, flat, experts), minlength=experts + 1)
+        chosen = _count(torch.where(inside, flat, experts), experts + 1)
         mesh.routed.append((tag, chosen[:-1], int(chosen[-1]), int(counts[1].sum())))
     return order[: int(counts[0].sum())], counts
 

@@ -328,6 +328,7 @@ def test_capacity(case: str) -> None:
     assert float(sim.loss) != pytest.approx(float(plain.loss), rel=1e-9)
     assert "capacity 1.0" in str(program)
     assert program.verify().ok
+    assert program.cost().memory.peak > 0  # rehearsed on tensors without data: no size may hang on a number
 
 
 @pytest.mark.parametrize(
