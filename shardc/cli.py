@@ -342,13 +342,13 @@ def run(
                 show(json.dumps({"errors": json.loads(told.read_text()) if told.exists() else silent}))
         result = Path(job.result)
         if status == 0 and result.exists():
-            _tell(json.loads(result.read_text()), as_json, show)
+            _tell(json.loads(result.read_text()), as_json, show, tied=any(p.aliases for p in program.params))
     if launch.in_world():
         train.leave(status)
     raise typer.Exit(status)
 
 
-def _tell(summary: dict[str, Any], as_json: bool, show: Show) -> None:
+def _tell(summary: dict[str, Any], as_json: bool, show: Show, *, tied: bool) -> None:
     if as_json:
         show(json.dumps(summary))
         return
@@ -356,8 +356,9 @@ def _tell(summary: dict[str, Any], as_json: bool, show: Show) -> None:
     last = f"loss {summary['losses'][-1]:.4f}" if summary["losses"] else "no steps"
     show(f"{summary['steps']} steps in {summary['seconds']:.1f} s, {summary['tokens_per_second']:,.0f} tokens/s: {last}{held}")
     if summary["saved"]:
-        show(f"saved to {summary['saved']}: checkpoint/ (loads on any mesh), model.safetensors (the plain model's weights:")
-        show("safetensors.torch.load_model(model, FILE); a tied weight is stored once, so load_state_dict misses its other names)")
+        once = "; a tied weight is stored once, and load_state_dict alone misses its other names" if tied else ""
+        show(f"saved to {summary['saved']}: checkpoint/ (loads on any mesh), model.safetensors (the plain model's weights)")
+        show(f"load them with safetensors.torch.load_model(model, FILE){once}")
 
 
 @app.command()
