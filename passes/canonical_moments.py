@@ -1,4 +1,4 @@
-"""Variances and norms over the leading dim as sums, which the batch may be split in; others stay one op.
+"""Variances, norms and questions (all, any) over the leading dim as sums, which the batch may be split in; others stay one op.
 
     std(x, [0], correction=1)    ->    sqrt(sum((x - mean(x, [0]))²) / (n - 1))
     linalg_vector_norm(x, 2)     ->    sqrt(sum(x * x))                             with a gradient of zero at zero
@@ -63,3 +63,20 @@ def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
     squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, x, x), gone, keepdim)
     zero = emit(aten.eq.Scalar, squares, 0)
     return emit(aten.masked_fill.Scalar, emit(aten.sqrt.default, emit(aten.masked_fill.Scalar, squares, zero, 1)), zero, 0)
+
+
+@rewrite("all", "any")
+def truth(emit: Emit, a: Args, out: Value) -> Result:
+    """Over the leading dim: are there none that are false, some that are true? Numbers of them add up."""
+    x: fx.Node = a.self
+    ndim, dims = len(shape(x)), a.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
+    if 0 not in gone or out.dtype != torch.bool:
+        return emit(a.op, *a.named.values())
+    if a.op_name == "all":
+        x = emit(aten.logical_not.default, x)
+    elif value(x).dtype != torch.bool:
+        x = emit(aten.ne.Scalar, x, 0)
+    count = emit(aten.sum.dim_IntList, x, gone, bool(a.get("keepdim", False)))
+    return emit(aten.eq.Scalar if a.op_name == "all" else aten.ne.Scalar, count, 0)

@@ -49,6 +49,8 @@ def chunked_loss(w: Tensor, **options: Any) -> Tensor:
     (lambda w: w.std(0).sum() + w.var(0, correction=0).sum() + w.std(), {"std": 0, "var": 0}),
     (lambda w: w.std(1).sum() + w.var(1, keepdim=True, correction=0).sum(), {"std": 1, "var": 1}),
     (lambda w: torch.var_mean(w, 0)[0].sum() + sum(torch.std_mean(w, 1, keepdim=True)).sum(), {"var_mean": 0, "var": 0, "std": 1}),
+    (lambda w: w.sum() * ((w > 9).any() | (w > -9).all() & (w > 0).any(0, keepdim=True)[:, 0] & (w * 0 + 1).all(0)[1]), {"any": 0, "all": 0}),
+    (lambda w: w.sum() * (w > -9).all(1).any(0) * w.detach().any(), {"any": 0, "all": 1}),
     (lambda w: w.norm() + w.norm(1) + w.norm(dim=0).sum() + w.norm(3) + w.norm(dim=1).sum(), {"linalg_vector_norm": 2, "sqrt": 2}),
     (lambda w: (w * 0).norm() + torch.dist(w, w + 1), {"linalg_vector_norm": 0}),
     (lambda w: F.binary_cross_entropy(w.sigmoid(), w.detach().gt(0).double(), weight=w.detach()[0].exp()), {"binary_cross_entropy": 1}),
