@@ -29,7 +29,7 @@ from shardc.mesh import Mesh
 from shardc.methods import traceable
 from shardc.program import Buffer, Input, Param, Program, Source, Value
 from shardc.runtime.custom_ops import with_gradient_of
-from shardc.torch_private import FakeTensor, OpOverload, fake_tensor, functionalized, is_transform, silent, traced_with
+from shardc.torch_private import FakeTensor, OpOverload, fake_tensor, functionalized, is_transform, silent, traced_node, traced_with
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -76,8 +76,13 @@ class Leaves:
         self.at = [i for i, x in enumerate(self.flat) if isinstance(x, Tensor)]
         self.tensors: list[Tensor] = [self.flat[i] for i in self.at]
         self.paths: list[tuple[str | int, ...]] = [tuple(_key(k) for k in flat[i][0]) for i in self.at]
+        self.nodes: list[fx.Node | None] = []  # of the tensors, while they are traced
         if not self.tensors:
             raise ShardcError("the batch has no tensor in it", fix="give a dict (keyword arguments), a tuple or a tensor")
+
+    def named(self, nodes: set[fx.Node]) -> list[str]:
+        """The names of tensors that are these nodes in the graph in the making."""
+        return [".".join(map(str, path)) for path, node in zip(self.paths, self.nodes, strict=False) if node in nodes]
 
     def batch(self, tensors: Iterable[Tensor]) -> Any:
         flat = list(self.flat)
@@ -115,6 +120,7 @@ class _Wrapper(nn.Module):
         self.side: list[Tensor] = []  # terms of the loss of which only the gradient counts
 
     def forward(self, *tensors: Tensor) -> Tensor:
+        self.leaves.nodes = list(map(traced_node, tensors))
         batch = self.leaves.batch(tensors)
         args, kwargs = _call(batch)
         output = self.model(*args, **kwargs)
@@ -170,7 +176,7 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
         except Exception as e:  # tracing runs the user's Python, which may raise anything; it is raised again as what it means
             if isinstance(e, TypeError):
                 watch.check_call(model, *_call(leaves.batch(leaves.tensors)))
-            raise causes.of_error(e) from e
+            raise causes.of_error(e, leaves.named(asked.inputs)) from e
         if steady.random_state() != numbers:
             with mode:
                 raise steady.refuse_random(*steady.line_that_changes(steady.random_state, lambda: wrapper(*inputs)))
@@ -179,7 +185,7 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
         functional.drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
         if not transformed:
-            _check(gm.graph)
+            _check(gm.graph, leaves.named(asked.inputs))
         signature = exported.graph_signature
         nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
         kinds: dict[InputKind, dict[fx.Node, str]] = {}
@@ -194,7 +200,7 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
         if updated is None:  # traced once more, in ops below those that write in place, and below torch.func's transforms
             gm.recompile()
             exported = functionalized(exported)
-            _check(exported.graph_module.graph)
+            _check(exported.graph_module.graph, leaves.named(asked.inputs))
             functional.differentiable(exported.graph_module.graph)
             updated = _mutated(exported)
         stands = gradients.expand(exported.graph_module.graph)
@@ -223,8 +229,11 @@ def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
     return found
 
 
-def _check(graph: fx.Graph) -> None:
-    """Refuse what was traced though no program can hold it: values of tensors as numbers, unknown sizes, sparse tensors, transforms."""
+def _check(graph: fx.Graph, asked: list[str]) -> None:
+    """Refuse what was traced though no program can hold it: values of tensors as numbers, unknown sizes, sparse tensors, transforms.
+
+    asked: inputs whose values Python asked for.
+    """
     for node in graph.nodes:
         val = node.meta.get("val")
         many = val if isinstance(val, (tuple, list)) else (val,)
@@ -241,7 +250,7 @@ def _check(graph: fx.Graph) -> None:
         if dynamic:
             first = node.args[0] if node.target is operator.getitem else node
             assert isinstance(first, fx.Node)
-            raise causes.of_op(node, values.op_name(first.target))
+            raise causes.of_op(node, values.op_name(first.target), asked)
 
 
 # --- into a Program ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ that fits counts. Rows for known cases of libraries come first, general ones las
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,8 +175,8 @@ def way_around(op: str) -> str:
     return next((fix for name, fix in INSTEAD.items() if name in op), "")
 
 
-def of_error(error: BaseException) -> ShardcError:
-    """What an exception that was raised while a model was traced means to its user."""
+def of_error(error: BaseException, asked: Sequence[str] = ()) -> ShardcError:
+    """What an exception that was raised while a model was traced means to its user. asked: inputs whose values Python asked for."""
     chain: list[BaseException] = [error]
     while (e := chain[-1].__cause__ or chain[-1].__context__) is not None and e not in chain:
         chain.append(e)
@@ -188,7 +189,7 @@ def of_error(error: BaseException) -> ShardcError:
         raised = DATA
     for cause in CAUSES:
         if cause.raised and cause.fits(raised, "", at.code, loop):
-            return _error(cause, at, at.line)
+            return _error(cause, at, at.line, asked if raised == DATA else ())
     text = str(error).strip().splitlines()
     code = f" ({at.code})" if at.code else ""
     fix = "check that model and batch run together in plain PyTorch"
@@ -200,11 +201,11 @@ def of_error(error: BaseException) -> ShardcError:
     )  # fmt: skip
 
 
-def of_op(node: fx.Node, name: str) -> ShardcError:
-    """Why an op of an exported graph, whose result has a size or value that is not known, cannot be kept."""
+def of_op(node: fx.Node, name: str, asked: Sequence[str] = ()) -> ShardcError:
+    """Why an op of an exported graph, whose result has a size or value that is not known, cannot be kept. asked: as for `of_error`."""
     at = source.of_node(node)
     cause = next(c for c in CAUSES if c.op and c.fits("", name, at.code, source.loops_of_node(node)))
-    return _error(cause, at, source.where(at), op=name)
+    return _error(cause, at, source.where(at), asked, op=name)
 
 
 def of_input(placeholder: fx.Node, kind: str) -> ShardcError:
@@ -215,6 +216,11 @@ def of_input(placeholder: fx.Node, kind: str) -> ShardcError:
     return _error(cause, at, source.where(at))
 
 
-def _error(cause: Cause, at: Source, where: str, **names: Any) -> ShardcError:
+def _error(cause: Cause, at: Source, where: str, asked: Sequence[str] = (), **names: Any) -> ShardcError:
     code = f" ({at.code})" if at.code else ""
-    return ShardcError(cause.what.format(**names) + code, where=where, fix=cause.fix)
+    what, fix = cause.what.format(**names) + code, cause.fix
+    if asked:
+        inputs = ", ".join(asked)
+        what += f", namely that of {inputs} in the batch"
+        fix += f"; if {inputs} is the same in every step, leave it out of the batch and let a module around the model add it as a constant"
+    return ShardcError(what, where=where, fix=fix)

@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from shardc import source
 from shardc.errors import ShardcError
@@ -31,14 +31,18 @@ from shardc.known_sizes import KnownSizes
 from shardc.program import Source
 from shardc.runtime import custom_ops  # noqa: F401 (it registers shardc::ctc_loss)
 from shardc.torch_private import FakeTensor, traced_node
-from shardc.watch import constant_value, untraced
+from shardc.watch import constant_value, given_numbers, untraced
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked while a model was captured. sources: where for values that are not known; buffers: name -> where for its value."""
+    """What was asked while a model was captured. sources: where for values that are not known; buffers: name -> where for its value.
+
+    inputs: those of which alone such values are made, where they are whole numbers (sizes of images, not images).
+    """
 
     sources: list[Source] = field(default_factory=list)
+    inputs: set[fx.Node] = field(default_factory=set)
     buffers: dict[str, Source] = field(default_factory=dict)
 
     def refuse_changed(self, buffers: Iterable[str]) -> None:
@@ -71,7 +75,8 @@ def known_values(model: nn.Module) -> Iterator[Asked]:
     with ExitStack() as stack:
         stack.enter_context(KnownSizes(known))
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist"):
-            stack.enter_context(mock.patch.object(Tensor, name, _asking(getattr(Tensor, name), known, asked, check=name == "__bool__")))
+            for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
+                stack.enter_context(mock.patch.object(kind, name, _asking(getattr(kind, name), known, asked, check=name == "__bool__")))
         stack.enter_context(mock.patch.object(torch, "ctc_loss", ctc_loss))
         yield asked
 
@@ -89,10 +94,11 @@ def _asking(original: Callable[..., Any], known: Callable[[Tensor], Tensor | Non
         if not isinstance(self, FakeTensor):
             return original(self)
         if (value := known(self)) is not None:
-            return untraced(original, value)
+            return untraced(getattr(Tensor, original.__name__), value)
         if check and (fine := harmless(sys._getframe(1))) is not None:
             return fine
         asked.sources.append(source.of_call())
+        asked.inputs.update(given_numbers(self))
         return original(self)
 
     return method

@@ -176,6 +176,14 @@ def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor 
     return low, family & stored.keys()
 
 
+def given_numbers(x: Tensor) -> set[fx.Node]:
+    """The placeholders of which alone a traced tensor is made, if all of them hold whole numbers; else nothing."""
+    node = traced_node(x)
+    given = {n for n in _family(node) if n.op == "placeholder"} if node is not None else set()
+    dtypes = [getattr(n.meta.get("val"), "dtype", torch.float32) for n in given]
+    return set() if any(d.is_floating_point or d.is_complex for d in dtypes) else given
+
+
 def untraced(function: Callable[..., T], *args: Any) -> T:
     """Call a function outside of the trace in progress: tracing modes belong to a thread, so a new thread has none."""
     with ThreadPoolExecutor(1) as pool:

@@ -255,3 +255,34 @@ def test_our_own_ops_are_saved_and_loaded(tmp_path: Path) -> None:
     loaded = shardc.load(tmp_path)
     assert "torch.ops.shardc.ctc_loss.default" in str(loaded)
     torch.testing.assert_close(shardc.simulate(loaded, model, batch).loss, model(*batch).detach())
+
+
+class Grids(nn.Module):
+    """Cuts its rows into windows as a grid says: [[height, width], ...]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        sizes = torch.repeat_interleave(grid[:, 1], grid[:, 0])
+        return torch.stack([part.square().mean() for part in torch.split(self.fc(x), sizes.tolist())]).sum()
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Grids()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x, torch.tensor([[2, 2], [1, 4]]))
+
+
+def test_an_input_that_decides_sizes_is_named_and_may_be_a_constant() -> None:
+    x = torch.randn(8, 3, dtype=torch.float64)
+    with pytest.raises(shardc.ShardcError, match="namely that of grid in the batch") as e:
+        capture(Grids().double(), {"x": x, "grid": torch.tensor([[2, 2], [1, 4]])})
+    assert "let a module around the model add it as a constant" in str(e.value)
+    model = Fixed().double()
+    program = shardc.compile(model, {"x": x}, {"shardc": 1, "mesh": {"dp": 2}})
+    torch.testing.assert_close(shardc.simulate(program, model, {"x": x}).loss, model(x).detach())
