@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shardc.errors import Errors
+from shardc.errors import Errors, ShardcError
 from shardc.placement import Layout, trim, unchunk
 from shardc.program import Buffer, Param, Program
 from shardc.runtime.checkpoints import load, save
@@ -180,6 +180,10 @@ def export_safetensors(
     files: list[tuple[Path, list[str]]] = []
     ties: dict[str, str] = {}
     total = 0
+
+    if wide := [x.fqn for x in program.stored if x.dtype == torch.complex128]:
+        fix = "save a checkpoint instead (engine.save), or train in complex64"
+        raise ShardcError("safetensors files hold no complex128", where=", ".join(wide), fix=fix)
 
     def write() -> None:
         part = folder / f".part-{len(files)}.safetensors"

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import fx
+from torch import Tensor, fx
 
 from shardc import emit
 from shardc.errors import Errors, ShardcError
@@ -89,7 +89,7 @@ def _write(program: Program, folder: Path) -> None:
     for name, content in files.items():
         (folder / name).write_text(content, encoding="utf-8")
     # copies: safetensors writes no tensors that share memory
-    constants = {b.name: b.constant.detach().to("cpu", copy=True).contiguous() for b in program.buffers if b.constant is not None}
+    constants = {b.name: _reals(b.constant.detach()).to("cpu", copy=True).contiguous() for b in program.buffers if b.constant is not None}
     if constants:
         save_file(constants, folder / CONSTANTS)
     manifest = {
@@ -220,7 +220,7 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
     buffers = tuple(
         Buffer(
             **typed(b), fqn=b["fqn"], aliases=tuple(b["aliases"]), updated=b["updated"], adds=b["adds"], persistent=b["persistent"],
-            constant=constants[b["name"]] if b["constant"] else None, stages=tuple(b["stages"]),
+            constant=_as(constants[b["name"]], typed(b)["dtype"]) if b["constant"] else None, stages=tuple(b["stages"]),
         )
         for b in tables["buffers"]
     )  # fmt: skip
@@ -244,3 +244,13 @@ def _cut(s: Shard | None) -> dict[str, int] | None:
 
 def _shard(cut: dict[str, int] | None) -> Shard | None:
     return Shard(cut["dim"], cut["split"], (), cut["padding"], cut["blocks"]) if cut is not None else None
+
+
+def _reals(x: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers: safetensors knows no complex128."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_reals`, where the program's dtype is complex."""
+    return torch.view_as_complex(x) if dtype.is_complex and not x.is_complex() else x

@@ -12,6 +12,7 @@ import pytest
 import sympy
 import torch
 from sympy import Symbol
+from torch import nn
 
 import shardc
 from shardc.capture import capture
@@ -211,6 +212,25 @@ def test_the_predicted_peak_is_the_measured_one(setting: str) -> None:
     assert (found.memory.host > 0) == ("host" in setting)
     assert sum(found.memory.kinds.values()) == found.memory.peak
     assert found.memory.op
+
+
+class Spelling(nn.Module):
+    """A loss the size of whose alignments hangs on the targets' lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        logits = self.linear(x).log_softmax(-1).transpose(0, 1)
+        return torch.nn.functional.ctc_loss(logits, targets, frames, lengths)
+
+
+def test_alignments_of_the_longest_targets() -> None:
+    n, t, s = 16, 128, 40
+    batch = (torch.randn(n, t, 64), torch.randint(1, 32, (n, s)), torch.full((n,), t), torch.full((n,), s))
+    program = shardc.compile(Spelling(), batch, {"shardc": 1, "mesh": {"dp": 2}})
+    assert program.cost().memory.peak == pytest.approx(live.measured(program, Spelling(), batch)[0], rel=0.01)
 
 
 def test_clipping_gradients() -> None:

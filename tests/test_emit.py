@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardc
 from shardc import emit, parse, report
@@ -349,6 +349,29 @@ def test_constants_come_back(tmp_path: Path) -> None:
     replace(p, buffers=(*p.buffers, *more)).save(tmp_path / "out")
     again = shardc.load(tmp_path / "out")
     assert [b.constant.tolist() for b in again.buffers if b.constant is not None] == [32.0, [0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_constants_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    turns = torch.polar(torch.ones(4), torch.arange(4.0)).to(dtype)
+    model = Turned(turns).to(turns.real.dtype)
+    batch = torch.randn(4, 4, dtype=turns.real.dtype)
+    p = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}})
+    p.save(tmp_path / "out")
+    again = shardc.load(tmp_path / "out")
+    assert [b.constant.dtype for b in again.buffers if b.constant is not None] == [dtype]
+    assert torch.equal(shardc.simulate(again, model, batch).loss, shardc.simulate(p, model, batch).loss)
+
+
+class Turned(nn.Module):
+    """Multiplied by complex numbers that the code holds."""
+
+    def __init__(self, turns: Tensor) -> None:
+        super().__init__()
+        self.linear, self.turns = nn.Linear(4, 4), turns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(self.linear(x) * self.turns).square().mean()
 
 
 def test_saving_leaves_other_folders_alone(tmp_path: Path) -> None:

@@ -40,6 +40,20 @@ _LOOKS: dict[Any, Callable[[Tensor], Any]] = {
 }
 
 
+def _ctc(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Losses f[n] and alignments f[n, t, 2 · longest target + 1]."""
+    t, n = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
+    longest = targets.shape[1] if targets.dim() == 2 else -(-targets.shape[0] // n)
+    return log_probs.new_empty(n), log_probs.new_empty(n, t, 2 * longest + 1)
+
+
+#: Ops the sizes of whose results hang on values: with the largest that these may be.
+_LARGEST: dict[Any, Callable[..., Any]] = {
+    aten._ctc_loss.default: _ctc, aten._ctc_loss.Tensor: _ctc,
+    **dict.fromkeys((aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor), lambda grad, log_probs, *_: torch.empty_like(log_probs)),
+}  # fmt: skip
+
+
 class Held:
     """One storage. op: what made it; shape, dtype: of the first tensor in it."""
 
@@ -152,7 +166,7 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.fake and func in _LOOKS:
             return _LOOKS[func](*args)
-        result = func(*args, **(kwargs or {}))
+        result = (_LARGEST.get(func, func) if self.fake else func)(*args, **(kwargs or {}))
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         for x in made:
             self.see(x)
