@@ -117,3 +117,14 @@ def test_data_parallel_of_many_others(name: str, record_property: equality.Prope
     equality.record(record_property, name, "dp=2", one, program, sim)
     equality.assert_equal(sim, one.loss, one.grads)
     assert equality.unnoticed(program) == []
+
+
+def test_images_in_text_leave_the_batch_split() -> None:
+    """Whose features go where depends on all rows: those, and where images stand, are gathered; the text model runs on a rank's rows."""
+    one = reference("llava")
+    sim = one.on({"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"use": "model"}})
+    equality.assert_equal(sim, one.loss, one.grads)
+    gathered = [c for c in sim.comms if c.kind == "all_gather"]
+    features, places = (one.batch["input_ids"] == 127).sum() * 64 * 8, one.batch["input_ids"].numel()
+    assert sorted((c.axis, c.direction, c.bytes) for c in gathered) == [("dp", "forward", places), ("dp", "forward", int(features))]
+    assert equality.collectives(sim, "backward", "dp") == {"reduce_scatter": 1}

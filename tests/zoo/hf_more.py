@@ -16,6 +16,7 @@ from tests.zoo.hf import (
     IMAGE,
     PATCH,
     SEQ2SEQ,
+    SIZES,
     TEXT,
     VISION,
     VIT,
@@ -39,6 +40,13 @@ def video() -> Batch:
 
 def captioned() -> Batch:
     return {"pixel_values": random(BATCH, 3, IMAGE, IMAGE), "input_ids": tokens(), "labels": labels()}
+
+
+def shown() -> Batch:
+    """Text that begins with the four places of an image."""
+    ids = tokens(VOCAB - 1)
+    ids[:, 1:5] = VOCAB - 1
+    return {"pixel_values": random(BATCH, 3, 2 * PATCH, 2 * PATCH), "input_ids": ids, "labels": labels()}
 
 
 def short_series() -> Batch:
@@ -121,6 +129,7 @@ FAMILIES: dict[str, Family] = {
     "marian": row("MarianMTModel", **SEQ2SEQ),
     "blenderbot": row("BlenderbotForConditionalGeneration", **SEQ2SEQ),
     "blenderbot_small": row("BlenderbotSmallForConditionalGeneration", **SEQ2SEQ),
+    "fsmt": row("FSMTForConditionalGeneration", masked, **SEQ2SEQ, src_vocab_size=VOCAB, tgt_vocab_size=VOCAB, max_position_embeddings=64),
     "m2m_100": row("M2M100ForConditionalGeneration", **SEQ2SEQ),
     "plbart": row("PLBartForConditionalGeneration", **SEQ2SEQ),
     "mt5": row("MT5ForConditionalGeneration", d_kv=8, d_ff=256, num_layers=2, decoder_start_token_id=0),
@@ -252,6 +261,11 @@ FAMILIES: dict[str, Family] = {
     "altclip": row("AltCLIPModel", pair, text_config=TEXT | {"project_dim": HIDDEN}, vision_config=VISION, projection_dim=HIDDEN),
     "blip": row(
         "BlipForConditionalGeneration", captioned, text_config=TEXT | {"encoder_hidden_size": HIDDEN}, vision_config=VISION, projection_dim=HIDDEN,
+    ),
+    "llava": row(
+        "LlavaForConditionalGeneration", shown, image_token_id=VOCAB - 1, vision_feature_layer=-1,
+        text_config=SIZES | GQA | {"model_type": "llama"},
+        vision_config=VISION | {"image_size": 2 * PATCH, "model_type": "clip_vision_model"},
     ),
     "git": row(
         "GitForCausalLM", captioned,
