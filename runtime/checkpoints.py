@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from shardc.runtime.flat import Run, elements
 from shardc.runtime.weights import check_names
 
 _FORMAT = 1
+_OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
 
 
 @dataclass(frozen=True)
@@ -225,9 +227,10 @@ def save(
     params, buffers: this rank's, by placeholder name. optimizer: over these params; its step counts, moments, hyperparameters.
     runs: of which params this rank has a stretch of the flattened local part (ZeRO), and which.
     extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict; of each, what the first rank that has it says (a stage
-    without anything to train has no scheduler). An existing checkpoint is replaced at the end.
+    without anything to train has no scheduler). An existing checkpoint is replaced at the end; raises ShardcError for a folder with anything else.
     """
     folder = Path(folder).absolute()
+    _check_free(folder)  # by every rank, and before any of them changes something
     work = folder.with_name(f".{folder.name}.saving")
     parts = _model_parts(program, params, buffers, runs or {}, mesh)
     manifest: dict[str, Any] = {
@@ -273,6 +276,16 @@ def _together(facts: list[dict[str, Any]]) -> dict[str, Any]:
         for i, group in enumerate(facts[0]["groups"])
     ]
     return {**facts[0], "groups": groups, "numbers": numbers}
+
+
+def _check_free(folder: Path) -> None:
+    """May what is in the folder be deleted?"""
+    if not folder.exists():
+        return
+    others = sorted(f.name for f in folder.iterdir() if not _OURS.fullmatch(f.name)) if folder.is_dir() else [folder.name]
+    if others:
+        what = f"the checkpoint would replace what is there, and that is more than a checkpoint: {', '.join(others[:5])}"
+        raise ShardcError(what, where=str(folder), fix=f"name a folder of its own, such as {folder.name}/checkpoint")
 
 
 def _results(work: Path, rank: int) -> Path:

@@ -20,6 +20,7 @@ from shardc.runtime.interpreter import Around, Interpreter
 from shardc.runtime.loader import Loader, Loaders, Rest
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload_optimizer import Paged
+from shardc.runtime.optimizer_proof import prove
 from shardc.runtime.rng import Rng
 from shardc.runtime.scaler import Scaler
 from shardc.runtime.zero import Buckets, GradNorm, norm_axes
@@ -118,9 +119,14 @@ class Engine:
             return None
         optimizer = make(trained)
         groups.check(optimizer)
+        self._prove(optimizer, shown)
         if runs:
             take_over(optimizer, shown, self.params, runs)
         return optimizer
+
+    def _prove(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+        """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters."""
+        prove(self.program, optimizer, params, self._buckets.runs)
 
     @property
     def step_count(self) -> int:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
-from shardc.runtime.apart import only, settings, why_together
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload_mover import Home
 from shardc.runtime.offload_place import room_of
+from shardc.runtime.optimizer_proof import only, settings, why_together
 
 
 class Paged:

@@ -82,6 +82,9 @@ def run(job: Job) -> dict[str, Any]:
     for line in _shown(_logged(_steps(engine, train, job.steps, tokens), job, rank), job, rank):
         lines.append(line)
     seconds = time.perf_counter() - begin
+    if len(lines) < job.steps and rank == 0:
+        what = f"data('train') ended after {engine.step_count} batches: {len(lines)} of {job.steps} steps were done"
+        print(f"note: {what}; let it begin anew there, or return a torch Dataset", file=sys.stderr)
     if job.save:
         engine.save(Path(job.save) / "checkpoint")
         state.export_safetensors(Path(job.save) / "model.safetensors", program, engine.mesh, engine.wholes(), engine.buffers)

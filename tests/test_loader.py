@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardc
+from shardc import modelfile
 from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import Layout, Shard
 from shardc.program import Input, Program
+from shardc.runtime import train
 from shardc.runtime.engine import Engine
 from shardc.runtime.loader import Loader
 from shardc.runtime.loopback import LoopbackMesh, loopback
@@ -498,6 +500,15 @@ def test_run_reads_a_dataset_and_resumes_it_on_another_mesh(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert "data('train') returns None" in done.stderr
+
+
+def test_a_run_says_that_the_data_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(MODEL.replace("return Rows(18)", "return [batch()] * 2").replace("Rows(8)", "None"))
+    file = modelfile.load(str(tmp_path / "model.py"))
+    shardc.compile(file.on_meta(), file.batch, {"shardc": 1, "mesh": {"dp": 1}}).save(tmp_path / "program")
+    summary = train.run(train.Job(str(tmp_path / "program"), str(tmp_path / "model.py"), steps=3, quiet=True))
+    assert summary["steps"] == 2
+    assert "note: data('train') ended after 2 batches: 2 of 3 steps were done; let it begin anew" in capsys.readouterr().err
 
 
 # --- what a user can get wrong --------------------------------------------------------------------------------------------------

@@ -365,6 +365,17 @@ def test_save_replaces_whole_checkpoints_only(tmp_path: Path, monkeypatch: pytes
     assert not list(folder.glob(".results*"))
 
 
+def test_save_deletes_nothing_but_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.txt").write_text("mine")
+    for folder in (tmp_path / "run", tmp_path / "run" / "log.txt"):
+        with pytest.raises(ShardcError, match=r"that is more than a checkpoint: log\.txt\n  fix: name a folder of its own, such as"):
+            _save(folder, Net(), {"tp": 2})
+    assert (tmp_path / "run" / "log.txt").read_text() == "mine"
+    _save(tmp_path / "run" / "checkpoint", Net(), {"tp": 2})
+    _save(tmp_path / "run" / "checkpoint", Net(), {"tp": 4})
+
+
 def test_zero_sized_and_scalar_parameters_are_kept(tmp_path: Path) -> None:
     def build(one: float, flag: bool) -> nn.Module:
         frozen = nn.Parameter(torch.tensor(flag), False)

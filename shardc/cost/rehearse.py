@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -245,6 +245,9 @@ def _begun(part: Part) -> list[Sent]:
 
 class _Engine(Engine):
     """Notes where a step's backward ends and its update begins. .found: the parts of the last step after its actions."""
+
+    def _prove(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        """Tensors without data prove nothing."""
 
     def update(self) -> None:
         recorded = self._interpreter
