@@ -181,7 +181,7 @@ def export_safetensors(
     ties: dict[str, str] = {}
     total = 0
 
-    if wide := [x.fqn for x in (*program.params, *program.buffers) if x.dtype == torch.complex128]:
+    if wide := [x.fqn for x in _all(program) if x.dtype == torch.complex128]:
         fix = "save a checkpoint instead (engine.save), or train in complex64"
         raise ShardcError("safetensors files hold no complex128", where=", ".join(wide), fix=fix)
 
