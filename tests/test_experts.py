@@ -524,7 +524,7 @@ def test_wrong_calls(case: str) -> None:
 # --- wrong specs ------------------------------------------------------------------------------------------------------
 
 SPECS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str, str]] = {
-    "divides": ({"mesh": {"ep": 3}, "batch": {"axes": []}}, [{"match": "*"}], "the 8 experts of the model do not divide by ep=3", "ep=2 or 4, or set"),
+    "divides": ({"mesh": {"ep": 3}, "batch": {"axes": []}}, [{"match": "*"}], "the 8 experts of the model do not divide by ep=3", "ep=2 or 4"),
     "nothing": ({"mesh": {"ep": 2}}, [{"match": "*.mlp"}], r"pattern '\*.mlp' matches no module that holds experts", "experts are in the model"),
     "no experts": ({"mesh": {"ep": 2}}, [{"match": "head"}], "there are no experts of a form that shardc knows", "shardc.nn.experts"),
     "twice": ({"mesh": {"ep": 2}}, [{"match": "*"}, {"match": "*"}], "never wins", "delete it"),
