@@ -181,10 +181,14 @@ class Axis:
             yield from choices.partials
 
     def _below(self, node: fx.Node, pin: Placement) -> Placement:
-        """A pin's shard as the digit below those of the axes that split its dim already: an annotation names dims, not digits."""
+        """A pin's shard as the digit below those of the axes that split its dim already: an annotation names dims, not digits.
+
+        But for axes that it names itself, and other digits of its own: those it has counted.
+        """
         if not isinstance(pin, Shard) or pin.sections:
             return pin
-        others = [a for a, s in node.meta["strategies"].items() if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim]
+        own = {a for a, _ in node.meta["pin"].shards(pin.dim)}
+        others = [a for a, s in node.meta["strategies"].items() if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim and a not in own]
         return replace(pin, split=pin.split * math.prod(map(self.mesh.size, others)))
 
     def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
