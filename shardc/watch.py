@@ -103,7 +103,14 @@ def watching(side: list[Tensor]) -> Iterator[None]:
         return grad(self, requires_grad)
 
     grad = Tensor.requires_grad_
+    def moved(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """`self.router.to(dtype)` within forward, where everything is so already."""
+        held = (*self.parameters(recurse), *self.buffers(recurse))
+        return self if all(change(x) is x for x in held) else put(self, change, recurse)
+
+    put: Callable[..., nn.Module] = nn.Module._apply
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", moved))
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(replaced_packing(packed))
         stack.enter_context(mock.patch.object(Tensor, "requires_grad_", switch))

@@ -250,6 +250,15 @@ def test_what_a_no_grad_region_gives_back_as_it_is_keeps_its_gradient() -> None:
     capture(Net(f), (torch.randn(4, 6),))  # proven
 
 
+def test_a_module_brought_to_the_dtype_that_it_has_in_forward_stays_as_it_is() -> None:
+    def f(self: Net, y: Tensor) -> Tensor:
+        self.fc = self.fc.to(y.dtype)
+        return self.fc(y).sum()
+
+    model = Net(f)
+    assert [p.fqn for p in capture(model, X).params] == [n for n, _ in model.named_parameters()]
+
+
 def test_no_grad_regions_with_views_written_to() -> None:
     def function(self: Net, y: Tensor) -> Tensor:
         z = _no_grad(self, y) * torch.ones(6)

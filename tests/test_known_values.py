@@ -113,6 +113,7 @@ def raises_unless(x: Tensor) -> Tensor:
 
 
 def asserts(x: Tensor) -> Tensor:
+    assert torch.all(x > -100).item(), "too small"
     assert (x.abs() < 50).all()
     return x
 
