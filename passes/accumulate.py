@@ -44,6 +44,7 @@ from shardc.program import Collective, Input, Program, Source, Stage, Value
 from shardc.rules import core
 from shardc.runtime import ops
 from shardc.spec import Spec
+from shardc.values import behind
 
 AXIS = MICROBATCH
 #: Conversions of what all microbatches have alike: they only look at which microbatch it is. The step's loss is the sum of the
@@ -243,7 +244,7 @@ class _Writer:
     def _total(self, node: fx.Node, x: Any) -> fx.Node:
         """What stands before node for the sum of x over all microbatches."""
         assert isinstance(x, fx.Node)
-        if any(n.target is ops.total for n in self._ancestors(x)):
+        if any(n.target is ops.total for n in behind([x])):
             self._refuse(node, node)
         value = replace(x.meta["value"], layout=_without(x.meta["value"].layout))
         total = self._before(node, ops.total, (self.mesh_node, len(self.totals)), f"{x.name}_total", value)
@@ -272,16 +273,6 @@ class _Writer:
         new.meta = {"value": value, "source": node.meta.get("source", Source())}
         self.known.add(new)
         return new
-
-    def _ancestors(self, node: fx.Node) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        todo = [node]
-        while todo:
-            n = todo.pop()
-            if n not in found:
-                found.add(n)
-                todo += n.all_input_nodes
-        return found
 
     # --- sums over the microbatches, of which each has a summand
 
@@ -319,7 +310,7 @@ class _Writer:
     def _sum(self, x: fx.Node, user: fx.Node) -> bool:
         """A user gets the sum of x over all microbatches. False: x itself depends on such a sum, so one forward does not find it."""
         if x not in self.sums:
-            if any(n.target is ops.summed for n in self._ancestors(x)):
+            if any(n.target is ops.summed for n in behind([x])):
                 return False
             with self.graph.inserting_after(x):
                 new = self.graph.create_node("call_function", ops.summed, (x, self.mesh_node, 0), {}, name=f"{x.name}_summed")
@@ -391,7 +382,7 @@ class _Writer:
 
     def _counts(self) -> fx.Graph:
         """The graph that computes each total's summand of one microbatch: the same placeholders, output ((summands), ())."""
-        needed = set().union(*(self._ancestors(x) for x in self.totals))
+        needed = behind(self.totals)
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
         for n in self.graph.nodes:

@@ -204,15 +204,7 @@ def _regraded(value: Value | tuple[Value | None, ...] | None, node: fx.Node) -> 
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
     """Nodes on which the output depends. Graphs are functional, so everything else may go: asserts above all."""
-    output = next(reversed(graph.nodes))
-    found: set[fx.Node] = set()
-    todo = [output]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo.extend(node.all_input_nodes)
-    return found
+    return values.behind([graph.output_node()])
 
 
 def _erase_dead(graph: fx.Graph) -> None:

@@ -35,6 +35,7 @@ from shardc.program import Collective, Program, Source, Stage
 from shardc.rules import core
 from shardc.runtime import schedule
 from shardc.spec import Spec
+from shardc.values import behind
 
 #: Doing something again on other stages may cost this part of the model's products.
 HEAVY = 0.01
@@ -255,15 +256,7 @@ class _Cut:
 
     def _behind(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
         """What a stage needs to compute these: placeholders, its own ops, ops done again, and values of other stages."""
-        found: set[fx.Node] = set()
-        todo = list(roots)
-        while todo:
-            n = todo.pop()
-            if n not in found:
-                found.add(n)
-                if self.stage.get(n, stage) == stage:
-                    todo += n.all_input_nodes
-        return found
+        return behind(roots, lambda n: self.stage.get(n, stage) == stage)
 
 
 def _reached(node: fx.Node) -> set[fx.Node]:

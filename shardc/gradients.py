@@ -61,7 +61,7 @@ def _engine(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **
             f"a gradient is computed inside a transform of torch.func's ({at.code}), where tracing does not see it", where=at.line,
             fix="use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
         )  # fmt: skip
-    above = _ancestors([n for n in sources if n is not None])
+    above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
         what = f"a gradient is asked for of a tensor on which nothing depends ({at.code})"
@@ -69,18 +69,6 @@ def _engine(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **
     seeds = [torch.ones_like(y) if w is None else w for y, w in zip(outputs, weights, strict=True)]
     found = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])
     return tuple(next(found) if traced_node(x) in above else None for x in inputs)
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes themselves, and all that they are made of with a gradient."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        if (node := todo.pop()) not in found:
-            found.add(node)
-            if _carries(node):
-                todo += node.all_input_nodes
-    return found
 
 
 def _carries(node: fx.Node) -> bool:
@@ -124,7 +112,7 @@ class _Backward:
     def run(self) -> list[fx.Node]:
         outputs, inputs, weights, differentiable = self.at.args
         assert isinstance(outputs, Sequence) and isinstance(inputs, Sequence) and isinstance(weights, Sequence)  # noqa: PT018
-        above = _ancestors(outputs)  # type: ignore[arg-type]
+        above = values.behind(outputs, _carries)  # type: ignore[arg-type]
         reached: set[fx.Node] = set(inputs)  # type: ignore[arg-type]
         order: list[fx.Node] = []
         for n in self.graph.nodes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -118,3 +118,15 @@ def _pointwise(target: Any, args: Any, kwargs: Any) -> Value | None:
         return None
     shape: torch.Size = torch.broadcast_shapes(*(v.shape for v in given))  # type: ignore[no-untyped-call]
     return replace(of_tensor(result, carries_gradient(target, args, kwargs)), shape=tuple(shape))
+
+
+def behind(roots: Iterable[fx.Node], further: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
+    """The nodes themselves and all that they are made of; what a node is made of for which `further` is False is left out."""
+    found: set[fx.Node] = set()
+    todo = list(roots)
+    while todo:
+        if (node := todo.pop()) not in found:
+            found.add(node)
+            if further(node):
+                todo += node.all_input_nodes
+    return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardc.cost.device import Device
 from shardc.cost.ledger import HOST, KINDS, Op, Part, Sent, Waited
-from shardc.cost.rehearse import Rehearsal
+from shardc.cost.rehearse import RESIDENT, Rehearsal
 from shardc.mesh import Mesh
 from shardc.runtime.schedule import Action
 
@@ -76,7 +76,7 @@ def memory(r: Rehearsal, actions: tuple[Action, ...]) -> Memory:
     live: Counter[str] = Counter()
     for held in r.resident:
         live[held.kind] += held.nbytes
-    resident = {k: n for k, n in live.items() if k in ("parameters", "optimizer", "buffers")}
+    resident = {k: n for k, n in live.items() if k in RESIDENT}
     outside = outside_most = live.pop(HOST, 0)
     total, best = sum(live.values()), -1
     peak = Point("", "", {})
