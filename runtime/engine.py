@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardc import modes
 from shardc.errors import ShardcError
 from shardc.program import Program
 from shardc.runtime import groups, inputs, lr, state
@@ -159,6 +160,7 @@ class Engine:
     def backward(self, batch: Any, *, local: bool = False) -> Tensor:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
         self._check()
+        modes.check("engine.step", self.mesh.device.type)
         self._buckets.reset(forward=True)
         self.rng.training = True
         interpreter, values = self._take(batch, local=local)
@@ -251,6 +253,7 @@ class Engine:
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
         """The global loss without dropout and with BatchNorm's running statistics; nothing changes."""
         self._check()
+        modes.check("engine.evaluate", self.mesh.device.type, training=False)
         self._buckets.reset(forward=True)
         self.rng.training = False
         interpreter, values = self._take(batch, local=local)

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardc import modes
 from shardc.errors import ShardcError
 from shardc.program import Program
 from shardc.runtime import inputs, state
@@ -115,6 +116,7 @@ class ShardedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The global loss of this rank's part of a batch. Raises ShardcError for another part than was compiled."""
         r = self._running
+        modes.check("module.forward", r.mesh.device.type, training=False)
         batch = inputs.from_call(r.program, r.model, args, kwargs)
         given = inputs.take(r.program, batch, r.mesh, local=True)
         r.buckets.reset()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc import idle
+from shardc import idle, modes
 from shardc.capture import capture
 from shardc.passes import plans, runner
 from shardc.passes.accumulate import Accumulate, widened
@@ -64,6 +64,7 @@ def compile(
     on_pass: called with each stage's name as it begins.
     Raises ShardcError for everything that is wrong with the input, all independent mistakes at once.
     """
+    modes.check("compile", training=False)
     steps = runner.Runner(dump=Path(dump) if dump else None, on_pass=on_pass)
     asked = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides, world=world)
     carried = plans.read(model) if asked.shard_use == "model" else {}

@@ -99,6 +99,27 @@ def test_a_step_trains_also_where_gradients_are_off() -> None:
     assert not torch.equal(states[1]["layers.0.weight"], model.layers[0].weight)
 
 
+@pytest.mark.parametrize("where", ["compile", "engine.step", "engine.evaluate", "module.forward"])
+def test_modes_that_would_make_it_another_program_are_refused(where: str) -> None:
+    def run(mode: Any) -> None:
+        program, x = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 1}}), batch()
+        engine, module = program.engine(Mlp()), program.module(Mlp())
+        does: dict[str, Callable[[], Any]] = {
+            "compile": lambda: shardc.compile(Mlp(), x, {"shardc": 1, "mesh": {"dp": 1}}), "engine.step": lambda: engine.step(x),
+            "engine.evaluate": lambda: engine.evaluate(x), "module.forward": lambda: module(**x),
+        }  # fmt: skip
+        with mode:
+            does[where]()
+
+    with pytest.raises(ShardcError, match=rf"{where}: torch.autocast is on.*\n  fix: leave it out, and write `precision: "):
+        run(torch.autocast("cpu", torch.bfloat16))
+    if where == "engine.step":
+        with pytest.raises(ShardcError, match=r"engine.step: torch.inference_mode is on: nothing can be trained in it"):
+            run(torch.inference_mode())
+    else:
+        run(torch.inference_mode())
+
+
 def test_the_users_batch_gets_no_gradients() -> None:
     given = batch()
     given["x"].requires_grad_()
