@@ -369,11 +369,11 @@ class Program:
 
     # --- running it: in each process of torchrun, or as the one process of a one-rank mesh
 
-    def engine(self, model: Any, optimizer: Any = None, seed: int = 0, **options: Any) -> Engine:
-        """A training loop for this rank. See shardc.runtime.engine.Engine; optimizer None here means AdamW(3e-4)."""
+    def engine(self, model: Any, optimizer: Any = ..., seed: int = 0, **options: Any) -> Engine:
+        """A training loop for this rank. See shardc.runtime.engine.Engine. optimizer: default AdamW(3e-4); None: nothing is updated."""
         from shardc.runtime.engine import Engine, adamw
 
-        return Engine(self, model, optimizer or adamw, seed, **options)
+        return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
 
     def module(self, model: Any, seed: int = 0, *, mesh: Any = None) -> ShardedModule:
         """This rank's nn.Module, for a loop of one's own. See shardc.runtime.module.ShardedModule."""

@@ -172,6 +172,40 @@ def test_a_schedule_goes_on_where_the_first_rank_has_none(tmp_path: Path) -> Non
     on_ranks(program, model, half_loaded, scheduler=other)
 
 
+def by_layer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [(n, p)], "lr": 0.1 / (1 + int(n.split(".")[1]))} for n, p in params], momentum=0.9)
+
+
+def test_groups_that_stages_have_alone_are_saved_as_they_are(tmp_path: Path) -> None:
+    """A learning rate of each layer: the first group of every stage is another one."""
+    model = Mlp(5)
+    cut = {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "cut": ["layers.3"]}, "batch": {"microbatches": 2}}
+    programs = [shardc.compile(model, batch(), {"shardc": 1, **spec}) for spec in (cut, {"mesh": {"dp": 1}})]
+
+    def work(engine: Engine) -> dict[str, Tensor]:
+        engine.step(batch())
+        engine.save(tmp_path / "saved")
+        engine.step(batch(1))
+        return engine.full_state_dict()
+
+    def resumed(engine: Engine) -> dict[str, Tensor]:
+        engine.load(tmp_path / "saved")
+        engine.step(batch(1))
+        return engine.full_state_dict()
+
+    want = on_ranks(programs[0], model, work, optimizer=by_layer)[0]
+    for program in programs:
+        for n, x in on_ranks(program, model, resumed, optimizer=by_layer)[0].items():
+            torch.testing.assert_close(x, want[n], rtol=1e-6, atol=1e-7)
+    with pytest.raises(ShardcError, match=r"group 0 were in groups of other settings when this was saved: lr of layers\.0\.weight 0\.1, layers"):
+        on_ranks(programs[1], model, resumed, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
+    model.layers[0].requires_grad_(False)
+    frozen = shardc.compile(model, batch(), {"shardc": 1, "mesh": {"dp": 1}})
+    with pytest.raises(ShardcError, match=r"optimizer has layers\.0\.weight, layers\.0\.bias, and this one has not\n  fix: train the same"):
+        on_ranks(frozen, model, resumed, optimizer=by_layer)
+    on_ranks(frozen, model, lambda engine: engine.load(tmp_path / "saved"), optimizer=None)
+
+
 def test_evaluations_leave_nothing_behind() -> None:
     """At ZeRO 3 every forward gathers the parameters."""
     program = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 3}})
