@@ -129,8 +129,12 @@ def _results(work: Path, rank: int) -> Path:
     return work / f".results-{rank}"
 
 
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
 def _replace(folder: Path, work: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old")
+    old = _old(folder)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
@@ -167,8 +171,9 @@ def load(
         reader = FileSystemReader(folder)
         metadata = reader.read_metadata()
     except (FileNotFoundError, NotADirectoryError) as e:
-        what = "there is no checkpoint in this folder"
-        raise ShardcError(what, where=str(folder), fix="pass a folder that shardc saved to") from e
+        what, old = "there is no checkpoint in this folder", _old(folder.absolute())
+        fix = f"a save ended between two renames: {old} is what was here" if old.exists() else "pass a folder that shardc saved to"
+        raise ShardcError(what, where=str(folder), fix=fix) from e
     if manifest["format"] != _FORMAT:
         raise ShardcError(f"a checkpoint of format {manifest['format']}, and this shardc reads {_FORMAT}", where=str(folder))
     stored = {k: x for k, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}

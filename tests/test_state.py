@@ -403,6 +403,9 @@ def test_no_checkpoint_and_no_optimizer_state_are_told(tmp_path: Path) -> None:
     with pytest.raises(ShardcError, match="there is no checkpoint in this folder"):
         _load(tmp_path / "nowhere", model)
     _save(tmp_path / "c", model, {"dp": 1})
+    (tmp_path / ".gone.old").mkdir()
+    with pytest.raises(ShardcError, match=r"there is no checkpoint in this folder\n  fix: a save ended between two renames: .*\.gone\.old"):
+        _load(tmp_path / "gone", model)
     with pytest.raises(ShardcError, match="the checkpoint has no optimizer state"):
         _load(tmp_path / "c", model, OPTIMIZERS["sgd"])
     _save(tmp_path / "c", model, {"dp": 1}, make=OPTIMIZERS["adamw"])
