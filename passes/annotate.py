@@ -58,6 +58,7 @@ class Annotate:
                 plan = self._plan(program, mesh, weights.named, layouts)
                 layouts |= weights.planned(plan)
                 program = replace(program, notes=(*program.notes, *plan.notes), meta={**program.meta, **self._written(program, plan, weights.named)})
+        program = replace(program, notes=(*program.notes, *weights.notes))
         with errors.collect():
             if self.spec.experts:
                 layouts |= Experts(self.spec, program).layouts(layouts, mesh)
@@ -136,6 +137,16 @@ class _Weights:
     told: set[int] = field(default_factory=set)
     named: set[str] = field(default_factory=set)  # parameters that the spec's own entries name
     odd: list[tuple[Param, Layout, str]] = field(default_factory=list)  # parameters that ranks do not divide
+    repeated: dict[tuple[int, str], list[str]] = field(default_factory=dict)  # (kv heads, digit) -> weights whose queries its ranks all compute
+
+    @property
+    def notes(self) -> Iterator[str]:
+        for (kv, digit), (first, *others) in self.repeated.items():
+            more = f" and {len(others)} more" if others else ""
+            yield (
+                f"{first}{more}: one weight makes {kv} key-value head{'s' if kv > 1 else ''} and the queries that use them; the "
+                f"{self.mesh.size(digit)} ranks of {digit} that share a head all compute its queries too"
+            )
 
     def run(self) -> dict[str, Layout]:
         errors = Errors()
@@ -248,6 +259,8 @@ class _Weights:
             for axis in {s.axis for shards in dims.values() for s in shards}:
                 for digit in heads.shares(self.mesh, axis, self.shared[node]):
                     layout = layout.replace(digit, REPLICATE, self.mesh)
+                    if self.shared[node].fused:
+                        self.repeated.setdefault((self.shared[node].heads, digit), []).append(self.program.param(node.name).fqn)
                     node.meta.setdefault("shared", set()).add(digit)
         return layout
 

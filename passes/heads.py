@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -25,18 +25,22 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Shared:
-    """Key-value heads that several query heads use. heads: their number (1 in multi-query attention); queries: that of the users."""
+    """Key-value heads that several query heads use. heads: their number (1 in multi-query attention); queries: that of the users.
+
+    fused: one weight makes them and the queries.
+    """
 
     heads: int
     queries: int
+    fused: bool = False
 
 
 def shared(graph: fx.Graph) -> dict[fx.Node, Shared]:
     """The placeholders that are the weights (and biases) of key-value heads."""
     found: dict[fx.Node, Shared] = {}
     for node, heads in _sites(graph):
-        for parameter in _weights(node):
-            found.setdefault(parameter, heads)
+        for parameter, fused in _weights(node):
+            found.setdefault(parameter, replace(heads, fused=fused))
     return found
 
 
@@ -104,8 +108,9 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return values(op)[i].shape
 
 
-def _weights(heads: fx.Node) -> Iterator[fx.Node]:
-    """The operands of the matrix products that a value comes from, with nothing but views, parts and pointwise ops in between."""
+def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
+    """The operands of the matrix products that a value comes from, with nothing but views, parts and pointwise ops in between; and
+    whether the product makes more than it."""
     todo, seen = [(heads, False)], {heads}
     while todo:
         node, part = todo.pop()
@@ -115,7 +120,7 @@ def _weights(heads: fx.Node) -> Iterator[fx.Node]:
         rule = core.find(op.target)
         if rule is not None and rule.flops is not None:
             if part or _numel(node) == _numel(heads):  # a fused weight that makes other heads too, or just these
-                yield from _operands(op)
+                yield from ((x, _numel(node) > _numel(heads)) for x in _operands(op))
             continue
         for source in tensors(op):
             if source not in seen:
