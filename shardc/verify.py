@@ -9,11 +9,13 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from shardc.emit import plural
 from shardc.interpret import interpret
 from shardc.passes.canonical_decompose import OUTSIDE
 from shardc.program import Buffer, Param, Program, Stage, Value
@@ -49,7 +51,9 @@ class Report:
         return not self.findings
 
     def __str__(self) -> str:
-        head = "equal to one device" if self.ok else f"{len(self.findings)} differences from one device"
+        if not self.ok and not self.checked:
+            return "\n".join(["not compared with one device", *map(str, self.findings)])
+        head = "equal to one device" if self.ok else f"{plural(len(self.findings), 'difference')} from one device"
         lines = [f"{head}: {self.checked} values, worst relative difference {self.worst:.1e}, {self.seconds:.1f} s"]
         return "\n".join([*lines, *map(str, self.findings)])
 
@@ -71,11 +75,12 @@ def verify(program: Program, *, seed: int = 0) -> Report:
         )  # fmt: skip
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
     double = _in_float64(program)
-    weights = random_state(double, seed)
-    params = {p.name: weights[p.fqn].clone().requires_grad_(p.requires_grad) for p in double.params}
-    buffers = {b.name: weights[b.fqn] for b in double.buffers if b.constant is None}
     why = ""
-    for fractions in (False, True):
+    filled = any(b.constant is None and not b.dtype.is_floating_point for b in double.buffers)
+    for integers, fractions in product((0, 1) if filled else (0,), (False, True)):
+        weights = random_state(double, seed, integers=integers)
+        params = {p.name: weights[p.fqn].clone().requires_grad_(p.requires_grad) for p in double.params}
+        buffers = {b.name: weights[b.fqn] for b in double.buffers if b.constant is None}
         batch = random_inputs(double, seed, fractions=fractions)
         try:
             loss, news = interpret(double, params, buffers, {i.name: _leaf(batch, i.path) for i in double.inputs}, Rng(seed))
@@ -156,14 +161,17 @@ def _in_float64(program: Program) -> Program:
     )  # fmt: skip
 
 
-def random_state(program: Program, seed: int) -> dict[str, Tensor]:
-    """Random parameters (scaled as an initialisation would) and buffers, by every FQN they have."""
+def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str, Tensor]:
+    """Random parameters (scaled as an initialisation would) and buffers, by every FQN they have.
+
+    integers: what buffers of integers and truth values are filled with. Of a causal mask, one of 0 and 1 hides nothing, the other all.
+    """
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
     stored: list[Param | Buffer] = [*program.params, *(b for b in program.buffers if b.constant is None)]
     for x in stored:
         if not x.dtype.is_floating_point:
-            value = torch.zeros(x.shape, dtype=x.dtype)
+            value = torch.full(x.shape, integers, dtype=x.dtype)
         else:
             noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
             middle = 1 if isinstance(x, Param) else 0.5  # gains; variances, and tables of rates whose complement has a root

@@ -272,6 +272,25 @@ def test_a_loss_that_is_no_number_is_told() -> None:
     report = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, prove=False).verify()
     assert not report.ok
     assert "the model's loss is nan on one device: nothing can be compared" in str(report)
+    assert str(report).startswith("not compared with one device\nloss: ")
+
+
+class Hides(nn.Module):
+    """Attention over 4 places by a mask that is stored: it hides where it is False, as integers or as truth values."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4, 4).tril().to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) @ x.mT).masked_fill(self.mask == 0, float("-inf")).softmax(-1).square().mean()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_a_stored_mask_does_not_hide_everything(dtype: torch.dtype) -> None:
+    report = shardc.compile(Hides(dtype), torch.randn(4, 4, 4), {"shardc": 1, "mesh": {"dp": 2}}).verify()
+    assert report.ok, str(report)
 
 
 class Guess(nn.Module):
