@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardc.placement import Shard, chunks, widen
+from shardc.torch_private import FakeTensor
 
 Mesh = Any
 Digits = Sequence[tuple[str, int]]
@@ -35,6 +36,20 @@ def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
             has = has & (high % n == mesh.coordinate(axis))
         index, size = local, size // n
     return index, has
+
+
+def check_range(index: Tensor, size: int, what: str, ignore: int | None = None) -> None:
+    """Raise IndexError for a global index outside 0 ... size - 1 that is not `ignore`: no rank has it, each would take it for another's.
+
+    what: names the index. On the CPU only, where torch's own look-ups tell as well: elsewhere asking would wait for the device.
+    """
+    if index.device.type != "cpu" or isinstance(index, FakeTensor):
+        return
+    outside = (index < 0) | (index >= size)
+    if ignore is not None:
+        outside &= index != ignore
+    if outside.any():
+        raise IndexError(f"{what} {int(index[outside][0])} is out of range: it must be at least 0 and less than {size}")
 
 
 def fill_padding(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, padding: int, blocks: int = 1, fill: float = 0.0) -> Tensor:
@@ -129,6 +144,7 @@ def nll_parts(
     logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `held`); target [n, ...]: global class indices;
     maximum [n, ...]: over all classes. Saves one buffer of the size of the logits. Backward works on it in place, so it can run once.
     """
+    check_range(target, classes, "target", ignore_index)
     local, here = held(target, classes, digits, mesh)
     parts: Tensor = _NllParts.apply(logits, target, maximum, local, here & (target != ignore_index))  # type: ignore[no-untyped-call]
     return parts
@@ -152,6 +168,7 @@ def embedding_partial(weight: Tensor, ids: Tensor, mesh: Mesh, digits: Digits, r
 
     weight [rows/ranks, d]: split by `digits` (see `held`).
     """
+    check_range(ids, rows, "index")
     local, here = held(ids, rows, digits, mesh)
     padding, mine = held(padding_idx, rows, digits, mesh)
     # padding's row gets no gradient in `embedding`, and rows of other ranks none through the mask

@@ -212,6 +212,22 @@ def test_look_ups_in_a_part_of_a_table(padding: int, n: int) -> None:
     torch.testing.assert_close(torch.cat(grads), grad, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("bad", [-1, 8])
+def test_an_index_that_no_rank_has_is_told(bad: int) -> None:
+    table, ids = noise(8, 5), torch.tensor([3, bad])
+
+    def look_up(mesh: LoopbackMesh) -> None:
+        ops.embedding_partial(table.chunk(2)[mesh.rank], ids, mesh, (("a", 1),), 8)
+
+    def lose(mesh: LoopbackMesh) -> None:
+        logits = noise(2, 8).chunk(2, 1)[mesh.rank]
+        ops.nll_parts(logits, ids, ops.nll_max(logits), mesh, (("a", 1),), 8)
+
+    for work, what in ((look_up, "index"), (lose, "target")):
+        with pytest.raises(IndexError, match=f"{what} {bad} is out of range: it must be at least 0 and less than 8"):
+            loopback(Mesh((("a", 2),)), work)
+
+
 def test_partial_means_sum_to_the_mean() -> None:
     x = noise(6, 4, 5)
     parts = [ops.partial_mean(p, [0, 2], True, 30) for p in x.chunk(3)]
