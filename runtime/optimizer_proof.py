@@ -1,12 +1,12 @@
 """May an optimizer step parts? That is tried with the very optimizer, not looked up: copies of it step small random parameters.
 
-    each parameter by itself          while sums of others are under way (shardc.runtime.apart), or their state is away (offload); and
-                                      wherever a rank has other parameters, or other parts of them, than the next one
-    each part of a parameter          where it is split over ranks, or ZeRO leaves each rank a stretch of it
+    one after the other (`why_together`)    while sums of others are under way (shardc.runtime.apart), or their state is away (offload)
+    without the others (`prove`)            where ranks have other parameters, or other parts of them, than the next ones
+    in parts (`prove`)                      where parameters are split over ranks, or ZeRO leaves each rank a stretch of them
 
-SGD, Adam and all that treat every element by itself pass both. An optimizer that scales its updates by the norm of all of them passes
-neither; one that looks at a parameter as a matrix (Muon, Adafactor) fails the second. Without the proof each rank would train by the part
-that it sees, and ranks that hold the same parameter would drift apart.
+SGD, Adam and all that treat every element by itself pass all three. An optimizer that scales its updates by the norm of all of them passes
+none; one that looks at a parameter as a matrix (Muon, Adafactor) fails the third; one that counts its steps, the first only. Without the proof
+each rank would train by the part that it sees, and ranks that hold the same parameter would drift apart.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardc.program import Param, Program
 from shardc.runtime.flat import Run
 
 _STEPS, _SIDE = 3, 4
+_LR = 1e-2  # at least: a warm-up may begin at 0, and 16-bit numbers do not move by little, which would show nothing
 #: How far a step in pieces may be from the whole one, relative to the update: vector instructions round the last digits differently.
 _SLACK = {torch.float64: 1e-9, torch.float32: 1e-3}
 
@@ -64,13 +65,21 @@ def prove(program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parame
     kind = type(optimizer).__name__
     first = next(iter(cuts.values()), Cut((), f"each rank along {program.axis} has those of its stages", "pipeline", "leave the pipeline out"))
     fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or {first.instead}"
-    if (reason := why_together(optimizer, _SLACK)) is not None:
-        raise ShardcError(f"{reason}, and no rank has all of them: {first.why}", where=first.where, fix=fix)
-    if not cuts:
-        return
-    whole, pieces = SmallCopy(optimizer, cuts), SmallCopy(optimizer, cuts)
-    samples, grads = whole.data()
-    one = whole.run(samples, grads)
+    try:
+        whole, pieces, more = SmallCopy(optimizer, cuts), SmallCopy(optimizer, cuts), SmallCopy(optimizer, cuts, copies=2)
+        samples, grads = more.data()
+        every = more.run(samples, grads)
+        n = len(whole.members)
+        samples, grads = samples[:n], [g[:n] for g in grads]
+        one = whole.run(samples, grads)
+        if any(x.numel() for x in samples) and all(torch.equal(before, after) for before, (after,) in zip(samples, one, strict=True)):
+            raise ValueError("it moves none of the parameters in its param_groups")
+    except Exception as e:  # the user's own optimizer: whatever it raises is the reason
+        what = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so nothing shows that it may update parts"
+        raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix) from e
+    if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
+        what = f"the optimizer {kind} updates a parameter by what others are, and no rank has all of them: {first.why}"
+        raise ShardcError(what, where=first.where, fix=fix)
     try:
         two = pieces.run(samples, grads, cut=True)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
@@ -90,8 +99,8 @@ def _cut(program: Program, p: Param, runs: Mapping[str, Run]) -> Cut | None:
     return Cut(tuple(sorted(axes)), f"{p.fqn} is split over {over}", p.fqn, f"leave {p.fqn} whole") if axes else None
 
 
-def why_together(optimizer: Optimizer, slack: Mapping[torch.dtype, float] | None = None) -> str | None:
-    """Why an optimizer has to step all parameters at once; None if it updates each by itself: bit by bit, or but for `slack`."""
+def why_together(optimizer: Optimizer) -> str | None:
+    """Why an optimizer has to step all parameters at once; None if stepping one after the other comes to the same, bit by bit."""
     kind = type(optimizer).__name__
     try:
         together, apart = SmallCopy(optimizer, copies=2), _Apart(optimizer, copies=2)
@@ -100,7 +109,7 @@ def why_together(optimizer: Optimizer, slack: Mapping[torch.dtype, float] | None
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
         what = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e})"
         return f"{what}, so nothing shows that it may step some parameters"
-    if all(_same([before], a, b, slack) for before, a, b in zip(samples, one, two, strict=True)):
+    if all(_same([before], a, b, None) for before, a, b in zip(samples, one, two, strict=True)):
         return None
     return f"the optimizer {kind} updates parameters together, not each by itself"
 
@@ -161,7 +170,7 @@ class _Member:
 class SmallCopy:
     """A copy of an optimizer, with all it holds, that works on other parameters.
 
-    members: one for all parameters of a group that would be alike; copies: how many for all of them.
+    members: one for all parameters of a group that would be alike; copies: how often all of them.
     """
 
     def __init__(self, optimizer: Optimizer, cuts: Mapping[Tensor, Cut] | None = None, copies: int = 1) -> None:
@@ -171,7 +180,8 @@ class SmallCopy:
             for p in group["params"]:
                 shape, cut = tuple(min(n, _SIDE) for n in p.shape), (cuts or {}).get(p)
                 found.setdefault((shape, cut.dims if cut is not None else None), _Member(i, shape, p, cut))
-            self.members += list(found.values()) * copies
+            self.members += found.values()
+        self.members *= copies
         # parameters and their state are not copied: new ones take their place
         memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         memo |= {id(s): {} for s in optimizer.state.values()}
@@ -195,8 +205,8 @@ class SmallCopy:
         held = [[nn.Parameter(part.clone()) for part in m.parts(x, cut=cut)] for m, x in zip(self.members, values, strict=True)]
         for i, group in enumerate(self.optimizer.param_groups):
             group["params"][:] = itertools.chain(*(parts for m, parts in zip(self.members, held, strict=True) if m.group == i))
-            if not group.get("lr", 1.0):
-                group["lr"] = 1e-2  # a warm-up may begin at 0, which would show nothing
+            if (lr := group.get("lr", _LR)) is None or lr < _LR:
+                group["lr"] = torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR
         for m, parts in zip(self.members, held, strict=True):
             self._begin(m, parts, cut)
         for step in grads:
