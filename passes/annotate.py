@@ -160,7 +160,7 @@ class _Weights:
             close = nearest(rule.pattern, sorted({*names, *modules}))
             errors.add(
                 f"pattern {rule.pattern!r} matches no parameter and no module of the model", where=self.spec.where(("shard", rule.pattern)),
-                fix=f"did you mean {close!r}?" if close else "see the model's names with `shardc inspect --before`",
+                fix=f"did you mean {close!r}?" if close else "see the model's names with `shardc inspect model.py --before`",
             )  # fmt: skip
         won: set[int] = set(unmatched)
         layouts: dict[str, Layout] = {}
@@ -352,7 +352,7 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
             close = nearest(rule.pattern, modules)
             errors.add(
                 f"pattern {key!r} matches no module that computes anything", where=where,
-                fix=f"did you mean {close!r}?" if close else "see the model's modules with `shardc inspect --before`",
+                fix=f"did you mean {close!r}?" if close else "see the model's modules with `shardc inspect model.py --before`",
             )  # fmt: skip
         mine = [m for m in hits if (m, rule.at) not in claimed]
         if hits and not mine:

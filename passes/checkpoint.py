@@ -113,7 +113,7 @@ class Checkpoint:
                 close = nearest(entry.match, sorted(first))
                 errors.add(
                     f"pattern {entry.match!r} matches no module that computes anything", where=self.spec.where(("checkpoint", i, "match")),
-                    fix=f"did you mean {close!r}?" if close else "see the model's names with `shardc inspect --before`",
+                    fix=f"did you mean {close!r}?" if close else "see the model's names with `shardc inspect model.py --before`",
                 )  # fmt: skip
             elif all(m in found for m in hits):
                 what = f"pattern {entry.match!r} never wins: earlier entries name all modules that it matches"

@@ -80,12 +80,15 @@ def _mesh(given: list[str] | None) -> dict[str, int]:
     return sizes
 
 
+ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}  # the spec of what is asked without one
+
+
 def _is_artifact(source: str) -> bool:
     return Path(source).is_dir()
 
 
 def _program(
-    source: str, spec: Path | None, mesh: list[str] | None, sets: list[str] | None, batch: int | None, seq: int | None, *,
+    source: str, spec: Path | dict[str, Any] | None, mesh: list[str] | None, sets: list[str] | None, batch: int | None, seq: int | None, *,
     trust: bool = False, quiet: bool = False, dump: Path | None = None, world: int | None = None,
 ) -> Any:  # fmt: skip
     """A program from a compiled folder, or compiled now with its passes shown as they run."""
@@ -169,7 +172,7 @@ def compile(
 @app.command()
 def inspect(
     model: Source, spec: SpecFile = None, stage: Annotated[int | None, typer.Option(help="only this stage")] = None,
-    before: Annotated[bool, typer.Option("--before", help="the captured graph: the model as one device runs it")] = False,
+    before: Annotated[bool, typer.Option("--before", help="the captured graph: the model as one device runs it; needs no spec")] = False,
     diff: Annotated[str | None, typer.Option(help="what a pass changed: canonical | annotate | place | partition | data")] = None,
     comm: Annotated[bool, typer.Option("--comm", help="collectives of a step by axis and cause")] = False,
     coverage: Annotated[bool, typer.Option("--coverage", help="ops of a model file that no rule knows, and their lines; needs no spec")] = False,
@@ -191,7 +194,9 @@ def inspect(
             found = _coverage(model, batch, seq)
             show(json.dumps(found.to_json()) if as_json else str(found))
             return
-        program = _program(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, dump=Path(folder) if diff else None)
+        alone = before and spec is None and not _is_artifact(model)
+        given = ONE_DEVICE if alone else spec
+        program = _program(model, given, mesh, set_, batch, seq, trust=trust, quiet=as_json, dump=Path(folder) if diff else None)
         if stage is not None and not 0 <= stage < len(program.stages):
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"the program has stages 0 to {len(program.stages) - 1}")
         if html:

@@ -310,7 +310,7 @@ def test_every() -> None:
     ("entries", "what", "fix"),
     [
         ([{"match": "*.ln1"}], "pattern '.*ln1' matches no module that computes anything", "did you mean '*.ln_1'?"),
-        ([{"match": "qqq"}], "pattern 'qqq' matches no module that computes anything", "shardc inspect --before"),
+        ([{"match": "qqq"}], "pattern 'qqq' matches no module that computes anything", "shardc inspect model.py --before"),
         ([{"match": "h.*"}, {"match": "h.0"}], "pattern 'h.0' never wins: earlier entries name all modules", "delete it, or move it up"),
     ],
 )

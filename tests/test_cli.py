@@ -70,6 +70,7 @@ def test_compile_inspect_and_verify_an_artifact(files: Path) -> None:
     assert call("inspect", "out").stdout == call("inspect", "model.py", "spec.yaml").stdout
     assert "gradients, in buckets" in call("inspect", "out", "--comm").stdout
     assert "def single(" in call("inspect", "out", "--before").stdout
+    assert "def single(" in call("inspect", "model.py", "--before").stdout  # what errors of patterns send to: no spec is right yet
     assert "ops.all_reduce" in call("inspect", "model.py", "spec.yaml", "--diff", "partition").stdout
     assert call("inspect", "out", "--html", "page.html").exit_code == 0
     assert (files / "page.html").read_text().startswith("<!doctype html>")
