@@ -8,6 +8,7 @@ The model is captured in the mode it is in: put it in train mode first. It may l
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 import time
@@ -39,7 +40,8 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
 
     model: on any device, also meta; in train mode for training. Not changed.
     batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Other leaves are baked in.
-    loss:  `(output, batch) -> scalar`; default: the output itself, its `.loss`, its "loss" or its first element.
+    loss:  `(output, batch) -> scalar`, given also the keys that forward does not name; default: the output itself, its `.loss`, its
+           "loss" or its first element.
     prove: compare loss, gradients and buffers with eager once, if the model is small enough to run here (see shardc/proof.py).
 
     Returns a Program with mesh = Mesh(()), whose graph has functional aten ops only, in the model's own spelling.
@@ -56,6 +58,10 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     changes.refuse_made()
     program = _lift(model, leaves, exported, updated)
     program.notes = notes
+    if loss is not None:
+        unread = {n.name for n in program.graph.nodes if n.op == "placeholder" and not n.users}
+        keys = {i.path[0] for i in program.inputs if i.name in unread} & _of_loss(model, batch)
+        program.notes += tuple(f"{key}: neither forward nor the loss reads this key of the batch" for key in sorted(map(str, keys)))
     program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
     if prove:
         with steady.unchanged(model):
@@ -98,11 +104,20 @@ def _plain(batch: Any) -> Any:
     return type(batch)(map(_plain, batch)) if type(batch) in (list, tuple) else batch
 
 
-def _call(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments of forward that a batch is."""
+def _call(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of forward that a batch is. A loss is given the whole batch: keys that forward does not name are for it alone."""
     if isinstance(batch, Mapping):
-        return (), batch
+        own = _of_loss(model, batch) if loss is not None else set()
+        return (), {key: x for key, x in batch.items() if key not in own}
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _of_loss(model: nn.Module, batch: Any) -> set[Any]:
+    """The batch's keys that forward does not name: labels, when a function computes the loss."""
+    named = inspect.signature(model.forward).parameters
+    if not isinstance(batch, Mapping) or any(p.kind is p.VAR_KEYWORD for p in named.values()):
+        return set()
+    return {key for key in batch if key not in named}
 
 
 def _key(key: Any) -> str | int:
@@ -122,7 +137,7 @@ class _Wrapper(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         self.leaves.nodes = list(map(traced_node, tensors))
         batch = self.leaves.batch(tensors)
-        args, kwargs = _call(batch)
+        args, kwargs = _call(self.model, batch, self.loss)
         output = self.model(*args, **kwargs)
         found = self.loss(output, batch) if self.loss is not None else default_loss(output)
         if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
@@ -175,7 +190,7 @@ def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[Export
             exported = torch.export.export(wrapper, inputs, strict=False)
         except Exception as e:  # tracing runs the user's Python, which may raise anything; it is raised again as what it means
             if isinstance(e, TypeError):
-                watch.check_call(model, *_call(leaves.batch(leaves.tensors)))
+                watch.check_call(model, *_call(model, leaves.batch(leaves.tensors), loss))
             raise causes.of_error(e, leaves.named(asked.inputs)) from e
         if steady.random_state() != numbers:
             with mode:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import shardc
 from shardc import proof, torch_private
 from shardc.capture import capture
 from shardc.errors import ShardcError
@@ -504,3 +505,28 @@ def test_a_gradient_that_is_zero_in_exact_arithmetic_is_rounding() -> None:
             return (scores @ self.value(x)).square().sum()
 
     capture(Attention(), torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)))
+
+
+class Doubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_keys_that_only_the_loss_reads() -> None:
+    batch = {"x": torch.randn(4, 6), "labels": torch.randn(4, 6), "index": torch.arange(4)}
+    model = Doubles()
+
+    def loss(y: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(y, batch["labels"])
+
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, loss=loss)
+    assert [n for n in program.notes if "reads" in n] == ["index: neither forward nor the loss reads this key of the batch"]
+    torch.testing.assert_close(shardc.simulate(program, model, batch).loss, loss(model(batch["x"]), batch))
+    with pytest.raises(ShardcError, match="unexpected keyword argument 'labels'"):  # without a loss all of it is forward's
+        shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}})
+    with pytest.raises(ShardcError, match="missing a required argument: 'x'"):
+        shardc.compile(model, {"labels": batch["labels"]}, {"shardc": 1, "mesh": {"dp": 2}}, loss=loss)
