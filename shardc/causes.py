@@ -45,9 +45,10 @@ DEPENDS = "depends on a tensor's value"
 NUMBER = f"a tensor becomes a Python number (.item(), int(), float(), tolist(), an index of one element): the program {DEPENDS}"
 KEEP = "keep it a tensor: x * n, not x * n.item(); pick rows with index_select(0, i.view(1)) or gather"
 TEXT, PRINT = f"forward writes a tensor's value as text: what it does {DEPENDS}", "print it outside of forward: let the model return it"
+ONE_OP = "shardc.nn.experts(x, index, weights, up, down)"
 EXPERTS = (
-    'run all experts in one op: config.experts_implementation = "grouped_mm" with transformers, '
-    "shardc.nn.experts(x, index, weights, up, down) in a model of your own"
+    'run all experts in one op: config.experts_implementation = "grouped_mm" where transformers made that switch for the model (its class of '
+    f"experts stands under @use_experts_implementation), else {ONE_OP} in the layer's forward, on weights stacked to [experts, out, in]"
 )
 INSIDE = "a gradient is computed inside forward by a transform of torch.func's (grad, vjp, jacrev), where tracing does not see it"
 AUTOGRAD = "use torch.autograd.grad(y, x, create_graph=True), which becomes ops of the program; or write the gradient as a formula"
@@ -110,6 +111,11 @@ CAUSES = (
         raised=DATA, code=r"\[[^\]]*:|\b(split|view|reshape|expand|narrow|zeros|ones|full|empty|rand|randn|arange)\(",
     ),
     Cause(NUMBER, KEEP, raised=DATA),
+    Cause(
+        f"elements of a tensor are read outside of torch's ops (by a tuple of them as index, by an extension): what it gives {DEPENDS}",
+        "index with one tensor, x[rows, cols] with rows, cols = index.unbind(-1); make an extension's function an op (torch.library.custom_op)",
+        raised=r"data is not allocated yet|Cannot access data pointer",
+    ),
     Cause(NUMBER, KEEP, op=r"^item$|_local_scalar_dense"),
     Cause(
         PACKED, PADDED, op=r"_pack_padded_sequence|_pad_packed_sequence",
@@ -166,7 +172,7 @@ CAUSES = (
 
 #: Ops of libraries that have no rule -> the way around them.
 INSTEAD = {
-    "grouped_mm": f"write the layer with one op: {EXPERTS.partition(', ')[2]}",
+    "grouped_mm": f"write the layer with one op: {ONE_OP} in a model of your own",
 }
 
 

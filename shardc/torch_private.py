@@ -34,7 +34,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 __all__ = [
     "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward",
     "backward_decompositions", "current_backward", "decompositions", "fake_device", "fake_mode", "fake_tensor", "functionalized",
-    "is_transform", "norms", "outer_hooks", "overload_of", "replaced_engine", "replaced_packing", "replaced_trunc_normal",
+    "is_transform", "norms", "outer_hooks", "overload_of", "plain_checkpoints", "replaced_engine", "replaced_packing", "replaced_trunc_normal",
     "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node", "traced_on", "traced_with",
 ]  # fmt: skip
 
@@ -201,6 +201,15 @@ def replaced_engine(function: Callable[..., Any]) -> AbstractContextManager[Any]
     in the place of autograd's engine, by whatever name a model imported them."""
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     return mock.patch.object(torch.autograd, "_engine_run_backward", partial(function, original))
+
+
+def plain_checkpoints() -> AbstractContextManager[Any]:
+    """While open, checkpoints that are not reentrant only run their function. Traced inside one another, they leave gradients turned off."""
+
+    def nothing(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    return mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", nothing)
 
 
 def replaced_packing(function: Callable[..., Any]) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from shardc import custom_function, source
 from shardc.causes import PACKED, PADDED
 from shardc.errors import Errors, ShardcError
-from shardc.torch_private import FakeTensor, OpOverload, fake_mode, fake_tensor, replaced_packing, traced_constant, traced_node
+from shardc.torch_private import FakeTensor, OpOverload, fake_mode, fake_tensor, plain_checkpoints, replaced_packing, traced_constant, traced_node
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 @contextmanager
 def watching(side: list[Tensor]) -> Iterator[None]:
-    """While open: custom autograd Functions keep their backward (shardc/custom_function.py); reentrant checkpoints run plainly;
+    """While open: custom autograd Functions keep their backward (shardc/custom_function.py); checkpoints run plainly;
     tensor hooks raise, naming the user's line. side: gets terms that the loss has to have besides."""
     original = torch.autograd.Function.apply
 
@@ -113,6 +113,7 @@ def watching(side: list[Tensor]) -> Iterator[None]:
         stack.enter_context(mock.patch.object(nn.Module, "_apply", moved))
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(replaced_packing(packed))
+        stack.enter_context(plain_checkpoints())
         stack.enter_context(mock.patch.object(Tensor, "requires_grad_", switch))
         # distributions check the values of their arguments, on which a captured graph cannot branch; eager runs still do
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))

@@ -117,6 +117,7 @@ VALUES: list[tuple[Function, str, str]] = [
     (lambda s, y: y.sum() * sum(y[0].tolist()), "a tensor becomes a Python number", "keep it a tensor"),
     (lambda s, y: y[int(y.sum(1).argmax())].sum(), "a tensor becomes a Python number", "index_select"),
     (lambda s, y: y[y.sum(1).argmax()].sum(), "a tensor becomes a Python number", "index_select"),
+    (lambda s, y: y[tuple((y[0] > 0).long())[:2], (0, 1)].sum(), "elements of a tensor are read outside of torch's ops", "unbind(-1)"),
     (lambda s, y: y[y > 0].sum(), "indexing by a condition gives a size that depends", "torch.where(mask, x, 0)"),
     (lambda s, y: torch.masked_select(y, y > 0).sum(), "indexing by a condition gives a size that depends", "torch.where(mask, x, 0)"),
     (lambda s, y: y[(y > 0).nonzero()[:, 0]].sum(), "nonzero gives a size that depends", "torch.where(mask, x, 0)"),
@@ -387,6 +388,13 @@ def test_settings_that_need_no_care(how: str) -> None:
     if how == "packed_uncached":
         model.config.use_cache = False
     assert capture(model, {**batch, **given}).notes == ()
+
+
+def test_checkpoints_within_one_another() -> None:
+    """As swin's stages hold its layers."""
+    twice = functools.partial(checkpoint, use_reentrant=False)
+    program = capture(net(lambda s, y: twice(lambda x: twice(s.fc, x).relu(), y).sum()), X)
+    assert program.notes == ()
 
 
 # --- what torch itself says -----------------------------------------------------------------------------------------------
