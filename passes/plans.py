@@ -18,6 +18,7 @@ A model's plan of experts (`ep_plan`) says which modules hold them; for `use: st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -147,16 +148,17 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
             "the model carries no plan (transformers' models do in `tp_plan`; this one has none)", where=f"{where} use: model",
             fix="write `use: structure`, or name the weights by patterns",
         )  # fmt: skip
-    errors, follower = Errors(), Follower(program)
+    errors, follower, wrapped = Errors(), Follower(program), _wrapped(carried, program)
     asked: dict[fx.Node, tuple[Shard, str]] = {}
     notes: list[str] = []
     told: set[str] = set()
     for p in program.params:
         if p.name in named:
             continue
-        for key in _keys(carried, p):
+        beside = wrapped.get(p.name, {})
+        for key in beside or _keys(carried, p):
             if carried[key] in WORDS:
-                split = _literal(WORDS[carried[key]], p)
+                split = _literal(WORDS[carried[key]], p, beside.get(key))
                 if split is not None:
                     asked.setdefault(follower.placeholders[p.name], (split, f"{where} use: model '{key}: {carried[key]}'"))
             elif key not in told:
@@ -185,17 +187,44 @@ def _keys(carried: Mapping[str, str], p: Param) -> list[str]:
     return found
 
 
+def _wrapped(carried: Mapping[str, str], program: Program) -> dict[str, dict[str, Param]]:
+    """{parameter: {entry: the layer's own weight}} where the module that a plan names has become a wrapper around the one that it means.
+
+    Adapters (LoRA, by peft or by hand) put the layer one level down, beside matrices of their own: the largest matrix is the layer's.
+    """
+    within: dict[tuple[str, str], list[Param]] = {}
+    for p in program.params:
+        parts = p.fqn.split(".")
+        for n in range(1, len(parts)):
+            name = ".".join(parts[:n])
+            if hit := next((k for k in carried if _matches(k, name)), None):
+                within.setdefault((hit, name), []).append(p)
+    found: dict[str, dict[str, Param]] = {}
+    for (key, module), params in within.items():
+        own = max(params, key=lambda p: (len(p.shape) > 1, math.prod(p.shape)))
+        if len(own.shape) > 1 and own.fqn.rpartition(".")[0] != module:  # else the module is the layer itself
+            for p in params:
+                found.setdefault(p.name, {})[key] = own
+    return found
+
+
 def _matches(key: str, name: str) -> bool:
     """`*` is one part of a name, as in `layers.*.mlp`."""
     keys, parts = key.split("."), name.split(".")
     return len(keys) == len(parts) and all(k in ("*", part) for k, part in zip(keys, parts, strict=True))
 
 
-def _literal(word: Word, p: Param) -> Shard | None:
-    """The dim of a parameter as it is stored that a word splits."""
-    if word.dim is None or (len(p.shape) < 2 and not word.bias):
+def _literal(word: Word, p: Param, own: Param | None = None) -> Shard | None:
+    """The dim of a parameter as it is stored that a word splits. own: the weight that the word means, where p stands beside it.
+
+    Of an adapter's matrices that is the one that shares the weight's split dim: B of a column-parallel one, A of a row-parallel one.
+    """
+    if word.dim is None or not p.shape or (len(p.shape) < 2 and not word.bias):
         return None
-    return Shard(max(len(p.shape) + word.dim, 0), word.parts if len(p.shape) > 1 else 1)
+    dim = max(len(p.shape) + word.dim, 0)
+    if own is not None and p.shape[dim] != own.shape[word.dim]:
+        return None
+    return Shard(dim, word.parts if len(p.shape) > 1 else 1)
 
 
 def _settled(follower: Follower, asked: Mapping[fx.Node, tuple[Shard, str]]) -> dict[fx.Node, tuple[Shard, str]]:

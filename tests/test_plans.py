@@ -249,6 +249,37 @@ def test_a_weight_that_no_op_can_use_split_stays_whole_with_a_note() -> None:
     assert any("table stays whole: the op that uses it has no rule for its dim 0 split" in n for n in program.notes)
 
 
+class Adapted(nn.Module):
+    """LoRA by hand: a frozen layer one level below its name, beside two small matrices."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, (out, into) = base.requires_grad_(False), base.weight.shape
+        self.A, self.B = nn.Parameter(torch.randn(4, into).double() / 8), nn.Parameter(torch.randn(out, 4).double() / 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + (x @ self.A.T) @ self.B.T
+
+
+def test_adapters_are_split_like_the_layers_they_stand_around() -> None:
+    def build() -> Built:
+        model, batch = MODELS["llama"][0]()
+        for layer in model.model.layers:
+            for name, base in [*layer.self_attn.named_children(), *layer.mlp.named_children()]:
+                if isinstance(base, nn.Linear):
+                    setattr(layer.self_attn if name[0] in "qkvo" else layer.mlp, name, Adapted(base))
+        return model, batch
+
+    program = compiled(build)
+    column, row = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+    lies = {f"{layer}.{n}": program.param(f"{layer}.{n}").layout["tp"] for layer in (column, row) for n in ("base.weight", "A", "B")}
+    assert {n: p for n, p in lies.items() if isinstance(p, Shard)} == {
+        f"{column}.base.weight": Shard(0), f"{column}.B": Shard(0), f"{row}.base.weight": Shard(1), f"{row}.A": Shard(1),
+    }  # fmt: skip
+    assert forward(program) == {"all_reduce": 5}  # as without: B is linear, so what A leaves to be summed waits for the sum of the layer
+    check_equal(program)
+
+
 # --- beside it, and wrong --------------------------------------------------------------------------------------------------
 
 
