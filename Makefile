@@ -1,11 +1,11 @@
-# make train | test | lint | bench | table: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | test | fuzz | lint | bench | table: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint bench table types clean
+.PHONY: train test fuzz lint bench table types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -19,6 +19,9 @@ train: $(READY)   ## the main job: a GPT over dp=2 x tp=2 on 4 processes, checke
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+fuzz: $(READY)   ## random specs of every model, or of MODELS, against one device: what differs is shrunk to the smallest spec that does
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal tests/test_any_spec.py --fuzz $(or $(EXAMPLES),50) --fuzz-models '$(MODELS)'
 
 lint: $(READY) types
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts in tests/golden anew instead of comparing with them")
+    parser.addoption("--fuzz", type=int, default=None, metavar="N", help="tests/test_any_spec.py: N random specs of every model")
+    parser.addoption("--fuzz-models", default="", metavar="NAMES", help="... of these models only")
 
 
 settings.register_profile("shardc", deadline=None, derandomize=True)  # no test fails for the time it takes

@@ -1,0 +1,150 @@
+"""Any spec that compiles gives what one device gives: random meshes, splits, annotations, schedules, ZeRO, recomputation, padding.
+
+Two steps with dropout and momentum, against the same program on one rank. A few specs of a few models here;
+`make fuzz` tries many, their price and artifacts as well, of every model (`make fuzz EXAMPLES=200 MODELS='gpt unet'`).
+hypothesis shrinks what fails to the smallest spec that does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import shardc
+from shardc.capture import capture
+from shardc.passes import plans
+from shardc.program import Program
+from shardc.simulate import Simulation
+from tests import zoo
+from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
+
+FEW = ("gpt", "detector", "llama")
+MESHES: tuple[dict[str, int], ...] = (
+    {"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 3}, {"tp": 3}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2},
+    {"dp_outer": 2, "dp": 2}, {"pp": 4}, {"pp": 3, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"dp": 4, "tp": 2}, {"dp_outer": 2, "dp": 2, "tp": 2},
+)  # fmt: skip
+CHECKPOINTS: tuple[dict[str, Any], ...] = ({"save": []}, {"save": ["linear"]}, {"save": ["linear", "attention", "collective"]}, {"budget": 0.5})
+TOLERANCE = 1e-9  # of two steps; the second one's errors are those of the first, times what a step magnifies
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    examples: int | None = metafunc.config.getoption("--fuzz")
+    if "examples" in metafunc.fixturenames:
+        named: str = metafunc.config.getoption("--fuzz-models")
+        metafunc.parametrize("examples", [examples or 6])
+        metafunc.parametrize("name", named.split() or (builders() if examples else FEW))
+
+
+def builders() -> dict[str, Callable[[], zoo.Built]]:
+    families = hf.FAMILIES | hf_more.FAMILIES
+    return zoo.ALL | plain.ALL | {n: (lambda family=family: hf.build(family)) for n, family in families.items()}  # type: ignore[misc]
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.01, momentum=0.9)
+
+
+@lru_cache(maxsize=2)  # examples come model by model
+def one(name: str) -> tuple[nn.Module, Any, Program, Simulation]:
+    with zoo.Wide(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model's own
+        model, batch = builders()[name]()
+        captured = capture(model, batch)
+        alone = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, captured=captured)
+        return model, batch, captured, shardc.simulate(alone, model, batch, steps=2, optimizer=momentum)
+
+
+@st.composite
+def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Specs that are mostly right: names are the model's own, sizes that do not divide are padded."""
+    mesh = draw(st.sampled_from(MESHES))
+    spec: dict[str, Any] = {"shardc": 1, "mesh": mesh}
+    modules = [n for n, _ in model.named_modules() if n]
+    microbatches = draw(st.sampled_from((2, 4, 3) if "pp" in mesh else (1, 2, 4, 3)))
+    rows = Counter(x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()).most_common(1)[0][0]
+    ranks = math.prod(mesh.get(a, 1) for a in ("dp", "dp_outer")) * microbatches
+    if microbatches > 1:
+        spec["batch"] = {"microbatches": microbatches}
+    if rows % ranks or draw(st.booleans()):
+        spec["uneven"] = "pad"
+    if "tp" in mesh:
+        named = st.dictionaries(st.sampled_from(layers(model)), st.sampled_from(("column", "row")), min_size=1, max_size=4)
+        use = st.sampled_from(("model", "structure") if plans.read(model) else ("structure",)).map(lambda u: {"use": u})
+        spec["shard"] = draw(use | named)
+        places = st.sampled_from(modules).map(starred), st.sampled_from(("", ":in"))
+        spec["activations"] = {"".join(draw(st.tuples(*places))): {draw(st.sampled_from((1, 0, 2))): "tp"} for _ in range(draw(st.integers(0, 2)))}
+    if "pp" in mesh:
+        times, schedules = draw(st.sampled_from(((1, ("gpipe", "1f1b", "zb-h1")), (2, ("interleaved", "zb-v")))))
+        spec["pipeline"] = {"axis": "pp", "stages": mesh["pp"] * times, "schedule": draw(st.sampled_from(schedules))}
+    if "dp" in mesh:
+        axis = ["dp_outer", "dp"] if "dp_outer" in mesh else "dp"
+        spec["data"] = {"axis": axis, "zero": draw(st.integers(0, 3)), "bucket_mb": draw(st.sampled_from((25, 0.01)))}
+    if draw(st.booleans()):
+        spec["checkpoint"] = [{"match": draw(st.sampled_from(modules).map(starred)), **draw(st.sampled_from(CHECKPOINTS))}]
+    return spec
+
+
+def layers(model: nn.Module) -> list[str]:
+    return sorted({starred(n) for n, m in model.named_modules() if n and isinstance(m, (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d))}) or ["*"]
+
+
+def starred(name: str) -> str:
+    """h.0.mlp -> h.*.mlp"""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def test_any_spec(name: str, examples: int) -> None:
+    model, batch, captured, want = one(name)
+    ran: list[bool] = []
+    fuzz = examples > 6
+
+    @settings(
+        max_examples=examples, derandomize=not fuzz, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink), print_blob=False,
+    )  # fmt: skip
+    @given(specs(model, batch))
+    def equal(spec: dict[str, Any]) -> None:
+        with zoo.Wide():
+            try:
+                program = shardc.compile(model, batch, spec, captured=captured)
+            except shardc.ShardcError as e:
+                event(e.errors[0].what)
+                ran.append(False)
+                return
+            ran.append(True)
+            check(program, model, batch, want)
+            if fuzz:
+                written(program)
+
+    equal()
+    assert fuzz or sum(ran) > examples // 3
+
+
+def check(program: Program, model: nn.Module, batch: Any, want: Simulation) -> None:
+    sim = shardc.simulate(program, model, batch, steps=2, optimizer=momentum)
+    pairs = {"the loss": (sim.loss, want.loss)} | {n: (x, want.state[n]) for n, x in sim.state.items()}
+    scale = 1e-3 * max((float(x.norm()) for _, x in pairs.values() if x.is_floating_point()), default=1.0)
+    off = {n: float((a - b).norm()) / max(float(b.norm()), scale) for n, (a, b) in pairs.items() if a.is_floating_point() and b.isfinite().all()}
+    assert not {n: e for n, e in off.items() if not e <= TOLERANCE}
+    assert not want.grads.keys() - sim.grads.keys()
+
+
+def written(program: Program) -> None:
+    """It has a price, and comes back from disk."""
+    assert program.cost().memory.peak > 0
+    with tempfile.TemporaryDirectory() as folder:
+        program.save(folder)
+        assert str(shardc.load(folder)) == str(program)
