@@ -280,16 +280,24 @@ def _batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], li
     axes = [a for a in spec.data_axes if mesh.size(a) > 1]
     own = [a for a in axes if a in spec.expert_axes] if spec.batch.axes is None and spec.uneven != "pad" else []
     ranks = math.prod(mesh.size(a) for a in axes)
-    odd = [x.shape[d] for x in program.inputs if x.shape and (d := _batch_dim(spec, x)) is not None and d < len(x.shape) and x.shape[d] % ranks]
+    dims = [(x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
+    odd = [shape[d] for shape, d in dims if d is not None and d < len(shape) and shape[d] % ranks]
     if not own or not odd:
         return axes, []
     same = f"outside of experts the ranks of {', '.join(own)} do the same"
     return [a for a in axes if a not in own], [f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {same}"]
 
 
-def _batch_dim(spec: Spec, x: Input) -> int | None:
-    name = _input_name(x)
-    return next((d for pattern, d in spec.batch.dims.items() if match(pattern, name)), 0)
+def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
+    """The dim of an input that the batch's axes split. Of one row where others have more, all rows share it (positions i64[1, s]): none."""
+
+    def named(x: Input) -> int | None:
+        return next((d for pattern, d in spec.batch.dims.items() if match(pattern, _input_name(x))), 0)
+
+    def rows(x: Input) -> int:
+        return x.shape[d] if (d := named(x)) is not None and d < len(x.shape) else 0
+
+    return None if rows(x) == 1 < max(map(rows, program.inputs)) else named(x)
 
 
 def _inputs(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[str, Layout]:
@@ -307,7 +315,7 @@ def _inputs(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[s
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     wrong: dict[tuple[str, str, str], list[str]] = {}  # one error for all inputs that are alike
     for x, name in zip(program.inputs, names, strict=True):
-        dim = _batch_dim(spec, x)
+        dim = _batch_dim(spec, program, x)
         if dim is None or not axes or not x.shape:
             continue
         layout = _layout({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)

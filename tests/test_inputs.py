@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import shardc
 from shardc.errors import ShardcError
 from shardc.program import Input, Program
 from shardc.runtime import inputs
@@ -72,3 +73,25 @@ def test_a_call_without_the_tensor_is_named() -> None:
     batch = inputs.from_call(p, Model(), (), {})
     with pytest.raises(ShardcError, match=r"the batch: the batch gives NoneType, but the program was compiled for f32\[2\]"):
         loopback(p.mesh, lambda mesh: inputs.take(p, batch, mesh, local=True))
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(11, 8), nn.Embedding(16, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.tokens(ids) + self.places(positions))).square().mean()
+
+
+@pytest.mark.parametrize("more", [{"mesh": {"dp": 2}}, {"mesh": {"dp": 2}, "batch": {"microbatches": 2}}, {"mesh": {"dp": 3}, "uneven": "pad"}])
+def test_one_row_that_all_rows_share(more: dict[str, Any]) -> None:
+    """Positions i64[1, s] are no batch."""
+    torch.manual_seed(0)
+    model, batch = Placed().double(), {"ids": torch.randint(11, (8, 16)), "positions": torch.arange(16)[None]}
+    want = model(**batch)
+    program = shardc.compile(model, batch, {"shardc": 1, **more})
+    assert "input positions  i64[1, 16]" in str(program)
+    assert torch.allclose(shardc.simulate(program, model, batch).loss, want.detach(), rtol=1e-12)
+    with pytest.raises(ShardcError, match="the batch of 1 "):
+        shardc.compile(model, {k: x[:1] for k, x in batch.items()}, {"shardc": 1, "mesh": {"dp": 2}})
