@@ -183,6 +183,7 @@ def load(
     wanted: list[Param | Buffer] = [*program.params, *kept(program)]
     want = {x.fqn: x.shape for x in wanted}
     check_names(errors, want, have, want, f"the checkpoint {folder.name}")
+    errors.raise_any()  # its optimizer is of the same tensors
     states: dict[str, dict[str, Any]] = {}
     if optimizer is not None:
         with errors.collect():

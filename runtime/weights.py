@@ -108,17 +108,32 @@ def _listed(path: Path) -> list[Path]:
     raise ShardcError("there are no weights at this path", where=str(path), fix=fix)
 
 
+#: More names than so many that do not fit are another model's.
+_SHOWN = 8
+
+
 def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable[str], where: str) -> None:
-    """Compare names and shapes: every wanted name must be present with its shape, every present name known. Says what is near."""
+    """Compare names and shapes: every wanted name must be present with its shape, every present name known. Says what is near, or, where
+    little fits, that it is another model."""
     known = set(known)
     extra = [n for n in present if n not in known]
-    for name, shape in wanted.items():
-        if name not in present:
-            near = difflib.get_close_matches(name, extra or list(present), 1)
-            fix = f"it has {near[0]}: is it that?" if near else "is it of another model?"
-            errors.add(f"{name} is missing in {where}", where=name, fix=fix)
-        elif tuple(present[name]) != tuple(shape):
-            errors.add(f"{name} has the shape {list(present[name])} in {where}, and {list(shape)} in the program", where=name)
+    missing = [n for n in wanted if n not in present]
+    other = [n for n, shape in wanted.items() if n in present and tuple(present[n]) != tuple(shape)]
+
+    def shapes(name: str) -> str:
+        return f"{name} has the shape {list(present[name])} in {where}, and {list(wanted[name])} in the program"
+
+    if len(extra) + len(missing) + len(other) > _SHOWN:
+        kinds = ((other, "with another shape"), (missing, "missing"), (extra, "unknown to the program"))
+        found = ", ".join(f"{len(names)} {what} ({names[0]}{', ...' if names[1:] else ''})" for names, what in kinds if names)
+        first = f"; {shapes(other[0])}" if other else ""
+        errors.add(f"{where} is of another model: of {len(wanted)} tensors {found}{first}", fix="compile the model that was saved, with its config")
+        return
+    for name in missing:
+        near = difflib.get_close_matches(name, extra or list(present), 1)
+        errors.add(f"{name} is missing in {where}", fix=f"it has {near[0]}: is it that?" if near else "is it of another model?")
+    for name in other:
+        errors.add(shapes(name), fix="compile the model that was saved, with its config")
     for name in extra:
-        near = difflib.get_close_matches(name, [n for n in wanted if n not in present] or list(wanted), 1)
-        errors.add(f"{name} in {where} is unknown to the program", where=name, fix=f"is it {near[0]}?" if near else "leave it out")
+        near = difflib.get_close_matches(name, missing or list(wanted), 1)
+        errors.add(f"{name} in {where} is unknown to the program", fix=f"is it {near[0]}?" if near else "leave it out")

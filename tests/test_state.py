@@ -14,13 +14,14 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, fx, nn
 
-from shardc.errors import ShardcError
+from shardc.errors import Errors, ShardcError
 from shardc.mesh import Mesh
 from shardc.placement import Layout, Placement, Shard
 from shardc.program import Buffer, Param, Program
 from shardc.runtime import state
 from shardc.runtime.init import materialise_model, named_tensors, record
 from shardc.runtime.loopback import LoopbackMesh, loopback
+from shardc.runtime.weights import check_names
 
 torch.set_num_threads(1)
 
@@ -544,3 +545,17 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def test_weights_of_another_model_are_told_in_one_line() -> None:
+    """Not one error for each of hundreds."""
+    wanted = {f"h.{i}.weight": (4, 4) for i in range(20)}
+    present = {f"h.{i}.weight": (4, 4) if i < 5 else (8, 8) for i in range(12)} | {"head.weight": (8, 4)}
+    errors = Errors()
+    check_names(errors, wanted, present, wanted, "the checkpoint c")
+    (error,) = errors.found
+    assert error.what == (
+        "the checkpoint c is of another model: of 20 tensors 7 with another shape (h.5.weight, ...), 8 missing (h.12.weight, ...), "
+        "1 unknown to the program (head.weight); h.5.weight has the shape [8, 8] in the checkpoint c, and [4, 4] in the program"
+    )
+    assert error.fix == "compile the model that was saved, with its config"
