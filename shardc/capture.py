@@ -53,8 +53,12 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     watch.check_hooks(model)
     batch = _plain(batch)
     leaves = Leaves(batch)
-    with steady.unchanged(model) as changes:
-        exported, updated, notes = _export(model, leaves, loss)
+    try:
+        with steady.unchanged(model) as changes:
+            exported, updated, notes = _export(model, leaves, loss)
+    except ShardcError:  # perhaps for a size that hangs on values: few models' do, and to look for them costs a tenth of the time
+        with steady.unchanged(model) as changes:
+            exported, updated, notes = _export(model, leaves, loss, sizes=True)
     changes.refuse_made()
     program = _lift(model, leaves, exported, updated)
     program.notes = notes
@@ -173,15 +177,17 @@ def _described(x: Any) -> str:
 # --- export -----------------------------------------------------------------------------------------------------------
 
 
-def _export(model: nn.Module, leaves: Leaves, loss: Loss | None) -> tuple[ExportedProgram, dict[str, fx.Node], tuple[str, ...]]:
-    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes."""
+def _export(
+    model: nn.Module, leaves: Leaves, loss: Loss | None, *, sizes: bool = False
+) -> tuple[ExportedProgram, dict[str, fx.Node], tuple[str, ...]]:  # fmt: skip
+    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes. sizes: see known_values."""
     mode, tensors = watch.fakes(model)
     inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # a new one each: export merges inputs that are one object
     wrapper = _Wrapper(model, leaves, loss)
     wrapper.training = model.training
     with (
         warnings.catch_warnings(), watch.lean_transformers(model), transformers_experts.as_one_op(), watch.watching(wrapper.side),
-        known_values(model) as asked, traceable(), watch.swapped(model, tensors), gradients.recorded(),
+        known_values(model, sizes=sizes) as asked, traceable(), watch.swapped(model, tensors), gradients.recorded(),
         traced_with(source.trace_of_call), silent(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs

@@ -56,12 +56,13 @@ class Asked:
 
 
 @contextmanager
-def known_values(model: nn.Module) -> Iterator[Asked]:
+def known_values(model: nn.Module, *, sizes: bool = False) -> Iterator[Asked]:
     """While open, Python may ask for the value of a traced tensor that depends on no input, no parameter and no buffer that is saved.
 
     A buffer that is not (persistent=False) is as the model's constructor left it, like a number in its attributes. Where it asks for the truth
     of one that does, in a check that only raises, it is told that all is well. What else is asked gets into what this gives: torch has a
-    symbol for it, and export fails if anything hangs on that.
+    symbol for it, and export fails if anything hangs on that. sizes: also where torch asks for values of its own accord
+    (shardc.known_sizes), which takes a look at every call of torch.
     """
     asked = Asked()
     kept = {n: b for n, b in model.named_buffers() if not _saved(model, n) and b.device.type != "meta" and not isinstance(b, FakeTensor)}
@@ -73,7 +74,8 @@ def known_values(model: nn.Module) -> Iterator[Asked]:
         return value
 
     with ExitStack() as stack:
-        stack.enter_context(KnownSizes(known))
+        if sizes:
+            stack.enter_context(KnownSizes(known))
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist"):
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
                 stack.enter_context(mock.patch.object(kind, name, _asking(getattr(kind, name), known, asked, check=name in ("__bool__", "item"))))
