@@ -27,8 +27,7 @@ class Runner:
         if self.on_pass:
             self.on_pass(name)
         start = time.perf_counter()
-        with _uncollected():
-            program = work()
+        program = work()
         self.seconds[name] = round(time.perf_counter() - start, 3)
         check(program.graph, program, typed=name != "capture")
         for stage in program.stages:
@@ -45,8 +44,8 @@ class Runner:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """While open, Python's cyclic collector rests: a pass makes many objects and little garbage, and every collection looks at all of
+def uncollected() -> Iterator[None]:
+    """While open, Python's cyclic collector rests: passes make many objects and little garbage, and every collection looks at all of
     torch's objects again, which is a tenth of the time of a small model's compilation."""
     was = gc.isenabled()
     gc.disable()

@@ -36,6 +36,7 @@ from shardc.spec import Spec
 from shardc.spec_form import Offload
 
 
+@runner.uncollected()
 def compile(
     model: nn.Module,
     batch: Any,

@@ -63,9 +63,9 @@ class Axis:
         for _ in range(SWEEPS):
             before = self.chosen
             self._forward()
-            self._demand()
             if self.chosen == before:
                 break
+            self._demand()
         self._hoist()
         for node, strategy in self.chosen.items():
             node.meta["strategies"][self.name] = strategy
