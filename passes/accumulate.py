@@ -35,16 +35,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.calls import call_of, tensors, values
 from shardc.errors import ShardcError
-from shardc.mesh import Mesh
-from shardc.placement import REPLICATE, VARYING, Layout, Shard
-from shardc.price import MICROBATCH
-from shardc.program import Collective, Input, Program, Source, Stage, Value
-from shardc.rules import core
+from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.placement import REPLICATE, VARYING, Layout, Shard
+from shardc.ir.program import Collective, Input, Program, Source, Stage, Value
+from shardc.ir.types import behind
+from shardc.rules import registry
+from shardc.rules.calls import call_of, tensors, values
 from shardc.runtime import ops
 from shardc.spec import Spec
-from shardc.values import behind
 
 AXIS = MICROBATCH
 #: Conversions of what all microbatches have alike: they only look at which microbatch it is. The step's loss is the sum of the
@@ -289,7 +288,7 @@ class _Writer:
             if at == {0} and (node.target in _LINEAR or (node.target is ops.fill_padding and (len(node.args) < 8 or not node.args[7]))):
                 self.summands.add(node)
                 return
-            rule = core.find(node.target)
+            rule = registry.find(node.target)
             for group in sorted(rule.groups(call_of(node)) if rule is not None else (), key=len):
                 if at <= set(group) and not any(x in self.wholes for i, x in enumerate(operands) if i not in group):
                     for x in dict.fromkeys(operands[i] for i in group if i not in at):

@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from shardc.mesh import Mesh
-from shardc.placement import Shard, Varying
-from shardc.program import Bucket, Collective, Param, Program, Source, Value
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Shard, Varying
+from shardc.ir.program import Bucket, Collective, Param, Program, Source, Value
 from shardc.runtime import ops
 from shardc.spec import Spec
 
@@ -37,7 +37,7 @@ class Data:
 
     bucket_mb: size of a bucket in MiB. The last bucket to finish is the one nobody can overlap with, so it is kept small.
     reduce: dtype in which gradients are summed; None: each parameter's own.
-    zero: what is kept cut (shardc.program.Bucket). axes: data axes, outermost first: cut over the last, replicated over the others.
+    zero: what is kept cut (shardc.ir.program.Bucket). axes: data axes, outermost first: cut over the last, replicated over the others.
     prefetch: buckets that are gathered ahead of their use.
     keep: they are kept until the step's last backward has used them. cause: the spec line that asked for it.
     offload: parameters lie outside of the device, so that a data axis of one rank is worth a gather too.
@@ -63,7 +63,7 @@ class Data:
 
     def run(self, program: Program, mesh: Mesh) -> Program:
         uses = _Uses(program)
-        if program.buckets:  # they are another program's (shardc.passes.alike)
+        if program.buckets:  # they are another program's (shardc.passes.match_layouts)
             return self._with_gathers(program, uses)
         finish = sorted(program.params, key=lambda p: -uses.first.get(p.name, -uses.end))
         order = {p.name: i for i, p in enumerate(finish)}

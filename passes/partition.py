@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.calls import call_of, result, tensors, values
 from shardc.errors import Errors
-from shardc.mesh import Mesh
-from shardc.passes import parts
-from shardc.placement import REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, Varying
-from shardc.program import Collective, Program, Source, Stage, Value
-from shardc.rules import core
-from shardc.rules.core import LocalCall, Strategy, needs_vary
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, Varying
+from shardc.ir.program import Collective, Program, Source, Stage, Value
+from shardc.passes.annotate import fused_weights
+from shardc.rules import registry
+from shardc.rules.calls import call_of, result, tensors, values
 from shardc.rules.pointwise import poles
+from shardc.rules.registry import LocalCall, Strategy, needs_vary
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -50,7 +50,7 @@ class Partition:
         graph = writer.run()
         if self.strict:
             refuse_unasked(graph)
-        better = dict.fromkeys(how for axis in sorted(writer.gathered) if (how := parts.instead(program, axis)))
+        better = dict.fromkeys(how for axis in sorted(writer.gathered) if (how := fused_weights.instead(program, axis)))
         fused = (f"fused weights can be split by their parts: write {how} before the entries that split them otherwise" for how in better)
         return replace(program, mesh=mesh, stages=(Stage(graph),), notes=(*program.notes, *writer.notes, *fused))
 
@@ -121,7 +121,7 @@ class _Writer:
 
         args = fx.node.map_arg(node.args, put)
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), put))
-        rule = core.find(node.target)
+        rule = registry.find(node.target)
         typed = tuple(replace(v, layout=layout) for v, layout in zip(values(node), out, strict=True))
         last = typed[0] if not isinstance(node.meta["value"], tuple) else typed
 
@@ -186,13 +186,13 @@ class _Writer:
 
             if (local, s, fill) not in self.cleaned:
                 assert self.mesh_node is not None
-                self.cleaned[local, s, fill] = core.fill_padding(emit, local, value, s.dim, self.mesh_node, fill)
+                self.cleaned[local, s, fill] = registry.fill_padding(emit, local, value, s.dim, self.mesh_node, fill)
             local = self.cleaned[local, s, fill]
         return local
 
     def _is_weight(self, node: fx.Node) -> bool:
         """A parameter, or a view of one: its padding is zero."""
-        while node.op == "call_function" and len(tensors(node)) == 1 and (rule := core.find(node.target)) and rule.linear == ((0,),):
+        while node.op == "call_function" and len(tensors(node)) == 1 and (rule := registry.find(node.target)) and rule.linear == ((0,),):
             (node,) = tensors(node)
         return node.name in {p.name for p in self.program.params}
 

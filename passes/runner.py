@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import fx
 
-from shardc.program import Program
+from shardc.ir.program import Program
 
 
 @dataclass
@@ -57,7 +57,7 @@ def uncollected() -> Iterator[None]:
 
 
 def check(graph: fx.Graph, program: Program, *, typed: bool, piped: bool = False) -> None:
-    """What every graph promises (see shardc.program): lint, placeholders in order, metadata on every op.
+    """What every graph promises (see shardc.ir.program): lint, placeholders in order, metadata on every op.
 
     typed: every op has a value; what capture brings still has ops without one (asserts), which canonical drops.
     piped: it is a stage of a pipeline.

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardc.errors import ShardcError
-from shardc.mesh import Mesh
+from shardc.ir.mesh import Mesh
 from shardc.runtime.progress import Progress
 
 POLL = 0.05  # seconds between looks at the ranks

@@ -4,7 +4,7 @@ key = (seed, stream, step, microbatch); stream is the ordinal of the op in the g
 elements it holds, so that masks and initial weights are the same on every mesh, under recomputation and on one device.
 
 The generator hashes the index: two rounds of a 32-bit finaliser with full avalanche (Wellons, "Prospecting for hash
-functions", 2018: lowbias32), each with key words mixed in. It is not cryptographic; it passes the tests in tests/test_rng.py.
+functions", 2018: lowbias32), each with key words mixed in. It is not cryptographic; it passes the tests in tests/runtime/test_rng.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardc.placement import Shard, chunks, widen
+from shardc.ir.placement import Shard, chunks, widen
 
 Digits = Sequence[tuple[int, str, int, tuple[int, ...]]]
 Paddings = Sequence[tuple[int, int, int]]
@@ -109,7 +109,7 @@ def indices(
 ) -> Tensor:  # fmt: skip
     """Linear indices, within a tensor of the global `shape`, of the elements that this rank holds; of its local shape.
 
-    paddings: (dim, padding, blocks) of each padded dim (shardc.placement.Shard); padding has the index of some real element.
+    paddings: (dim, padding, blocks) of each padded dim (shardc.ir.placement.Shard); padding has the index of some real element.
     """
     wide = math.prod(shape) >= 2**31
     total = torch.zeros((), dtype=torch.int64 if wide else torch.int32, device=device)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc import source
+from shardc.capture.patches import untraced
 from shardc.errors import ShardcError
-from shardc.runtime import experts_op
-from shardc.runtime.expert_activation import PARTS, elementwise, read
-from shardc.runtime.experts import experts as run
+from shardc.ir import source
+from shardc.runtime.ops import experts_op
+from shardc.runtime.ops.expert_activation import PARTS, elementwise, read
+from shardc.runtime.ops.expert_parallel import experts as run
 from shardc.torch_private import FakeTensor, OpOverload, traced_on
-from shardc.watch import untraced
 
 Activation = str | Callable[[Tensor], Tensor]
 
@@ -83,7 +83,7 @@ FORM = "elementwise ops of torch's, on all columns, on equal parts of them (y.ch
 
 
 def text_of(activation: Activation, m: int, i: int) -> str:
-    """The text (shardc.runtime.expert_activation) of an activation, f[n, m] -> f[n, i]. Raises ShardcError if it has none."""
+    """The text (shardc.runtime.ops.expert_activation) of an activation, f[n, m] -> f[n, i]. Raises ShardcError if it has none."""
     return untraced(_traced, activation, m, i) if callable(activation) else _named(activation, m, i)
 
 

@@ -1,4 +1,4 @@
-"""The one place that imports torch's private parts. tests/test_capture.py says what breaks when they move.
+"""The one place that imports torch's private parts. tests/capture/test_capture.py says what breaks when they move.
 
 Everything else in shardc uses torch's public API. Add a name here with the reason why nothing public will do.
 """
@@ -30,12 +30,15 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # of all optimizers
+from torch.utils import _pytree as pytree  # nested batches; torch.utils has no public name for it
+from torch.utils._python_dispatch import TorchDispatchMode  # what sees every op
 
 __all__ = [
-    "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward",
+    "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "after_backward",
     "backward_decompositions", "current_backward", "decompositions", "fake_device", "fake_mode", "fake_tensor", "functionalized",
-    "is_transform", "norms", "outer_hooks", "overload_of", "plain_checkpoints", "replaced_engine", "replaced_packing", "replaced_trunc_normal",
-    "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node", "traced_on", "traced_with",
+    "is_transform", "norms", "outer_hooks", "overload_of", "plain_checkpoints", "pytree", "replaced_engine", "replaced_packing",
+    "replaced_trunc_normal", "sequence_number", "silent", "step_hooks", "traced_constant", "traced_functional", "traced_node",
+    "traced_on", "traced_with", "tracing",
 ]  # fmt: skip
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).

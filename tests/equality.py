@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardc
-from shardc.calls import result, tensors
 from shardc.capture import capture
-from shardc.placement import Placement, Shard
-from shardc.program import Program
-from shardc.simulate import Simulation
+from shardc.ir.placement import Placement, Shard
+from shardc.ir.program import Program
+from shardc.rules.calls import result, tensors
+from shardc.verify.simulate import Simulation
 from tests import zoo
 
 Property = Callable[[str, object], None]  # what pytest's `record_property` is
@@ -47,7 +47,7 @@ class Reference:
             return shardc.compile(self.model, self.batch, spec, captured=self.captured)
 
     def on(self, spec: dict[str, Any]) -> Simulation:
-        return shardc.simulate(self.compile(spec), self.model, self.batch)
+        return shardc.verify.simulate(self.compile(spec), self.model, self.batch)
 
 
 def reference(build: Callable[[], tuple[nn.Module, Any]]) -> Reference:

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 import shardc
 from shardc.capture import capture
-from shardc.passes import plans
-from shardc.program import Program
-from shardc.simulate import Simulation
+from shardc.ir.program import Program
+from shardc.passes.annotate import model_plan
+from shardc.verify.simulate import Simulation
 from tests import zoo
 from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
@@ -64,7 +64,7 @@ def one(name: str) -> tuple[nn.Module, Any, Program, Simulation]:
         model, batch = builders()[name]()
         captured = capture(model, batch)
         alone = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, captured=captured)
-        return model, batch, captured, shardc.simulate(alone, model, batch, steps=2, optimizer=momentum)
+        return model, batch, captured, shardc.verify.simulate(alone, model, batch, steps=2, optimizer=momentum)
 
 
 @st.composite
@@ -82,7 +82,7 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         spec["uneven"] = "pad"
     if "tp" in mesh:
         named = st.dictionaries(st.sampled_from(layers(model)), st.sampled_from(("column", "row")), min_size=1, max_size=4)
-        use = st.sampled_from(("model", "structure") if plans.read(model) else ("structure",)).map(lambda u: {"use": u})
+        use = st.sampled_from(("model", "structure") if model_plan.read(model) else ("structure",)).map(lambda u: {"use": u})
         spec["shard"] = draw(use | named)
         places = st.sampled_from(modules).map(starred), st.sampled_from(("", ":in"))
         spec["activations"] = {"".join(draw(st.tuples(*places))): {draw(st.sampled_from((1, 0, 2))): "tp"} for _ in range(draw(st.integers(0, 2)))}
@@ -134,7 +134,7 @@ def test_any_spec(name: str, examples: int) -> None:
 
 
 def check(program: Program, model: nn.Module, batch: Any, want: Simulation) -> None:
-    sim = shardc.simulate(program, model, batch, steps=2, optimizer=momentum)
+    sim = shardc.verify.simulate(program, model, batch, steps=2, optimizer=momentum)
     pairs = {"the loss": (sim.loss, want.loss)} | {n: (x, want.state[n]) for n, x in sim.state.items()}
     scale = 1e-3 * max((float(x.norm()) for _, x in pairs.values() if x.is_floating_point()), default=1.0)
     off = {n: float((a - b).norm()) / max(float(b.norm()), scale) for n, (a, b) in pairs.items() if a.is_floating_point() and b.isfinite().all()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardc
-from shardc import emit
+from shardc.artifact import emit
 from tests import zoo
 from tests.test_equal import spec_of
 
@@ -48,7 +48,7 @@ def test_the_model_is_left_as_it_was() -> None:
     model, batch = zoo.gpt()
     before = {n: p.clone() for n, p in model.state_dict().items()}
     program = shardc.compile(model, batch, spec_of("gpt", {"dp": 1, "tp": 2}))
-    shardc.simulate(program, model, batch, steps=2, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    shardc.verify.simulate(program, model, batch, steps=2, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
@@ -84,7 +84,7 @@ def test_an_op_without_a_rule_is_refused_or_replicated() -> None:
     assert "unknown_ops: replicate" in caught.value.fix
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "unknown_ops": "replicate"})
     assert "every rank runs it whole" in program.notes[0]
-    sim = shardc.simulate(program, model, batch)
+    sim = shardc.verify.simulate(program, model, batch)
     loss = model(*batch)
     loss.backward()
     torch.testing.assert_close(sim.loss, loss.detach())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import shardc
-from shardc.passes import plans
+from shardc.passes.annotate import model_plan
 from tests import equality
 from tests.zoo import hf, hf_more
 
@@ -80,7 +80,7 @@ def reference(name: str) -> equality.Reference:
 
 
 def spec_of(one: equality.Reference, mesh: str, first: dict[str, dict[int, str]]) -> dict[str, Any]:
-    use = "model" if plans.read(one.model) else "structure"
+    use = "model" if model_plan.read(one.model) else "structure"
     spec: dict[str, Any] = {"shardc": 1, "mesh": MESHES[mesh], "shard": {"use": use}}
     return spec | ({"activations": first} if mesh.endswith("sp") else {})
 
@@ -89,7 +89,7 @@ def spec_of(one: equality.Reference, mesh: str, first: dict[str, dict[int, str]]
 def test_equals_one_device(name: str, mesh: str, record_property: equality.Property) -> None:
     one, megatron = reference(name), LISTED[name]
     program = one.compile(spec_of(one, mesh, megatron.first))
-    sim = shardc.simulate(program, one.model, one.batch)
+    sim = shardc.verify.simulate(program, one.model, one.batch)
     equality.record(record_property, name, mesh, one, program, sim)
     equality.assert_equal(sim, one.loss, one.grads)
     assert equality.unnoticed(program) == []
@@ -113,7 +113,7 @@ def test_equals_one_device(name: str, mesh: str, record_property: equality.Prope
 def test_data_parallel_of_many_others(name: str, record_property: equality.Property) -> None:
     one = reference(name)
     program = one.compile({"shardc": 1, "mesh": {"dp": 2}})
-    sim = shardc.simulate(program, one.model, one.batch)
+    sim = shardc.verify.simulate(program, one.model, one.batch)
     equality.record(record_property, name, "dp=2", one, program, sim)
     equality.assert_equal(sim, one.loss, one.grads)
     assert equality.unnoticed(program) == []

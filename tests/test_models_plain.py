@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.capture import capture
-from shardc.program import Collective, Program
-from shardc.simulate import Simulation
+from shardc.ir.program import Collective, Program
+from shardc.verify.simulate import Simulation
 from tests import equality
 from tests.zoo import plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
@@ -48,7 +48,7 @@ class Reference:
     def check(self, spec: dict[str, Any], record: Callable[[Any, Program, Simulation], None] = lambda *_: None) -> Program:
         """Compile under a spec, run on all ranks, record and compare everything. Returns the program."""
         program = shardc.compile(self.model, self.batch, {"shardc": 1, **spec}, captured=self.captured)
-        sim = shardc.simulate(program, self.model, self.batch)
+        sim = shardc.verify.simulate(program, self.model, self.batch)
         record(self, program, sim)
         equality.assert_equal(sim, self.loss, self.grads)
         for name, value in self.buffers.items():

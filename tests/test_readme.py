@@ -51,5 +51,5 @@ def test_its_loss_is_one_of_a_model_that_returns_none() -> None:
             return self.fc(input)  # type: ignore[no-any-return]
 
     program = shardc.compile(Net(), batch, {"shardc": 1, "mesh": {"dp": 2}}, loss=loss)
-    sim = shardc.simulate(program, Net(), batch)
+    sim = shardc.verify.simulate(program, Net(), batch)
     assert float(sim.loss.detach()) == pytest.approx(float(loss(model(batch["input"]), batch).detach()), rel=1e-6)

@@ -10,7 +10,7 @@
 """
 
 from shardc.cost.device import Device, device, names
-from shardc.cost.price import Cost, RankCost
 from shardc.cost.replay import Memory
+from shardc.cost.step import Cost, RankCost
 
 __all__ = ["Cost", "Device", "Memory", "RankCost", "device", "names"]

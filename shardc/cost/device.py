@@ -80,7 +80,7 @@ class Device(_Section):
     def comm_seconds(self, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
         """Of one collective among ranks (numbers in the world; neighbours share a node).
 
-        nbytes: of the whole tensor, as in shardc.runtime.comm.CommRecord. Rings: each rank sends (n - 1) / n of it, twice in an all_reduce.
+        nbytes: of the whole tensor, as in shardc.runtime.mesh.CommRecord. Rings: each rank sends (n - 1) / n of it, twice in an all_reduce.
         """
         n = len(ranks)
         if n <= 1:

@@ -17,12 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardc.cost.flops import flops_of
-from shardc.runtime.comm import CommRecord
-from shardc.torch_private import current_backward, fake_device
+from shardc.runtime.mesh import CommRecord
+from shardc.torch_private import TorchDispatchMode, current_backward, fake_device, pytree
 
 aten = torch.ops.aten
 #: Kinds in the order in which they are shown.
@@ -167,11 +165,11 @@ class Ledger(TorchDispatchMode):
         if self.fake and func in _LOOKS:
             return _LOOKS[func](*args)
         result = (_LARGEST.get(func, func) if self.fake else func)(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         for x in made:
             self.see(x)
         if made and not func.is_view:
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             wide = [x.dtype for x in (*given, *made) if x.dtype.is_floating_point]
             traffic = sum(x.numel() * x.element_size() for x in (*given, *made))
             op = Op(flops_of(func, args, kwargs or {}, result), traffic, wide[0] if wide else made[0].dtype)

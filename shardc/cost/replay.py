@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardc.cost.device import Device
+from shardc.cost.dry_run import RESIDENT, Rehearsal
 from shardc.cost.ledger import HOST, KINDS, Op, Part, Sent, Waited
-from shardc.cost.rehearse import RESIDENT, Rehearsal
-from shardc.mesh import Mesh
+from shardc.ir.mesh import Mesh
 from shardc.runtime.schedule import Action
 
 #: Points that a curve is drawn with, at most.

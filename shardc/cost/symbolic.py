@@ -28,12 +28,12 @@ import sympy  # type: ignore[import-untyped]
 from sympy import Expr, Integer, Symbol
 from torch import fx
 
+from shardc.cost.dry_run import Rehearsal
 from shardc.cost.ledger import Held
-from shardc.cost.named import Names, Sums
-from shardc.cost.rehearse import Rehearsal
-from shardc.cost.work import computed, sent
-from shardc.passes.cutting import layer_of
-from shardc.program import Collective, Program, Source
+from shardc.cost.symbolic_work import computed, sent
+from shardc.cost.symbols import Names, Sums
+from shardc.ir.program import Collective, Program, Source
+from shardc.passes.pipeline.cuts import layer_of
 
 
 @dataclass(frozen=True)

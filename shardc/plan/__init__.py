@@ -21,9 +21,9 @@ from torch import nn
 from shardc.cost.device import Device
 from shardc.cost.device import device as described
 from shardc.errors import ShardcError
-from shardc.plan.ask import Question
+from shardc.plan.model import Subject
+from shardc.plan.planner import Question
 from shardc.plan.result import Candidate, Plan
-from shardc.plan.subject import Subject
 from shardc.spec import Spec
 
 __all__ = ["Candidate", "Plan", "plan"]

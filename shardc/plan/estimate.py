@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardc.cost.ledger import KINDS
-from shardc.mesh import Mesh
-from shardc.plan.library import Library, Stages
-from shardc.plan.parts import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
-from shardc.plan.price import Priced, balanced, computing
+from shardc.ir.mesh import Mesh
+from shardc.plan.exact import Priced, balanced, computing
+from shardc.plan.rehearsals import Library, Stages
 from shardc.plan.space import KEPT, Choice
+from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
 
 AT = {k: i for i, k in enumerate(KINDS)}
 #: Kinds that grow with the rows of a microbatch.

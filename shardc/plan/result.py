@@ -11,7 +11,7 @@ import torch
 
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
-from shardc.plan.price import Priced
+from shardc.plan.exact import Priced
 from shardc.spec import Spec
 
 
@@ -121,7 +121,7 @@ class Plan:
 
     def spec(self) -> str:
         """The best candidate's spec, as YAML annotated with why."""
-        from shardc.plan.write import annotated
+        from shardc.plan.annotated_yaml import annotated
 
         return annotated(self.best, self)
 

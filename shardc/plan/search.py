@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from shardc.errors import ShardcError
 from shardc.plan.estimate import Estimates
-from shardc.plan.library import Library
-from shardc.plan.price import Priced, price
+from shardc.plan.exact import Priced, price
+from shardc.plan.rehearsals import Library
 from shardc.plan.space import CHECKPOINTS, Choice, Keep, choices, divisors, spec
 from shardc.spec import Spec
 

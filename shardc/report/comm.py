@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from shardc.emit import human
-from shardc.program import Program
+from shardc.artifact.emit import human
+from shardc.ir.program import Program
 from shardc.runtime import ops
 
 UNASKED = "nobody asked for it"

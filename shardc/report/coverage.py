@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from shardc.calls import call_of
 from shardc.capture import capture
+from shardc.ir.program import Program, Source
 from shardc.passes.canonical import rewritten
-from shardc.passes.unsort import Unsort
-from shardc.program import Program, Source
-from shardc.rules import core
-from shardc.rules.core import Rule
+from shardc.passes.canonical.grouped_mm import Unsort
+from shardc.rules import registry
+from shardc.rules.calls import call_of
+from shardc.rules.registry import Rule
 
 #: How an op is covered, worst first -> what that means to the user.
 KINDS = {
@@ -106,7 +106,7 @@ def of_program(captured: Program) -> Coverage:
         if node.name in given or any(n in moving for n in node.all_input_nodes):
             moving.add(node)
         if node.op == "call_function" and node.target is not operator.getitem:
-            rule = core.find(node.target)
+            rule = registry.find(node.target)
             why = found.refused[node].what if node in found.refused else ""
             how = "refused" if why else "no rule" if rule is None else "whole" if node in moving and _whole(rule, node) else ""
             if how:

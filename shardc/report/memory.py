@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from shardc.artifact.emit import human
 from shardc.cost import Cost, Memory, RankCost
 from shardc.cost.ledger import KINDS
-from shardc.emit import human
 
 #: One colour a kind, from below: what stays, what grows, what passes.
 _FILLS = {

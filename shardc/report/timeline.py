@@ -14,10 +14,10 @@ from typing import Any
 from rich.text import Text
 from torch import fx
 
-from shardc.calls import call_of, tensors, values
-from shardc.passes.cutting import FLOPS, LINK
-from shardc.program import Program
-from shardc.rules import core
+from shardc.ir.program import Program
+from shardc.passes.pipeline.cuts import FLOPS, LINK
+from shardc.rules import registry
+from shardc.rules.calls import call_of, tensors, values
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
 
@@ -34,7 +34,7 @@ def timeline(program: Program) -> Timeline:
 
 
 def costs(program: Program) -> Costs:
-    """What each stage costs by its products, and by the bytes that its ops move where that takes longer: as `shardc.passes.cutting` counts.
+    """What each stage costs by its products, and by the bytes that its ops move where that takes longer: as `shardc.passes.pipeline.cuts` counts.
 
     In bytes of memory traffic of one rank. Backward of a product is a product for each operand that has a gradient: for weights in W.
     """
@@ -59,7 +59,7 @@ def _cost(graph: fx.Graph, program: Program) -> tuple[float, float, float]:
         if tensors(n) and all(x in of_weights for x in tensors(n)):
             of_weights.add(n)
         traffic = sum(v.nbytes(program.mesh) for x in (*tensors(n), n) for v in values(x))
-        rule = core.find(n.target)
+        rule = registry.find(n.target)
         flops = rule.flops(call_of(n)) / inner if rule is not None and rule.flops is not None else 0.0
         work = max(traffic, flops / FLOPS)
         forward += work

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.rules.core import Call, LocalCall, LocalOf, rule
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, LocalCall, LocalOf, rule
 
 aten = torch.ops.aten
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.core import Call, rule
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Signature
 from shardc.rules.pointwise import local_size
+from shardc.rules.registry import Call, rule
 
 aten = torch.ops.aten
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.placement import PARTIAL, VARYING, Layout, Partial, Placement, Shard
-from shardc.program import Collective, Value
-from shardc.rules.core import Call, LocalCall, Operand, Strategy, needs_vary, rule
+from shardc.ir.placement import PARTIAL, VARYING, Layout, Partial, Placement, Shard
+from shardc.ir.program import Collective, Value
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, LocalCall, Operand, Strategy, needs_vary, rule
 from shardc.runtime import ops
-from shardc.runtime.expert_activation import read
+from shardc.runtime.ops.expert_activation import read
 
 #: Positions of the arguments of `ops.experts`.
 X, INDEX, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS, ACTIVATION, TRANSPOSED = range(9)

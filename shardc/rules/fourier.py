@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.core import Call, rule
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.pointwise import broadcast
+from shardc.rules.registry import Call, rule
 
 aten = torch.ops.aten
 

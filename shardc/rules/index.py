@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.placement import PARTIAL, REPLICATE, Placement, Shard
-from shardc.rules.core import Call, LocalCall, Operand, Strategy, rule
+from shardc.ir.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardc.rules.notation import Dim, Signature, parse
+from shardc.rules.registry import Call, LocalCall, Operand, Strategy, rule
 from shardc.runtime import ops
 
 aten = torch.ops.aten

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from shardc.rules.core import Call, SignatureOf, rule
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Dim, Operand, Signature
+from shardc.rules.registry import Call, SignatureOf, rule
 
 aten = torch.ops.aten
 

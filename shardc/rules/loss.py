@@ -9,16 +9,13 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.mesh import Mesh
-from shardc.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.program import Collective, Value
-from shardc.rules.core import Call, LocalCall, Strategy, rule
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
+from shardc.ir.program import Collective, Value
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Dim, Signature
-from shardc.runtime import (
-    custom_ops,  # noqa: F401 (it registers shardc::ctc_loss)
-    ops,
-)
+from shardc.rules.registry import Call, LocalCall, Strategy, rule
+from shardc.runtime import ops
 
 
 def _class_dim(call: Call) -> int:

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from shardc.rules.core import Call, rule
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, rule
 
 aten = torch.ops.aten
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.rules.core import Call, LocalCall, Operand, rule
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, LocalCall, Operand, rule
 
 aten = torch.ops.aten
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from shardc.rules.core import Call, LocalCall, Operand, Rule, fallback, rule
 from shardc.rules.notation import Dim, Signature
-from shardc.runtime import custom_ops  # noqa: F401 (it registers shardc::with_gradient_of)
+from shardc.rules.registry import Call, LocalCall, Operand, Rule, fallback, rule
+from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 
 aten = torch.ops.aten
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.rules.core import Call, LocalCall, rule
 from shardc.rules.notation import Signature
 from shardc.rules.pointwise import broadcast
+from shardc.rules.registry import Call, LocalCall, rule
 from shardc.runtime import ops
 from shardc.runtime.rng import Digits, Paddings
 

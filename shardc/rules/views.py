@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.placement import PARTIAL, Placement, Shard
-from shardc.rules.core import Call, LocalCall, Strategy, rule
+from shardc.ir.placement import PARTIAL, Placement, Shard
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.pointwise import local_size
+from shardc.rules.registry import Call, LocalCall, Strategy, rule
 from shardc.runtime import ops
 
 aten = torch.ops.aten

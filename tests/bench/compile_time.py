@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import shardc
 from shardc.capture import default_loss
-from shardc.passes import plans
-from shardc.program import Program
+from shardc.ir.program import Program
+from shardc.passes.annotate import model_plan
 from tests import zoo
 from tests.test_models_hf import LISTED
 from tests.test_models_plain import STYLES
@@ -60,7 +60,7 @@ class Loss(nn.Module):
 
 def compiled(name: str, model: nn.Module, batch: Any) -> Program:
     """On dp=2 × tp=2, split as the tests split it, or on dp=2 where nothing can be split."""
-    shard: Any = STYLES.get(name) or {"use": "model" if plans.read(model) else "structure"}
+    shard: Any = STYLES.get(name) or {"use": "model" if model_plan.read(model) else "structure"}
     if name in WHOLE:
         return shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}})
     return shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": shard})

@@ -17,8 +17,8 @@ import moe  # noqa: E402
 import torch  # noqa: E402
 
 import shardc  # noqa: E402
-from shardc import emit  # noqa: E402
-from shardc.program import Program  # noqa: E402
+from shardc.artifact import emit  # noqa: E402
+from shardc.ir.program import Program  # noqa: E402
 
 EXPERTS = [{"match": "moe", "axis": "ep"}]
 MESHES: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def routes() -> str:
 
 def sent(program: Program) -> str:
     """What the program says of its exchanges, and what a run sent."""
-    ran = [c for c in shardc.simulate(program, moe.model(), moe.batch()).comms if c.kind == "all_to_all"]
+    ran = [c for c in shardc.verify.simulate(program, moe.model(), moe.batch()).comms if c.kind == "all_to_all"]
     rows = []
     for node in program.stages[0].graph.nodes:
         c = node.meta.get("collective")
@@ -104,7 +104,7 @@ Made by `make table` (tests/bench/experts.py) from examples/moe.py.
 Each rank has its experts; the rows that its tokens' routers chose go there by all_to_all and come back: tokens × choices × hidden bytes each way, and
 nothing is gathered, padded or dropped. transformers' models (Mixtral, Qwen, OLMoE, DeepSeek-V3, gpt-oss) need nothing but the section of the spec.
 An axis that only experts name splits the batch as well; a data axis is shared; tp inside of experts, sequence parallel, pipelines, ZeRO, checkpoints,
-precision and padding go together with it. Tested in float64 against one device (tests/test_experts.py): mixtral, qwen2_moe, qwen3_moe, olmoe,
+precision and padding go together with it. Tested in float64 against one device (tests/passes/test_experts.py): mixtral, qwen2_moe, qwen3_moe, olmoe,
 deepseek_v3, gpt_oss, switch, top 2 and GShard's einsums on ep=2, ep=4, experts over dp=2, ep=2 × tp=2 and pp=2 × ep=2.
 
 ```yaml
@@ -122,7 +122,7 @@ experts:                                            # or none: `shard: {{use: mo
 
 In the graph of one device it is one op, whatever the model looks like: transformers' models bring it (`experts_implementation="grouped_mm"`
 or "batched_mm"), a model of your own calls `shardc.nn.experts`, and one that sorts rows by expert for `torch._grouped_mm`, as torchtitan's, is taken
-back to unsorted rows (passes/unsort.py). A Python loop over experts is refused. GShard's einsums over an experts' dim are products like any
+back to unsorted rows (passes/canonical/grouped_mm.py). A Python loop over experts is refused. GShard's einsums over an experts' dim are products like any
 others, and need no op.
 
 ```python

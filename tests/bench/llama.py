@@ -1,6 +1,6 @@
 """What the benchmark trains: a Llama of transformers, and the weights that every contender starts from.
 
-`shardc.modelfile` could read this file too: it has `model()` and `batch()`.
+`shardc.cli.model_file` could read this file too: it has `model()` and `batch()`.
 """
 
 from __future__ import annotations

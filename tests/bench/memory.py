@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import shardc  # noqa: E402
 import shardc.nn  # noqa: E402
 from shardc.capture import capture  # noqa: E402
-from tests import live, zoo  # noqa: E402
+from tests import live_bytes, zoo  # noqa: E402
 from tests.zoo import hf, hf_more  # noqa: E402
 
 OUT = ROOT / "docs" / "memory.md"
@@ -31,10 +31,10 @@ HEAD = """\
 
 `shardc inspect --memory`, `program.cost().memory`: the peak of live tensor bytes of one training step. Made by `make table`
 (tests/bench/memory.py): tiny models (two layers, 8 × 16 tokens), float32, dropout 0.1 where the model has it, AdamW. *Measured*: every storage
-that a tensor of a real step lies in, from the op that makes it until it is freed (tests/live.py), in the second step of a run on
+that a tensor of a real step lies in, from the op that makes it until it is freed (tests/live_bytes.py), in the second step of a run on
 the loopback mesh; of ranks that do the same, the one that has most. The worst of {count} predictions is off by {worst:.2f} %.
 
-The prediction is made without weights or processes: the engine runs one rank's step on tensors without data (shardc/cost/rehearse.py),
+The prediction is made without weights or processes: the engine runs one rank's step on tensors without data (shardc/cost/dry_run.py),
 so what autograd keeps, what a checkpoint computes again, how buckets fill and what a schedule keeps alive are not modelled, but what they are.
 What can differ is what a rehearsal cannot see:
 
@@ -158,7 +158,7 @@ def rows(name: str, model: Any, batch: Any, captured: Any, setting: Setting) -> 
     """(difference, line) of each rank that differs."""
     what, spec, options = setting
     program = shardc.compile(model, batch, {"shardc": 1, **spec}, captured=captured)
-    found, real = program.cost("h100-80g", **options), live.watched(program, model, batch, **options)
+    found, real = program.cost("h100-80g", **options), live_bytes.watched(program, model, batch, **options)
     for r in found.ranks:
         here = [x for i, x in enumerate(real) if not program.axis or program.mesh.coords(i)[program.axis] == r.at]
         measured, outside = max(x.peak for x in here), max(x.outside_peak for x in here)

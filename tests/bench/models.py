@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "models.md"
-TESTS = ("tests/test_equal.py", "tests/test_models_plain.py", "tests/test_models_hf.py", "tests/test_experts.py")
+TESTS = ("tests/test_equal.py", "tests/test_models_plain.py", "tests/test_models_hf.py", "tests/passes/test_experts.py")
 HEAD = """\
 # Models, meshes and what is sent
 
@@ -26,7 +26,7 @@ Made by `make table` from a run of the tests {tests}: {equal} of {all} rows equa
 - *loss*, *gradients*: relative differences; of gradients the worst. *equal*: the verdict of the test, which allows 1e-12.
 - *collectives*: of one step, without the bucketed sums of gradients: AR all_reduce, AG all_gather, RS reduce_scatter, A2A all_to_all, SR send_recv.
 - *export*: seconds of `torch.export` and what makes its graph functional; *compile*: seconds of all that comes after it.
-- *sp*: sequence-parallel activations by one annotation. *ep*: an axis of experts' own (tests/test_experts.py; of three A2A a layer one sends counts).
+- *sp*: sequence-parallel activations by one annotation. *ep*: an axis of experts' own (tests/passes/test_experts.py; of three A2A a layer one sends counts).
 
 | model | mesh | equal | loss | gradients | collectives | export (s) | compile (s) |
 |---|---|---|---:|---:|---|---:|---:|

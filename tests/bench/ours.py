@@ -13,8 +13,8 @@ import llama
 from torch import Tensor
 
 from shardc import load
-from shardc.runtime.comm import TorchMesh, Work
-from shardc.runtime.engine import groups_of
+from shardc.runtime.mesh import TorchMesh, Work
+from shardc.runtime.step.engine import groups_of
 
 
 class Contender:

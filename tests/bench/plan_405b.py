@@ -20,7 +20,7 @@ def main() -> None:
     started = time.perf_counter(), time.process_time()
     from rich.console import Console
 
-    from shardc.plan.command import command
+    from shardc.cli.plan import command
 
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"

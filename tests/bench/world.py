@@ -24,13 +24,13 @@ class World:
     """Use: `with World(name, files) as w: w.ask("time", steps=3)`. A process that fails shows why, and ends the benchmark.
 
     files: where the parent has put weights and compiled programs. frugal: memory that is freed goes back to the system at once, so that
-    resident memory follows the live tensors; it costs time. Otherwise it is as each contender leaves it: ours keeps it (shardc.runtime.malloc).
+    resident memory follows the live tensors; it costs time. Otherwise it is as each contender leaves it: ours keeps it (shardc.runtime.mesh.allocator).
     """
 
     def __init__(self, name: str, files: Path, *, frugal: bool = False) -> None:
         self.name = name
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "transformers.models.llama.modeling_llama", "shardc.runtime.engine", "llama"])
+        context.set_forkserver_preload(["torch.distributed", "transformers.models.llama.modeling_llama", "shardc.runtime.step.engine", "llama"])
         meeting = files / f"meeting-{time.time_ns()}"
         self._ends, self._processes = [], []
         for rank in range(RANKS):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tests.zoo import BATCH, HEADS, HIDDEN, SEQ, VOCAB, Batch, labels, tokens
-from tests.zoo.hf import (
+from tests.zoo.hf import (  # fmt: skip
     CLASSES,
     CONVS,
     EXPERTS,
@@ -31,7 +31,7 @@ from tests.zoo.hf import (
     random,
     row,
     sound,
-)  # fmt: skip
+)
 
 
 def video() -> Batch:
