@@ -4,9 +4,9 @@
     after    kept = experts_keep(index, 8, 40)                            of each expert's choices the first 40 of the global batch
              y    = experts(x, kept, weights, up, down, ...)
 
-With `per: microbatch` the limit counts for each microbatch by itself, which is the same rows of every rank's part of the batch:
-index is then seen as [ranks, microbatches, ..., k], the microbatches taken in turns.
-"""
+With `per: microbatch` the limit counts for each microbatch by itself, which is the same rows of every rank's part of
+the batch: index is then seen as [ranks, microbatches, ..., k], the microbatches taken in turns.
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -62,24 +62,38 @@ class Capacity:
 
         def keep(x: fx.Node, tokens: int) -> fx.Node:
             limit = capacity(entry, tokens, k, experts)
-            return emit(ops.experts_keep, x.meta["value"].shape, x, experts, limit, asked=f"{where} capacity {entry.capacity}")
+            return emit(
+                ops.experts_keep, x.meta["value"].shape, x, experts, limit, asked=f"{where} capacity {entry.capacity}"
+            )
 
         if chunks == 1:
             return keep(index, t)
         if entry.per == "batch":
             raise ShardcError(
-                f"capacity {entry.capacity} is a share of the global batch, of which microbatches see a part each: what an expert takes of the "
-                "first ones hangs on what it took of other ranks' rows", where=where,
-                fix="write per: microbatch (each microbatch drops by itself, as other frameworks do), microbatches: 1, or capacity: none",
-            )  # fmt: skip
+                f"capacity {entry.capacity} is a share of the global batch, of which microbatches see a part each: what"
+                " an expert takes of the first ones hangs on what it took of other ranks' rows",
+                where=where,
+                fix=(
+                    "write per: microbatch (each microbatch drops by itself, as other frameworks do), microbatches: 1,"
+                    " or capacity: none"
+                ),
+            )
         if t % (ranks * chunks):
-            what = f"per: microbatch needs equal parts: {t} tokens are not {ranks * chunks} ({ranks} ranks of {chunks} microbatches)"
+            what = (
+                f"per: microbatch needs equal parts: {t} tokens are not {ranks * chunks} ({ranks} ranks of {chunks}"
+                " microbatches)"
+            )
             raise ShardcError(what, where=where, fix=f"make the batch a multiple of {ranks * chunks} rows")
         part = t // (ranks * chunks)
         apart = emit(_RESHAPE, (ranks, chunks, part, k), index, [ranks, chunks, part, k])
         turned = emit(_PERMUTE, (chunks, ranks, part, k), apart, [1, 0, 2, 3])
         kept = keep(emit(_RESHAPE, (chunks, ranks * part, k), turned, [chunks, ranks * part, k]), ranks * part)
-        back = emit(_PERMUTE, (ranks, chunks, part, k), emit(_RESHAPE, (chunks, ranks, part, k), kept, [chunks, ranks, part, k]), [1, 0, 2, 3])
+        back = emit(
+            _PERMUTE,
+            (ranks, chunks, part, k),
+            emit(_RESHAPE, (chunks, ranks, part, k), kept, [chunks, ranks, part, k]),
+            [1, 0, 2, 3],
+        )
         return emit(_RESHAPE, (t, k), back, [t, k])
 
 

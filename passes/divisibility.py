@@ -1,6 +1,6 @@
 """Sizes that ranks do not divide: one way to say by what they do not, and what would fit.
 
-    8 does not divide by dp=2 × microbatches=3        make it 6 or 12, or microbatches=2 or 4, or set `uneven: pad`
+8 does not divide by dp=2 × microbatches=3        make it 6 or 12, or microbatches=2 or 4, or set `uneven: pad`
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def ranks(axis: str, size: int, n: int) -> str:
 
 @dataclass(frozen=True)
 class Odd:
-    """A dim of a size that does not divide by the ranks of `axes` (outermost first, the last one at fault), in each of `parts` fused parts."""
+    """A dim of a size that does not divide by the ranks of `axes` (outermost first, the last one at fault), in each of
+    `parts` fused parts.
+    """
 
     dim: int
     size: int
@@ -47,16 +49,24 @@ class Odd:
     split: int  # of the axis at fault: into so many parts others cut the dim before
 
     def what(self, mesh: Mesh, size: str = "") -> str:
-        return f"{size or self.size} does not divide by {by(self.axes, mesh)}" + (f" in {self.parts} parts" if self.parts > 1 else "")
+        return f"{size or self.size} does not divide by {by(self.axes, mesh)}" + (
+            f" in {self.parts} parts" if self.parts > 1 else ""
+        )
 
     def fix(self, mesh: Mesh, pad: str = ", or set `uneven: pad`", size: str = "the size") -> str:
         axis = self.axes[-1]
-        other = "" if self.size % self.split else f", or {ranks(axis, self.size // self.split, mesh.size(axis.partition('.')[0]))}"
+        other = (
+            ""
+            if self.size % self.split
+            else f", or {ranks(axis, self.size // self.split, mesh.size(axis.partition('.')[0]))}"
+        )
         return f"make {size} {sizes(self.size, self.step)}{other}{pad}"
 
 
 def odd(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Odd | None:
-    """The first dim that ranks do not divide; None if there is none. What is split by sections, or padded, is left to others."""
+    """The first dim that ranks do not divide; None if there is none. What is split by sections, or padded, is left to
+    others.
+    """
     for dim in sorted({s.dim for _, s in layout.shards() if s.dim < len(shape) and not s.sections and not s.padding}):
         shards = sorted(layout.shards(dim), key=lambda item: item[1].split)
         for i, (axis, s) in enumerate(shards):

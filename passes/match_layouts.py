@@ -1,13 +1,16 @@
-"""Alike: a program for another batch whose parameters lie, and whose gradients come out, as another program's of the same model and spec.
+"""Alike: a program for another batch whose parameters lie, and whose gradients come out, as another program's of the
+same
+    model and spec.
 
-What is cheap to repeat may be repeated for few rows, so that a weight's gradient is whole where the other program's is a summand:
+What is cheap to repeat may be repeated for few rows, so that a weight's gradient is whole where the other program's is
+a summand:
 
     before   linear = aten.linear(x, w)              # w: f32[8, 8]              its gradient is whole on every rank
     after    w_once = ops.unvary(w, mesh, 'dp')      # w: f32[8, 8] ~dp          the first rank's counts, others bring zeros
              linear = aten.linear(x, w_once)
 
 So both programs run on the same parameters, buckets and optimizer (shardc.resize).
-"""
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -35,9 +38,13 @@ class Alike:
         for name, x in _named(program).items():
             if not _fits(x, theirs[name]):
                 errors.add(
-                    f"for a batch of fewer rows {name} would lie as {_shown(x)}, and it lies as {_shown(theirs[name])}", where="engine.step",
-                    fix=f"say in the spec's `shard` how {name} lies and in `pipeline` where stages begin, or leave the last batch out (drop_last)",
-                )  # fmt: skip
+                    f"for a batch of fewer rows {name} would lie as {_shown(x)}, and it lies as {_shown(theirs[name])}",
+                    where="engine.step",
+                    fix=(
+                        f"say in the spec's `shard` how {name} lies and in `pipeline` where stages begin, or leave the"
+                        " last batch out (drop_last)"
+                    ),
+                )
         errors.raise_any()
         for stage in program.stages:
             nodes = {n.name: n for n in stage.graph.find_nodes(op="placeholder")}
@@ -56,8 +63,12 @@ def _named(program: Program) -> dict[str, Param | Buffer]:
 
 def _fits(one: Param | Buffer, other: Param | Buffer) -> bool:
     return (one.name, one.shape, one.dtype, one.stages, one.layout.shards()) == (
-        other.name, other.shape, other.dtype, other.stages, other.layout.shards(),
-    )  # fmt: skip
+        other.name,
+        other.shape,
+        other.dtype,
+        other.stages,
+        other.layout.shards(),
+    )
 
 
 def _shown(x: Param | Buffer) -> str:
@@ -92,7 +103,9 @@ def _bring(graph: fx.Graph, node: fx.Node, mesh_node: fx.Node, p: Param, layout:
             if extra:
                 now = Layout.of({**dict(now.items), **dict.fromkeys(extra, VARYING)}, mesh)
                 new = _node(graph, ops.vary, (new, mesh_node, extra), f"{x.name}_each", replace(mine, layout=now))
-                new.meta["collective"] = Collective("none", "all_reduce", extra, mine.nbytes(mesh), "gradients, as of the compiled batch")
+                new.meta["collective"] = Collective(
+                    "none", "all_reduce", extra, mine.nbytes(mesh), "gradients, as of the compiled batch"
+                )
         for u in users:
             u.replace_input_with(x, new)
 

@@ -10,7 +10,9 @@ from shardc.spec import Spec
 
 
 def notes(program: Program, spec: Spec) -> tuple[str, ...]:
-    """A note for each axis of more than one rank that no layout, collective, bucket, pipeline or expert has: its spec line, and what would use it."""
+    """A note for each axis of more than one rank that no layout, collective, bucket, pipeline or expert has: its spec
+    line, and what would use it.
+    """
     used = {axis.partition("[")[0].partition(".")[0] for axis in _used(program)}
     return tuple(_note(spec, axis, size) for axis, size in spec.mesh.axes if size > 1 and axis not in used)
 
@@ -39,7 +41,8 @@ def _split(layout: Layout) -> Iterator[str]:
 def _note(spec: Spec, axis: str, size: int) -> str:
     use = "structure" if axis == "tp" else f"{{plan: structure, axis: {axis}}}"
     return (
-        f"{spec.where(('mesh', axis))}: {axis}={size} splits nothing: its {size} ranks all compute the same. Use it for weights "
-        f"(shard: {{use: {use}}}, or entries by name), the batch (data: {{axis: {axis}}}), a pipeline (pipeline: {{axis: {axis}, stages: {size}}}) "
-        f"or experts (experts: [{{match: ..., axis: {axis}}}]), or leave it out"
+        f"{spec.where(('mesh', axis))}: {axis}={size} splits nothing: its {size} ranks all compute the same. Use it for"
+        f" weights (shard: {{use: {use}}}, or entries by name), the batch (data: {{axis: {axis}}}), a pipeline"
+        f" (pipeline: {{axis: {axis}, stages: {size}}}) or experts (experts: [{{match: ..., axis: {axis}}}]), or leave"
+        " it out"
     )

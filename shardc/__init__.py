@@ -14,7 +14,19 @@ from shardc.spec import Spec
 from shardc.verify.simulate import Simulation, simulate
 
 __all__ = [
-    "Coverage", "Plan", "Program", "ShardcError", "Simulation", "Spec", "check_rule", "compile", "coverage", "groups", "load", "plan",
-    "rule", "simulate",
-]  # fmt: skip
+    "Coverage",
+    "Plan",
+    "Program",
+    "ShardcError",
+    "Simulation",
+    "Spec",
+    "check_rule",
+    "compile",
+    "coverage",
+    "groups",
+    "load",
+    "plan",
+    "rule",
+    "simulate",
+]
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """Read this first: the whole flow in one straight function. DESIGN section 1 has the picture.
 
-    capture ► precision ► canonical ► experts ► annotate ► place ► partition ► accumulate ► pipeline ► checkpoint ► data
-    global graph of one device                  one rank's program
+capture ► precision ► canonical ► experts ► annotate ► place ► partition ► accumulate ► pipeline ► checkpoint ► data
+global graph of one device                  one rank's program
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def compile(
     spec: path, dict or Spec. mesh: sizes that override the spec's; overrides: dotted settings such as "data.zero=0".
     world: number of ranks, where known: it fills in an axis of size -1, and has to be what the mesh needs.
     loss: (model's output, batch) -> scalar; default: the output itself, its `.loss`, or its first element.
-    prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture` made of
-        the same model and batch, for trying several specs. like: a program of the same model and spec for another batch, whose parameters
-        and buckets this one is to run on (shardc.passes.match_layouts). dump: folder for the text after every pass.
+    prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture`
+        made of the same model and batch, for trying several specs. like: a program of the same model and spec for
+        another batch, whose parameters and buckets this one is to run on (shardc.passes.match_layouts). dump: folder
+        for the text after every pass.
     on_pass: called with each stage's name as it begins.
     Raises ShardcError for everything that is wrong with the input, all independent mistakes at once.
     """
@@ -99,9 +100,11 @@ def compile(
     program.spec, program.resize = asked, Resizer.of(model, loss)
     program.notes = (*notes, *program.notes, *unused_axes.notes(program, asked))
     program.meta = program.meta | {
-        "model": type(model).__name__, "torch": str(torch.__version__), "compile_seconds": round(time.perf_counter() - start, 3),
+        "model": type(model).__name__,
+        "torch": str(torch.__version__),
+        "compile_seconds": round(time.perf_counter() - start, 3),
         "pass_seconds": steps.seconds,
-    }  # fmt: skip
+    }
     if asked.precision.loss_scale is not None:
         program.meta["loss_scale"] = asked.precision.loss_scale
     if asked.data.offload != Offload():

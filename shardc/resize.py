@@ -1,8 +1,10 @@
-"""Programs for batches of fewer rows: the last one of an epoch. Compiled from the same model and spec when the first such batch comes.
+"""Programs for batches of fewer rows: the last one of an epoch. Compiled from the same model and spec when the first
+such
+batch comes.
 
-Exact as any program: means are over the rows that are there, and rows that ranks and microbatches do not divide are padded (`uneven: pad`).
-The engine runs it on the parameters, buckets and optimizer that it has, so they have to lie where the first program has them.
-"""
+Exact as any program: means are over the rows that are there, and rows that ranks and microbatches do not divide are
+padded (`uneven: pad`). The engine runs it on the parameters, buckets and optimizer that it has, so they have to lie
+where the first program has them."""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Resizer:
-    """`(program, batch) -> program for that batch`, for Program.resize. build: gives the model that was compiled, or one like it."""
+    """`(program, batch) -> program for that batch`, for Program.resize. build: gives the model that was compiled, or
+    one like it.
+    """
 
     def __init__(self, build: Build, loss: Loss | None, modes: dict[str, bool]) -> None:
         self.build, self.loss, self.modes = build, loss, modes
@@ -37,7 +41,8 @@ class Resizer:
         return cls(weakref.ref(model), loss, {n: m.training for n, m in model.named_modules()})
 
     def __call__(self, program: Program, batch: Any) -> Program:
-        """Compile, once for each size. Ranks that are threads of one process come here together: capture bears nobody beside it.
+        """Compile, once for each size. Ranks that are threads of one process come here together: capture bears nobody
+        beside it.
 
         Raises ShardcError if the model is gone, or its parameters would lie elsewhere.
         """
@@ -53,11 +58,15 @@ class Resizer:
         model = self.build()
         if model is None or program.spec is None:
             raise ShardcError(
-                "the batch has fewer rows than the program was compiled for, and the model, from which another program would be made, is gone",
-                where="engine.step", fix="keep the model that was compiled, or leave the last batch out (drop_last)",
-            )  # fmt: skip
+                "the batch has fewer rows than the program was compiled for, and the model, from which another program"
+                " would be made, is gone",
+                where="engine.step",
+                fix="keep the model that was compiled, or leave the last batch out (drop_last)",
+            )
         with _modes(model, self.modes):
-            return compile(model, batch, program.spec, loss=self.loss, overrides=("uneven=pad",), prove=False, like=program)
+            return compile(
+                model, batch, program.spec, loss=self.loss, overrides=("uneven=pad",), prove=False, like=program
+            )
 
 
 @contextlib.contextmanager

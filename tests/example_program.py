@@ -1,9 +1,10 @@
-"""A small program written by hand, as the compiler would write it: two linear layers, split as Megatron does, on dp x tp.
+"""A small program written by hand, as the compiler would write it: two linear layers, split as Megatron does, on dp x
+tp.
 
-    h = gelu(linear(x, up.weight, up.bias))      column: rows of `up` on tp
-    z = linear(dropout(h), down.weight)          row: a partial sum over tp
-    loss = sum((z * scale - y)^2) / count        scale is also known as `tied.scale`; the batch is on dp
-    running' = 0.9 running + 0.1 mean(z)         a buffer
+h = gelu(linear(x, up.weight, up.bias))      column: rows of `up` on tp
+z = linear(dropout(h), down.weight)          row: a partial sum over tp
+loss = sum((z * scale - y)^2) / count        scale is also known as `tied.scale`; the batch is on dp
+running' = 0.9 running + 0.1 mean(z)         a buffer
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class Model(nn.Module):
 
 def batch(dtype: torch.dtype = torch.float64, seed: int = 1) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(B, K, generator=g, dtype=torch.float64).to(dtype), "y": torch.randn(B, N, generator=g, dtype=torch.float64).to(dtype)}
+    return {
+        "x": torch.randn(B, K, generator=g, dtype=torch.float64).to(dtype),
+        "y": torch.randn(B, N, generator=g, dtype=torch.float64).to(dtype),
+    }
 
 
 def program(dp: int = 1, tp: int = 1, *, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Program:
@@ -59,10 +63,40 @@ def program(dp: int = 1, tp: int = 1, *, dropout: float = 0.0, dtype: torch.dtyp
         return Layout.of(placements, mesh)
 
     params = (
-        Param("up_weight", "up.weight", (H, K), dtype, layout=lay(dp=VARYING, tp=Shard(0)), reduce=("dp",), order=3, bucket=1),
-        Param("up_bias", "up.bias", (H,), dtype, layout=lay(dp=VARYING, tp=Shard(0)), reduce=("dp",), order=2, bucket=1),
-        Param("down_weight", "down.weight", (N, H), dtype, layout=lay(dp=VARYING, tp=Shard(1)), reduce=("dp",), order=1, bucket=0),
-        Param("scale", "scale", (N,), dtype, aliases=("tied.scale",), layout=lay(dp=VARYING), reduce=("dp",), order=0, bucket=0),
+        Param(
+            "up_weight",
+            "up.weight",
+            (H, K),
+            dtype,
+            layout=lay(dp=VARYING, tp=Shard(0)),
+            reduce=("dp",),
+            order=3,
+            bucket=1,
+        ),
+        Param(
+            "up_bias", "up.bias", (H,), dtype, layout=lay(dp=VARYING, tp=Shard(0)), reduce=("dp",), order=2, bucket=1
+        ),
+        Param(
+            "down_weight",
+            "down.weight",
+            (N, H),
+            dtype,
+            layout=lay(dp=VARYING, tp=Shard(1)),
+            reduce=("dp",),
+            order=1,
+            bucket=0,
+        ),
+        Param(
+            "scale",
+            "scale",
+            (N,),
+            dtype,
+            aliases=("tied.scale",),
+            layout=lay(dp=VARYING),
+            reduce=("dp",),
+            order=0,
+            bucket=0,
+        ),
         Param("unused", "unused", (3,), dtype, order=4),
     )
     buffers = (
@@ -89,7 +123,12 @@ def program(dp: int = 1, tp: int = 1, *, dropout: float = 0.0, dtype: torch.dtyp
     e = call("e", aten.sub.Tensor, call("zs", aten.mul.Tensor, z, given["scale"]), given["y"])
     s = total("s_sum", call("s", aten.sum.default, call("sq", aten.pow.Tensor_Scalar, e, 2)), "dp", dtype.itemsize)
     loss = call("loss", aten.div.Tensor, s, given["count"])
-    m = total("m_sum", call("m", ops.partial_mean, call("cut", aten.detach.default, z), [0], False, B), "dp", N * dtype.itemsize)
+    m = total(
+        "m_sum",
+        call("m", ops.partial_mean, call("cut", aten.detach.default, z), [0], False, B),
+        "dp",
+        N * dtype.itemsize,
+    )
     old, part = call("old", aten.mul.Tensor, given["running"], 0.9), call("part", aten.mul.Tensor, m, 0.1)
     graph.output((loss, (call("new", aten.add.Tensor, old, part),)))
     buckets = (Bucket(("dp",), dtype, ("scale", "down_weight")), Bucket(("dp",), dtype, ("up_bias", "up_weight")))
@@ -97,7 +136,9 @@ def program(dp: int = 1, tp: int = 1, *, dropout: float = 0.0, dtype: torch.dtyp
 
 
 def reference(steps: int = 1, **optimizer: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """(loss, gradients, state) of one device after so many AdamW steps on the same batch; gradients and loss of the last one."""
+    """(loss, gradients, state) of one device after so many AdamW steps on the same batch; gradients and loss of the
+    last one.
+    """
     model = Model()
     made = torch.optim.AdamW(model.parameters(), **optimizer)
     for _ in range(steps):

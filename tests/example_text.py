@@ -1,7 +1,9 @@
-"""A typed program written by hand, text for text: two linear layers, split as Megatron does, on dp x tp, with sources and causes.
+"""A typed program written by hand, text for text: two linear layers, split as Megatron does, on dp x tp, with sources
+and
+causes.
 
-    pre = x * scale ;  h = gelu(linear(pre, up)) ;  z = linear(h, down) ;  loss = sum(z²) / 32 ;  mean' = mean of z over the batch
-"""
+pre = x * scale ;  h = gelu(linear(pre, up)) ;  z = linear(h, down) ;  loss = sum(z²) / 32 ;  mean' = mean of z over the
+batch"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def _graph(body: Callable[[Call, dict[str, fx.Node]], Any], layouts: bool) -> fx
         given[x.name] = node = graph.placeholder(x.name)
         node.meta["value"] = x.value if layouts else Value(x.shape, x.dtype, x.value.requires_grad)
 
-    def call(name: str, source: Source, typed: str, target: Any, *args: Any, collective: Collective | None = None) -> fx.Node:
+    def call(
+        name: str, source: Source, typed: str, target: Any, *args: Any, collective: Collective | None = None
+    ) -> fx.Node:
         node = graph.create_node("call_function", target, args, {"tag": name} if collective else {}, name=name)
         node.meta = {"value": value(typed), "source": source} | ({"collective": collective} if collective else {})
         return node
@@ -72,9 +76,17 @@ def _graph(body: Callable[[Call, dict[str, fx.Node]], Any], layouts: bool) -> fx
 
 def _single(call: Call, at: dict[str, fx.Node]) -> Any:
     pre = call("pre", ROOT, "f64[8, 6] grad", aten.mul.Tensor, at["x"], at["scale"])
-    h = call("h", UP, "f64[8, 12] grad", aten.gelu.default, call("up", UP, "f64[8, 12] grad", aten.linear.default, pre, at["up_weight"], None))
+    h = call(
+        "h",
+        UP,
+        "f64[8, 12] grad",
+        aten.gelu.default,
+        call("up", UP, "f64[8, 12] grad", aten.linear.default, pre, at["up_weight"], None),
+    )
     z = call("z", DOWN, "f64[8, 4] grad", aten.linear.default, h, at["down_weight"])
-    s = call("s", LOSS, "f64[] grad", aten.sum.default, call("square", LOSS, "f64[8, 4] grad", aten.pow.Tensor_Scalar, z, 2))
+    s = call(
+        "s", LOSS, "f64[] grad", aten.sum.default, call("square", LOSS, "f64[8, 4] grad", aten.pow.Tensor_Scalar, z, 2)
+    )
     mean = call("new", DOWN, "f64[4]", aten.mean.dim, call("cut", DOWN, "f64[8, 4]", aten.detach.default, z), [0])
     return call("loss", LOSS, "f64[] grad", aten.div.Tensor, s, at["count"]), (mean,)
 
@@ -87,11 +99,35 @@ def _local(call: Call, at: dict[str, fx.Node]) -> Any:
     up = call("up", UP, "f64[8@dp, 2·6@tp] grad", aten.linear.default, pre, at["up_weight"], None)
     h = call("h", UP, "f64[8@dp, 2·6@tp] grad", aten.gelu.default, up)
     z = call("z", DOWN, "f64[8@dp, 4] +tp grad", aten.linear.default, h, at["down_weight"])
-    z = call("z_sum", DOWN, "f64[8@dp, 4] grad", ops.all_reduce, z, mesh, ("tp",), collective=Collective("all_reduce", "none", ("tp",), 128, ROW))
-    s = call("s", LOSS, "f64[] +dp grad", aten.sum.default, call("square", LOSS, "f64[8@dp, 4] grad", aten.pow.Tensor_Scalar, z, 2))
+    z = call(
+        "z_sum",
+        DOWN,
+        "f64[8@dp, 4] grad",
+        ops.all_reduce,
+        z,
+        mesh,
+        ("tp",),
+        collective=Collective("all_reduce", "none", ("tp",), 128, ROW),
+    )
+    s = call(
+        "s",
+        LOSS,
+        "f64[] +dp grad",
+        aten.sum.default,
+        call("square", LOSS, "f64[8@dp, 4] grad", aten.pow.Tensor_Scalar, z, 2),
+    )
     asked = Collective("all_reduce", "none", ("dp",), 8, BATCH)
     s = call("s_sum", LOSS, "f64[] grad", ops.all_reduce, s, mesh, ("dp",), collective=asked)
-    mean = call("part", DOWN, "f64[4] +dp", ops.partial_mean, call("cut", DOWN, "f64[8@dp, 4]", aten.detach.default, z), [0], False, 8)
+    mean = call(
+        "part",
+        DOWN,
+        "f64[4] +dp",
+        ops.partial_mean,
+        call("cut", DOWN, "f64[8@dp, 4]", aten.detach.default, z),
+        [0],
+        False,
+        8,
+    )
     unasked = Collective("all_reduce", "none", ("dp",), 32, BATCH, asked=False)
     mean = call("new", DOWN, "f64[4]", ops.all_reduce, mean, mesh, ("dp",), collective=unasked)
     return call("loss", LOSS, "f64[] grad", aten.div.Tensor, s, at["count"]), (mean,)
@@ -101,6 +137,13 @@ def program() -> Program:
     buckets = (Bucket(("dp",), torch.float64, ("up_weight", "scale")),)
     notes = ("new: all_reduce that nobody asked for",)
     return Program(
-        MESH, _graph(_single, layouts=False), PARAMS, BUFFERS, INPUTS, (Stage(_graph(_local, layouts=True)),), buckets,
-        notes=notes, meta={"model": "MLP"},
-    )  # fmt: skip
+        MESH,
+        _graph(_single, layouts=False),
+        PARAMS,
+        BUFFERS,
+        INPUTS,
+        (Stage(_graph(_local, layouts=True)),),
+        buckets,
+        notes=notes,
+        meta={"model": "MLP"},
+    )

@@ -1,7 +1,9 @@
-"""What a real step holds: every rank of a loopback mesh is a thread, and counts the bytes of all storages that its tensors lie in.
+"""What a real step holds: every rank of a loopback mesh is a thread, and counts the bytes of all storages that its
+tensors
+lie in.
 
-A storage is counted once, from the op that first returns a tensor in it until it is freed. What the loopback mesh itself makes while ranks
-meet is not counted: a real mesh has NCCL do it; its results are.
+A storage is counted once, from the op that first returns a tensor in it until it is freed. What the loopback mesh
+itself makes while ranks meet is not counted: a real mesh has NCCL do it; its results are.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from shardc.runtime.step.engine import Engine
 
 
 class Live(TorchDispatchMode):
-    """now, peak: bytes. foreign: tensors whose memory is somebody else's. outside, outside_peak: bytes in the machine's memory, if the CPU
-    plays the part of a device that has its own."""
+    """now, peak: bytes. foreign: tensors whose memory is somebody else's. outside, outside_peak: bytes in the machine's
+    memory, if the CPU plays the part of a device that has its own."""
 
     def __init__(self, foreign: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -134,7 +136,9 @@ def measured(program: Program, model: Any, batch: Any, *, steps: int = 2, **opti
 
 
 def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **options: Any) -> list[Live]:
-    """What every rank held in the last of some steps with AdamW, as it steps on a GPU. Offloaded tensors lie outside. options: of Engine."""
+    """What every rank held in the last of some steps with AdamW, as it steps on a GPU. Offloaded tensors lie outside.
+    options: of Engine.
+    """
     theirs = [*model.parameters(), *model.buffers(), *(x for _, x in inputs.leaves(batch) if isinstance(x, Tensor))]
     mine, take = threading.local(), inputs.take
 

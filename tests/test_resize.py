@@ -1,4 +1,6 @@
-"""The last batch of an epoch: fewer rows than were compiled, the same step as on one device, whatever ranks and microbatches divide."""
+"""The last batch of an epoch: fewer rows than were compiled, the same step as on one device, whatever ranks and
+microbatches divide.
+"""
 
 from __future__ import annotations
 
@@ -161,12 +163,17 @@ def test_what_cannot_be_made_is_told(tmp_path: Any) -> None:
         loopback(p.mesh, lambda mesh: p.engine(model(), mesh=mesh).step(given))
 
     step(p, small)
-    for wrong in ({k: torch.cat([x, x]) for k, x in small.items() for _ in [0]} | {"ids": batch(0)["ids"]}, {k: x[:, :3] for k, x in small.items()}):
+    for wrong in (
+        {k: torch.cat([x, x]) for k, x in small.items() for _ in [0]} | {"ids": batch(0)["ids"]},
+        {k: x[:, :3] for k, x in small.items()},
+    ):
         with pytest.raises(shardc.ShardcError, match="the program was compiled for"):
             step(p, wrong)
     del net
     gc.collect()
-    with pytest.raises(shardc.ShardcError, match=r"fewer rows than the program was compiled for, and the model.*is gone"):
+    with pytest.raises(
+        shardc.ShardcError, match=r"fewer rows than the program was compiled for, and the model.*is gone"
+    ):
         step(p, other)
     step(p, small)  # it is there already
     p.save(tmp_path / "p")

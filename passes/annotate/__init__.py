@@ -3,8 +3,8 @@
     before   w: f32[256, 64]                                    spec: shard: {"*.c_proj": row}
     after    w: f32[256@tp, 64]                                  (Conv1D stores [in, out]: its in-features are dim 0)
 
-What `column`, `row` and `vocab` mean for a weight is read off the op that uses it, not off its module's class: out-features are
-the factor that only the weight and the result have, in-features the one that is summed.
+What `column`, `row` and `vocab` mean for a weight is read off the op that uses it, not off its module's class:
+out-features are the factor that only the weight and the result have, in-features the one that is summed.
 """
 
 from __future__ import annotations
@@ -47,16 +47,26 @@ class Annotate:
         errors = Errors()
         layouts: dict[str, Layout] = {}
         shared = kv_heads.shared(program.graph)
-        split_by = {a for r in self.spec.shard for a in _axes(r)} | ({self.spec.shard_axis} if self.spec.shard_use else set())
+        split_by = {a for r in self.spec.shard for a in _axes(r)} | (
+            {self.spec.shard_axis} if self.spec.shard_use else set()
+        )
         for axis in sorted(split_by & set(mesh.names)):
             mesh = kv_heads.refine(mesh, axis, shared.values())
         weights = _Weights(self.spec, program, mesh, shared)
         with errors.collect():
             layouts |= weights.run()
-            if self.spec.shard_use and self.spec.shard_axis in self.spec.mesh.names and mesh.size(self.spec.shard_axis) > 1:
+            if (
+                self.spec.shard_use
+                and self.spec.shard_axis in self.spec.mesh.names
+                and mesh.size(self.spec.shard_axis) > 1
+            ):
                 plan = self._plan(program, mesh, weights.named, layouts)
                 layouts |= weights.planned(plan)
-                program = replace(program, notes=(*program.notes, *plan.notes), meta={**program.meta, **self._written(program, plan, weights.named)})
+                program = replace(
+                    program,
+                    notes=(*program.notes, *plan.notes),
+                    meta={**program.meta, **self._written(program, plan, weights.named)},
+                )
         program = replace(program, notes=(*program.notes, *weights.notes))
         with errors.collect():
             if self.spec.experts:
@@ -73,7 +83,9 @@ class Annotate:
         return replace(program.with_layouts(layouts), mesh=mesh)
 
     def _plan(self, program: Program, mesh: Mesh, named: set[str], layouts: dict[str, Layout]) -> Plan:
-        """How the model's plan, or the structure of its graph, splits the weights that the spec's entries leave open."""
+        """How the model's plan, or the structure of its graph, splits the weights that
+        the spec's entries leave open.
+        """
         axis, where = self.spec.shard_axis, self.spec.where(("shard", "use"))
         if self.spec.shard_use == "model":
             return model_plan.resolve(self.carried, program, axis, named, where)
@@ -87,7 +99,13 @@ class Annotate:
         """The entries that `use` came to, as a user would write them: {"shard": lines of YAML}."""
         rules = to_spec.entries(program, {name: s for name, (s, _) in plan.splits.items()}, plan.axis, named)
         text = str(replace(self.spec, shard=(*self.spec.shard, *rules), shard_use=None))
-        return {"shard": [line for line in text.partition("\nshard:\n")[2].partition("\n\n")[0].splitlines() if line.startswith("  ")]}
+        return {
+            "shard": [
+                line
+                for line in text.partition("\nshard:\n")[2].partition("\n\n")[0].splitlines()
+                if line.startswith("  ")
+            ]
+        }
 
 
 def _axes(rule: ShardRule) -> set[str]:
@@ -98,8 +116,12 @@ def _quote(spec: Spec, section: str, key: str, text: object) -> str:
     return f"{spec.where((section, key))} {key!r}: {text}"
 
 
-def _fits(layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: str, errors: Errors, *, pad: bool = False) -> bool:
-    """Report a layout that a shape cannot have, with the nearest sizes that fit. pad: what is only a matter of padding is right."""
+def _fits(
+    layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: str, errors: Errors, *, pad: bool = False
+) -> bool:
+    """Report a layout that a shape cannot have, with the nearest sizes that fit. pad: what is only a matter of padding
+    is right.
+    """
     layout = padding.padded(layout, shape, mesh) if pad else layout
     wrong = layout.fits(shape, mesh)
     if not wrong:
@@ -109,7 +131,9 @@ def _fits(layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: 
         return False
     sections = next((s.sections for _, s in layout.shards() if s.dim < len(shape) and s.sections), ())
     fix = f"its dims are 0 to {len(shape) - 1}" if shape else "it is one number: leave it whole"
-    errors.add(f"{name} of shape {list(shape)}: {wrong}", where=where, fix="list the sizes of the parts" if sections else fix)
+    errors.add(
+        f"{name} of shape {list(shape)}: {wrong}", where=where, fix="list the sizes of the parts" if sections else fix
+    )
     return False
 
 
@@ -136,15 +160,17 @@ class _Weights:
     told: set[int] = field(default_factory=set)
     named: set[str] = field(default_factory=set)  # parameters that the spec's own entries name
     odd: list[tuple[Param, Layout, str]] = field(default_factory=list)  # parameters that ranks do not divide
-    repeated: dict[tuple[int, str], list[str]] = field(default_factory=dict)  # (kv heads, digit) -> weights whose queries its ranks all compute
+    repeated: dict[tuple[int, str], list[str]] = field(
+        default_factory=dict
+    )  # (kv heads, digit) -> weights whose queries its ranks all compute
 
     @property
     def notes(self) -> Iterator[str]:
         for (kv, digit), (first, *others) in self.repeated.items():
             more = f" and {len(others)} more" if others else ""
             yield (
-                f"{first}{more}: one weight makes {kv} key-value head{'s' if kv > 1 else ''} and the queries that use them; the "
-                f"{self.mesh.size(digit)} ranks of {digit} that share a head all compute its queries too"
+                f"{first}{more}: one weight makes {kv} key-value head{'s' if kv > 1 else ''} and the queries that use"
+                f" them; the {self.mesh.size(digit)} ranks of {digit} that share a head all compute its queries too"
             )
 
     def run(self) -> dict[str, Layout]:
@@ -158,25 +184,33 @@ class _Weights:
             rule = rules[i]
             close = nearest(rule.pattern, sorted({*names, *modules}))
             errors.add(
-                f"pattern {rule.pattern!r} matches no parameter and no module of the model", where=self.spec.where(("shard", rule.pattern)),
-                fix=f"did you mean {close!r}?" if close else "see the model's names with `shardc inspect model.py --before`",
-            )  # fmt: skip
+                f"pattern {rule.pattern!r} matches no parameter and no module of the model",
+                where=self.spec.where(("shard", rule.pattern)),
+                fix=(
+                    f"did you mean {close!r}?"
+                    if close
+                    else "see the model's names with `shardc inspect model.py --before`"
+                ),
+            )
         won: set[int] = set(unmatched)
         layouts: dict[str, Layout] = {}
         for p in self.program.params:
             found: dict[int, str] = {}
             for name in (p.fqn, *p.aliases):
                 for i, rule in enumerate(rules):
-                    if match(rule.pattern, name) or (rule.dims is None and match(rule.pattern, name.rpartition(".")[0])):
+                    if match(rule.pattern, name) or (
+                        rule.dims is None and match(rule.pattern, name.rpartition(".")[0])
+                    ):
                         found.setdefault(i, name)
                         won.add(i)
                         break
                     if rule.dims is not None and match(rule.pattern, name.rpartition(".")[0]):
                         won.add(i)
                         errors.add(
-                            f"{rule.pattern!r} names a module, but dims belong to one parameter", where=self.spec.where(("shard", rule.pattern)),
+                            f"{rule.pattern!r} names a module, but dims belong to one parameter",
+                            where=self.spec.where(("shard", rule.pattern)),
                             fix=f"name the parameter: {rule.pattern + '.' + name.rpartition('.')[2]!r}",
-                        )  # fmt: skip
+                        )
                         break
             if found:
                 self.named.add(p.name)
@@ -190,8 +224,9 @@ class _Weights:
                 ways = f"{replace(p.value, layout=a)} and {replace(p.value, layout=b)}"
                 errors.add(
                     f"{n} and {m} are one shared weight, which the spec splits two ways: {ways}",
-                    where=self.spec.where(("shard", rules[max(i, j)].pattern)), fix="split it once; a tied weight answers to all of its names",
-                )  # fmt: skip
+                    where=self.spec.where(("shard", rules[max(i, j)].pattern)),
+                    fix="split it once; a tied weight answers to all of its names",
+                )
             elif made:
                 layout, (i, _) = next(iter(made.items()))
                 layouts[p.name] = layout
@@ -200,8 +235,9 @@ class _Weights:
         for i in sorted(set(range(len(rules))) - won):
             errors.add(
                 f"pattern {rules[i].pattern!r} never wins: earlier patterns match all that it matches",
-                where=self.spec.where(("shard", rules[i].pattern)), fix="delete it, or move it up",
-            )  # fmt: skip
+                where=self.spec.where(("shard", rules[i].pattern)),
+                fix="delete it, or move it up",
+            )
         indivisible.tell(self.program, self.mesh, self.odd, errors)
         errors.raise_any()
         return layouts
@@ -223,9 +259,10 @@ class _Weights:
         self.told.add(i)
         uses = sorted({str(u.target) for u in node.users})
         errors.add(
-            f"{name} is not a weight that {rule.style!r} can split: it is used by {', '.join(uses)}", where=where,
+            f"{name} is not a weight that {rule.style!r} can split: it is used by {', '.join(uses)}",
+            where=where,
             fix="name dims instead, e.g. {0: " + rule.axis + "}, or narrow the pattern",
-        )  # fmt: skip
+        )
         return None
 
     def _fits(self, p: Param, layout: Layout, name: str, where: str, errors: Errors) -> bool:
@@ -259,7 +296,9 @@ class _Weights:
                 for digit in kv_heads.shares(self.mesh, axis, self.shared[node]):
                     layout = layout.replace(digit, REPLICATE, self.mesh)
                     if self.shared[node].fused:
-                        self.repeated.setdefault((self.shared[node].heads, digit), []).append(self.program.param(node.name).fqn)
+                        self.repeated.setdefault((self.shared[node].heads, digit), []).append(
+                            self.program.param(node.name).fqn
+                        )
                     node.meta.setdefault("shared", set()).add(digit)
         return layout
 
@@ -284,11 +323,15 @@ def _batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], li
     if not own or not odd:
         return axes, []
     same = f"outside of experts the ranks of {', '.join(own)} do the same"
-    return [a for a in axes if a not in own], [f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {same}"]
+    return [a for a in axes if a not in own], [
+        f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {same}"
+    ]
 
 
 def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
-    """The dim of an input that the batch's axes split. Of one row where others have more, all rows share it (positions i64[1, s]): none."""
+    """The dim of an input that the batch's axes split. Of one row where others have more, all rows share it (positions
+    i64[1, s]): none.
+    """
 
     def named(x: Input) -> int | None:
         return next((d for pattern, d in spec.batch.dims.items() if match(pattern, _input_name(x))), 0)
@@ -308,9 +351,10 @@ def _inputs(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[s
         if pattern != "*" and not any(match(pattern, n) for n in names):
             close = nearest(pattern, names)
             errors.add(
-                f"pattern {pattern!r} matches no input", where=spec.where(("batch", "dims", pattern)),
+                f"pattern {pattern!r} matches no input",
+                where=spec.where(("batch", "dims", pattern)),
                 fix=f"did you mean {close!r}?" if close else f"the inputs are {', '.join(names)}",
-            )  # fmt: skip
+            )
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     wrong: dict[tuple[str, str, str], list[str]] = {}  # one error for all inputs that are alike
     for x, name in zip(program.inputs, names, strict=True):
@@ -322,7 +366,9 @@ def _inputs(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[s
             layout = padding.padded(layout, x.shape, mesh)
         if odd := divisibility.odd(layout, x.shape, mesh):
             at = spec.where(("batch", "microbatches") if odd.axes[-1] == MICROBATCH else ("mesh", odd.axes[-1]))
-            wrong.setdefault((odd.what(mesh, f"the batch of {odd.size} (dim {dim})"), at, odd.fix(mesh, size="it")), []).append(name)
+            wrong.setdefault(
+                (odd.what(mesh, f"the batch of {odd.size} (dim {dim})"), at, odd.fix(mesh, size="it")), []
+            ).append(name)
         elif _fits(layout, x.shape, mesh, f"input {name!r} (batch dim {dim})", spec.where(("batch", "dims")), errors):
             layouts[x.name] = layout
             nodes[x.name].meta["cause"] = dict.fromkeys(axes, f"{spec.where(('batch',))} batch dim {dim} of {name!r}")
@@ -353,17 +399,27 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
         key = rule.pattern + (":in" if rule.at == "input" else "")
         where = spec.where(("activations", key))
         found = {m for m in modules if any(match(rule.pattern, name) for name in also.get(m, [m]))}
-        # `model.layers.*` names the layers, not everything in them: `*` matches dots too, but what is inside a match is not meant
+        # `model.layers.*` names the layers, not everything in them: `*` matches dots too, but what is inside a match is
+        # not meant
         hits = [m for m in modules if m in found and not any(parent in found for parent in _parents(m)[:-1])]
         if not hits:
             close = nearest(rule.pattern, modules)
             errors.add(
-                f"pattern {key!r} matches no module that computes anything", where=where,
-                fix=f"did you mean {close!r}?" if close else "see the model's modules with `shardc inspect model.py --before`",
-            )  # fmt: skip
+                f"pattern {key!r} matches no module that computes anything",
+                where=where,
+                fix=(
+                    f"did you mean {close!r}?"
+                    if close
+                    else "see the model's modules with `shardc inspect model.py --before`"
+                ),
+            )
         mine = [m for m in hits if (m, rule.at) not in claimed]
         if hits and not mine:
-            errors.add(f"pattern {key!r} never wins: earlier patterns match all that it matches", where=where, fix="delete it, or move it up")
+            errors.add(
+                f"pattern {key!r} never wins: earlier patterns match all that it matches",
+                where=where,
+                fix="delete it, or move it up",
+            )
         claimed |= {(m, rule.at) for m in mine}
         for module in mine:
             for value, inside in _boundary(nodes, module, rule.at):
@@ -376,9 +432,10 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
                     continue
                 if value in pinned and pinned[value][0] != layout:
                     errors.add(
-                        f"{rule.at} of {module} is the same value as one that {pinned[value][1]} lays out differently", where=where,
+                        f"{rule.at} of {module} is the same value as one that {pinned[value][1]} lays out differently",
+                        where=where,
                         fix="let both annotations say the same, or drop one",
-                    )  # fmt: skip
+                    )
                 elif value not in pinned:
                     pinned[value] = (layout, cause)
                     todo.append((value, inside if rule.at == "input" else None, layout, cause, key))
@@ -389,7 +446,11 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
         users = [u for u in value.users if u is not pin and (within is None or u in within)]
         for user in users:
             user.replace_input_with(value, pin)
-        pin.meta = {"value": values(result(value)[0])[result(value)[1]], "source": value.meta.get("source", Source()), "pin": layout}
+        pin.meta = {
+            "value": values(result(value)[0])[result(value)[1]],
+            "source": value.meta.get("source", Source()),
+            "pin": layout,
+        }
         pin.meta["cause"] = dict.fromkeys(mesh.names, cause)
 
 
@@ -424,7 +485,9 @@ def _boundary(nodes: list[fx.Node], module: str, at: str) -> Iterator[tuple[fx.N
             else:
                 order = {n: i for i, n in enumerate(nodes)}
                 ordered = sorted(inside, key=order.__getitem__)
-                taken = [t for n in ordered for t in tensors(n) if t not in inside and t.op != "placeholder" and _flows(t)]
+                taken = [
+                    t for n in ordered for t in tensors(n) if t not in inside and t.op != "placeholder" and _flows(t)
+                ]
                 if taken:
                     yield taken[0], inside
     yield from (through or {}).items()

@@ -4,8 +4,8 @@
     after    the same, with the experts' dim of the weights split:    gate_up: f32[8@ep, 256, 64]
 
 The rest is placement's (shardc.rules.experts): tokens that are split over the axis too are exchanged.
-Weights of experts that no `experts` op uses (GShard's einsums) are split likewise, by the dim that is a batch of their products.
-"""
+Weights of experts that no `experts` op uses (GShard's einsums) are split likewise, by the dim that is a batch of their
+products."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from shardc.spec import Spec
 from shardc.spec.patterns import match, nearest
 
 FORMS = (
-    'experts that are one op: transformers\' with experts_implementation="grouped_mm", shardc.nn.experts(x, index, weights, up, down), '
-    "grouped products of rows sorted by expert (torch._grouped_mm), or products with weights [experts, in, out] (einsum, bmm)"
+    'experts that are one op: transformers\' with experts_implementation="grouped_mm", shardc.nn.experts(x, index,'
+    " weights, up, down), grouped products of rows sorted by expert (torch._grouped_mm), or products with weights"
+    " [experts, in, out] (einsum, bmm)"
 )
 
 
@@ -81,7 +82,9 @@ class Experts:
     # --- placement
 
     def layouts(self, given: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
-        """The layouts of the experts' weights. given: what `shard:` says of them. Raises ShardcError for all entries that do not fit."""
+        """The layouts of the experts' weights. given: what `shard:` says of them. Raises ShardcError for all entries
+        that do not fit.
+        """
         errors = Errors()
         params = {p.name: p for p in self.program.params}
         nodes = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder" and n.name in params}
@@ -99,14 +102,19 @@ class Experts:
                     continue
                 if any(layout[a] != Layout()[a] for a in mesh.parts(entry.axis)):
                     what = f"{p.fqn} is split over {entry.axis} by `shard:` too"
-                    errors.add(what, where=self.where(i, "axis"), fix=f"leave {entry.axis} to the experts: drop that entry of `shard:`")
+                    errors.add(
+                        what,
+                        where=self.where(i, "axis"),
+                        fix=f"leave {entry.axis} to the experts: drop that entry of `shard:`",
+                    )
                 elif size % n and self.spec.uneven != "pad":
                     if (i, str(size)) not in told:
                         told.add((i, str(size)))
                         errors.add(
-                            f"the {size} experts of {_named(_module(user))} do not divide by {entry.axis}={n}", where=self.where(i, "axis"),
+                            f"the {size} experts of {_named(_module(user))} do not divide by {entry.axis}={n}",
+                            where=self.where(i, "axis"),
                             fix=f"{divisibility.ranks(entry.axis, size, n)}, or set `uneven: pad`",
-                        )  # fmt: skip
+                        )
                 else:
                     inner = math.prod(mesh.size(a) for a, _ in layout.shards(dim))
                     found[name] = Layout.of({**dict(layout.items), entry.axis: Shard(dim, inner)}, mesh)
@@ -122,7 +130,12 @@ class Experts:
             for user, operand, at in _users(param, dim):
                 if user.target is ops.experts:
                     i = self.entry(_module(user)) if at == 0 and operand >= UP else None
-                elif len(shape) > 2 and (rule := registry.find(user.target)) is not None and rule.flops is not None and _batch(user, operand, at):
+                elif (
+                    len(shape) > 2
+                    and (rule := registry.find(user.target)) is not None
+                    and rule.flops is not None
+                    and _batch(user, operand, at)
+                ):
                     i = self.entry(_module(user))
                 else:
                     continue
@@ -131,8 +144,12 @@ class Experts:
                     return
 
     def _unmatched(self, hit: set[int], params: set[str], errors: Errors) -> None:
-        modules = list(dict.fromkeys(m for n in self.program.graph.nodes if n.op == "call_function" for m in _parents(_module(n))))
-        having = list(dict.fromkeys(_module(n) for n in self.program.graph.find_nodes(op="call_function", target=ops.experts)))
+        modules = list(
+            dict.fromkeys(m for n in self.program.graph.nodes if n.op == "call_function" for m in _parents(_module(n)))
+        )
+        having = list(
+            dict.fromkeys(_module(n) for n in self.program.graph.find_nodes(op="call_function", target=ops.experts))
+        )
         for i, e in enumerate(self.spec.experts):
             if i in hit:
                 continue
@@ -140,19 +157,32 @@ class Experts:
             stacked = [n for j, n in self.ops() if j == i]
             there = [m for m in having if any(match(e.match, x) for x in _parents(m))]
             if stacked:
-                what = f"the experts of {_named(_module(stacked[0]))} are put together from several parameters, which cannot be spread"
-                errors.add(what, where=self.where(i), fix="store them as one parameter [experts, m, hidden] and one [experts, hidden, i]")
+                what = (
+                    f"the experts of {_named(_module(stacked[0]))} are put together from several parameters, which"
+                    " cannot be spread"
+                )
+                errors.add(
+                    what,
+                    where=self.where(i),
+                    fix="store them as one parameter [experts, m, hidden] and one [experts, hidden, i]",
+                )
             elif there:
                 errors.add(
-                    f"pattern {e.match!r} never wins: earlier entries match all experts that it matches", where=self.where(i),
+                    f"pattern {e.match!r} never wins: earlier entries match all experts that it matches",
+                    where=self.where(i),
                     fix="delete it, or move it up",
-                )  # fmt: skip
+                )
             elif matched:
-                what = f"pattern {e.match!r} matches {_named(matched[0])}, in which there are no experts of a form that shardc knows"
+                what = (
+                    f"pattern {e.match!r} matches {_named(matched[0])}, in which there are no experts of a form that"
+                    " shardc knows"
+                )
                 errors.add(what, where=self.where(i), fix=f"a Python loop over experts is not one; {FORMS}")
             else:
                 close = nearest(e.match, [m for m in having or modules if m])
-                there_are = f"experts are in {', '.join(map(_named, having))}" if having else f"the model has none; {FORMS}"
+                there_are = (
+                    f"experts are in {', '.join(map(_named, having))}" if having else f"the model has none; {FORMS}"
+                )
                 fix = f"did you mean {close!r}?" if close else there_are
                 errors.add(f"pattern {e.match!r} matches no module that holds experts", where=self.where(i), fix=fix)
 
@@ -163,7 +193,11 @@ def _users(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
         if user.op != "call_function" or (rule := registry.find(user.target)) is None:
             continue
         call = call_of(user)
-        if (len(call.operands) == 1 or user.target is torch.ops.aten.cat.default) and len(call.results) == 1 and rule.flops is None:
+        if (
+            (len(call.operands) == 1 or user.target is torch.ops.aten.cat.default)
+            and len(call.results) == 1
+            and rule.flops is None
+        ):
             s = choices_of(user, {}).from_operand(i, Shard(dim), 1)
             if s is not None and isinstance(out := s.outputs[0], Shard) and out.split == 1:
                 yield from _users(user, out.dim)

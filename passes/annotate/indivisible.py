@@ -1,7 +1,9 @@
-"""Weights that ranks do not divide, as errors: one for all weights that share a split, by the heads (or other pieces) that they share.
+"""Weights that ranks do not divide, as errors: one for all weights that share a split, by the heads (or other pieces)
+that
+they share.
 
-    q.weight, q.bias, k.weight and 4 more: 4 heads of 16 do not divide by tp=3         make it 3 or 6 heads, or tp=2 or 4, ...
-"""
+q.weight, q.bias, k.weight and 4 more: 4 heads of 16 do not divide by tp=3         make it 3 or 6 heads, or tp=2 or 4, ...
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _NAMED = 3  # weights that an error names
 
 @dataclass(frozen=True)
 class _Group:
-    """Weights that share a split. region: what they are split with; None if the split cannot be followed. where: the first one's place."""
+    """Weights that share a split. region: what they are split with; None if the split cannot be followed. where: the
+    first one's place.
+    """
 
     odd: Odd
     region: Region | None
@@ -44,22 +48,32 @@ class _Group:
             return
         attends = any(node.target is torch.ops.aten.scaled_dot_product_attention.default for node in self.region.ops)
         noun = "heads" if attends else "pieces"
-        before, n = o.split // o.parts, math.prod(mesh.size(a) for a in o.axes)  # ranks of the axes before the one at fault, and of all
+        before, n = (
+            o.split // o.parts,
+            math.prod(mesh.size(a) for a in o.axes),
+        )  # ranks of the axes before the one at fault, and of all
         other = "" if pieces % before else f", or {divisibility.ranks(o.axes[-1], pieces // before, n // before)}"
         errors.add(
-            f"{names}: {pieces} {noun} of {block // pieces} do not divide by {divisibility.by(o.axes, mesh)}", where=self.where,
+            f"{names}: {pieces} {noun} of {block // pieces} do not divide by {divisibility.by(o.axes, mesh)}",
+            where=self.where,
             fix=f"make it {divisibility.sizes(pieces, n)} {noun}{other}, or set `uneven: pad`",
-        )  # fmt: skip
+        )
 
 
 def tell(program: Program, mesh: Mesh, found: Iterable[tuple[Param, Layout, str]], errors: Errors) -> None:
-    """Add the errors. found: parameters, the layouts that they cannot have (`divide.odd`), and the spec's places that say so."""
+    """Add the errors. found: parameters, the layouts that they cannot have (`divide.odd`), and the spec's places that
+    say so.
+    """
     follower = Follower(program)
     groups: dict[object, _Group] = {}
     for p, layout, where in found:
         odd = divisibility.odd(layout, p.shape, mesh)
         assert odd is not None
-        region = follower.follow((follower.placeholders[p.name], 0), Shard(odd.dim, odd.parts)) if odd.size % odd.parts == 0 else None
+        region = (
+            follower.follow((follower.placeholders[p.name], 0), Shard(odd.dim, odd.parts))
+            if odd.size % odd.parts == 0
+            else None
+        )
         region = region if isinstance(region, Region) else None
         shared = where if region is None else frozenset(n.name for n in region.params)
         groups.setdefault((shared, odd.axes), _Group(odd, region, where)).params.append(p)

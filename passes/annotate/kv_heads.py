@@ -1,11 +1,12 @@
-"""Heads: key-value heads that ranks share. The axis is seen as (kv heads × ranks that share one), so that nothing is gathered.
+"""Heads: key-value heads that ranks share. The axis is seen as (kv heads × ranks that share one), so that nothing is
+    gathered.
 
     before   tp=4, k_proj: f32[32, 64] "column", 2 key-value heads for 8 queries' heads
     after    tp = tp.0 × tp.1 = 2 × 2, k_proj: f32[32@tp.0, 64], q_proj: f32[128@tp.0@tp.1/2, 64]
 
-Each rank then computes the keys of its own head, as every rank that shares it does, and the gradients of k_proj are summed over
-tp.1: what Megatron-LM and vLLM do by copying heads (vllm: QKVParallelLinear.num_kv_head_replicas), here said by digits alone.
-"""
+Each rank then computes the keys of its own head, as every rank that shares it does, and the gradients of k_proj are
+summed over tp.1: what Megatron-LM and vLLM do by copying heads (vllm: QKVParallelLinear.num_kv_head_replicas), here
+said by digits alone."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Shared:
-    """Key-value heads that several query heads use. heads: their number (1 in multi-query attention); queries: that of the users.
+    """Key-value heads that several query heads use. heads: their number (1 in multi-query attention); queries: that of
+    the
+    users.
 
     fused: one weight makes them and the queries.
     """
@@ -45,7 +48,9 @@ def shared(graph: fx.Graph) -> dict[fx.Node, Shared]:
 
 
 def refine(mesh: Mesh, axis: str, heads: Iterable[Shared]) -> Mesh:
-    """The mesh with an axis that has more ranks than there are key-value heads seen as (heads × ranks that share one)."""
+    """The mesh with an axis that has more ranks than there are key-value heads seen as
+    (heads × ranks that share one).
+    """
     n, outer = mesh.size(axis), 1
     sizes = []
     for kv in sorted({h.heads for h in heads if 1 < h.heads < n and n % h.heads == 0 == h.queries % n}):
@@ -109,8 +114,8 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
-    """The operands of the matrix products that a value comes from, with nothing but views, parts and pointwise ops in between; and
-    whether the product makes more than it."""
+    """The operands of the matrix products that a value comes from, with nothing but views, parts and pointwise ops in
+    between; and whether the product makes more than it."""
     todo, seen = [(heads, False)], {heads}
     while todo:
         node, part = todo.pop()

@@ -3,15 +3,15 @@
     "layers.*.self_attn.q_proj": "colwise"     ->  q_proj.weight: f32[64@tp, 64]
     "layers.*.mlp.gate_up_proj": "packed_colwise"   ->  f32[2·256@tp, 64]
 
-A word says which dim of a weight is split. How it is split (fused parts, sections) and what is communicated follow from the graph
-(`follow`), so a word for "gather the output" or "split the input" is not obeyed where the split can go on: logits are not gathered
-for a loss that takes them split, nor fused projections before they are cut apart. Words that say only what a collective does,
-or that a gradient has to be summed, ask for nothing: the algebra does that.
+A word says which dim of a weight is split. How it is split (fused parts, sections) and what is communicated follow from
+the graph (`follow`), so a word for "gather the output" or "split the input" is not obeyed where the split can go on:
+logits are not gathered for a loss that takes them split, nor fused projections before they are cut apart. Words that
+say only what a collective does, or that a gradient has to be summed, ask for nothing: the algebra does that.
 
 transformers/distributed/tensor_parallel.py (5.23) has the styles; their parameters are stored [.., out, in].
 
-A model's plan of experts (`ep_plan`) says which modules hold them; for `use: structure` the graph does. It is read where the mesh has an axis
-`ep` that the spec uses for nothing:
+A model's plan of experts (`ep_plan`) says which modules hold them; for `use: structure` the graph does. It is read
+where the mesh has an axis `ep` that the spec uses for nothing:
 
     "layers.*.mlp.experts": "ep_dispatch_experts"   ->  experts: [{match: "model.layers.*.mlp.experts", axis: ep}]
 """
@@ -39,7 +39,8 @@ from shardc.spec.yaml_reader import Places
 
 @dataclass(frozen=True)
 class Word:
-    """What a style word means. dim: of the stored weight, from the right; None: nothing is split. parts: fused parts in that dim.
+    """What a style word means. dim: of the stored weight, from the right; None: nothing is split. parts: fused parts in
+    that dim.
 
     bias: whether parameters of one dim are split too.
     """
@@ -83,10 +84,11 @@ WORDS: dict[str, Word] = {
 
 
 def read(model: nn.Module) -> dict[str, str]:
-    """The plan that a model carries: {pattern over its names: word}, `*` for a layer's number. Empty if it carries none.
+    """The plan that a model carries: {pattern over its names: word}, `*` for a layer's number. Empty if it carries
+    none.
 
-    transformers' models collect the plans of their configs and parts in `tp_plan`; parts of an ordinary module keep their own.
-    """
+    transformers' models collect the plans of their configs and parts in `tp_plan`; parts of an ordinary module keep
+    their own."""
     return _carried(model, "tp_plan")
 
 
@@ -103,7 +105,10 @@ def with_experts(spec: Spec, model: nn.Module, program: Program) -> Spec:
         modules = _planned_experts(model) if spec.shard_use == "model" else _stacked_experts(program)
         entries = tuple(Expert(match=m, axis=EXPERTS_AXIS) for m in dict.fromkeys(modules))
     if spec.shard_axis not in spec.mesh.names and not (entries or spec.experts):
-        what = f"splits weights over {spec.shard_axis!r}, which the mesh does not have, and finds no experts for {EXPERTS_AXIS!r}"
+        what = (
+            f"splits weights over {spec.shard_axis!r}, which the mesh does not have, and finds no experts for"
+            f" {EXPERTS_AXIS!r}"
+        )
         fix = f"write use: {{plan: {spec.shard_use}, axis: {EXPERTS_AXIS}}}, or add {spec.shard_axis} to the mesh"
         raise ShardcError(f"`use: {spec.shard_use}` {what}", where=where, fix=fix)
     if not entries:
@@ -118,12 +123,17 @@ def _planned_experts(model: nn.Module) -> list[str]:
     """The modules that hold experts, by the model's own plan."""
     words = _carried(model, "ep_plan")
     dispatched = [k for k, word in words.items() if word == "ep_dispatch_experts"]
-    return dispatched + [k.rpartition(".")[0] for k, word in words.items() if word == "grouped_gemm"]  # of their parameters
+    return dispatched + [
+        k.rpartition(".")[0] for k, word in words.items() if word == "grouped_gemm"
+    ]  # of their parameters
 
 
 def _stacked_experts(program: Program) -> list[str]:
     """The modules that run experts as one op, in a captured graph."""
-    found = (n.meta["source"].module for n in program.graph.find_nodes(op="call_function", target=torch.ops.shardc.experts.default))
+    found = (
+        n.meta["source"].module
+        for n in program.graph.find_nodes(op="call_function", target=torch.ops.shardc.experts.default)
+    )
     return [of_every_layer(module) or "*" for module in found]
 
 
@@ -141,13 +151,14 @@ def _carried(model: nn.Module, kind: str) -> dict[str, str]:
 def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[str], where: str) -> Plan:
     """The model's plan, on one axis. named: parameters that the spec's own entries name, which win.
 
-    where: the spec's line. Raises ShardcError for a model without a plan, and for words that are not known, all at once.
-    """
+    where: the spec's line. Raises ShardcError for a model without a plan, and for words that are not known, all at
+    once."""
     if not carried:
         raise ShardcError(
-            "the model carries no plan (transformers' models do in `tp_plan`; this one has none)", where=f"{where} use: model",
+            "the model carries no plan (transformers' models do in `tp_plan`; this one has none)",
+            where=f"{where} use: model",
             fix="write `use: structure`, or name the weights by patterns",
-        )  # fmt: skip
+        )
     errors, follower, wrapped = Errors(), Follower(program), _wrapped(carried, program)
     asked: dict[fx.Node, tuple[Shard, str]] = {}
     notes: list[str] = []
@@ -160,19 +171,26 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
             if carried[key] in WORDS:
                 split = _literal(WORDS[carried[key]], p, beside.get(key))
                 if split is not None:
-                    asked.setdefault(follower.placeholders[p.name], (split, f"{where} use: model '{key}: {carried[key]}'"))
+                    asked.setdefault(
+                        follower.placeholders[p.name], (split, f"{where} use: model '{key}: {carried[key]}'")
+                    )
             elif key not in told:
                 told.add(key)
                 close = nearest(carried[key], WORDS)
                 errors.add(
-                    f"the model's plan has the word {carried[key]!r} for {key!r}, which shardc does not know", where=f"{where} use: model",
-                    fix=(f"is it {close!r}? " if close else "") + f"write an entry for it beside `use`, e.g. \"*{key.rpartition('*')[2]}\": column",
-                )  # fmt: skip
+                    f"the model's plan has the word {carried[key]!r} for {key!r}, which shardc does not know",
+                    where=f"{where} use: model",
+                    fix=(f"is it {close!r}? " if close else "")
+                    + f'write an entry for it beside `use`, e.g. "*{key.rpartition("*")[2]}": column',
+                )
     errors.raise_any()
     splits = _settled(follower, asked)
     for node in [n for n in splits if not _usable(follower, n, splits[n][0])]:
         split, cause = splits.pop(node)
-        notes.append(f"{cause}: {program.param(node.name).fqn} stays whole: the op that uses it has no rule for its dim {split.dim} split")
+        notes.append(
+            f"{cause}: {program.param(node.name).fqn} stays whole: the op that uses it has no rule for its dim"
+            f" {split.dim} split"
+        )
     return Plan(axis, {n.name: s for n, s in splits.items()}, tuple(notes))
 
 
@@ -188,10 +206,12 @@ def _keys(carried: Mapping[str, str], p: Param) -> list[str]:
 
 
 def _wrapped(carried: Mapping[str, str], program: Program) -> dict[str, dict[str, Param]]:
-    """{parameter: {entry: the layer's own weight}} where the module that a plan names has become a wrapper around the one that it means.
+    """{parameter: {entry: the layer's own weight}} where the module that a plan names has become a wrapper around the
+    one
+    that it means.
 
-    Adapters (LoRA, by peft or by hand) put the layer one level down, beside matrices of their own: the largest matrix is the layer's.
-    """
+    Adapters (LoRA, by peft or by hand) put the layer one level down, beside matrices of their own: the largest matrix
+    is the layer's."""
     within: dict[tuple[str, str], list[Param]] = {}
     for p in program.params:
         parts = p.fqn.split(".")
@@ -215,10 +235,11 @@ def _matches(key: str, name: str) -> bool:
 
 
 def _literal(word: Word, p: Param, own: Param | None = None) -> Shard | None:
-    """The dim of a parameter as it is stored that a word splits. own: the weight that the word means, where p stands beside it.
+    """The dim of a parameter as it is stored that a word splits. own: the weight that the word means, where p stands
+    beside it.
 
-    Of an adapter's matrices that is the one that shares the weight's split dim: B of a column-parallel one, A of a row-parallel one.
-    """
+    Of an adapter's matrices that is the one that shares the weight's split dim: B of a column-parallel one, A of a
+    row-parallel one."""
     if word.dim is None or not p.shape or (len(p.shape) < 2 and not word.bias):
         return None
     dim = max(len(p.shape) + word.dim, 0)
@@ -228,7 +249,9 @@ def _literal(word: Word, p: Param, own: Param | None = None) -> Shard | None:
 
 
 def _settled(follower: Follower, asked: Mapping[fx.Node, tuple[Shard, str]]) -> dict[fx.Node, tuple[Shard, str]]:
-    """How each dim is split, as the ops need it: a fused weight's parts show where the split comes from a plain row-parallel weight."""
+    """How each dim is split, as the ops need it: a fused weight's parts show where the split comes from a plain
+    row-parallel weight.
+    """
     found: dict[fx.Node, tuple[Shard, str]] = {}
     last = {n: s.dim == len(values(n)[0].shape) - 1 and s.dim > 0 for n, (s, _) in asked.items()}
     for node in sorted(asked, key=lambda n: not last[n]):
@@ -256,4 +279,3 @@ def _usable(follower: Follower, node: fx.Node, split: Shard) -> bool:
             if user in follower.derived:
                 todo += [((user, j), out) for j, out in enumerate(strategy.outputs) if isinstance(out, Shard)]
     return True
-

@@ -3,9 +3,9 @@
     before   tp=4, 6 heads of 16:   q_proj: f32[96@tp, 64]      o_proj: f32[64, 96@tp]       1.5 heads a rank: not possible
     after                           q_proj: f32[96+32@tp, 64]   o_proj: f32[64, 96+32@tp]    2 heads a rank, the last rank has none
 
-A split that starts at one weight is followed to all that share it (`follow`): the smallest number of pieces in which any op on the way
-takes it, such as heads, is what has to divide, and every weight there gets the padding of as many pieces.
-"""
+A split that starts at one weight is followed to all that share it (`follow`): the smallest number of pieces in which
+any op on the way takes it, such as heads, is what has to divide, and every weight there gets the padding of as many
+pieces."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def padded(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
 
 
 def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Layout]:
-    """The layouts with the padding that the weights need. What shares a split is padded alike; what is split alone, by itself."""
+    """The layouts with the padding that the weights need. What shares a split is padded alike; what is split alone, by
+    itself.
+    """
     follower = Follower(program)
     found = dict(layouts)
     done: set[tuple[str, int]] = set()
@@ -43,7 +45,11 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
             region = None if outer.sections else follower.follow((nodes[p.name], 0), Shard(dim, outer.split))
             if not isinstance(region, Region):
                 continue
-            same = {q.name: s for q, s in region.params.items() if q.name in found and _digits(found[q.name], s.dim, mesh)[1] == n}
+            same = {
+                q.name: s
+                for q, s in region.params.items()
+                if q.name in found and _digits(found[q.name], s.dim, mesh)[1] == n
+            }
             pieces = pieces_of(follower, region)
             if pieces % n and len(same) == sum(q.name in found for q in region.params):
                 for name, s in same.items():
@@ -52,7 +58,10 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
                         found[name] = _with(found[name], s.dim, mesh, -pieces % n * (block // pieces), s.split)
                         done.add((name, s.dim))
     shapes = {name: program.param(name).shape for name in found}
-    return {name: padded(layout, shapes[name], mesh) if layout.fits(shapes[name], mesh) else layout for name, layout in found.items()}
+    return {
+        name: padded(layout, shapes[name], mesh) if layout.fits(shapes[name], mesh) else layout
+        for name, layout in found.items()
+    }
 
 
 def pieces_of(follower: Follower, region: Region) -> int:
@@ -75,6 +84,10 @@ def _digits(layout: Layout, dim: int, mesh: Mesh) -> tuple[Shard, int]:
 def _with(layout: Layout, dim: int, mesh: Mesh, padding: int, blocks: int) -> Layout:
     if not padding:
         return layout
-    return Layout.of({a: replace(p, padding=padding, blocks=blocks) if isinstance(p, Shard) and p.dim == dim else p for a, p in layout.items}, mesh)
-
-
+    return Layout.of(
+        {
+            a: replace(p, padding=padding, blocks=blocks) if isinstance(p, Shard) and p.dim == dim else p
+            for a, p in layout.items
+        },
+        mesh,
+    )

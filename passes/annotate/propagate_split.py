@@ -1,12 +1,13 @@
-"""Follow a split through the graph by the op rules: what else has to be split if this value is, and what that communicates.
+"""Follow a split through the graph by the op rules: what else has to be split if this value is, and what that
+communicates.
 
     fc: linear(x, w1[n k])   ->  gelu  ->  out: linear(y, w2[m n])
     follow w2's dim n        ->  y split, gelu split, fc's result split, w1's dim n split; reads x whole, hands out a partial sum
 
 A `Region` is the closure: every op that the split reaches, backward and forward through the ops' factors.
-It ends where an op reads a value whole (an entry: its gradient is summed) and where the factor is summed away (an exit: the sum
-of forward). Names, module classes and models play no part. Sizes of axes play none either: the digit is what is followed.
-"""
+It ends where an op reads a value whole (an entry: its gradient is summed) and where the factor is summed away (an exit:
+the sum of forward). Names, module classes and models play no part. Sizes of axes play none either: the digit is what is
+followed."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ _SAME = 1  # ranks: any factor divides by one, so that what is found does not de
 class Region:
     """What is split together.
 
-    values: every split value and how. ops: every op that runs by parts. entries: whole values that it reads, whose gradients are
-    sums over ranks. exits: partial sums that it hands out. gathers: split values that something needs whole (new buffer values).
-    """
+    values: every split value and how. ops: every op that runs by parts. entries: whole values that it reads, whose
+    gradients are sums over ranks. exits: partial sums that it hands out. gathers: split values that something needs
+    whole (new buffer values)."""
 
     values: dict[Key, Shard] = field(default_factory=dict)
     ops: dict[fx.Node, Strategy] = field(default_factory=dict)
@@ -166,7 +167,9 @@ class Follower:
 
 
 def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:
-    """The split of the factor whose digit a placement of operand (side 0) or result (side 1) i names, whatever number of ranks."""
+    """The split of the factor whose digit a placement of operand (side 0) or result (side 1) i names, whatever number
+    of ranks.
+    """
     dims = (choices.signature.inputs, choices.signature.outputs)[side][i]
     for factor, places in choices.places.items():
         place = places[side][i]
@@ -179,7 +182,9 @@ def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:
 
 
 def uses(key: Key) -> Iterator[tuple[fx.Node, int]]:
-    """Every (op, position among its tensor operands) that reads a value; for the graph's output the position among its results."""
+    """Every (op, position among its tensor operands) that reads a value; for the graph's output the position among its
+    results.
+    """
     node, index = key
     names = [node]
     if isinstance(node.meta.get("value"), tuple):

@@ -3,11 +3,11 @@
     before   fc: f32[256, 64]       out: f32[64, 256]              whole
     after    fc: f32[256@tp, 64]    out: f32[64, 256@tp]           a column-parallel and a row-parallel layer (Shoeybi et al. 2019)
 
-Every dim of a weight that a matrix product sums over, or that only the product's result has, is followed through the graph
-(`follow`). What comes back as a region, with no value needed both whole and split, is a candidate: attention between its projections,
-an MLP, a gated MLP, a pair of convolutions, a head and its loss. Candidates that share an op exclude each other; the one that does more
-work per byte it communicates wins. Last, tables that are looked up by the batch's ids and are as long as a vocabulary are split by rows.
-"""
+Every dim of a weight that a matrix product sums over, or that only the product's result has, is followed through the
+graph (`follow`). What comes back as a region, with no value needed both whole and split, is a candidate: attention
+between its projections, an MLP, a gated MLP, a pair of convolutions, a head and its loss. Candidates that share an op
+exclude each other; the one that does more work per byte it communicates wins. Last, tables that are looked up by the
+batch's ids and are as long as a vocabulary are split by rows."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ from shardc.spec.patterns import of_every_layer
 aten = torch.ops.aten
 
 
-def choose(program: Program, fixed: Mapping[str, Shard | None], axis: str, n: int, where: str, *, pad: bool = False) -> Plan:
+def choose(
+    program: Program, fixed: Mapping[str, Shard | None], axis: str, n: int, where: str, *, pad: bool = False
+) -> Plan:
     """The weights to split over an axis of n ranks, with notes on what was left whole.
 
-    fixed: parameters that the user has placed (None = whole on this axis). A region that needs one of them otherwise is left out.
+    fixed: parameters that the user has placed (None = whole on this axis). A region that needs one of them otherwise is
+    left out.
     where: the spec's line, for causes. pad: sizes that n does not divide are split as well, and padded.
     Raises ShardcError if there is nothing to split.
     """
@@ -51,7 +54,9 @@ def choose(program: Program, fixed: Mapping[str, Shard | None], axis: str, n: in
                 continue
             why = f"{where} use: structure '{_story(region)}'"
             found |= {p.name: (s, why) for p, s in region.params.items() if p.name not in fixed}
-    for p, node in ((p, follower.placeholders[p.name]) for p in program.params if p.name not in found and p.name not in fixed):
+    for p, node in (
+        (p, follower.placeholders[p.name]) for p in program.params if p.name not in found and p.name not in fixed
+    ):
         if taken.isdisjoint(node.users) and _vocabulary(follower, node):
             if p.shape[0] % n and not pad:
                 left[f"{p.fqn} is left whole: its {p.shape[0]} rows do not divide by {axis}={n}"] = None
@@ -59,7 +64,9 @@ def choose(program: Program, fixed: Mapping[str, Shard | None], axis: str, n: in
                 found[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
     if not found and not fixed:
         why = "; ".join(left) or "no weight's split can be followed to another weight, or to the loss"
-        fix = f"take another number of ranks for {axis}, or set `uneven: pad`" if left else "name the weights by patterns"
+        fix = (
+            f"take another number of ranks for {axis}, or set `uneven: pad`" if left else "name the weights by patterns"
+        )
         raise ShardcError(f"`use: structure` finds nothing to split: {why}", where=where, fix=fix)
     return Plan(axis, found, tuple(f"{where} use: structure: {why} (`uneven: pad` splits it)" for why in left))
 
@@ -110,7 +117,9 @@ def _ranked(follower: Follower, regions: Iterator[Region]) -> list[Region]:
 
 
 def _uneven(program: Program, region: Region, shared: Mapping[fx.Node, kv_heads.Shared], axis: str, n: int) -> str:
-    """Why a region cannot be split over n ranks, "" if it can. Key-value heads may be fewer than ranks: ranks then share them."""
+    """Why a region cannot be split over n ranks, "" if it can. Key-value heads may be fewer than ranks: ranks then
+    share them.
+    """
     few = {shared[p].heads for p in region.params if p in shared and n % shared[p].heads == 0 == shared[p].queries % n}
     for (node, i), s in region.values.items():
         shape = values(node)[i].shape
@@ -124,7 +133,9 @@ def _uneven(program: Program, region: Region, shared: Mapping[fx.Node, kv_heads.
 
 
 def _vocabulary(follower: Follower, node: fx.Node) -> bool:
-    """Whether a table is looked up by ids that come with the batch, and has at least as many rows as its rows have numbers."""
+    """Whether a table is looked up by ids that come with the batch, and has at least as many rows as its rows have
+    numbers.
+    """
     shape = values(node)[0].shape
     lookups = [(u, i) for u, i in uses((node, 0))]
     if len(shape) != 2 or shape[0] < shape[1] or not lookups:

@@ -3,8 +3,8 @@
     model.layers.0.self_attn.q_proj.weight: dim 0, ..., model.layers.7.self_attn.v_proj.weight: dim 0
     "model.layers.*.self_attn.{q_proj,k_proj,v_proj}": column
 
-Every pattern is checked against all of the model's names: it means just what the plan says for everything that it matches.
-"""
+Every pattern is checked against all of the model's names: it means just what the plan says for everything that it
+matches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class _Entry:
 
 
 def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Iterable[str]) -> tuple[ShardRule, ...]:
-    """The rules that give every parameter its split over the axis. named: parameters that earlier rules name already."""
+    """The rules that give every parameter its split over the axis. named: parameters that
+    earlier rules name already.
+    """
     done = set(named)
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     free = [p for p in program.params if p.name not in done]
@@ -79,11 +81,17 @@ def _says(style: Style, wanted: Shard | None, node: fx.Node, module: str) -> boo
     return dim == -1 if wanted is None else wanted == Shard(wanted.dim) and dim == wanted.dim
 
 
-def _means(pattern: str, style: Style | None, shard: Shard | None, p: Param, wanted: Shard | None, node: fx.Node) -> bool:
+def _means(
+    pattern: str, style: Style | None, shard: Shard | None, p: Param, wanted: Shard | None, node: fx.Node
+) -> bool:
     """Whether a pattern is right for one parameter: it does not match, or it says what is wanted."""
     for name in (p.fqn, *p.aliases):
         module = name.rpartition(".")[0]
-        if style is not None and (match(pattern, name) or match(pattern, module)) and not _says(style, wanted, node, module):
+        if (
+            style is not None
+            and (match(pattern, name) or match(pattern, module))
+            and not _says(style, wanted, node, module)
+        ):
             return False
         if style is None and (match(pattern, module) or (match(pattern, name) and shard != wanted)):
             return False
@@ -95,4 +103,6 @@ def _rule(parent: str, lasts: list[str], style: Style | None, shard: Shard | Non
     pattern = f"{parent}.{last}" if parent else last
     if shard is None:
         return ShardRule(pattern, style, axis)
-    return ShardRule(pattern, None, axis, {shard.dim: (DimShard(axis=axis, split=shard.split, sections=shard.sections),)})
+    return ShardRule(
+        pattern, None, axis, {shard.dim: (DimShard(axis=axis, split=shard.split, sections=shard.sections),)}
+    )

@@ -1,4 +1,6 @@
-"""What a parameter's dims are to the op that uses it: what `column`, `row` and `vocab` mean is read off the rules, not off module classes."""
+"""What a parameter's dims are to the op that uses it: what `column`, `row` and `vocab` mean is read off the rules, not
+off module classes.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ ROLES = {"column": ("out", "bias"), "row": ("in", "rows"), "vocab": ("rows", "ou
 
 
 def role_of(node: fx.Node, dim: int, module: str = "") -> str:
-    """What a parameter's dim is to the first op that uses it together with an activation; of a tied weight, if it can be, in this module.
+    """What a parameter's dim is to the first op that uses it together with an activation; of a tied weight, if it can
+    be,
+    in this module.
 
-    "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked up), or "".
-    """
+    "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked
+    up), or ""."""
     for user, i in sorted(uses((node, 0)), key=lambda use: not module or _module(use[0]) != module):
         if user.op != "call_function" or registry.find(user.target) is None:
             continue
@@ -33,7 +37,11 @@ def role_of(node: fx.Node, dim: int, module: str = "") -> str:
         signature = rule.signature(call)
         if user.target is ops.experts:  # a column-parallel product and a row-parallel one, of each expert
             role = "bias" if len(signature.inputs[i]) == 2 else "in" if i == DOWN else "out"
-            return role if {"i", "o"} & set(signature.inputs[i][dim]) and (i != DOWN or "i" in signature.inputs[i][dim]) else ""
+            return (
+                role
+                if {"i", "o"} & set(signature.inputs[i][dim]) and (i != DOWN or "i" in signature.inputs[i][dim])
+                else ""
+            )
         choices = Choices(rule, call, signature)
         s = choices.from_operand(i, Shard(dim), 1)
         if s is None:
@@ -74,7 +82,8 @@ def fused(node: fx.Node, dim: int) -> int:
 
 
 def styled(node: fx.Node, style: str, module: str = "") -> int | None:
-    """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word means nothing for it.
+    """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word means nothing for
+    it.
 
     module: by whose name the spec calls a tied weight.
     """
@@ -85,4 +94,6 @@ def styled(node: fx.Node, style: str, module: str = "") -> int | None:
         if role in roles:
             return roles.index(role)
     alone = node.meta["value"].shape == (1,)  # the bias of one output
-    return -1 if "bias" in roles or alone or not node.users else None  # a row-parallel layer's bias is added once, whole
+    return (
+        -1 if "bias" in roles or alone or not node.users else None
+    )  # a row-parallel layer's bias is added once, whole

@@ -12,9 +12,9 @@ before                                              after
     scaled_dot_product_attention(q, k, v, None, 0.1)    matmul, softmax, dropout, matmul; one op without dropout
     arange(16, device=cpu)                              arange(16)                       the program says where it runs
 
-The rewrites stand in canonical_*.py, one file per kind of op. What has neither a rewrite nor a rule is taken apart by torch's own
-decompositions (canonical_decompose.py). Random ops that cannot be drawn from the counter generator are refused, naming the model's line.
-"""
+The rewrites stand in canonical_*.py, one file per kind of op. What has neither a rewrite nor a rule is taken apart by
+torch's own decompositions (canonical_decompose.py). Random ops that cannot be drawn from the counter generator are
+refused, naming the model's line."""
 
 from __future__ import annotations
 
@@ -31,8 +31,20 @@ from torch import Tensor, fx
 from shardc.errors import Errors, ShardcError
 from shardc.ir import types as values
 from shardc.ir.program import Program, Source, Value
-from shardc.passes.canonical import constants as canonical_create
-from shardc.passes.canonical import dropout, lookup, loss, masks, moments, norm, pointwise, random_tensors, recurrent, views
+from shardc.passes.canonical import (  # noqa: F401 (they register)
+    dropout,
+    experts,
+    factories,
+    lookup,
+    loss,
+    masks,
+    moments,
+    norm,
+    pointwise,
+    random_tensors,
+    recurrent,
+    views,
+)
 from shardc.passes.canonical.decompose import decompose, needed
 from shardc.passes.canonical.dtypes import cast_integers
 from shardc.passes.canonical.rewrite import KNOWN_LIMIT, TABLE, Args, Emit, Result
@@ -61,10 +73,16 @@ class Canonical:
         return Canonical((math.prod(map(spec.mesh.size, spec.data_axes)), spec.batch.microbatches) if local else (1, 1))
 
     def run(self, program: Program) -> Program:
-        """A program with a canonical global graph. Raises ShardcError, all at once, for calls that have no mesh-independent form."""
-        found = rewritten(program.graph, self.chunks, {b.name: b.constant for b in program.buffers if b.constant is not None})
+        """A program with a canonical global graph. Raises ShardcError, all at once, for calls that have no
+        mesh-independent form.
+        """
+        found = rewritten(
+            program.graph, self.chunks, {b.name: b.constant for b in program.buffers if b.constant is not None}
+        )
         errors = Errors()
-        errors.found.extend({e.what: e for e in reversed(found.refused.values())}.values())  # the first of those that read alike
+        errors.found.extend(
+            {e.what: e for e in reversed(found.refused.values())}.values()
+        )  # the first of those that read alike
         errors.raise_any()
         return replace(program, graph=found.graph)
 
@@ -85,8 +103,12 @@ class Rewritten:
     apart: list[tuple[OpOverload, Source]]
 
 
-def rewritten(captured: fx.Graph, chunks: tuple[int, int] = (1, 1), constants: Mapping[str, Tensor] | None = None) -> Rewritten:
-    """The canonical form of a captured graph, and what has none. chunks: see Canonical. constants: placeholders whose values are known."""
+def rewritten(
+    captured: fx.Graph, chunks: tuple[int, int] = (1, 1), constants: Mapping[str, Tensor] | None = None
+) -> Rewritten:
+    """The canonical form of a captured graph, and what has none. chunks: see Canonical. constants: placeholders whose
+    values are known.
+    """
     graph = fx.Graph()
     refused: dict[fx.Node, ShardcError] = {}
     env: dict[fx.Node, Any] = {}
@@ -99,7 +121,12 @@ def rewritten(captured: fx.Graph, chunks: tuple[int, int] = (1, 1), constants: M
             assert copy.name == node.name
             if node.name == "rng":
                 emit = Emit(graph, copy, chunks)
-            elif emit is not None and constants and (known := constants.get(node.name)) is not None and known.numel() <= KNOWN_LIMIT:
+            elif (
+                emit is not None
+                and constants
+                and (known := constants.get(node.name)) is not None
+                and known.numel() <= KNOWN_LIMIT
+            ):
                 emit.known[copy] = known
         elif node.op == "output":
             graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
@@ -109,7 +136,9 @@ def rewritten(captured: fx.Graph, chunks: tuple[int, int] = (1, 1), constants: M
                 env[node] = _rewritten(emit, node, env)
             except ShardcError as e:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-                apart = node.target is operator.getitem and isinstance(args[0], tuple)  # a result that what stands for the op has not
+                apart = node.target is operator.getitem and isinstance(
+                    args[0], tuple
+                )  # a result that what stands for the op has not
                 target, args = (aten.empty_like.default, args[0][:1]) if apart else (node.target, args)
                 env[node] = copy = _copied(emit, target, args, kwargs, node.meta["value"], node.name)
                 refused[copy] = e
@@ -127,21 +156,30 @@ def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
     if node.target is operator.getitem and isinstance(parts := env[node.all_input_nodes[0]], tuple):
         part = parts[int(node.args[1])]  # type: ignore[arg-type]
         if part is None:
-            raise emit.refuse(f"result {node.args[1]} of {node.args[0]} has no canonical form", "use the op's first result only")
+            raise emit.refuse(
+                f"result {node.args[1]} of {node.args[0]} has no canonical form", "use the op's first result only"
+            )
         assert isinstance(part, fx.Node)
         return part
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
     result = _canonical_call(emit, node.target, args, kwargs, node.meta["value"], node.name)
     if isinstance(node.target, OpOverload):
         _same_type(node, result)
-    if isinstance(result, fx.Node) and (at := result.meta.get("source")) is not None and at.module != emit.source.module != "":
-        result.meta["through"] = {**result.meta.get("through", {}), emit.source.module: None}  # of modules that come to nothing: Dropout(0.0)
+    if (
+        isinstance(result, fx.Node)
+        and (at := result.meta.get("source")) is not None
+        and at.module != emit.source.module != ""
+    ):
+        result.meta["through"] = {
+            **result.meta.get("through", {}),
+            emit.source.module: None,
+        }  # of modules that come to nothing: Dropout(0.0)
     return result
 
 
 def _canonical_call(
     emit: Emit, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = None, name: str | None = None
-) -> Result:  # fmt: skip
+) -> Result:
     """One call of an op, rewritten; taken apart if it has no rule. value: its type, where that is known."""
     if value is None:
         value = values.infer(op, args, {k: v for k, v in kwargs.items() if k not in _PLACE})
@@ -155,12 +193,15 @@ def _canonical_call(
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise emit.refuse(
             f"{op} draws random numbers that would differ on every mesh",
-            "draw them outside of the model and pass them in with the batch, or make them of rand, randn, randint, bernoulli, exponential_",
+            "draw them outside of the model and pass them in with the batch, or make them of rand, randn, randint,"
+            " bernoulli, exponential_",
         )
     return _copied(emit, op, args, {k: v for k, v in kwargs.items() if k not in _PLACE}, value, name)
 
 
-def _copied(emit: Emit, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, name: str | None) -> fx.Node:
+def _copied(
+    emit: Emit, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, name: str | None
+) -> fx.Node:
     copy = emit.graph.create_node("call_function", target, args, kwargs, name=name)
     copy.meta = {"source": emit.source, "value": _regraded(value, copy)}
     return copy
@@ -173,7 +214,9 @@ def _same_type(node: fx.Node, result: Result) -> None:
         return [p and (p.shape, p.dtype) for p in (v if isinstance(v, tuple) else (v,))]
 
     olds = types(node.meta["value"])
-    news = [n and types(n.meta["value"])[0] for n in result] if isinstance(result, tuple) else types(result.meta["value"])
+    news = (
+        [n and types(n.meta["value"])[0] for n in result] if isinstance(result, tuple) else types(result.meta["value"])
+    )
     assert len(olds) == len(news), f"{node.format_node()}: {olds} became {news}"
     assert all(n in (None, o) for o, n in zip(olds, news, strict=True)), f"{node.format_node()}: {olds} became {news}"
 

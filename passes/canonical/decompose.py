@@ -2,12 +2,13 @@
 
     pixel_shuffle(x, 2)    ->    reshape(permute(reshape(x, [8, 4, 2, 2, 6, 6]), [0, 1, 4, 2, 5, 3]), [8, 4, 12, 12])
 
-An op is taken apart by its entry in torch's table of decompositions, or, if it is composed of other ops by definition, by its
-own code. What comes out goes through the canonical pass again, so that it may be rewritten, have a rule, or be taken apart further.
+An op is taken apart by its entry in torch's table of decompositions, or, if it is composed of other ops by definition,
+by its own code. What comes out goes through the canonical pass again, so that it may be rewritten, have a rule, or be
+taken apart further.
 
-torch's tables are made for inference and for compilers that differentiate first: some of them cut gradients or skip special
-cases. So every decomposition is proven where it is used: on random numbers in place of the call's operands it has to give the
-op's own results and gradients. One that does not is not taken.
+torch's tables are made for inference and for compilers that differentiate first: some of them cut gradients or skip
+special cases. So every decomposition is proven where it is used: on random numbers in place of the call's operands it
+has to give the op's own results and gradients. One that does not is not taken.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from shardc.passes.canonical.rewrite import Emit, Result
 from shardc.rules import registry
 from shardc.torch_private import OpOverload, decompositions, traced_functional
 
-#: Calls on more elements than this are taken apart without being proven: the proof would cost more than the compilation.
+#: Calls on more elements than this are taken apart without being proven: the proof would cost more than the
+#: compilation.
 PROOF_LIMIT = 1 << 18
 #: Relative error of a decomposition's results and gradients in float64.
 RTOL = 1e-8
-#: What ops raise for operands that are outside of their domain (a matrix that is not positive definite, lengths of zero).
+#: What ops raise for operands that are outside of their domain (a matrix that is not positive definite, lengths of
+#: zero).
 OUTSIDE = (RuntimeError, ValueError, IndexError)
 
 #: Adds one call to the new graph, in canonical form: (target, args, kwargs, its type) -> what stands for its result.
@@ -46,7 +49,9 @@ def needed(op: OpOverload) -> bool:
 
 
 def decompose(emit: Emit, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], add: Add) -> Result | None:
-    """Write a decomposition of `op(*args, **kwargs)` to the end of the graph; None, and an unchanged graph, if there is none."""
+    """Write a decomposition of `op(*args, **kwargs)` to the end of the graph; None, and an unchanged graph, if there is
+    none.
+    """
     operands = list(dict.fromkeys(values.nodes_in((args, kwargs))))
     if not all(isinstance(n.meta.get("value"), Value) for n in operands):
         return None
@@ -60,7 +65,10 @@ def decompose(emit: Emit, op: OpOverload, args: tuple[Any, ...], kwargs: dict[st
         return None
     try:
         result = _copy(module, operands, add)
-        if any(n.op == "call_function" and n.target is not operator.getitem and registry.find(n.target) is None for n in _after(before)):
+        if any(
+            n.op == "call_function" and n.target is not operator.getitem and registry.find(n.target) is None
+            for n in _after(before)
+        ):
             raise NoDecomposition
     except NoDecomposition:
         emit.decomposed[key] = None
@@ -94,7 +102,11 @@ def _traced(
 
     for way in decompositions(op):
         module = traced_functional(on_operands(way), [(v.shape, v.dtype, v.requires_grad) for v in types])
-        if module is not None and all(n.target is not op for n in module.graph.nodes) and _proven(on_operands(op), module, types):
+        if (
+            module is not None
+            and all(n.target is not op for n in module.graph.nodes)
+            and _proven(on_operands(op), module, types)
+        ):
             return module
     return None
 
@@ -143,7 +155,9 @@ def _constant(x: Any, add: Add) -> Any:
 
 
 def _proven(op: Callable[..., Any], module: fx.GraphModule, types: list[Value]) -> bool:
-    """Whether results and gradients of the decomposition are the op's own, on random numbers in its operands' shapes."""
+    """Whether results and gradients of the decomposition are the op's own, on random
+    numbers in its operands' shapes.
+    """
     if sum(torch.Size(v.shape).numel() for v in types) > PROOF_LIMIT:
         return True
     generator = torch.Generator().manual_seed(0)
@@ -171,7 +185,9 @@ def _some(v: Value, generator: torch.Generator) -> Tensor:
     if not (v.dtype.is_floating_point or v.dtype.is_complex):
         return torch.zeros(v.shape, dtype=v.dtype)
     dtype = v.dtype if v.dtype.is_complex else torch.float64
-    return (0.1 + 0.8 * torch.rand(v.shape, dtype=dtype, generator=generator)).to(v.dtype).requires_grad_(v.requires_grad)
+    return (
+        (0.1 + 0.8 * torch.rand(v.shape, dtype=dtype, generator=generator)).to(v.dtype).requires_grad_(v.requires_grad)
+    )
 
 
 def _tensors(result: Any) -> list[Tensor]:

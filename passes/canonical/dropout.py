@@ -1,4 +1,6 @@
-"""Randomness: every dropout draws from the counter generator, attention with dropout is spelled out, the rest is refused."""
+"""Randomness: every dropout draws from the counter generator, attention with dropout is spelled out, the rest is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def dropout(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Resul
 
 @rewrite("feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def other_dropout(emit: Emit, a: Args, out: Value) -> Result:
-    """Dropout of whole channels (Dropout2d), and alpha dropout (Klambauer et al. 2017), which keeps mean and variance: x * mask + shift."""
+    """Dropout of whole channels (Dropout2d), and alpha dropout (Klambauer et al. 2017), which keeps mean and variance:
+    x * mask + shift.
+    """
     x, p = a.input, float(a.p)
     if not a.train or p == 0:
         return x  # type: ignore[no-any-return]
@@ -67,7 +71,9 @@ def attention(emit: Emit, a: Args, out: Value) -> Result:
     if hidden is not None:  # the least number, not -inf: a row that sees nothing must become zeros (below), not NaN
         scores = emit(aten.masked_fill.Scalar, scores, hidden, torch.finfo(value(scores).dtype).min)
     narrow = value(scores).dtype  # exponentials add up in float32, as the fused op adds them
-    weights = emit(aten.softmax.int, emit.cast(scores, torch.promote_types(narrow, torch.float32)), len(shape(scores)) - 1)
+    weights = emit(
+        aten.softmax.int, emit.cast(scores, torch.promote_types(narrow, torch.float32)), len(shape(scores)) - 1
+    )
     weights = emit.cast(weights, narrow)
     if hidden is not None:
         weights = emit(aten.masked_fill.Scalar, weights, hidden, 0.0)

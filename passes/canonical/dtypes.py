@@ -25,7 +25,12 @@ def cast_integers(graph: fx.Graph) -> None:
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
         out = node.meta.get("value")
-        if not isinstance(node.target, OpOverload) or not isinstance(out, Value) or not _real(out) or "dtype" in node.kwargs:
+        if (
+            not isinstance(node.target, OpOverload)
+            or not isinstance(out, Value)
+            or not _real(out)
+            or "dtype" in node.kwargs
+        ):
             continue
         if torch.Tag.pointwise not in node.target.tags and node.target not in _CHOICES:
             continue

@@ -1,4 +1,6 @@
-"""Unsort: rows that a model sorts by expert itself, for grouped products (torch._grouped_mm), become `experts` on rows as they were.
+"""Unsort: rows that a model sorts by expert itself, for grouped products (torch._grouped_mm), become `experts` on rows
+as
+    they were.
 
     before   order = argsort(index)                                         the pairs (token, choice) by expert, i64[t k]
              rows  = gather(x, 0, order // k)                                f[t k, h]
@@ -8,10 +10,10 @@
              made  = experts(pairs, index, ones, cat(w1, w3), w2, "b, c = halves(x); a = silu(b); mul(a, c)")
              y     = zeros + sum(reshape(made * weights, [t, k, h]), 1)
 
-A sort over the batch would have every rank take all of it. But what is in sorted order is V[order] for some V that is not, and what works on
-every row by itself works on V as well; what puts rows back (the inverse order, a sum into tokens) takes V. So the spelling does not matter.
-That `order` sorts the choices, and that `ends` counts them, is not read off ops, but tried on random choices. What is not of this kind stays.
-"""
+A sort over the batch would have every rank take all of it. But what is in sorted order is V[order] for some V that is
+not, and what works on every row by itself works on V as well; what puts rows back (the inverse order, a sum into
+tokens) takes V. So the spelling does not matter. That `order` sorts the choices, and that `ends` counts them, is not
+read off ops, but tried on random choices. What is not of this kind stays."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ aten = torch.ops.aten
 _PRODUCT = aten._grouped_mm.default
 _SORTS: set[Any] = {aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable}
 #: Ops that take the columns of a row apart: where their arguments have the dim.
-_PARTS: dict[Any, int] = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.chunk.default: 2, aten.slice.Tensor: 1}
+_PARTS: dict[Any, int] = {
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.chunk.default: 2,
+    aten.slice.Tensor: 1,
+}
 #: Elementwise, though torch does not say so.
 _ELEMENTWISE = {aten.floor_divide.default, aten.floor_divide.Scalar}
 #: Ops that leave each row what it is, if the first dim stays.
@@ -78,7 +85,9 @@ class _Writer:
     graph: fx.Graph
     order: fx.Node
     plain: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a node in sorted order -> its V
-    numbers: dict[fx.Node, Tensor] = field(default_factory=dict)  # likewise whole numbers, which hang on no data: V itself
+    numbers: dict[fx.Node, Tensor] = field(
+        default_factory=dict
+    )  # likewise whole numbers, which hang on no data: V itself
     inverse: set[fx.Node] = field(default_factory=set)
     tried: dict[tuple[fx.Node, int], bool] = field(default_factory=dict)
 
@@ -114,11 +123,22 @@ class _Writer:
             self._by(node, args[0], args[1][0])
         elif node.target is aten.index_select.default and args[1] == 0:
             self._by(node, args[0], args[2])
-        elif node.target in (aten.scatter_add.default, aten.index_add.default) and args[1] == 0 and args[3] in self.plain and not node.kwargs:
+        elif (
+            node.target in (aten.scatter_add.default, aten.index_add.default)
+            and args[1] == 0
+            and args[3] in self.plain
+            and not node.kwargs
+        ):
             self._summed(node, args[0], args[2], self.plain[args[3]])
-        elif node.target is aten.index_put.default and len(args[1]) == 1 and args[2] in self.plain and not any(args[3:]):
+        elif (
+            node.target is aten.index_put.default and len(args[1]) == 1 and args[2] in self.plain and not any(args[3:])
+        ):
             found = self.numbers.get(args[1][0])
-            if found is not None and torch.equal(found, torch.arange(self.n)) and _value(node).shape == _value(args[2]).shape:
+            if (
+                found is not None
+                and torch.equal(found, torch.arange(self.n))
+                and _value(node).shape == _value(args[2]).shape
+            ):
                 node.replace_all_uses_with(self.plain[args[2]])
         elif any(x in self.numbers for x in taken):
             if all(x in self.numbers for x in taken) and self._rowwise(node):
@@ -129,7 +149,9 @@ class _Writer:
             self.plain[node] = self._put(node.target, args, _value(node), **kwargs)
 
     def _rowwise(self, node: fx.Node) -> bool:
-        """Does an op work on every row by itself? Operands in sorted order have their rows first; others are the same for all rows."""
+        """Does an op work on every row by itself? Operands in sorted order have their rows first; others are the same
+        for all rows.
+        """
         if not isinstance(node.target, OpOverload) or isinstance(node.meta["value"], tuple):
             return False
         shape = _value(node).shape
@@ -149,7 +171,9 @@ class _Writer:
     def _part(self, node: fx.Node) -> bool:
         """Is it a part of every row, or one of several that an op has made?"""
         at = _PARTS.get(node.target, len(node.args))
-        return node.target is operator.getitem or (at < len(node.args) and node.args[at] not in (0, -len(_value(node.args[0]).shape)))
+        return node.target is operator.getitem or (
+            at < len(node.args) and node.args[at] not in (0, -len(_value(node.args[0]).shape))
+        )
 
     def _by(self, node: fx.Node, x: fx.Node, index: Any) -> None:
         """Rows of x, picked by an index."""
@@ -166,9 +190,15 @@ class _Writer:
             self.plain[node] = x
         elif k:
             rest, dtype = list(shape[1:]), _value(x)
-            apart = self._put(aten.reshape.default, (x, [shape[0], 1, *rest]), replace(dtype, shape=(shape[0], 1, *rest)))
-            each = self._put(aten.expand.default, (apart, [shape[0], k, *rest]), replace(dtype, shape=(shape[0], k, *rest)))
-            self.plain[node] = self._put(aten.reshape.default, (each, [self.n, *rest]), replace(dtype, shape=(self.n, *rest)))
+            apart = self._put(
+                aten.reshape.default, (x, [shape[0], 1, *rest]), replace(dtype, shape=(shape[0], 1, *rest))
+            )
+            each = self._put(
+                aten.expand.default, (apart, [shape[0], k, *rest]), replace(dtype, shape=(shape[0], k, *rest))
+            )
+            self.plain[node] = self._put(
+                aten.reshape.default, (each, [self.n, *rest]), replace(dtype, shape=(self.n, *rest))
+            )
 
     def _summed(self, node: fx.Node, base: fx.Node, index: Any, rows: fx.Node) -> None:
         """base with V[order] added in rows index[order]."""
@@ -224,12 +254,17 @@ class _Writer:
         down.replace_all_uses_with(made)
 
     def _behind(self, node: Any) -> tuple[list[fx.Node], list[fx.Node]]:
-        """(the ops between a value and the products that it is made of, in order; those products, in order). ([], []) if anything else
-        goes in."""
+        """(the ops between a value and the products that it is made of, in order; those products, in order). ([], [])
+        if
+        anything else goes in."""
         mine, found = set(self.plain.values()), dict[fx.Node, None]()
 
         def visit(n: fx.Node) -> bool:
-            if n not in found and n.target is not product and not (n in mine and n.op == "call_function" and all(map(visit, n.all_input_nodes))):
+            if (
+                n not in found
+                and n.target is not product
+                and not (n in mine and n.op == "call_function" and all(map(visit, n.all_input_nodes)))
+            ):
                 return False
             found[n] = None
             return True
@@ -257,7 +292,11 @@ class _Writer:
             return False
         flat = chosen.flatten()
         whole = torch.equal(order.sort().values, torch.arange(self.n))
-        return whole and bool((flat[order].diff() >= 0).all()) and torch.equal(found.long(), flat.bincount(minlength=experts).cumsum(0))
+        return (
+            whole
+            and bool((flat[order].diff() >= 0).all())
+            and torch.equal(found.long(), flat.bincount(minlength=experts).cumsum(0))
+        )
 
     def _put(self, target: Any, args: tuple[Any, ...], value: Value, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.here):
@@ -289,7 +328,11 @@ def _choices(order: fx.Node) -> fx.Node | None:
     """The whole numbers that an order is computed from: the first ones on the way from what is not."""
     node = order
     while True:
-        before = [x for x in node.all_input_nodes if x.op == "call_function" and not any(v.dtype.is_floating_point for v in values(x))]
+        before = [
+            x
+            for x in node.all_input_nodes
+            if x.op == "call_function" and not any(v.dtype.is_floating_point for v in values(x))
+        ]
         if len(node.all_input_nodes) != 1 or not before:
             return node if node is not order and not isinstance(node.meta["value"], tuple) else None
         node = before[0]

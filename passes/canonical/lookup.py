@@ -1,8 +1,8 @@
 """Bags of embeddings as look-ups and sums; bilinear layers as einsum, whose equation is the rule.
 
-    embedding_bag(w, ids, arange(0, 24, 3), mode="mean")    ->    sum(embedding(w, reshape(ids, [8, 3])), [1]) / 3
-    embedding_bag(w, ids, offsets, mode="sum")    ->    index_add(zeros, 0, searchsorted(offsets, arange(24), right=True) - 1, embedding(w, ids))
-"""
+embedding_bag(w, ids, arange(0, 24, 3), mode="mean")    ->    sum(embedding(w, reshape(ids, [8, 3])), [1]) / 3
+embedding_bag(w, ids, offsets, mode="sum")    ->    index_add(zeros, 0, searchsorted(offsets, arange(24), right=True) - 1, embedding(w, ids))
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
     if a.mode == 1:
         count: fx.Node | float = float(size)
         if kept is not None:
-            count = emit(aten.clamp_min.default, emit.cast(emit(aten.sum.dim_IntList, kept, [1]), value(found).dtype), 1)
+            count = emit(
+                aten.clamp_min.default, emit.cast(emit(aten.sum.dim_IntList, kept, [1]), value(found).dtype), 1
+            )
         total = emit(aten.div.Tensor, total, count)
     return (total, None, None, None)
 
@@ -80,7 +82,11 @@ def _bags_by_offset(emit: Emit, a: Args, n: int, bags: int) -> fx.Node:
     found = emit(aten.embedding.default, a.weight, a.indices, padding, a.scale_grad_by_freq)
     places = emit(aten.arange.default, n, dtype=value(offsets).dtype)
     bag = emit(aten.sub.Tensor, emit(aten.searchsorted.Tensor, offsets, places, right=True), 1)
-    kept = emit(aten.ne.Scalar, a.indices, padding) if padding >= 0 else emit(aten.full.default, [n], True, dtype=torch.bool)
+    kept = (
+        emit(aten.ne.Scalar, a.indices, padding)
+        if padding >= 0
+        else emit(aten.full.default, [n], True, dtype=torch.bool)
+    )
     full = emit(aten.full.default, [bags], 0.0, dtype=weight.dtype)
     count = emit(aten.unsqueeze.default, emit(aten.index_add.default, full, 0, bag, emit.cast(kept, weight.dtype)), 1)
     rows = emit(aten.unsqueeze.default, kept, 1)

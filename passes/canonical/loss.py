@@ -1,6 +1,6 @@
 """Canonical spelling of losses: per-element values, then a sum or mean that sharding can split.
 
-    cross_entropy(x, t)  ->  sum(nll(x, t)) / sum(t != ignore_index)
+cross_entropy(x, t)  ->  sum(nll(x, t)) / sum(t != ignore_index)
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def _class_dim(x: fx.Node) -> int:
     return 0 if len(shape(x)) == 1 else 1
 
 
-def _hard(emit: Emit, per: fx.Node, target: fx.Node, weight: fx.Node | None, ignore: int) -> tuple[fx.Node, fx.Node, fx.Node]:
+def _hard(
+    emit: Emit, per: fx.Node, target: fx.Node, weight: fx.Node | None, ignore: int
+) -> tuple[fx.Node, fx.Node, fx.Node]:
     """(weighted per-element losses, valid elements, each element's weight in the mean)."""
     valid = emit(aten.ne.Scalar, target, ignore)
     if weight is None:
@@ -64,7 +66,11 @@ def cross_entropy(emit: Emit, a: Args, out: Value) -> Result:
             logp = emit(aten.mul.Tensor, logp, _along(emit, weight, x, d))
         smooth = emit(aten.neg.default, emit(aten.sum.dim_IntList, logp, [d]))
         smooth = emit(aten.masked_fill.Scalar, smooth, emit(aten.logical_not.default, valid), 0.0)
-        per = emit(aten.add.Tensor, emit(aten.mul.Tensor, per, 1 - smoothing), emit(aten.mul.Tensor, smooth, smoothing / classes))
+        per = emit(
+            aten.add.Tensor,
+            emit(aten.mul.Tensor, per, 1 - smoothing),
+            emit(aten.mul.Tensor, smooth, smoothing / classes),
+        )
     return _mean(emit, per, weights, a.reduction)
 
 
@@ -102,7 +108,9 @@ def l1_loss(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction")
 def linear_cross_entropy(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
-    """linear, then cross_entropy: torch's op takes chunks of the batch only to save memory, and gives gradients as further results."""
+    """linear, then cross_entropy: torch's op takes chunks of the batch only to save memory, and gives gradients as
+    further results.
+    """
     logits = emit(aten.linear.default, a.input, a.linear_weight, a.linear_bias)
     per, _valid, weights = _hard(emit, _nll(emit, logits, a.target, a.ignore_index), a.target, a.weight, a.ignore_index)
     result = _mean(emit, per, weights, {"none": 0, "mean": 1, "sum": 2}[a.get("reduction", "none")])
@@ -110,9 +118,14 @@ def linear_cross_entropy(emit: Emit, a: Args, out: Value | tuple[Value | None, .
 
 
 @rewrite(
-    "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "soft_margin_loss",
     "multilabel_margin_loss",
-)  # fmt: skip
+)
 def elementwise(emit: Emit, a: Args, out: Value) -> Result:
     """The op per element (or row), then its weight (a factor), then the reduction as ops of their own."""
     arguments, own = a.op._schema.arguments, {"reduction": 0, "weight": None}

@@ -1,10 +1,11 @@
-"""Values that are written one after the other to the places where a mask is true: images' features into text, as multimodal models do.
+"""Values that are written one after the other to the places where a mask is true: images' features into text, as
+multimodal models do.
 
     masked_scatter(x, m, y)    ->    where(m, index_select(rows of y, 0, cumsum(m) - 1), x)
     x[m] = y                   ->    the same
 
-Only the mask and what is written need to be known whole (the how many-th true entry is this one?); x, and all that follows, stays split.
-"""
+Only the mask and what is written need to be known whole (the how many-th true entry is this one?); x, and all that
+follows, stays split."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def masked_scatter(emit: Emit, a: Args, out: Value) -> Result:
 def in_order(emit: Emit, mask: fx.Node, source: fx.Node, size: tuple[int, ...]) -> fx.Node:
     """In the size of x, at the n-th true entry of `mask`, the n-th row of `source`; elsewhere rows that mean nothing.
 
-    mask: bool, of x's leading dims, its last ones 1: those are a row's. source: rows one after the other in any shape; at least as many as
-    true entries.
+    mask: bool, of x's leading dims, its last ones 1: those are a row's. source: rows one after the other in any shape;
+    at least as many as true entries.
     """
     k = max((d + 1 for d, s in enumerate(shape(mask)) if s != 1), default=0)
     row = size[k:]

@@ -1,7 +1,9 @@
-"""Variances, norms and questions (all, any) over the leading dim as sums, which the batch may be split in; others stay one op.
+"""Variances, norms and questions (all, any) over the leading dim as sums, which the batch may be split in; others stay
+one
+op.
 
-    std(x, [0], correction=1)    ->    sqrt(sum((x - mean(x, [0]))²) / (n - 1))
-    linalg_vector_norm(x, 2)     ->    sqrt(sum(x * x))                             with a gradient of zero at zero
+std(x, [0], correction=1)    ->    sqrt(sum((x - mean(x, [0]))²) / (n - 1))
+linalg_vector_norm(x, 2)     ->    sqrt(sum(x * x))                             with a gradient of zero at zero
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def moments(emit: Emit, a: Args, out: Any) -> Result:
 
 @rewrite("linalg_vector_norm", "norm", "frobenius_norm")
 def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
-    """Euclidean and absolute norms that reduce the leading dim. Where all elements are zero torch's gradient is zero."""
+    """Euclidean and absolute norms that reduce the leading dim. Where all elements are
+    zero torch's gradient is zero.
+    """
     x: fx.Node = a.self
     ndim, order = len(shape(x)), a.get("ord", a.get("p", 2))
     order = 2 if order is None else order
@@ -56,13 +60,21 @@ def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
     gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
     keepdim = bool(a.get("keepdim", False))
     if 0 not in gone or order not in (1, 2) or value(x).dtype.is_complex:
-        return emit(aten.linalg_vector_norm.default, x if value(x).dtype.is_complex else emit.cast(x, out.dtype), order, gone, keepdim)
+        return emit(
+            aten.linalg_vector_norm.default,
+            x if value(x).dtype.is_complex else emit.cast(x, out.dtype),
+            order,
+            gone,
+            keepdim,
+        )
     x = emit.cast(x, out.dtype)
     if order == 1:
         return emit(aten.sum.dim_IntList, emit(aten.abs.default, x), gone, keepdim)
     squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, x, x), gone, keepdim)
     zero = emit(aten.eq.Scalar, squares, 0)
-    return emit(aten.masked_fill.Scalar, emit(aten.sqrt.default, emit(aten.masked_fill.Scalar, squares, zero, 1)), zero, 0)
+    return emit(
+        aten.masked_fill.Scalar, emit(aten.sqrt.default, emit(aten.masked_fill.Scalar, squares, zero, 1)), zero, 0
+    )
 
 
 @rewrite("all", "any")

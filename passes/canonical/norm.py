@@ -1,11 +1,13 @@
 """BatchNorm as means and elementwise ops: splitting the batch then is exactly the single device's statistics.
 
-`batch_norm: local`: each of the chunks that the batch is cut into, over ranks and then over microbatches, has statistics of its own
+`batch_norm: local`: each of the chunks that the batch is cut into, over ranks and then over microbatches, has
+statistics of its own
 
     x [B, C, ...]  ->  reshape [chunks, B / chunks, C, ...]  ->  mean, variance [chunks, C]
 
-so that a rank needs no others, and a microbatch no others. (Hoffer et al. 2017, "Train longer, generalize better": ghost batch
-normalization.) Running statistics are what eager BatchNorm has after a rank's microbatches one after the other, averaged over ranks:
+so that a rank needs no others, and a microbatch no others. (Hoffer et al. 2017, "Train longer, generalize better":
+ghost batch normalization.) Running statistics are what eager BatchNorm has after a rank's microbatches one after the
+other, averaged over ranks:
 
     new = (1 - momentum)^m old + sum over i < m of momentum (1 - momentum)^(m - 1 - i) mean over ranks of statistic i
 """
@@ -25,10 +27,15 @@ aten = torch.ops.aten
 
 
 @rewrite(
-    "batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-    "_native_batch_norm_legit_no_training", "_batch_norm_with_update", "_batch_norm_with_update_functional",
+    "batch_norm",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
+    "_batch_norm_with_update",
+    "_batch_norm_with_update_functional",
     "_batch_norm_no_update",
-)  # fmt: skip
+)
 def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
     """In training: mean and biased variance of the batch normalise; the unbiased variance goes into the running one.
 
@@ -65,9 +72,14 @@ def _chunked(emit: Emit, x: fx.Node) -> tuple[fx.Node, int]:
         return x, 1
     local = f"`batch_norm: local` takes statistics of {emit.chunks[0]} ranks and {emit.chunks[1]} microbatches"
     if rows % chunks:
-        raise emit.refuse(f"{local}: {rows} rows are not {chunks} equal chunks", f"make the batch a multiple of {chunks}, or write batch_norm: sync")
+        raise emit.refuse(
+            f"{local}: {rows} rows are not {chunks} equal chunks",
+            f"make the batch a multiple of {chunks}, or write batch_norm: sync",
+        )
     if rows // chunks * math.prod(rest[1:]) == 1:
-        raise emit.refuse(f"{local}: each has one value a channel", "give every microbatch more rows, or write batch_norm: sync")
+        raise emit.refuse(
+            f"{local}: each has one value a channel", "give every microbatch more rows, or write batch_norm: sync"
+        )
     return emit.reshape(x, [chunks, rows // chunks, *rest]), 2
 
 
@@ -76,7 +88,9 @@ def _stat(emit: Emit, batch: fx.Node, running: fx.Node) -> fx.Node:
 
 
 def _moved(emit: Emit, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
-    """The running statistic `old`, moved towards the batch's f[C], or towards the chunks' f[chunks, C], one microbatch after the other."""
+    """The running statistic `old`, moved towards the batch's f[C], or towards the chunks' f[chunks, C], one microbatch
+    after the other.
+    """
     new = emit.cast(new, value(old).dtype)
     ranks, microbatches = emit.chunks
     rest = 1 - momentum
@@ -92,7 +106,9 @@ def _moved(emit: Emit, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
 
 
 def _channel(emit: Emit, stat: fx.Node, x: fx.Node, dim: int) -> fx.Node:
-    """f[C] -> f[1, C, 1, ...], or f[chunks, C] -> f[chunks, 1, C, 1, ...], to broadcast over `x`. dim: of x's channels."""
+    """f[C] -> f[1, C, 1, ...], or f[chunks, C] -> f[chunks, 1, C, 1, ...], to broadcast
+    over `x`. dim: of x's channels.
+    """
     kept = (0, dim) if len(shape(stat)) == 2 else (dim,)
     return emit.reshape(stat, [s if d in kept else 1 for d, s in enumerate(shape(x))])
 

@@ -5,8 +5,8 @@
     exponential(x, 2.0)                 ->      random('exponential', (2.0,), ...)         what gumbel_softmax draws
     multinomial(p, 1)                   ->      argmax(p / random('exponential', ...))
 
-The distributions are torch's, the numbers are not: they depend on the seed, the step and the op, not on what was drawn before.
-"""
+The distributions are torch's, the numbers are not: they depend on the seed, the step and the op, not on what was drawn
+before."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ WIDEST = 2**31
 
 def _random(emit: Emit, a: Args, out: Value, kind: str, *options: float) -> fx.Node:
     if a.get("generator") is not None:
-        raise emit.refuse(f"{a.op} draws from a generator of its own", "leave generator= out: the step's seed makes it reproducible")
+        raise emit.refuse(
+            f"{a.op} draws from a generator of its own", "leave generator= out: the step's seed makes it reproducible"
+        )
     if out.dtype.is_complex:
-        raise emit.refuse(f"{a.op} draws complex numbers", "draw real and imaginary parts, torch.complex(torch.randn(..), torch.randn(..))")
+        raise emit.refuse(
+            f"{a.op} draws complex numbers",
+            "draw real and imaginary parts, torch.complex(torch.randn(..), torch.randn(..))",
+        )
     return emit.random(kind, options, out.shape, out.dtype)
 
 
@@ -73,9 +78,13 @@ def integers(emit: Emit, a: Args, out: Value) -> Result:
     """In [low, high)."""
     low, high = a.get("low", a.get("from")) or 0, a.get("high", a.get("to"))
     if not isinstance(low, int) or not isinstance(high, int):
-        raise emit.refuse(f"{a.op} draws integers of a range that is not given in numbers", "use torch.randint with two numbers")
+        raise emit.refuse(
+            f"{a.op} draws integers of a range that is not given in numbers", "use torch.randint with two numbers"
+        )
     if not 0 < high - low <= WIDEST:
-        raise emit.refuse(f"{a.op} draws integers of a range of {high - low}", f"at most 2^31 = {WIDEST} different ones can be drawn")
+        raise emit.refuse(
+            f"{a.op} draws integers of a range of {high - low}", f"at most 2^31 = {WIDEST} different ones can be drawn"
+        )
     return _random(emit, a, out, "integers", low, high)
 
 
@@ -91,13 +100,19 @@ def bernoulli(emit: Emit, a: Args, out: Value) -> Result:
     p = a.first if p is None else p
     wide = torch.float64 if isinstance(p, fx.Node) and value(p).dtype == torch.float64 else torch.float32
     numbers = _random(emit, a, Value(out.shape, wide), "uniform", 0.0, 1.0)
-    below = emit(aten.lt.Tensor, numbers, emit.detach(p)) if isinstance(p, fx.Node) else emit(aten.lt.Scalar, numbers, float(p))
+    below = (
+        emit(aten.lt.Tensor, numbers, emit.detach(p))
+        if isinstance(p, fx.Node)
+        else emit(aten.lt.Scalar, numbers, float(p))
+    )
     return emit.cast(below, out.dtype)
 
 
 @rewrite("multinomial")
 def multinomial(emit: Emit, a: Args, out: Value) -> Result:
-    """The first of independent arrivals at rates p is i with probability p_i (an "exponential race"); without replacement: the first n."""
+    """The first of independent arrivals at rates p is i with probability p_i (an "exponential race"); without
+    replacement: the first n.
+    """
     p, n = emit.detach(a.first), int(a.num_samples)
     size = shape(p)
     many = n > 1 and bool(a.get("replacement", False))

@@ -1,4 +1,6 @@
-"""What the rewrites of the canonical pass share: typed emission of calls, arguments by name, values known at compile time."""
+"""What the rewrites of the canonical pass share: typed emission of calls, arguments by name, values known at compile
+time.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ KNOWN_LIMIT = 1 << 20
 
 
 def rewrite(*names: str) -> Callable[[Rewrite], Rewrite]:
-    """Register a rewrite for ops. Its arguments: the emitter, the call's arguments (new nodes), the type of its result."""
+    """Register a rewrite for ops. Its arguments: the emitter, the call's arguments (new
+    nodes), the type of its result.
+    """
 
     def register(function: Rewrite) -> Rewrite:
         for name in names:
@@ -87,7 +91,9 @@ def dim(d: int, ndim: int) -> int:
 
 
 class Emit:
-    """Adds typed calls to the new graph. `source` is that of the op being rewritten. chunks: see shardc.passes.canonical.Canonical."""
+    """Adds typed calls to the new graph. `source` is that of the op being rewritten. chunks: see
+    shardc.passes.canonical.Canonical.
+    """
 
     def __init__(self, graph: fx.Graph, rng: fx.Node, chunks: tuple[int, int] = (1, 1)) -> None:
         self.graph, self.rng, self.chunks = graph, rng, chunks
@@ -123,7 +129,8 @@ class Emit:
         if dtype is None or value(x).dtype == dtype:
             return x
         args, kwargs = (x,), {"dtype": dtype}
-        node = self.graph.create_node("call_function", aten._to_copy.default, args, kwargs, name=f"{x.name}_{DTYPES.get(dtype, 'cast')}")  # type: ignore[arg-type]
+        name = f"{x.name}_{DTYPES.get(dtype, 'cast')}"
+        node = self.graph.call_function(aten._to_copy.default, args, {**kwargs}, name=name)
         node.meta = {"value": values.infer(aten._to_copy.default, args, kwargs), "source": self.source}
         return node
 
@@ -154,7 +161,9 @@ class Emit:
         return self.typed(value(x), ops.dropout, x, p, self.rng, 0)
 
     def random(self, kind: str, options: Sequence[float], size: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """Numbers from the counter generator (shardc/runtime/ops/random_ops.py); their index is set when the graph is finished."""
+        """Numbers from the counter generator (shardc/runtime/ops/random_ops.py); their index is set when the graph is
+        finished.
+        """
         return self.typed(Value(tuple(size), dtype), ops.random, kind, tuple(options), list(size), dtype, self.rng, 0)
 
     def constant(self, node: fx.Node) -> Tensor | None:

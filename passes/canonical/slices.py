@@ -20,7 +20,9 @@ aten = torch.ops.aten
 
 
 def join_slices(graph: fx.Graph) -> None:
-    """Rewrite, in place, every product's result whose slices along one dim are its parts, one after the other, without a rest."""
+    """Rewrite, in place, every product's result whose slices along one dim are its parts, one after the other, without
+    a rest.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function" or (rule := registry.find(node.target)) is None or rule.flops is None:
             continue

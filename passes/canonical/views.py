@@ -1,4 +1,6 @@
-"""Canonical spelling of ops that move elements: sizes and dims are explicit and counted from the left, no-ops are gone."""
+"""Canonical spelling of ops that move elements: sizes and dims are explicit and counted
+from the left, no-ops are gone.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def expand(emit: Emit, a: Args, out: Value) -> Result:
     return emit.expand(a.first, out.shape)
 
 
-@rewrite("to", "_to_copy", "type_as", "clone", "contiguous", "alias", "lift_fresh", "lift_fresh_copy", "positive", "_to_cpu")
+@rewrite(
+    "to", "_to_copy", "type_as", "clone", "contiguous", "alias", "lift_fresh", "lift_fresh_copy", "positive", "_to_cpu"
+)
 def copied(emit: Emit, a: Args, out: Value) -> Result:
     """Only a change of dtype is left of copies: memory formats and devices are the program's business."""
     return emit.cast(a.first, out.dtype)
@@ -48,7 +52,9 @@ def copied(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("view_as_complex")
 def as_complex(emit: Emit, a: Args, out: Value) -> Result:
-    """`view_as_complex(x)` -> `complex(x[..., 0], x[..., 1])`: it may lie anywhere in memory, as a rank's part or in a bucket at an odd place."""
+    """`view_as_complex(x)` -> `complex(x[..., 0], x[..., 1])`: it may lie anywhere in memory, as a rank's part or in a
+    bucket at an odd place.
+    """
     last = len(out.shape)
     return emit(aten.complex.default, *(emit(aten.select.int, a.first, last, i) for i in (0, 1)))
 
@@ -87,8 +93,15 @@ def select(emit: Emit, a: Args, out: Value) -> Result:
 
 
 @rewrite(
-    "split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "tensor_split", "split_copy",
-)  # fmt: skip
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
+    "unsafe_chunk",
+    "tensor_split",
+    "split_copy",
+)
 def split(emit: Emit, a: Args, out: Any) -> Result:
     """Every split -> `split_with_sizes(x, sizes, dim)`; into one part: the tensor itself."""
     x: fx.Node = a.first
@@ -99,7 +112,20 @@ def split(emit: Emit, a: Args, out: Any) -> Result:
     return emit(aten.split_with_sizes.default, x, [p.shape[d] for p in parts], d)
 
 
-@rewrite("t", "T", "mT", "numpy_T", "matrix_H", "adjoint", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis")
+@rewrite(
+    "t",
+    "T",
+    "mT",
+    "numpy_T",
+    "matrix_H",
+    "adjoint",
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "permute",
+    "movedim",
+    "moveaxis",
+)
 def permute(emit: Emit, a: Args, out: Value) -> Result:
     """Every reordering of dims -> `transpose` of two of them, or `permute`."""
     x: fx.Node = a.first
@@ -108,7 +134,9 @@ def permute(emit: Emit, a: Args, out: Value) -> Result:
     if a.op_name == "permute":
         order = [dim(d, n) for d in a.dims]
     elif a.op_name in ("movedim", "moveaxis"):
-        froms, tos = ([dim(d, n) for d in (v if isinstance(v, (list, tuple)) else [v])] for v in (a.source, a.destination))
+        froms, tos = (
+            [dim(d, n) for d in (v if isinstance(v, (list, tuple)) else [v])] for v in (a.source, a.destination)
+        )
         rest = iter(d for d in range(n) if d not in froms)
         order = [froms[tos.index(d)] if d in tos else next(rest) for d in range(n)]
     elif a.op_name in ("transpose", "swapaxes", "swapdims"):
@@ -137,7 +165,9 @@ def _conjugate(emit: Emit, x: fx.Node) -> fx.Node:
 
 @rewrite("cat", "concat", "concatenate")
 def cat(emit: Emit, a: Args, out: Value) -> Result:
-    """Empty tensors (a cache that starts out empty) are left out; the parts of one tensor, in their order, are that tensor."""
+    """Empty tensors (a cache that starts out empty) are left out; the parts of one tensor, in their order, are that
+    tensor.
+    """
     parts = [x for x in a.tensors if shape(x) != (0,)]
     if len(parts) == 1:
         return emit.cast(parts[0], out.dtype)
@@ -160,14 +190,18 @@ def stack(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def _apart(parts: Sequence[fx.Node]) -> tuple[fx.Node, int, bool] | None:
-    """The tensor that `parts` are all the parts of, in order, the dim along which, and whether they keep that dim (split, or unbound)."""
+    """The tensor that `parts` are all the parts of, in order, the dim along which, and whether they keep that dim
+    (split, or unbound).
+    """
     found: set[tuple[Any, fx.Node, int]] = set()
     for i, part in enumerate(parts):
         whole = part.args[0] if part.args else None
         if part.target is aten.select.int and isinstance(whole, fx.Node) and part.args[2] == i:
             found.add((aten.unbind.int, whole, int(part.args[1])))  # type: ignore[arg-type]
         elif part.target is operator.getitem and isinstance(whole, fx.Node) and part.args[1] == i:
-            if whole.target not in (aten.unbind.int, aten.split_with_sizes.default) or len(whole.meta["value"]) != len(parts):
+            if whole.target not in (aten.unbind.int, aten.split_with_sizes.default) or len(whole.meta["value"]) != len(
+                parts
+            ):
                 return None
             x = whole.args[0]
             assert isinstance(x, fx.Node)
@@ -193,7 +227,9 @@ def pad(emit: Emit, a: Args, out: Value) -> Result:
     if a.get("mode", "constant") != "constant":
         return emit(aten.pad.default, a.first, list(a.pad), a.mode)
     number = a.value or 0
-    return emit(aten.constant_pad_nd.default, a.first, list(a.pad), number if out.dtype.is_floating_point else int(number))
+    return emit(
+        aten.constant_pad_nd.default, a.first, list(a.pad), number if out.dtype.is_floating_point else int(number)
+    )
 
 
 @rewrite("broadcast_tensors")
@@ -245,16 +281,24 @@ def _written(emit: Emit, x: fx.Node, src: fx.Node, d: int, start: int, stop: int
 
 @rewrite("index")
 def index(emit: Emit, a: Args, out: Value) -> Result:
-    """Indexing with `arange`s of whole dims, as mask builders do, only reshapes: it would hide the dims from sharding."""
+    """Indexing with `arange`s of whole dims, as mask builders do, only reshapes: it would
+    hide the dims from sharding.
+    """
     x: fx.Node = a.first
     indices = list(a.indices)
     if any(i is not None and value(i).dtype == torch.bool for i in indices):
-        raise emit.refuse("indexing with a mask gives a shape that depends on values", "use torch.where, or multiply by the mask")
+        raise emit.refuse(
+            "indexing with a mask gives a shape that depends on values", "use torch.where, or multiply by the mask"
+        )
     known = [emit.constant(i) if i is not None else None for i in indices]
     if _keeps_order(shape(x), out.shape, indices, known):
         return emit.reshape(x, out.shape)
     rows = _per_row(emit, x, indices, known)
-    return emit(aten.index.Tensor, x, indices) if rows is None else emit.reshape(emit(aten.gather.default, x, *rows), out.shape)
+    return (
+        emit(aten.index.Tensor, x, indices)
+        if rows is None
+        else emit.reshape(emit(aten.gather.default, x, *rows), out.shape)
+    )
 
 
 @rewrite("index_put")
@@ -268,7 +312,10 @@ def index_put(emit: Emit, a: Args, out: Value) -> Result:
         behind = len(out.shape) - at[0] - len(shape(mask)) if mask is not None else 0  # dims of x behind the mask's
         n = shape(values)[-behind - 1] if len(shape(values)) > behind else 1
         if mask is None or (n > 1 and at[0] > 0):
-            raise emit.refuse("writing to a mask values that each go to a place of its own", "use torch.where with values in x's shape")
+            raise emit.refuse(
+                "writing to a mask values that each go to a place of its own",
+                "use torch.where with values in x's shape",
+            )
         mask = emit.reshape(mask, (*shape(mask), *[1] * behind))
         if n > 1:
             values = emit.reshape(values, shape(values)[-behind - 1 :])
@@ -283,14 +330,17 @@ def index_put(emit: Emit, a: Args, out: Value) -> Result:
     d, index = rows
     picked: tuple[int, ...] = torch.broadcast_shapes(*(shape(i) for i in indices if i is not None))  # type: ignore[no-untyped-call]
     values = emit.expand(values, (*shape(x)[: at[0]], *picked, *shape(x)[at[-1] + 1 :]))
-    return emit(aten.scatter_add.default if a.accumulate else aten.scatter.src, x, d, index, emit.reshape(values, shape(index)))
+    return emit(
+        aten.scatter_add.default if a.accumulate else aten.scatter.src, x, d, index, emit.reshape(values, shape(index))
+    )
 
 
 def _per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | None]) -> tuple[int, fx.Node] | None:
-    """`x[arange(b), i]`, a pooled token of every row, is a gather along the second dim: rows stay apart, and can be split.
+    """`x[arange(b), i]`, a pooled token of every row, is a gather along the second dim: rows stay apart, and can be
+    split.
 
-    Any number of whole `arange`s, each along a dim of its own, and behind them one index. Returns the dim and the index for
-    `gather` and `scatter`; None for all else.
+    Any number of whole `arange`s, each along a dim of its own, and behind them one index. Returns the dim and the index
+    for `gather` and `scatter`; None for all else.
     """
     at = [d for d, i in enumerate(indices) if i is not None]
     *counted, d = at
@@ -301,7 +351,11 @@ def _per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | No
     for nth, i in enumerate(counted):
         k = known[i]
         wide = tuple(shape(x)[i] if j == nth else 1 for j in range(ndim))
-        if k is None or ((1,) * (ndim - k.dim()) + tuple(k.shape)) != wide or not torch.equal(k.flatten(), torch.arange(k.numel())):
+        if (
+            k is None
+            or ((1,) * (ndim - k.dim()) + tuple(k.shape)) != wide
+            or not torch.equal(k.flatten(), torch.arange(k.numel()))
+        ):
             return None
     before, rows, rest = shape(x)[: at[0]], shape(x)[at[0] : d], shape(x)[d + 1 :]
     own = ((1,) * (ndim - len(picked)) + picked)[len(counted) :]

@@ -1,4 +1,5 @@
-"""Checkpoint: which values are computed again in backward instead of being kept (`checkpoint:`), and which are kept all the same.
+"""Checkpoint: which values are computed again in backward instead of being kept (`checkpoint:`), and which are kept all
+    the same.
 
     before   h = layer_norm(x, w)            h.0.ln_1        autograd keeps x, w
              q = linear(h, w2)               h.0.attn.qkv    ... h, w2
@@ -6,13 +7,14 @@
              h = layer_norm(x, w)            | region "h.0"
              q = linear(h, w2)               | region "h.0" kept "h.0"
 
-A region is one call of a module that a pattern names. What it takes from outside is held; so are the results of ops that `save` names or that
-`budget` pays for, if something needs them; all else is computed again when backward comes to the region (shardc.runtime.step.recompute). Of a
-pattern, the outermost modules count, as with activations; regions of several entries may lie in each other.
+A region is one call of a module that a pattern names. What it takes from outside is held; so are the results of ops
+that `save` names or that `budget` pays for, if something needs them; all else is computed again when backward comes to
+the region (shardc.runtime.step.recompute). Of a pattern, the outermost modules count, as with activations; regions of
+several entries may lie in each other.
 
-The budget is a share of the bytes that backward would keep of the region without a checkpoint. It is spent as in a knapsack: first on what
-saves most work for its bytes: flops, memory touched and bytes sent, in the proportions of shardc.passes.place.transfer_cost.
-"""
+The budget is a share of the bytes that backward would keep of the region without a checkpoint. It is spent as in a
+knapsack: first on what saves most work for its bytes: flops, memory touched and bytes sent, in the proportions of
+shardc.passes.place.transfer_cost."""
 
 from __future__ import annotations
 
@@ -38,13 +40,23 @@ from shardc.spec import Checkpoint as Asked
 from shardc.spec import Spec
 from shardc.spec.patterns import match, nearest
 
-#: Memory that is read or written once costs as much time as so many flops (H100: 3.35 TB/s against 400 Tflop/s in bf16).
+#: Memory that is read or written once costs as much time as so many flops (H100: 3.35 TB/s against 400 Tflop/s in
+#: bf16).
 FLOPS_PER_TOUCH = 120.0
 #: A mask takes hashing its indices: so many times its size in 32-bit numbers read and written.
 HASHED = 80.0
 #: Small, and what it says has to be exchanged: always kept.
 ROUTING = (ops.experts_route, ops.experts_keep)
-_NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "instance_norm", "batch_norm", "native_batch_norm"}
+_NORMS = {
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "_fused_rms_norm",
+    "group_norm",
+    "instance_norm",
+    "batch_norm",
+    "native_batch_norm",
+}
 
 
 def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
@@ -82,7 +94,9 @@ class Checkpoint:
                 if node.op == "call_function":
                     self._put(node, asked, regions, entry)
             _part_masks(stage.graph)
-        order = sorted(regions.values(), key=lambda r: r.name.count("."))  # outer ones first: their names are the beginnings of others
+        order = sorted(
+            regions.values(), key=lambda r: r.name.count(".")
+        )  # outer ones first: their names are the beginnings of others
         saved, alike = SavedOf(program), _Alike({})
         for stage in stages:
             graph = _Graph(stage.graph, replace(program, regions=tuple(order)), saved)
@@ -90,7 +104,11 @@ class Checkpoint:
                 if members := graph.members(region.name):
                     found = _Choice(graph, region.name, entry[region.name], members, alike).run()
                     old = regions[region.name]
-                    kept, dropped, again = old.kept + found.kept, old.dropped + found.dropped, old.again + len(found.again)
+                    kept, dropped, again = (
+                        old.kept + found.kept,
+                        old.dropped + found.dropped,
+                        old.again + len(found.again),
+                    )
                     regions[region.name] = replace(old, kept=kept, dropped=dropped, again=again)
         made = tuple(regions[r.name] for r in order)
         return replace(program, stages=stages, regions=made, notes=(*program.notes, *_notes(made)))
@@ -112,9 +130,14 @@ class Checkpoint:
             if not hits:
                 close = nearest(entry.match, sorted(first))
                 errors.add(
-                    f"pattern {entry.match!r} matches no module that computes anything", where=self.spec.where(("checkpoint", i, "match")),
-                    fix=f"did you mean {close!r}?" if close else "see the model's names with `shardc inspect model.py --before`",
-                )  # fmt: skip
+                    f"pattern {entry.match!r} matches no module that computes anything",
+                    where=self.spec.where(("checkpoint", i, "match")),
+                    fix=(
+                        f"did you mean {close!r}?"
+                        if close
+                        else "see the model's names with `shardc inspect model.py --before`"
+                    ),
+                )
             elif all(m in found for m in hits):
                 what = f"pattern {entry.match!r} never wins: earlier entries name all modules that it matches"
                 errors.add(what, where=self.spec.where(("checkpoint", i, "match")), fix="delete it, or move it up")
@@ -123,7 +146,9 @@ class Checkpoint:
         errors.raise_any()
         return found
 
-    def _put(self, node: fx.Node, asked: dict[str, tuple[int, Asked]], regions: dict[str, Region], entry: dict[str, Asked]) -> None:
+    def _put(
+        self, node: fx.Node, asked: dict[str, tuple[int, Asked]], regions: dict[str, Region], entry: dict[str, Asked]
+    ) -> None:
         """Say in which region a node is; of a result's part: in that of the whole result."""
         if node.target is operator.getitem:
             made = node.args[0]
@@ -144,10 +169,11 @@ class Checkpoint:
 
 
 def _part_masks(graph: fx.Graph) -> None:
-    """In regions, masks of dropout are made by themselves: they depend on no value, so that to have one again nothing before it has to run.
+    """In regions, masks of dropout are made by themselves: they depend on no value, so that to have one again nothing
+    before it has to run.
 
-        y = dropout(x, 0.1, rng, 3)      becomes      keep = dropout_mask(0.1, rng, 3, mesh, [8, 16]);  y = masked(x, keep, 0.1)
-    """
+    y = dropout(x, 0.1, rng, 3)      becomes      keep = dropout_mask(0.1, rng, 3, mesh, [8, 16]);  y = masked(x, keep, 0.1)
+    """  # noqa: E501 (a table)
     mesh = next(iter(graph.nodes))
     for node in list(graph.find_nodes(op="call_function", target=ops.dropout)):
         x, p, rng, index, _, shape, *where = (*node.args, None, None)[: max(len(node.args), 6)]
@@ -157,7 +183,9 @@ def _part_masks(graph: fx.Graph) -> None:
         value = node.meta["value"]
         with graph.inserting_before(node):
             sizes = list(value.shape) if shape is None else shape  # nothing is split where none is given
-            keep = graph.create_node("call_function", ops.dropout_mask, (p, rng, index, mesh, sizes, *where), {}, name=f"{node.name}_mask")
+            keep = graph.create_node(
+                "call_function", ops.dropout_mask, (p, rng, index, mesh, sizes, *where), {}, name=f"{node.name}_mask"
+            )
         keep.meta = {**node.meta, "value": replace(value, dtype=torch.bool, requires_grad=False)}
         node.target, node.args = ops.masked, (x, keep, p)
 
@@ -186,7 +214,8 @@ def _notes(regions: Sequence[Region]) -> Iterable[str]:
         yield f"{which}: keeps {human(kept)} {when}, computes {human(dropped)} again{repeats} ({cause})"
 
 
-# --- what a region holds, and what it computes again --------------------------------------------------------------------
+# --- what a region holds, and what it computes again
+# --------------------------------------------------------------------
 
 
 class _Graph:
@@ -261,7 +290,9 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Found:
-    """kept, dropped: bytes; again: the collectives that are repeated; cost: of computing again, in flops; held: values, but for parameters."""
+    """kept, dropped: bytes; again: the collectives that are repeated; cost: of computing again, in flops; held: values,
+    but for parameters.
+    """
 
     kept: int
     dropped: int
@@ -294,20 +325,26 @@ class _Choice:
             keep = self._bought(self.asked.budget)
         else:
             words = set(self.asked.save or ())
-            keep = {n for n in self.members if n.target is not operator.getitem and words & kinds(n, self.graph.weights)}
+            keep = {
+                n for n in self.members if n.target is not operator.getitem and words & kinds(n, self.graph.weights)
+            }
         keep |= {n for n in self.members if n.target in ROUTING}
         found = self._with(keep)
         self.graph.held[self.region] = found.held
         for n in self.members:
             whole: Any = n.args[0] if n.target is operator.getitem else n
-            if whole in keep and (whole in self.own or whole in found.held or any(u in found.held for u in whole.users)):
+            if whole in keep and (
+                whole in self.own or whole in found.held or any(u in found.held for u in whole.users)
+            ):
                 n.meta["kept"] = (*n.meta.get("kept", ()), self.region)
         for n in found.again:
             n.meta["again"] = n.meta.get("again", 0) + 1
         return found
 
     def _wanted(self) -> None:
-        """What autograd keeps of the region's ops: results of nodes, and what ops made for themselves; and what inner regions hold."""
+        """What autograd keeps of the region's ops: results of nodes, and what ops made for themselves; and what inner
+        regions hold.
+        """
         self.wanted: dict[fx.Node, None] = {}
         self.own: dict[fx.Node, int] = {}
         for n in self.members:
@@ -347,15 +384,26 @@ class _Choice:
                     if u.meta.get("value") is not None:
                         need(u)
         kept = kept_own + sum(graph.nbytes(n) for n in {graph.base[n] for n in held})
-        notes = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(size for n, size in self.own.items() if n in needed)
-        again = tuple(n for n in self.members if n in needed and (c := n.meta.get("collective")) is not None and c.kind != "none")
+        notes = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(
+            size for n, size in self.own.items() if n in needed
+        )
+        again = tuple(
+            n for n in self.members if n in needed and (c := n.meta.get("collective")) is not None and c.kind != "none"
+        )
         return _Found(kept, notes, again, sum(map(graph.cost, needed)), frozenset(held))
 
     def _bought(self, share: float) -> set[fx.Node]:
         """What the budget pays for."""
         at = {n: i for i, n in enumerate(self.members)}
         look = [
-            (str(n.target), self.graph.cost(n), self.graph.nbytes(n), n in self.wanted, self.own.get(n), [at.get(u, -1) for u in n.all_input_nodes])
+            (
+                str(n.target),
+                self.graph.cost(n),
+                self.graph.nbytes(n),
+                n in self.wanted,
+                self.own.get(n),
+                [at.get(u, -1) for u in n.all_input_nodes],
+            )
             for n in self.members
         ]
         key = repr((share, look, sorted(self.graph.nbytes(n) for n in self.wanted if n not in self.inside)))
@@ -365,7 +413,9 @@ class _Choice:
         return {self.members[i] for i in self.alike.known[key]}
 
     def _budget(self, share: float) -> set[fx.Node]:
-        """Greedily, what saves most work for its bytes: all that fits into the share of what would be kept without a checkpoint."""
+        """Greedily, what saves most work for its bytes: all that fits into the share of what would be kept without a
+        checkpoint.
+        """
         solid = [n for n in self.members if self._solid(n)]
         keep: set[fx.Node] = set()
         now = self._with(keep)

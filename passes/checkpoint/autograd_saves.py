@@ -1,4 +1,5 @@
-"""What autograd keeps of a call for its backward: found out by running it on tensors without data, with hooks in autograd's way.
+"""What autograd keeps of a call for its backward: found out by running it on tensors without data, with hooks in
+autograd's way.
 
     relu(x)                  its result
     linear(x, w)             x, w
@@ -34,8 +35,8 @@ Stride = tuple[int, ...] | None
 class Saved:
     """Of one call. operands, results: which of them are kept; own: bytes of what the op made for backward only.
 
-    views: for every result the operand whose memory it is, or -1. strides: of the results, where they are known: an op may copy what
-    does not lie as it likes it, and then it keeps the copy.
+    views: for every result the operand whose memory it is, or -1. strides: of the results, where they are known: an op
+    may copy what does not lie as it likes it, and then it keeps the copy.
     """
 
     operands: tuple[int, ...] = ()
@@ -50,7 +51,9 @@ def _elements(v: Value) -> int:
 
 
 def _between(rows: int, x: Value, up: Value, down: Value) -> int:
-    """Bytes of what experts keep between their products: the first one's result, and what the activation makes of it."""
+    """Bytes of what experts keep between their products: the first one's result, and what
+    the activation makes of it.
+    """
     m, i = (math.prod(w.shape[1:]) // x.shape[-1] for w in (up, down))
     return rows * (m + 2 * i) * x.dtype.itemsize
 
@@ -59,19 +62,33 @@ def _between(rows: int, x: Value, up: Value, down: Value) -> int:
 _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     ops.dropout: lambda given, made: Saved(own=_elements(made[0])),  # a mask of bools
     ops.masked: lambda given, made: Saved((1,)),
-    ops.nll_parts: lambda given, made: Saved(own=given[0].nbytes() + 9 * _elements(given[1])),  # exponentials; indices; bools
+    ops.nll_parts: lambda given, made: Saved(
+        own=given[0].nbytes() + 9 * _elements(given[1])
+    ),  # exponentials; indices; bools
     ops.nll_join: lambda given, made: Saved((0,), own=_elements(made[0])),
     ops.embedding_partial: lambda given, made: Saved(own=9 * _elements(given[1])),  # indices; bools
     ops.experts_send: lambda given, made: Saved((1, 2)),
-    ops.experts_apply: lambda given, made: Saved((0, 1, 2, 3), own=_between(given[0].shape[0], given[0], given[2], given[3])),
+    ops.experts_apply: lambda given, made: Saved(
+        (0, 1, 2, 3), own=_between(given[0].shape[0], given[0], given[2], given[3])
+    ),
     ops.experts_return: lambda given, made: Saved((1,)),
     ops.experts_combine: lambda given, made: Saved((1, 2), own=given[0].nbytes()),  # rows in the order of choices
     ops.experts: lambda given, made: Saved(
-        (2, 3, 4), own=2 * given[0].nbytes() * given[1].shape[1] + _between(_elements(given[1]), given[0], given[3], given[4])
+        (2, 3, 4),
+        own=2 * given[0].nbytes() * given[1].shape[1] + _between(_elements(given[1]), given[0], given[3], given[4]),
     ),
 }
 #: Those whose result is their operand, seen differently, on some rank at least.
-_VIEWS = (ops.vary, ops.unvary, ops.shard, ops.shard_varying, ops.to_partial, ops.varying_to_partial, ops.fill_padding, ops.select_partial)
+_VIEWS = (
+    ops.vary,
+    ops.unvary,
+    ops.shard,
+    ops.shard_varying,
+    ops.to_partial,
+    ops.varying_to_partial,
+    ops.fill_padding,
+    ops.select_partial,
+)
 #: Those that are plain torch inside.
 _PLAIN = (ops.nll, ops.batch_stat, ops.partial_mean)
 
@@ -89,9 +106,13 @@ class SavedOf:
     def types(self, node: fx.Node) -> tuple[Value, ...]:
         """The types of a node's results on one rank, in one microbatch."""
         found = tuple(Value(v.local_shape(self.mesh), v.dtype, v.requires_grad) for v in values(node) if v is not None)
-        if node.op == "placeholder" and (cut := self._cut.get(node.name)) is not None:  # its type is that of the whole step's
+        if (
+            node.op == "placeholder" and (cut := self._cut.get(node.name)) is not None
+        ):  # its type is that of the whole step's
             shape = list(found[0].shape)
-            padded = bool(values(node)[0].layout.shards(cut.dim))  # by the axes that split the batch: all of a dim have the same padding
+            padded = bool(
+                values(node)[0].layout.shards(cut.dim)
+            )  # by the axes that split the batch: all of a dim have the same padding
             shape[cut.dim] = (shape[cut.dim] if padded else cut.padded(shape[cut.dim])) // self._microbatches
             return (replace(found[0], shape=tuple(shape)),)
         return found
@@ -115,7 +136,9 @@ class SavedOf:
         call = self.call(node)
         given, made = call.operands, call.results
         if node.target in _VIEWS:
-            return Saved(views=(0,), strides=(self._stride(tensors(node)[0]),) if given[0].shape == made[0].shape else ())
+            return Saved(
+                views=(0,), strides=(self._stride(tensors(node)[0]),) if given[0].shape == made[0].shape else ()
+            )
         if node.target in _OURS:
             return _OURS[node.target](given, made) if any(v.requires_grad for v in given) else Saved()
         if not isinstance(node.target, OpOverload) and node.target not in _PLAIN:
@@ -148,15 +171,21 @@ def _run(call: Call, strides: Sequence[Stride]) -> Saved:
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
                 result = call.target(*put(call.args), **{k: put(a) for k, a in call.kwargs})
         except DATA_DEPENDENT:  # an op that looks at its operands' values (istft): taken to keep them all
-            return Saved(tuple(range(len(operands))) if any(v.requires_grad for v in call.operands) else (), views=(-1,) * len(call.results))
+            return Saved(
+                tuple(range(len(operands))) if any(v.requires_grad for v in call.operands) else (),
+                views=(-1,) * len(call.results),
+            )
         made = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
         ours, theirs = [_storage(x) for x in operands], [_storage(x) for x in made]
         kept = {_storage(x): x for x in packed}
         own = sum(x.untyped_storage().nbytes() for s, x in kept.items() if s not in ours and s not in theirs)
         return Saved(
-            tuple(i for i, s in enumerate(ours) if s in kept), tuple(i for i, s in enumerate(theirs) if s in kept and s not in ours), own,
-            tuple(ours.index(s) if s in ours else -1 for s in theirs), tuple(tuple(x.stride()) for x in made),
-        )  # fmt: skip
+            tuple(i for i, s in enumerate(ours) if s in kept),
+            tuple(i for i, s in enumerate(theirs) if s in kept and s not in ours),
+            own,
+            tuple(ours.index(s) if s in ours else -1 for s in theirs),
+            tuple(tuple(x.stride()) for x in made),
+        )
 
 
 def _empty(v: Value, stride: Stride) -> Tensor:

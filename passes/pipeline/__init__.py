@@ -16,8 +16,8 @@ Ops are told apart by what they depend on.
     weights only    norms of weights, biases     likewise; a parameter that several stages use is theirs together: each has a copy,
                     from tables                  initialised alike, and the copies' gradients are summed (`pp[0,3]`)
 
-What would cost more than HEAVY of the whole model's products to do again, or communicates, is main whatever it depends on.
-"""
+What would cost more than HEAVY of the whole model's products to do again, or communicates, is main whatever it depends
+on."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ HEAVY = 0.01
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Cuts the graph into the stages that a spec asks for. The program's mesh then has the pipeline's axis, which placement did not see."""
+    """Cuts the graph into the stages that a spec asks for. The program's mesh then has the pipeline's axis, which
+    placement did not see.
+    """
 
     spec: Spec
 
@@ -52,7 +54,9 @@ class Pipeline:
         """The spec of one stage's ranks: without the pipeline's axis."""
         if spec.pipeline is None:
             return spec
-        return replace(spec, mesh=Mesh(tuple((a, n) for a, n in spec.mesh.axes if a != spec.pipeline.axis)), pipeline=None)
+        return replace(
+            spec, mesh=Mesh(tuple((a, n) for a, n in spec.mesh.axes if a != spec.pipeline.axis)), pipeline=None
+        )
 
     def _with_axis(self, inner: Mesh) -> Mesh:
         """The spec's mesh, with the digits that placement sees its other axes in."""
@@ -82,9 +86,13 @@ class Pipeline:
 
         program = replace(program, params=tuple(map(put, program.params)), buffers=tuple(map(put, program.buffers)))
         program.schedule = schedule.load(
-            asked.schedule, stages=len(stages), ranks=program.mesh.size(asked.axis), microbatches=program.microbatches,
-            edges=program.edges, where=self.spec.where(("pipeline", "schedule")),
-        )  # fmt: skip
+            asked.schedule,
+            stages=len(stages),
+            ranks=program.mesh.size(asked.axis),
+            microbatches=program.microbatches,
+            edges=program.edges,
+            where=self.spec.where(("pipeline", "schedule")),
+        )
         program.notes = (*program.notes, *_notes(program))
         return program
 
@@ -92,12 +100,18 @@ class Pipeline:
 def _notes(program: Program) -> Iterable[str]:
     for p in program.params:
         if shared := program.sharing(p):
-            yield f"{p.fqn} is used by stages {', '.join(map(str, p.stages))}: each rank of {shared} has a copy, and their gradients are summed"
+            yield (
+                f"{p.fqn} is used by stages {', '.join(map(str, p.stages))}: each rank of {shared} has a copy, and"
+                " their gradients are summed"
+            )
     for b in program.buffers:
         home, others = program.spreads(b)
         if others:
             stage = next(i for i, s in enumerate(program.stages) if b.name in s.updates)
-            yield f"{b.fqn} is updated by stage {stage}, and sent after the step: {program.axis} {home} -> {', '.join(map(str, others))}"
+            yield (
+                f"{b.fqn} is updated by stage {stage}, and sent after the step: {program.axis} {home} ->"
+                f" {', '.join(map(str, others))}"
+            )
 
 
 def _looked_at(graph: fx.Graph) -> set[str]:
@@ -156,8 +170,9 @@ class _Cut:
     # --- the stages of main ops
 
     def _settle(self, ops: cuts.Ops) -> None:
-        """Move ops, but products, over a cut where less crosses it then: back what makes less, forward what makes more. As long as that
-        leaves the stages as even as they are."""
+        """Move ops, but products, over a cut where less crosses it then: back what makes less, forward what makes more.
+        As
+        long as that leaves the stages as even as they are."""
         size = {n: sum(v.nbytes(self.mesh) for v in values(n)) for n in self.main}
         work = dict(zip(ops.nodes, ops.work, strict=True))
         loads, members = [0.0] * self.count, [0] * self.count
@@ -187,7 +202,11 @@ class _Cut:
             if n.target is operator.getitem or not users or len(users) < len(cuts.users(n)) or _flops(n):
                 continue
             at = min(self.stage[u] for u in users)
-            more = sum(size[x] for x in operands if not any(self.stage[u] >= at for u in cuts.users(x) if u in self.stage and u is not n))
+            more = sum(
+                size[x]
+                for x in operands
+                if not any(self.stage[u] >= at for u in cuts.users(x) if u in self.stage and u is not n)
+            )
             if at > self.stage[n] and more < size[n]:
                 move(n, at)
 
@@ -244,7 +263,9 @@ class _Cut:
         return found
 
     def _home(self, new: fx.Node, buffer: str) -> int:
-        """The stage that computes a buffer's new value; where any could, one that uses it, or the buffer, or what it is made of."""
+        """The stage that computes a buffer's new value; where any could, one that uses it, or the buffer, or what it is
+        made of.
+        """
         if new in self.stage:
             return self.stage[new]
         made_of = [n for n in self._behind([new], -1) if n.op == "placeholder" and n.meta.get("value") is not None]
@@ -255,7 +276,9 @@ class _Cut:
         return next((s for n, s in self.stage.items() if n.meta.get("source", Source()).module == module), 0)
 
     def _behind(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
-        """What a stage needs to compute these: placeholders, its own ops, ops done again, and values of other stages."""
+        """What a stage needs to compute these: placeholders, its own ops, ops done again,
+        and values of other stages.
+        """
         return behind(roots, lambda n: self.stage.get(n, stage) == stage)
 
 
@@ -300,12 +323,15 @@ class _Writer:
             made[n] = new = graph.placeholder(n.name)
             value = replace(n.meta["value"], requires_grad=n in trained)
             back = "send_recv" if value.requires_grad else "none"
-            crossing = Collective("send_recv", back, (self.cut.spec.pipeline.axis,), value.nbytes(self.cut.mesh), self.cut.cause)  # type: ignore[union-attr]
+            assert self.cut.spec.pipeline is not None
+            axes = (self.cut.spec.pipeline.axis,)
+            crossing = Collective("send_recv", back, axes, value.nbytes(self.cut.mesh), self.cut.cause)
             new.meta = {"value": value, "source": n.meta.get("source", Source()), "collective": crossing}
         for n in old:
             if n.op == "call_function" and n in self.needs and n not in made:
                 made[n] = graph.node_copy(n, made.__getitem__)
-        graph.output((made[loss] if loss is not None else None, tuple(made[n] for n in news), tuple(made[n] for n in sent)))
+        graph.output(
+            (made[loss] if loss is not None else None, tuple(made[n] for n in news), tuple(made[n] for n in sent))
+        )
         graph.lint()
         return graph
-

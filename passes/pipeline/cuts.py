@@ -1,12 +1,13 @@
 """Where to cut a rank's graph into pipeline stages: before modules, by counts of layers, or by cost.
 
-A graph's *main* ops are those that depend on both parameters and the batch, in the order in which they run; a cut is a position among
-them. What only depends on one of the two (masks, rotary tables; normed weights) is made wherever it is used, and cannot be cut.
+A graph's *main* ops are those that depend on both parameters and the batch, in the order in which they run; a cut is a
+position among them. What only depends on one of the two (masks, rotary tables; normed weights) is made wherever it is
+used, and cannot be cut.
 
-Cost is counted in bytes of memory traffic. A product of two matrices counts as the traffic that takes as long; parameters, as what an
-optimizer's step reads and writes of them, spread over the microbatches. What crosses a cut is sent while the stages compute: it costs what
-takes longer than that, and of cuts that are nearly as even the one is taken over which least crosses.
-"""
+Cost is counted in bytes of memory traffic. A product of two matrices counts as the traffic that takes as long;
+parameters, as what an optimizer's step reads and writes of them, spread over the microbatches. What crosses a cut is
+sent while the stages compute: it costs what takes longer than that, and of cuts that are nearly as even the one is
+taken over which least crosses."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from shardc.runtime import ops
 from shardc.spec import Spec
 from shardc.spec.patterns import match, nearest
 
-#: What a device does in the time in which it moves a byte of its memory: floating-point operations (an H100: 990 TFLOP/s, 3.35 TB/s).
+#: What a device does in the time in which it moves a byte of its memory: floating-point operations (an H100: 990
+#: TFLOP/s, 3.35 TB/s).
 FLOPS = 300
 #: How many bytes of its memory it moves while it sends one byte to another one (50 GB/s).
 LINK = 64
@@ -37,7 +39,8 @@ LINK = 64
 UPDATE = 8
 #: Stages may be this much costlier than the best cut's, if less crosses then, or a cut is then between modules.
 SLACK = 1.1
-#: Of such cuts: what part of an even stage's cost it is worth that half as much crosses, and that a cut takes one module less apart.
+#: Of such cuts: what part of an even stage's cost it is worth that half as much crosses, and that a cut takes one
+#: module less apart.
 CROSSING, INSIDE = 0.1, 0.02
 
 #: Ops that belong to the one before: how many rows they take, only their rank knows, so nobody else could receive them.
@@ -50,8 +53,8 @@ _LAYER = re.compile(r"(?:(.*?)\.)?(\d+)(?:\.|$)")
 class Ops:
     """The main ops of a graph: what the choice of cuts looks at.
 
-    work: cost of each. weight: bytes of the parameters that each is the first to use. crossing: entry p: bytes of what ops before p make
-    and ops from p on use.
+    work: cost of each. weight: bytes of the parameters that each is the first to use. crossing: entry p: bytes of what
+    ops before p make and ops from p on use.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -59,8 +62,9 @@ class Ops:
     crossing: tuple[int, ...]
 
     def sending(self, cut: int) -> float:
-        """What it costs to send what crosses a cut there and its gradients back, each while the stages compute forward and backward: 3 times
-        the work of forward."""
+        """What it costs to send what crosses a cut there and its gradients back, each while the stages compute forward
+        and
+        backward: 3 times the work of forward."""
         return LINK * self.crossing[cut] / 3
 
     @staticmethod
@@ -88,7 +92,10 @@ class Ops:
         starts = [i for i, n in enumerate(self.nodes) if n.target not in JOINED]
         ends = [*starts[1:], len(self.nodes)]
         work = tuple(sum(self.work[a:b]) for a, b in zip(starts, ends, strict=True))
-        return Ops(tuple(self.nodes[i] for i in starts), work, (*(self.crossing[i] for i in starts), self.crossing[-1])), starts
+        return (
+            Ops(tuple(self.nodes[i] for i in starts), work, (*(self.crossing[i] for i in starts), self.crossing[-1])),
+            starts,
+        )
 
 
 def users(node: fx.Node) -> list[fx.Node]:
@@ -112,8 +119,8 @@ def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
 def positions(main: Sequence[fx.Node], spec: Spec, mesh: Mesh) -> list[int]:
     """Where the stages after the first begin, as positions in the main ops.
 
-    mesh: of the ranks of one stage. Raises ShardcError, at the spec's line, for modules that do not exist or are not in the order in which
-    they run, counts that are not the model's, and more stages than there are ops.
+    mesh: of the ranks of one stage. Raises ShardcError, at the spec's line, for modules that do not exist or are not in
+    the order in which they run, counts that are not the model's, and more stages than there are ops.
     """
     p = spec.pipeline
     assert p is not None
@@ -154,18 +161,34 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
         inside = [at for at, n in enumerate(main) if any(match(name, m) for m in _outer(_module(n)))]
         if not inside:
             near = nearest(name, every)
-            fix = f"is it {near}?" if near else "name a module as model.named_modules() does; one whose ops depend on its input"
+            fix = (
+                f"is it {near}?"
+                if near
+                else "name a module as model.named_modules() does; one whose ops depend on its input"
+            )
             errors.add(f"no op of the model runs in a module {name!r}", where=where, fix=fix)
         elif inside[0] == 0:
-            errors.add(f"{name!r} runs first: nothing is left for the stage before it", where=where, fix="leave it out, or name a later module")
+            errors.add(
+                f"{name!r} runs first: nothing is left for the stage before it",
+                where=where,
+                fix="leave it out, or name a later module",
+            )
         else:
             found.append((inside[0], name, where))
     for (at, name, _), (then, other, where) in pairwise(found):
         if then < at:
-            errors.add(f"{other!r} begins before {name!r} does", where=where, fix="list the modules in the order in which they run")
+            errors.add(
+                f"{other!r} begins before {name!r} does",
+                where=where,
+                fix="list the modules in the order in which they run",
+            )
         elif then == at:
             what = f"{other!r} begins where {name!r} does" if other != name else f"{other!r} is listed twice"
-            errors.add(f"{what}: nothing is left for the stage between", where=where, fix="leave it out, or name a later module")
+            errors.add(
+                f"{what}: nothing is left for the stage between",
+                where=where,
+                fix="leave it out, or name a later module",
+            )
     errors.raise_any()
     return [at for at, _, _ in found]
 
@@ -183,7 +206,9 @@ def layer_of(module: str) -> tuple[str, str] | None:
 
 
 def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
-    """The model's outermost lists of layers: {list: [(layer, position of its first op)]}, all in the order in which they run."""
+    """The model's outermost lists of layers: {list: [(layer, position of its first op)]}, all in the order in which
+    they run.
+    """
     found: dict[str, dict[str, int]] = {}
     for at, n in enumerate(main):
         if m := _LAYER.match(_module(n)):
@@ -193,7 +218,9 @@ def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
 
 def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list[int]:
     found = {name: each for name, each in layers(main).items() if len(each) > 1}
-    lists = {", ".join(found): sorted((layer for each in found.values() for layer in each), key=lambda item: item[1])} | found
+    lists = {
+        ", ".join(found): sorted((layer for each in found.values() for layer in each), key=lambda item: item[1])
+    } | found
     fitting = {name: each for name, each in lists.items() if len(each) == sum(counts)}
     if len(fitting) != 1:
         has = ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in found.items()) or "no lists of layers"
@@ -210,7 +237,9 @@ def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list
 
 
 def even(ops: Ops, n: int) -> list[int]:
-    """n - 1 cuts for which the costliest stage is as cheap as can be (up to SLACK), and little crosses. n <= the number of ops."""
+    """n - 1 cuts for which the costliest stage is as cheap as can be (up to SLACK), and little crosses. n <= the number
+    of ops.
+    """
     low, high = sum(ops.work) / n, max(sum(ops.work), *map(ops.sending, range(len(ops.work))))
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
@@ -236,7 +265,10 @@ class _Limit:
         self.begins = [0.0, *accumulate(ops.work)]
         end = len(ops.work)
         last = list(accumulate((c if self.may(c) else 0 for c in range(end)), max))  # the last cut up to every position
-        self.fewest, self.most = [0.0] * (end + 1), [0] * (end + 1)  # how many stages the ops from every position on can be
+        self.fewest, self.most = (
+            [0.0] * (end + 1),
+            [0] * (end + 1),
+        )  # how many stages the ops from every position on can be
         for a in reversed(range(end)):
             b = self.furthest(a)
             b = last[b] if b < end else end

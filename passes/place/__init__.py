@@ -1,8 +1,9 @@
 """Placement: for every mesh axis, what every value is and by which strategy every op runs (DESIGN 2.4).
 
-One axis at a time; the digits of shards are the only thing that axes share. Per axis: a greedy forward sweep, then others, until
-nothing changes, with the placements that users asked for fed back. A strategy costs the bytes that its operands' conversions move, forward and
-backward, plus the work it repeats on every rank. The result stands on the nodes:
+One axis at a time; the digits of shards are the only thing that axes share. Per axis: a greedy forward sweep, then
+others, until nothing changes, with the placements that users asked for fed back. A strategy costs the bytes that its
+operands' conversions move, forward and backward, plus the work it repeats on every rank. The result stands on the
+nodes:
 
     node.meta["call"]        Call
     node.meta["strategies"]  {axis: Strategy}
@@ -52,11 +53,15 @@ class Axis:
     want: dict[Key, dict[Placement, set[fx.Node]]] = field(default_factory=dict)  # and by whom
     stored: dict[fx.Node, Placement] = field(default_factory=dict)
     derived: set[fx.Node] = field(default_factory=set)  # from parameters alone
-    weights: set[fx.Node] = field(default_factory=set)  # of those, what is no larger than its parameter, and may be stored split
+    weights: set[fx.Node] = field(
+        default_factory=set
+    )  # of those, what is no larger than its parameter, and may be stored split
     pinned: set[fx.Node] = field(default_factory=set)
     shared: set[fx.Node] = field(default_factory=set)
     nbytes: dict[Key, float] = field(default_factory=dict)  # what `_bytes` has found
-    making: dict[tuple[Key, Placement], tuple[int, float]] = field(default_factory=dict)  # how deep `_made` looked in this sweep, and found
+    making: dict[tuple[Key, Placement], tuple[int, float]] = field(
+        default_factory=dict
+    )  # how deep `_made` looked in this sweep, and found
 
     def run(self) -> None:
         self._leaves()
@@ -135,7 +140,11 @@ class Axis:
             for operand, need in zip(operands, best.inputs, strict=True):
                 if need not in self.have[operand]:
                     # a partial value becomes whole on its way to anything but a shard: others may use that too
-                    if PARTIAL in self.have[operand][:1] and not isinstance(need, Shard) and REPLICATE not in self.have[operand]:
+                    if (
+                        PARTIAL in self.have[operand][:1]
+                        and not isinstance(need, Shard)
+                        and REPLICATE not in self.have[operand]
+                    ):
                         self.have[operand].append(REPLICATE)
                     if need not in self.have[operand]:
                         self.have[operand].append(need)
@@ -150,14 +159,18 @@ class Axis:
             return
         choices = self.choices[node]
         if any(o[0] in self.shared for o in operands) and node not in self.shared:
-            # every rank computes the heads it shares, as a part of its own work: what is split otherwise would have to be gathered
+            # every rank computes the heads it shares, as a part of its own work: what is split otherwise would have to
+            # be gathered
             yield choices.varying
             return
         seen: list[Strategy] = []  # few, and mostly the same objects: hashing them all takes longer
         for i, operand in enumerate(operands):
             # weights, and sums that are still to be done, may as well become what others need them to be
             open_still = operand[0] in self.derived or isinstance(self.have[operand][0], Partial)
-            for placement in (*self.have[operand], *(sorted(self.want.get(operand, ()), key=_shown) if open_still else ())):
+            for placement in (
+                *self.have[operand],
+                *(sorted(self.want.get(operand, ()), key=_shown) if open_still else ()),
+            ):
                 s = choices.from_operand(i, placement, self.n)
                 if s is not None and s not in seen:
                     seen.append(s)
@@ -181,14 +194,19 @@ class Axis:
             yield from choices.partials
 
     def _below(self, node: fx.Node, pin: Placement) -> Placement:
-        """A pin's shard as the digit below those of the axes that split its dim already: an annotation names dims, not digits.
+        """A pin's shard as the digit below those of the axes that split its dim already: an annotation names dims, not
+        digits.
 
         But for axes that it names itself, and other digits of its own: those it has counted.
         """
         if not isinstance(pin, Shard) or pin.sections:
             return pin
         own = {a for a, _ in node.meta["pin"].shards(pin.dim)}
-        others = [a for a, s in node.meta["strategies"].items() if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim and a not in own]
+        others = [
+            a
+            for a, s in node.meta["strategies"].items()
+            if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim and a not in own
+        ]
         return replace(pin, split=pin.split * math.prod(map(self.mesh.size, others)))
 
     def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
@@ -200,14 +218,19 @@ class Axis:
         for side, placements, vals in ((0, strategy.inputs, call.operands), (1, strategy.outputs, call.results)):
             for i, (placement, v) in enumerate(zip(placements, vals, strict=True)):
                 if isinstance(placement, Shard):
-                    theirs = {a: p for a, s in others.items() if isinstance(p := (s.inputs, s.outputs)[side][i], Shard) and p.dim == placement.dim}
+                    theirs = {
+                        a: p
+                        for a, s in others.items()
+                        if isinstance(p := (s.inputs, s.outputs)[side][i], Shard) and p.dim == placement.dim
+                    }
                     if theirs and Layout.of({**theirs, self.name: placement}, self.mesh).fits(v.shape, self.mesh):
                         return False
         return True
 
     def _bytes(self, operand: Key) -> float:
-        """Bytes of a value as cut by the axes that were placed before. float64 counts as float32: what is cheap must not depend
-        on whether a check runs in double precision."""
+        """Bytes of a value as cut by the axes that were placed before. float64 counts as float32: what is cheap must
+        not
+        depend on whether a check runs in double precision."""
         if (known := self.nbytes.get(operand)) is not None:
             return known
         node, i = operand
@@ -220,7 +243,9 @@ class Axis:
         return found
 
     def _convert(self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False) -> float:
-        """Bytes of making a value what `user` needs, from the nearest of what there is (fresh: from how it is produced)."""
+        """Bytes of making a value what `user` needs, from the nearest of what there is (fresh: from how it is
+        produced).
+        """
         have = self.have[operand][: 1 if fresh else None]
         if need in have:
             return 0.0
@@ -228,7 +253,9 @@ class Axis:
         v, nbytes = values(node)[i], self._bytes(operand)
         free = need == VARYING or (isinstance(need, Shard) and node in self.weights)
         if node in self.derived and have[0] in (REPLICATE, VARYING) and free:
-            return 0.0  # the gradient's reduction has to be done anyway; a weight that is only used split is stored split
+            return (
+                0.0  # the gradient's reduction has to be done anyway; a weight that is only used split is stored split
+            )
         cost = min(transfer(v, p, need, self.n, nbytes) for p in have)
         if isinstance(have[0], Partial) and not isinstance(need, Partial):
             others = self.want.get(operand, {}).get(need, set()) - {user}
@@ -291,7 +318,9 @@ class Axis:
                 self.want.setdefault(operand, {}).setdefault(need, set()).add(node)
 
     def _obliging(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
-        """The strategy that makes the result as users want it, if that costs no more than converting it; else the chosen one."""
+        """The strategy that makes the result as users want it, if that costs no more than converting it; else the
+        chosen one.
+        """
         if wanted == chosen.outputs[0] or (other := self._making(node, wanted)) is None:
             return chosen
         now = transfer(values(node)[0], chosen.outputs[0], wanted, self.n, self._bytes((node, 0)))
@@ -304,7 +333,9 @@ class Axis:
         return sum(self._made(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
 
     def _made(self, operand: Key, need: Placement, depth: int) -> float:
-        """Bytes of having a value as an op needs it: by converting it, or by another strategy of the op that makes it."""
+        """Bytes of having a value as an op needs it: by converting it, or by another
+        strategy of the op that makes it.
+        """
         deep, known = self.making.get((operand, need), (-1, 0.0))
         if deep >= depth:
             return known
@@ -318,7 +349,9 @@ class Axis:
         return cost
 
     def _making(self, node: fx.Node, wanted: Placement) -> Strategy | None:
-        """A strategy by which an op would make its result as wanted, instead of the chosen one. None if it does more work."""
+        """A strategy by which an op would make its result as wanted, instead of the chosen one. None if it does more
+        work.
+        """
         choices, chosen = self.choices[node], self.chosen[node]
         works = choices.rule.flops is not None
         if chosen.kind != "replicate" and (works or chosen.kind != "split"):
@@ -330,7 +363,12 @@ class Axis:
 
     def _needs(self, node: fx.Node, i: int = 0) -> set[Placement]:
         """What the users of a result need, looking through getitem."""
-        users = {u for x in (node, *(u for u in node.users if u.target is operator.getitem)) for u in x.users if u in self.operands}
+        users = {
+            u
+            for x in (node, *(u for u in node.users if u.target is operator.getitem))
+            for u in x.users
+            if u in self.operands
+        }
         every = ((o, need) for u in users for o, need in zip(self.operands[u], self._inputs(u), strict=True))
         return {need for o, need in every if o == (node, i)}
 
@@ -338,7 +376,9 @@ class Axis:
         return (REPLICATE,) * len(self.operands[user]) if user.op == "output" else self.chosen[user].inputs
 
     def _hoist(self) -> None:
-        """Move `vary` from uses of values that derive from parameters up to the parameters, where it is the gradient's reduction."""
+        """Move `vary` from uses of values that derive from parameters up to the parameters, where it is the gradient's
+        reduction.
+        """
         for node in reversed(list(self._nodes())):
             plain = node in self.derived and self.chosen[node].kind == "replicate"
             if plain and any(VARYING in self._needs(node, i) for i in range(len(values(node)))):
@@ -353,7 +393,12 @@ class Axis:
                     self.stored[node] = VARYING
         for node, new in self._updated():  # statistics of split channels: stored split, if they are used and made so
             p = self.have[new][0]
-            if self.stored[node] == REPLICATE and isinstance(p, Shard) and self._needs(node) == {p} and not self._collides(node, p):
+            if (
+                self.stored[node] == REPLICATE
+                and isinstance(p, Shard)
+                and self._needs(node) == {p}
+                and not self._collides(node, p)
+            ):
                 self.stored[node] = p
 
     def _updated(self) -> Iterator[tuple[fx.Node, Key]]:
@@ -367,7 +412,9 @@ class Axis:
         return bool(layout.replace(self.name, placement, self.mesh).fits(values(node)[0].shape, self.mesh))
 
     def _explain(self) -> None:
-        """For every op the annotation that its strategy goes back to: a weight's first, else that of the operand it follows."""
+        """For every op the annotation that its strategy goes back to: a weight's first, else that of the operand it
+        follows.
+        """
         for node in self.program.graph.nodes:
             why = node.meta.setdefault("why", {})
             if node.op == "placeholder":
@@ -380,7 +427,11 @@ class Axis:
                     continue
                 every = zip(self.operands[node], self.chosen[node].inputs, strict=True)
                 sharded = [source for (source, _), need in every if isinstance(need, Shard | Partial)]
-                found = [s.meta["why"][self.name] for s in sorted(sharded, key=lambda s: s not in self.derived) if self.name in s.meta["why"]]
+                found = [
+                    s.meta["why"][self.name]
+                    for s in sorted(sharded, key=lambda s: s not in self.derived)
+                    if self.name in s.meta["why"]
+                ]
                 if found:
                     why[self.name] = found[0]
 
@@ -393,10 +444,15 @@ def place(program: Program, mesh: Mesh) -> Program:
         for node in program.graph.nodes
         if node.op == "call_function" and node.target is not operator.getitem
     }
-    operands = {node: [result(t) for t in tensors(node)] for node in program.graph.nodes if node in choices or node.op == "output"}
+    operands = {
+        node: [result(t) for t in tensors(node)]
+        for node in program.graph.nodes
+        if node in choices or node.op == "output"
+    }
     for node in program.graph.nodes:
         node.meta["strategies"] = {}
-    # the batch first: what other axes leave of a dim cannot be padded, and annotations split what the batch's axes leave
+    # the batch first: what other axes leave of a dim cannot be padded, and annotations split what the batch's axes
+    # leave
     batch = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
     for axis, n in sorted(mesh.axes, key=lambda a: a[0] not in batch):
         if n == 1:
@@ -404,7 +460,9 @@ def place(program: Program, mesh: Mesh) -> Program:
         one = Axis(program, axis, n, mesh, choices, operands)
         one.run()
         layouts = {p.name: p.layout for p in program.stored}
-        program = program.with_layouts({node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()})
+        program = program.with_layouts(
+            {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()}
+        )
     refuse_pins(program, mesh)
     refuse_uneven(program, mesh, choices)
     return program

@@ -1,4 +1,6 @@
-"""What a placement cannot do is refused where it is known: ops without a rule before it, splits that would be lost after it."""
+"""What a placement cannot do is refused where it is known: ops without a rule before it, splits that would be lost
+after it.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,19 @@ def check_rules(program: Program, *, replicate: bool) -> list[str]:
             notes.append(f"{at}: {name} has no rule; every rank runs it whole")
         else:
             around = way_around(name)
-            register = f"{'or ' if around else ''}register one, shardc.rule({name}, \"... -> ...\"), or set `unknown_ops: replicate`"
+            register = (
+                f'{"or " if around else ""}register one, shardc.rule({name}, "... -> ..."), or set `unknown_ops:'
+                " replicate`"
+            )
             errors.add(what, where=at, fix=f"{around}; {register}" if around else register)
     errors.raise_any()
     return notes
 
 
 def refuse_pins(program: Program, mesh: Mesh) -> None:
-    """Annotated activations whose dim cannot be split further, because other axes split it already: the batch's, above all."""
+    """Annotated activations whose dim cannot be split further, because other axes split it already: the batch's, above
+    all.
+    """
     errors = Errors()
     for node in program.graph.nodes:
         if "pin" not in node.meta:
@@ -56,18 +63,21 @@ def refuse_pins(program: Program, mesh: Mesh) -> None:
             others = [a for a, _ in layout.shards(asked.dim) if a != axis]
             if others and (problem := layout.fits(v.shape, mesh)):
                 errors.add(
-                    f"dim {asked.dim} of {replace(v, layout=Layout(tuple(i for i in layout.items if i[0] != axis)))} is split over "
-                    f"{' and '.join(others)} already, and cannot be split over {axis} as well: {problem}",
-                    where=f"{node.meta['cause'].get(axis, '')}, {node.meta['source']}", fix=f"name another dim for {axis}, or leave it out",
-                )  # fmt: skip
+                    f"dim {asked.dim} of {replace(v, layout=Layout(tuple(i for i in layout.items if i[0] != axis)))} is"
+                    f" split over {' and '.join(others)} already, and cannot be split over {axis} as well: {problem}",
+                    where=f"{node.meta['cause'].get(axis, '')}, {node.meta['source']}",
+                    fix=f"name another dim for {axis}, or leave it out",
+                )
     errors.raise_any()
 
 
 def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices]) -> None:
-    """Heads, key-value heads or groups that an axis does not divide: an annotated split that is lost where a dim is taken apart.
+    """Heads, key-value heads or groups that an axis does not divide: an annotated split that is lost where a dim is
+    taken
+    apart.
 
-    It could be gathered there, but that would undo the annotation unnoticed; one error for every such size and annotation.
-    """
+    It could be gathered there, but that would undo the annotation unnoticed; one error for every such size and
+    annotation."""
     errors, told = Errors(), set()
     for node, c in choices.items():
         if c.rule.notation is not reshape:
@@ -78,22 +88,34 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
             if n == 1 or not why or source.op != "call_function":
                 continue
             lies, taken = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
-            if not isinstance(lies, Shard) or isinstance(taken, Shard) or lies.padding:  # padded it divides: partition notes why it is gathered
+            if (
+                not isinstance(lies, Shard) or isinstance(taken, Shard) or lies.padding
+            ):  # padded it divides: partition notes why it is gathered
                 continue
             for factor, (places, _) in c.places.items():
                 place_of, size = places[0], c.signature.sizes[factor]
-                if place_of is None or place_of[0] != lies.dim or lies.split % place_of[1] or size % (lies.split // place_of[1] * n) == 0:
+                if (
+                    place_of is None
+                    or place_of[0] != lies.dim
+                    or lies.split % place_of[1]
+                    or size % (lies.split // place_of[1] * n) == 0
+                ):
                     continue
                 if lies.split // place_of[1] >= size or (why, size) in told:
                     continue
                 told.add((why, size))
                 better = fused_weights.instead(program, axis)
-                rest = f"or write {better} before the entries that split a fused weight as one" if better else "or leave that weight whole"
+                rest = (
+                    f"or write {better} before the entries that split a fused weight as one"
+                    if better
+                    else "or leave that weight whole"
+                )
                 seen = f"of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}"
                 errors.add(
                     f"{size}{_noun(node)} ({seen}) does not divide by {axis}={n}",
-                    where=f"{why}, {node.meta['source']}", fix=f"{divisibility.ranks(axis, size, n)}; {rest}",
-                )  # fmt: skip
+                    where=f"{why}, {node.meta['source']}",
+                    fix=f"{divisibility.ranks(axis, size, n)}; {rest}",
+                )
     errors.raise_any()
 
 

@@ -6,8 +6,8 @@ from shardc.ir.placement import Partial, Placement, Shard, Varying
 from shardc.ir.program import Value
 from shardc.rules.registry import needs_vary
 
-# A matmul's flops weigh as many bytes of communication as a device with ~1000 flop per link byte would lose by repeating it
-# (H100: 400 Tflop/s bf16 against 300-450 GB/s NVLink). Touching memory weighs little: it only breaks ties.
+# A matmul's flops weigh as many bytes of communication as a device with ~1000 flop per link byte would lose by
+# repeating it (H100: 400 Tflop/s bf16 against 300-450 GB/s NVLink). Touching memory weighs little: it only breaks ties.
 FLOPS_PER_BYTE = 1000.0
 TOUCH = 0.01
 # Gathering a weight that an annotation splits would undo the annotation.

@@ -10,12 +10,13 @@ before                                              after
                                                         y = linear(h, p_bf16)                     bf16
     loss = cross_entropy_loss(y, t)   f32               y_f32 = to(y, float32);  loss = cross_entropy_loss(y_f32, t)
 
-It works on the captured graph, where ops are still those that torch.autocast's lists speak of (precision_ops.py); canonical then takes
-norms and losses apart in the dtypes that stand here, and placement sees casts as what they are: elementwise ops, so a weight's cast is
-split like the weight, and what is gathered or summed is the narrow tensor. Gradients reach a parameter through its cast, in its own dtype.
+It works on the captured graph, where ops are still those that torch.autocast's lists speak of (precision_ops.py);
+canonical then takes norms and losses apart in the dtypes that stand here, and placement sees casts as what they are:
+elementwise ops, so a weight's cast is split like the weight, and what is gathered or summed is the narrow tensor.
+Gradients reach a parameter through its cast, in its own dtype.
 
-Touched is only what depends on parameters or on floating inputs: position tables, masks, running statistics keep their dtypes.
-"""
+Touched is only what depends on parameters or on floating inputs: position tables, masks, running statistics keep their
+dtypes."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -40,9 +41,12 @@ _PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 @dataclass(frozen=True)
 class Precision:
-    """params: dtype in which parameters are stored. compute: dtype of products and of the activations between them. None: as in the model.
+    """params: dtype in which parameters are stored. compute: dtype of products and of the activations between them.
+    None:
+        as in the model.
 
-    compute None with params given: compute as stored. Sums, statistics and losses run in float32, or wider where operands are.
+    compute None with params given: compute as stored. Sums, statistics and losses run in float32, or wider where
+    operands are.
     reduce: dtype in which gradients are summed over ranks, for the data pass; None: as stored.
     """
 
@@ -53,10 +57,14 @@ class Precision:
     @staticmethod
     def of(asked: Asked) -> Precision:
         """The pass for a spec's section."""
-        return Precision(*(getattr(torch, name) if name else None for name in (asked.params, asked.compute, asked.reduce)))
+        return Precision(
+            *(getattr(torch, name) if name else None for name in (asked.params, asked.compute, asked.reduce))
+        )
 
     def run(self, program: Program) -> Program:
-        """program: captured, before canonical. Gives a program with the same ops, casts between them, and parameters in `params`."""
+        """program: captured, before canonical. Gives a program with the same ops, casts between them, and parameters in
+        `params`.
+        """
         compute = self.compute or self.params
         if compute is None:
             return program
@@ -71,10 +79,10 @@ class Precision:
 class _Held:
     """A value of the old graph in the new one.
 
-    node: in the dtype in which it is made. lean: made wider than the compute dtype, because a wide operand took part; ops that follow
-    their operands read it in the compute dtype. stored: comes from parameters and constants by moves and elementwise ops alone: a wide
-    one gives way to activations. scoped: it stands for a cast that captures cannot tell from its operand (see `_cast`): the module in
-    which the cast counts, and its dtype.
+    node: in the dtype in which it is made. lean: made wider than the compute dtype, because a wide operand took part;
+    ops that follow their operands read it in the compute dtype. stored: comes from parameters and constants by moves
+    and elementwise ops alone: a wide one gives way to activations. scoped: it stands for a cast that captures cannot
+    tell from its operand (see `_cast`): the module in which the cast counts, and its dtype.
     """
 
     node: fx.Node
@@ -141,7 +149,9 @@ class _Writer:
         live = any(h.live for h in used.values())
         if not any(h.live for h in floats):
             return _Held(self._copy(node, {n: h.node for n, h in used.items()}), live)
-        if not _known(node.target):  # what a foreign kernel or a backward of the model's own takes, only capture has seen
+        if not _known(
+            node.target
+        ):  # what a foreign kernel or a backward of the model's own takes, only capture has seen
             return _Held(self._copy(node, {n: self._captured(n, h) for n, h in used.items()}), True)
         if name in CASTS:
             return self._cast(node, used)
@@ -149,7 +159,9 @@ class _Writer:
             return self._move(node, used)
         if name in LOW:
             stay = {node.args[i] for i in STAY.get(name, ())}
-            return _Held(self._copy(node, {n: h.node if n in stay else self._low(h, name) for n, h in used.items()}), True)
+            return _Held(
+                self._copy(node, {n: h.node if n in stay else self._low(h, name) for n, h in used.items()}), True
+            )
         if name in LOOKUPS:
             return self._narrowed(self._copy(node, {n: h.node for n, h in used.items()}), True)
         if is_wide(name):
@@ -158,10 +170,18 @@ class _Writer:
 
     def _captured(self, node: fx.Node, h: _Held) -> fx.Node:
         """An operand in the dtype that it had in capture."""
-        return h.node if isinstance(node.meta["value"], tuple) else self._as(h.node, _value(node).dtype) if h.floats else h.node
+        return (
+            h.node
+            if isinstance(node.meta["value"], tuple)
+            else self._as(h.node, _value(node).dtype)
+            if h.floats
+            else h.node
+        )
 
     def _low(self, h: _Held, name: str) -> fx.Node:
-        """An operand in the compute dtype. A mask's least number must not become -inf: a row that sees nothing would become NaN."""
+        """An operand in the compute dtype. A mask's least number must not become -inf: a row that sees nothing would
+        become NaN.
+        """
         node = h.node
         if not h.floats or h.dtype == self.compute:
             return node
@@ -205,9 +225,9 @@ class _Writer:
     def _cast(self, node: fx.Node, used: dict[fx.Node, _Held]) -> _Held:
         """The model's own casts stay.
 
-        One that changed nothing in capture (`x.float()` of what was float32) counts within its own module, and only widens: for
-        capture it was its operand itself, so that a residual sum outside may well name the cast where the model names the operand.
-        """
+        One that changed nothing in capture (`x.float()` of what was float32) counts within its own module, and only
+        widens: for capture it was its operand itself, so that a residual sum outside may well name the cast where the
+        model names the operand."""
         (operand, *_), h = node.all_input_nodes, used[node.all_input_nodes[0]]
         was, now = _value(operand), _value(node)
         if not h.floats or was.dtype != now.dtype:
@@ -218,9 +238,9 @@ class _Writer:
     def _following(self, node: fx.Node, used: dict[fx.Node, _Held], name: str) -> _Held:
         """In the dtype of its operands, the widest of several.
 
-        Between two products a value that an activation in the compute dtype took part in is an activation itself: those that read it
-        get it in the compute dtype. Behind the last product nothing is narrowed any more: there only the loss is left.
-        """
+        Between two products a value that an activation in the compute dtype took part in is an activation itself: those
+        that read it get it in the compute dtype. Behind the last product nothing is narrowed any more: there only the
+        loss is left."""
         floats = {n: h for n, h in used.items() if h.floats}
         acts = [h for h in floats.values() if h.live and not h.stored]
         if not acts:
@@ -231,14 +251,26 @@ class _Writer:
         if not narrow:  # what is read wide is computed wide
             floats = {n: replace(h, lean=False) for n, h in floats.items()}
         if narrow and not self._fits(node):
-            new = self._copy(node, {n: self._as(h.node, torch.promote_types(h.dtype, self.wide)) if h.floats else h.node for n, h in used.items()})
+            new = self._copy(
+                node,
+                {
+                    n: self._as(h.node, torch.promote_types(h.dtype, self.wide)) if h.floats else h.node
+                    for n, h in used.items()
+                },
+            )
             return _Held(new, True)
         read = {n: h.node for n, h in used.items()}
         for n, h in floats.items():
             read[n] = self._as(h.node, self.compute if narrow and h.stored else self._read(h))
         if name not in PROMOTE and len({_value(read[n]).dtype for n in floats}) > 1:
-            shaped = {_value(read[n]).dtype for n in floats if _value(read[n]).shape}  # numbers give way to tensors, as in torch
-            one = self.compute if narrow and node in self.body else _widest(shaped or {_value(read[n]).dtype for n in floats})
+            shaped = {
+                _value(read[n]).dtype for n in floats if _value(read[n]).shape
+            }  # numbers give way to tensors, as in torch
+            one = (
+                self.compute
+                if narrow and node in self.body
+                else _widest(shaped or {_value(read[n]).dtype for n in floats})
+            )
             read |= {n: self._as(read[n], one) for n in floats}
         new = self._copy(node, read)
         wider = _floating(new) and not isinstance(new.meta["value"], tuple) and _value(new).dtype != self.compute
@@ -249,7 +281,9 @@ class _Writer:
         return self.compute if h.lean else h.dtype
 
     def _fits(self, node: fx.Node) -> bool:
-        """Whether the numbers that stand in a call can be said in the compute dtype (masks are filled with float32's least number)."""
+        """Whether the numbers that stand in a call can be said in the compute dtype (masks are filled with float32's
+        least number).
+        """
         limit = torch.finfo(self.compute)
         numbers = [abs(a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
         return all(a == 0 or a == float("inf") or a != a or limit.tiny <= a <= limit.max for a in numbers)
@@ -277,7 +311,9 @@ class _Writer:
             root = self._root(node)
             if root is not None:
                 moved = self._as(root, dtype)
-                new = self._emit(v, node.target, *fx.map_arg(node.args, lambda n: moved if n is root else n), **node.kwargs)
+                new = self._emit(
+                    v, node.target, *fx.map_arg(node.args, lambda n: moved if n is root else n), **node.kwargs
+                )
             else:
                 new = self._emit(v, aten._to_copy.default, node, dtype=dtype)
             self.casts[node, dtype] = new
@@ -315,7 +351,8 @@ class _Writer:
         return new
 
 
-# --- types --------------------------------------------------------------------------------------------------------------
+# --- types
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _value(node: fx.Node) -> Value:
@@ -331,7 +368,9 @@ def _all(node: fx.Node) -> tuple[Any, ...]:
 
 def _known(target: Any) -> bool:
     """Whether torch's lists can speak of an op, or ours do."""
-    return target is operator.getitem or (isinstance(target, OpOverload) and (target.namespace == "aten" or values.op_name(target) in STAY))
+    return target is operator.getitem or (
+        isinstance(target, OpOverload) and (target.namespace == "aten" or values.op_name(target) in STAY)
+    )
 
 
 def _types(node: fx.Node) -> list[Any]:

@@ -1,10 +1,11 @@
-"""Batches for an engine: every rank reads its own part, in an order that knows the seed and not the mesh, and goes on where it stopped.
+"""Batches for an engine: every rank reads its own part, in an order that knows the seed and not the mesh, and goes on
+where it stopped.
 
     for part in engine.loader(dataset):       # one epoch, or what is left of it
         engine.step(part, local=True)
 
-Which samples of a global batch a rank reads follows from the layouts of the program's inputs, so ranks that hold the same part of
-the batch (they differ in tp, say) read the same samples. torch.utils.data.DataLoader does the reading.
+Which samples of a global batch a rank reads follows from the layouts of the program's inputs, so ranks that hold the
+same part of the batch (they differ in tp, say) read the same samples. torch.utils.data.DataLoader does the reading.
 """
 
 from __future__ import annotations
@@ -27,30 +28,52 @@ from shardc.runtime.step.inputs import batch_dims, name_of
 
 @dataclass(frozen=True)
 class Rest:
-    """The last batch of an epoch, of fewer samples than others: all of it on every rank. `engine.step` knows what to do with it."""
+    """The last batch of an epoch, of fewer samples than others: all of it on every rank. `engine.step` knows what to do
+    with it.
+    """
 
     batch: Any
 
 
 class Loader:
-    """One epoch at a time of local parts of global batches, for `engine.step(part, local=True)`. Made by `engine.loader`, which see.
+    """One epoch at a time of local parts of global batches, for `engine.step(part, local=True)`. Made by
+    `engine.loader`,
+    which see.
 
-    What a checkpoint keeps moves on when a part is handed out, whatever workers have read ahead; the last part of an epoch moves it to the
-    next epoch. An iteration that is broken off is gone on with by the next one.
+    What a checkpoint keeps moves on when a part is handed out, whatever workers have read ahead; the last part of an
+    epoch moves it to the next epoch. An iteration that is broken off is gone on with by the next one.
     """
 
     def __init__(
-        self, program: Program, mesh: Any, dataset: Any, *, batch_size: int | None = None, shuffle: bool | None = None, seed: int = 0,
-        drop_last: bool = True, num_workers: int = 0, collate_fn: Callable[[list[Any]], Any] | None = None, name: str | None = "train",
+        self,
+        program: Program,
+        mesh: Any,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        drop_last: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        name: str | None = "train",
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.program, self.mesh, self.name, self.dataset = program, mesh, name, dataset
         self._where = f"loader {name!r}" if name is not None else "loader"
         self._dims = batch_dims(program)
         self.batch_size = self._batch_size(batch_size)
         size = None if self._is_stream() else len(dataset)
-        # a value of its own, not this object: DataLoader holds its sampler, and workers end at once only where there is no cycle
-        self.order = Order(size, self.batch_size, self._samples(), size is not None if shuffle is None else shuffle, seed, rest=not drop_last)
+        # a value of its own, not this object: DataLoader holds its sampler, and workers end at once only where there is
+        # no cycle
+        self.order = Order(
+            size,
+            self.batch_size,
+            self._samples(),
+            size is not None if shuffle is None else shuffle,
+            seed,
+            rest=not drop_last,
+        )
         self._check(drop_last, num_workers, options)
         self._collate = collate_fn or default_collate
         # the workers' seeds are drawn from a generator of their own: the process's stays as it is
@@ -94,11 +117,14 @@ class Loader:
         The saved seed and order win. Raises ShardcError for a dataset of another size.
         """
         if state["size"] != self.order.size:
-            sizes = [f"{n} samples" if n is not None else "an iterable dataset" for n in (state["size"], self.order.size)]
+            sizes = [
+                f"{n} samples" if n is not None else "an iterable dataset" for n in (state["size"], self.order.size)
+            ]
             raise ShardcError(
                 f"the checkpoint is in the middle of {sizes[0]}, and this is {sizes[1]}",
-                where=self._where, fix="go on with the same dataset, or give this loader another name: it then begins anew",
-            )  # fmt: skip
+                where=self._where,
+                fix="go on with the same dataset, or give this loader another name: it then begins anew",
+            )
         self.order.load_state_dict(state)
         self._reading = None  # its reader has the seed
 
@@ -122,11 +148,17 @@ class Loader:
             layout = Layout(tuple((a, s) for a, s in x.layout.shards() if s.dim != self._dims[x.name]))
             if layout.items:
                 cuts[x.path] = layout
-        return _mapped(part, (), lambda path, leaf: self._local(cuts[path], leaf) if path in cuts else leaf) if cuts else part
+        return (
+            _mapped(part, (), lambda path, leaf: self._local(cuts[path], leaf) if path in cuts else leaf)
+            if cuts
+            else part
+        )
 
     def _local(self, layout: Layout, leaf: Any) -> Any:
         fits = isinstance(leaf, Tensor) and not layout.fits(leaf.shape, self.program.mesh)
-        return layout.local(leaf, self.program.mesh, self._coords) if fits else leaf  # what does not fit, the engine's step names
+        return (
+            layout.local(leaf, self.program.mesh, self._coords) if fits else leaf
+        )  # what does not fit, the engine's step names
 
     # --- what is asked for, and whether it can be
 
@@ -135,32 +167,46 @@ class Loader:
         return self.program.mesh.coords(self.mesh.rank)
 
     def _batch_size(self, given: int | None) -> int:
-        """Samples in a global batch: the size of the inputs' batch dim (the smallest, if a collate function merges it with others)."""
+        """Samples in a global batch: the size of the inputs' batch dim (the smallest, if a collate function merges it
+        with others).
+        """
         errors = Errors()
         for x in self.program.inputs:
             if x.layout.paddings():
-                what = f"its size {list(x.shape)} does not divide over the ranks, so the last ones' parts would be filled up"
+                what = (
+                    f"its size {list(x.shape)} does not divide over the ranks, so the last ones' parts would be"
+                    " filled up"
+                )
                 fix = "compile for a batch that divides, or give engine.step whole batches of a DataLoader of your own"
                 errors.add(what, where=name_of(x.path), fix=fix)
         errors.raise_any()
         sizes = {name_of(x.path): x.shape[d] for x in self.program.inputs if (d := self._dims[x.name]) is not None}
         if not sizes:
-            raise ShardcError("no input of the program has a batch dim", where=self._where, fix="give one in the spec's batch: {dims: ...}")
+            raise ShardcError(
+                "no input of the program has a batch dim",
+                where=self._where,
+                fix="give one in the spec's batch: {dims: ...}",
+            )
         found = min(sizes.values())
         for name, size in sizes.items():
             if size % found:
                 fix = f"give {name!r} its batch dim in the spec's batch: {{dims: ...}}, or null if it has none"
-                errors.add(f"its batch dim is {size} long, which is no multiple of the others' {found}", where=name, fix=fix)
+                errors.add(
+                    f"its batch dim is {size} long, which is no multiple of the others' {found}", where=name, fix=fix
+                )
         errors.raise_any()
         if given is not None and given != found:
             raise ShardcError(
                 f"batch_size is {given}, but the program was compiled for global batches of {found} samples",
-                where=self._where, fix=f"leave it out, or compile with a batch of {given}",
-            )  # fmt: skip
+                where=self._where,
+                fix=f"leave it out, or compile with a batch of {given}",
+            )
         return found
 
     def _samples(self) -> Tensor:
-        """The places in a global batch that this rank reads, i64[local batch]: what the layouts leave of 0 ... batch size - 1."""
+        """The places in a global batch that this rank reads, i64[local batch]: what the layouts leave of 0 ... batch
+        size - 1.
+        """
         found: Tensor | None = None
         for x in self.program.inputs:
             d = self._dims[x.name]
@@ -170,11 +216,18 @@ class Loader:
             layout = Layout(tuple((a, replace(s, dim=0)) for a, s in x.layout.shards(d)))
             places = layout.local(torch.arange(x.shape[d]) // rows, self.program.mesh, self._coords)
             mine = places[::rows]
-            if not torch.equal(places, mine.repeat_interleave(rows)) or (found is not None and not torch.equal(found, mine)):
+            if not torch.equal(places, mine.repeat_interleave(rows)) or (
+                found is not None and not torch.equal(found, mine)
+            ):
                 raise ShardcError(
-                    "its batch dim is split otherwise than by whole samples that the other inputs have on the same ranks", where=name_of(x.path),
-                    fix="give all inputs the same split of the batch, or give engine.step whole batches of a DataLoader of your own",
-                )  # fmt: skip
+                    "its batch dim is split otherwise than by whole samples that the other inputs have on the same"
+                    " ranks",
+                    where=name_of(x.path),
+                    fix=(
+                        "give all inputs the same split of the batch, or give engine.step whole batches of a DataLoader"
+                        " of your own"
+                    ),
+                )
             found = mine
         assert found is not None
         return found
@@ -183,7 +236,11 @@ class Loader:
         """Whether samples come in the dataset's own order. Raises ShardcError for what is no dataset."""
         data = self.dataset
         if isinstance(data, DataLoader):
-            raise ShardcError("a DataLoader is no dataset", where=self._where, fix="pass its dataset, and its collate_fn and num_workers")
+            raise ShardcError(
+                "a DataLoader is no dataset",
+                where=self._where,
+                fix="pass its dataset, and its collate_fn and num_workers",
+            )
         if isinstance(data, Mapping):
             fix = f"pass one of its entries, such as {next(iter(data))!r}" if data else "pass a dataset"
             raise ShardcError(f"a {type(data).__name__} is no dataset", where=self._where, fix=fix)
@@ -213,8 +270,13 @@ class Loader:
             errors.add(what, where=self._where, fix="give it more samples, or compile for a smaller batch")
         elif not drop_last and (size is None or (size % self.batch_size and self.program.resize is None)):
             rest = f"{size % self.batch_size} samples" if size is not None else "what is left over"
-            what = f"the last batch of an epoch would be {rest} and not {self.batch_size}, for which the program was compiled"
-            errors.add(what, where=self._where, fix="leave drop_last out: another epoch's order leaves other samples over")
+            what = (
+                f"the last batch of an epoch would be {rest} and not {self.batch_size}, for which the program was"
+                " compiled"
+            )
+            errors.add(
+                what, where=self._where, fix="leave drop_last out: another epoch's order leaves other samples over"
+            )
         errors.raise_any()
 
 
@@ -231,9 +293,13 @@ class Loaders(dict[str, Loader]):
             return loader
         if loader.name in self:
             raise ShardcError(
-                f"the engine has a loader of the name {loader.name!r} already", where="engine.loader",
-                fix="use that one for every epoch, or give this one a name of its own; name=None is not kept in checkpoints",
-            )  # fmt: skip
+                f"the engine has a loader of the name {loader.name!r} already",
+                where="engine.loader",
+                fix=(
+                    "use that one for every epoch, or give this one a name of its own; name=None is not kept in"
+                    " checkpoints"
+                ),
+            )
         if loader.name in self._waiting:
             loader.load_state_dict(self._waiting[loader.name])
         self[loader.name] = loader

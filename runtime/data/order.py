@@ -1,4 +1,6 @@
-"""The order in which samples are read, and how far it has come: fixed by seed and epoch alone, the same on every rank and mesh."""
+"""The order in which samples are read, and how far it has come: fixed by seed and epoch alone, the same on every rank
+and mesh.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ Key = tuple[int, int]  # epoch, index of the sample
 class Order(Sampler[list[Key]]):
     """A batch sampler: what one rank reads of every global batch, from where all ranks together stand.
 
-    size: samples in the dataset; None for a stream, of which only the count is kept. batch: samples in a global batch; mine: the
-    places in it that this rank reads, i64[local batch]. rest: what fills no batch is read too, by all ranks. epoch, consumed: where
-    the next batch begins.
+    size: samples in the dataset; None for a stream, of which only the count is kept. batch: samples in a global batch;
+    mine: the places in it that this rank reads, i64[local batch]. rest: what fills no batch is read too, by all ranks.
+    epoch, consumed: where the next batch begins.
     """
 
-    def __init__(self, size: int | None, batch: int, mine: Tensor, shuffle: bool, seed: int, rest: bool = False) -> None:
+    def __init__(
+        self, size: int | None, batch: int, mine: Tensor, shuffle: bool, seed: int, rest: bool = False
+    ) -> None:
         self.rest = rest and size is not None
         self.size, self.batch, self.mine, self.shuffle, self.seed = size, batch, mine, shuffle, seed
         self.epoch = self.consumed = 0
@@ -70,7 +74,13 @@ class Order(Sampler[list[Key]]):
             self.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed, "shuffle": self.shuffle, "size": self.size}
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "size": self.size,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])

@@ -1,10 +1,12 @@
-"""What a DataLoader's workers do for shardc.runtime.data.loader: read this rank's samples of one global batch, and collate them.
+"""What a DataLoader's workers do for shardc.runtime.data.loader: read this rank's samples of one global batch, and
+collate
+them.
 
-Random numbers that a dataset or a collate function draws (crops, masked words) do not know the mesh: `random`, numpy and torch are
-seeded for every sample, from the loader's seed, the epoch and the sample's index, and for every collation from the first of its
-samples. So ranks that read the same samples (they differ in tp only, say) get the same numbers, whatever else their processes do,
-and a run that goes on later gets the numbers it would have got. The process's own random state is left as it was.
-"""
+Random numbers that a dataset or a collate function draws (crops, masked words) do not know the mesh: `random`, numpy
+and torch are seeded for every sample, from the loader's seed, the epoch and the sample's index, and for every collation
+from the first of its samples. So ranks that read the same samples (they differ in tp only, say) get the same numbers,
+whatever else their processes do, and a run that goes on later gets the numbers it would have got. The process's own
+random state is left as it was."""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from shardc.runtime.data.order import Key
 from shardc.runtime.rng import key
 
-# Python's, numpy's and torch's random states belong to the process: ranks that are threads take turns with them. Workers are
-# processes of their own, and may have been forked while another thread held this.
+# Python's, numpy's and torch's random states belong to the process: ranks that are threads take turns with them.
+# Workers are processes of their own, and may have been forked while another thread held this.
 _DRAWING = threading.Lock()
 
 
 @contextmanager
 def _draws(seed: Sequence[int] | None = None, state: _State | None = None) -> Iterator[None]:
-    """Run with random states of its own, seeded, or as they were when `state` was last used; the process's are put back."""
+    """Run with random states of its own, seeded, or as they were when `state` was last used; the process's are put
+    back.
+    """
     with _DRAWING if get_worker_info() is None else nullcontext():
         before = _get()
         try:
@@ -98,7 +102,9 @@ class Stream(IterableDataset[Any]):
     batch: samples in a global batch; mine: their places that this rank reads. epoch, consumed: where to begin.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, batch: int, mine: Sequence[int]) -> None:
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, batch: int, mine: Sequence[int]
+    ) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self.batch, self.mine = batch, list(mine)
         self.epoch = self.consumed = 0
@@ -106,7 +112,9 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         state = _State()
         with _draws((self.seed, 3, self.epoch), state):
-            if hasattr(self.dataset, "set_epoch"):  # as torch's distributed samplers and Hugging Face's datasets have it
+            if hasattr(
+                self.dataset, "set_epoch"
+            ):  # as torch's distributed samplers and Hugging Face's datasets have it
                 self.dataset.set_epoch(self.epoch)
             stream = iter(self.dataset)
             next(itertools.islice(stream, self.consumed, self.consumed), None)  # skip

@@ -1,8 +1,8 @@
 """The mesh as a running rank sees it: its coordinates, and raw collectives by axis. One interface, two implementations.
 
-`TorchMesh` runs over torch.distributed (NCCL on CUDA, gloo on CPU); `LoopbackMesh` (shardc.runtime.mesh.loopback) runs all ranks of a
-mesh as threads of one process. A program cannot tell which. Collectives return new tensors and never change their argument.
-"""
+`TorchMesh` runs over torch.distributed (NCCL on CUDA, gloo on CPU); `LoopbackMesh` (shardc.runtime.mesh.loopback) runs
+all ranks of a mesh as threads of one process. A program cannot tell which. Collectives return new tensors and never
+change their argument."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class CommRecord:
     """One collective that ran on this rank.
 
     bytes: of the whole (reduced, gathered or exchanged) local tensor, as in shardc.ir.program.Collective.
-    direction: "forward", "recompute" (of forward, in backward), "backward" or "update". tag: the program's node or bucket that asked for it.
-    """
+    direction: "forward", "recompute" (of forward, in backward), "backward" or "update". tag: the program's node or
+    bucket that asked for it."""
 
     kind: str
     axes: tuple[str, ...]
@@ -44,7 +44,9 @@ class CommRecord:
 
 @dataclass(frozen=True)
 class Moment:
-    """Where in a step a program ran: which of how many microbatches, if a step has several, and what all of them add up to."""
+    """Where in a step a program ran: which of how many microbatches, if a step has several, and what all of them add up
+    to.
+    """
 
     microbatch: int | None
     of: int | None
@@ -52,7 +54,8 @@ class Moment:
 
 
 class Work:
-    """A collective under way; `wait` returns when its tensor is ready. then: what is left to do with what came, in `wait`.
+    """A collective under way; `wait` returns when its tensor is ready. then: what is left to do with what came, in
+    `wait`.
 
     kept: what has to be there until then.
     """
@@ -71,8 +74,8 @@ class Work:
 class RankMesh(ABC):
     """What both meshes share: coordinates, records, and groups of one rank, over which nothing is sent or recorded.
 
-    layout: the mesh; rank: this one's number in it; device: where its tensors live; record: keep a list of what ran in `.records`.
-    The name of an axis that is seen as several digits (shardc.ir.mesh) stands for all of them.
+    layout: the mesh; rank: this one's number in it; device: where its tensors live; record: keep a list of what ran in
+    `.records`. The name of an axis that is seen as several digits (shardc.ir.mesh) stands for all of them.
     Gathers and exchanges take and return *stacks* [ranks of the axis, ...] (shardc.runtime.ops.digits).
     """
 
@@ -84,14 +87,20 @@ class RankMesh(ABC):
             self._sizes[axis] = layout.size(axis)
             self._coords[axis] = layout.group(rank, (axis,)).index(rank)
         self.totals: tuple[Tensor, ...] = ()
-        self.summing: dict[int, Tensor] | None = None  # while a step's sums are found: what microbatches have added up to so far
+        self.summing: dict[int, Tensor] | None = (
+            None  # while a step's sums are found: what microbatches have added up to so far
+        )
         self._again = False
         self.records: list[CommRecord] = []
-        self.routed: list[tuple[str, Tensor, int, int]] | None = None  # what experts' routing notes, if asked: shardc.runtime.step.expert_load
+        self.routed: list[tuple[str, Tensor, int, int]] | None = (
+            None  # what experts' routing notes, if asked: shardc.runtime.step.expert_load
+        )
         self.recording = record
 
     def turn_to(self, microbatch: int, of: int, totals: Iterable[Tensor] = ()) -> None:
-        """From here on programs run on this microbatch of a step (shardc.passes.accumulate). totals: what all of them add up to."""
+        """From here on programs run on this microbatch of a step (shardc.passes.accumulate). totals: what all of them
+        add up to.
+        """
         self._coords["microbatch"], self._sizes["microbatch"] = microbatch, of
         self.totals = tuple(totals)
 
@@ -101,7 +110,9 @@ class RankMesh(ABC):
 
     @contextmanager
     def again(self, moment: Moment) -> Iterator[None]:
-        """While open, what runs is forward of an earlier moment once more (shardc.runtime.step.recompute), and is recorded as "recompute"."""
+        """While open, what runs is forward of an earlier moment once more (shardc.runtime.step.recompute), and is
+        recorded as "recompute".
+        """
         now, before = self.moment(), self._again
         self._turn(moment)
         self._again = True
@@ -132,21 +143,27 @@ class RankMesh(ABC):
 
     # --- what programs call
 
-    def all_reduce(self, x: Tensor, axes: tuple[str, ...], *, op: str = "sum", direction: str = "forward", tag: str = "") -> Tensor:
+    def all_reduce(
+        self, x: Tensor, axes: tuple[str, ...], *, op: str = "sum", direction: str = "forward", tag: str = ""
+    ) -> Tensor:
         """The sum (or max) over the ranks of `axes`; a new tensor."""
         if self.members(axes) == 1:
             return x.clone()
         self._note("all_reduce", axes, x.nbytes, direction, tag)
         return self._all_reduce(x, axes, op, tag)
 
-    def start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], *, direction: str = "backward", tag: str = "") -> Work:
+    def start_all_reduce(
+        self, flat: Tensor, axes: tuple[str, ...], *, direction: str = "backward", tag: str = ""
+    ) -> Work:
         """Sum in place over the ranks of `axes`, in the background. flat: contiguous."""
         if self.members(axes) == 1:
             return Work()
         self._note("all_reduce", axes, flat.nbytes, direction, tag)
         return self._start_all_reduce(flat, axes, tag)
 
-    def start_all_gather(self, part: Tensor, whole: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Work:
+    def start_all_gather(
+        self, part: Tensor, whole: Tensor, axis: str, *, direction: str = "forward", tag: str = ""
+    ) -> Work:
         """Every rank's part [n], in the order of the axis, into whole [ranks * n], in the background.
 
         Both are contiguous; part may be this rank's place in whole.
@@ -157,7 +174,9 @@ class RankMesh(ABC):
         self._note("all_gather", (axis,), whole.nbytes, direction, tag)
         return self._start_all_gather(part, whole, axis, tag)
 
-    def start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, *, direction: str = "backward", tag: str = "") -> Work:
+    def start_reduce_scatter(
+        self, flat: Tensor, part: Tensor, axis: str, *, direction: str = "backward", tag: str = ""
+    ) -> Work:
         """The sum over ranks of everyone's flat [ranks * n], this rank's part of it into part [n], in the background.
 
         Both are contiguous; part may be this rank's place in flat. flat may not be used until then. More than one rank.
@@ -180,16 +199,26 @@ class RankMesh(ABC):
         return self._reduce_scatter(parts.contiguous(), axis, tag)
 
     def all_to_all(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
-        """parts [ranks, ...], part i for rank i of the axis -> [ranks, ...]: what the ranks sent here, in their order."""
+        """parts [ranks, ...], part i for rank i of the axis -> [ranks, ...]: what the
+        ranks sent here, in their order.
+        """
         if self.size(axis) == 1:
             return parts
         self._note("all_to_all", (axis,), parts.nbytes, direction, tag)
         return self._all_to_all(parts.contiguous(), axis, tag)
 
     def all_to_all_rows(
-        self, x: Tensor, sent: Sequence[int], received: Sequence[int], axes: tuple[str, ...], *, direction: str = "forward", tag: str = ""
-    ) -> Tensor:  # fmt: skip
-        """x [rows, ...]: the first sent[0] for the first rank of the group over `axes`, and so on -> [rows, ...]: what came, by rank.
+        self,
+        x: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        axes: tuple[str, ...],
+        *,
+        direction: str = "forward",
+        tag: str = "",
+    ) -> Tensor:
+        """x [rows, ...]: the first sent[0] for the first rank of the group over `axes`, and so on -> [rows, ...]: what
+        came, by rank.
 
         received: rows that come from each. A rank may send nothing, and get nothing.
         """
@@ -199,7 +228,8 @@ class RankMesh(ABC):
         return self._all_to_all_rows(x.contiguous(), list(sent), list(received), axes, tag)
 
     def start_send(self, x: Tensor, axis: str, to: int, *, direction: str = "forward", tag: str = "") -> Work:
-        """Send a tensor to the rank at another coordinate of `axis`, in the background. x may not be changed until then.
+        """Send a tensor to the rank at another coordinate of `axis`, in the background. x may not be changed until
+        then.
 
         What one rank sends another arrives in the order in which it is sent, and has to be received in that order.
         """
@@ -207,7 +237,9 @@ class RankMesh(ABC):
         return self._start_send(x.detach().contiguous(), axis, to, tag)
 
     def start_receive(self, into: Tensor, axis: str, source: int, *, tag: str = "") -> Work:
-        """Receive the next tensor that the rank at another coordinate of `axis` sends, in the background. into: contiguous, of its type."""
+        """Receive the next tensor that the rank at another coordinate of `axis` sends, in the background. into:
+        contiguous, of its type.
+        """
         return self._start_receive(into, axis, source, tag)
 
     @abstractmethod
@@ -238,7 +270,9 @@ class RankMesh(ABC):
     def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor: ...
 
     @abstractmethod
-    def _all_to_all_rows(self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str) -> Tensor: ...
+    def _all_to_all_rows(
+        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    ) -> Tensor: ...
 
     @abstractmethod
     def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work: ...
@@ -253,21 +287,27 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or di
 
 
 class TorchMesh(RankMesh):
-    """A rank of torch.distributed's world. Process groups are made for every set of axes that a program names, on all ranks alike.
+    """A rank of torch.distributed's world. Process groups are made for every set of axes that a program names, on all
+    ranks alike.
 
     layout: the mesh; its size must be the world's. axes: the sets of axes to make groups for (single axes always are).
-    lines: axes along which ranks send to each other. Each gets a group for either direction: NCCL carries out what two ranks send each
-    other in one group one after the other, and both would wait if each sent first.
-    device: "cuda" (NCCL) or "cpu" (gloo); default: what the process group that exists already runs on, else cuda where every
-    process of this machine has a GPU of its own.
+    lines: axes along which ranks send to each other. Each gets a group for either direction: NCCL carries out what two
+    ranks send each other in one group one after the other, and both would wait if each sent first.
+    device: "cuda" (NCCL) or "cpu" (gloo); default: what the process group that exists already runs on, else cuda where
+    every process of this machine has a GPU of its own.
     Joins the world that torchrun (or `shardc run`) describes in the environment, unless a process group exists already.
     Raises ShardcError if the world has another number of ranks than the mesh.
     """
 
     def __init__(
-        self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), *, lines: Iterable[str] = (), device: torch.device | str | None = None,
+        self,
+        layout: Mesh,
+        axes: Iterable[tuple[str, ...]] = (),
+        *,
+        lines: Iterable[str] = (),
+        device: torch.device | str | None = None,
         record: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         kind = torch.device(device).type if device is not None else _device_type()
         here = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
@@ -352,7 +392,8 @@ class TorchMesh(RankMesh):
             out = torch.empty_like(parts[0])
             _reduce_scatter_single(out.view(-1), parts.view(-1), group=self._group((axis,)))
             return out
-        # gloo's own is an all_reduce underneath; exchanging the parts sends half of that (1 MiB on 2 ranks: 0.3 ms against 0.65)
+        # gloo's own is an all_reduce underneath; exchanging the parts sends half of that (1 MiB on 2 ranks: 0.3 ms
+        # against 0.65)
         got = self._all_to_all(parts, axis, tag)
         total = got[0] + got[1]
         for other in got[2:]:
@@ -364,7 +405,9 @@ class TorchMesh(RankMesh):
         dist.all_to_all_single(out, parts, group=self._group((axis,)))
         return out
 
-    def _all_to_all_rows(self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str) -> Tensor:
+    def _all_to_all_rows(
+        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    ) -> Tensor:
         out = x.new_empty((sum(received), *x.shape[1:]))
         dist.all_to_all_single(out, x, received, sent, group=self._group(axes))
         return out
@@ -383,9 +426,9 @@ class TorchMesh(RankMesh):
     def close(self) -> None:
         """Leave the world, if this mesh joined it; it can then send nothing more.
 
-        A group ends with the last that knows it, and its threads with it. They must not outlive the interpreter: they may hold a tensor, and
-        letting go of it then aborts the process (https://github.com/pytorch/pytorch/pull/179291).
-        """
+        A group ends with the last that knows it, and its threads with it. They must not outlive the interpreter: they
+        may hold a tensor, and letting go of it then aborts the process
+        (https://github.com/pytorch/pytorch/pull/179291)."""
         if self.owner and dist.is_initialized():
             dist.destroy_process_group()
             self._groups.clear()
@@ -403,6 +446,7 @@ def _device_type() -> str:
 def _check_world(layout: Mesh, world: int) -> None:
     if world != layout.world:
         raise ShardcError(
-            f"the mesh {layout} has {layout.world} ranks, but {world} {'process runs' if world == 1 else 'processes run'}",
+            f"the mesh {layout} has {layout.world} ranks, but {world}"
+            f" {'process runs' if world == 1 else 'processes run'}",
             fix=f"start {layout.world} processes, or set one axis of the mesh to -1 and compile again",
         )

@@ -1,4 +1,6 @@
-"""All ranks of a mesh in one process, in lockstep: one thread each, sums in the order of ranks, so that a run repeats exactly."""
+"""All ranks of a mesh in one process, in lockstep: one thread each, sums in the order of ranks, so that a run repeats
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Aborted(RuntimeError):
 
 
 class _Meeting:
-    """Where one group's ranks meet. items: what those who are here brought; results: what those who still sleep will get."""
+    """Where one group's ranks meet. items: what those who are here brought; results: what those who still sleep will
+    get.
+    """
 
     def __init__(self, ranks: tuple[int, ...], lock: threading.Lock) -> None:
         self.ranks = ranks
@@ -37,7 +41,9 @@ class _World:
         self.lock = threading.Lock()
         self.layout = layout
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
-        self.mail: dict[tuple[int, int, int], tuple[str, Tensor]] = {}  # (from, to, how many before it) -> what was sent
+        self.mail: dict[
+            tuple[int, int, int], tuple[str, Tensor]
+        ] = {}  # (from, to, how many before it) -> what was sent
         self.sent: Counter[tuple[int, int]] = Counter()
         self.posted: Counter[tuple[int, int]] = Counter()
         self.expects: dict[int, tuple[int, int, int]] = {}  # rank that sleeps until something comes -> what
@@ -48,11 +54,11 @@ class _World:
 
     def exchange(
         self, ranks: tuple[int, ...], rank: int, what: str, item: Any, combine: Callable[[list[Any]], Sequence[Any]]
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Bring `item`; get this rank's entry of combine(items of all ranks in order).
 
-        The last to come computes everyone's entry while the others sleep, so nobody changes a tensor that is still read.
-        """
+        The last to come computes everyone's entry while the others sleep, so nobody changes a tensor that is still
+        read."""
         with self.lock:
             if self.failed:
                 raise Aborted
@@ -189,7 +195,9 @@ class LoopbackMesh(RankMesh):
 
         return self._exchange((axis,), f"all_to_all {_named(tag, parts)}", parts.detach(), combine)
 
-    def _all_to_all_rows(self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str) -> Tensor:
+    def _all_to_all_rows(
+        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    ) -> Tensor:
         def combine(items: list[tuple[Tensor, ...]]) -> list[Tensor]:
             return [torch.cat([parts[i] for parts in items]) for i in range(len(items))]
 
@@ -226,9 +234,9 @@ def _named(tag: str, x: Tensor) -> str:
 def loopback(layout: Mesh, work: Callable[[LoopbackMesh], T]) -> list[T]:
     """Run `work(mesh)` as every rank of a mesh, each in a thread; results by rank.
 
-    If a rank raises, all others stop where they wait, and the error of the rank that failed first is raised, with a note that
-    names the rank and its coordinates. Ranks that meet in different collectives, or wait for each other without end, are errors.
-    """
+    If a rank raises, all others stop where they wait, and the error of the rank that failed first is raised, with a
+    note that names the rank and its coordinates. Ranks that meet in different collectives, or wait for each other
+    without end, are errors."""
     world = _World(layout)
     if layout.world == 1:
         return [work(LoopbackMesh(layout, 0, world))]
@@ -237,7 +245,9 @@ def loopback(layout: Mesh, work: Callable[[LoopbackMesh], T]) -> list[T]:
     intra = torch.get_num_threads()
 
     def run(rank: int) -> None:
-        torch.set_num_threads(intra)  # a new thread takes it lazily, and convolutions not at all: they would use all cores
+        torch.set_num_threads(
+            intra
+        )  # a new thread takes it lazily, and convolutions not at all: they would use all cores
         try:
             results[rank] = work(LoopbackMesh(layout, rank, world))
             world.end(rank)
@@ -247,7 +257,9 @@ def loopback(layout: Mesh, work: Callable[[LoopbackMesh], T]) -> list[T]:
             errors.append((rank, e))
             world.abort()
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(layout.world)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(layout.world)
+    ]
     for t in threads:
         t.start()
     try:
@@ -258,6 +270,8 @@ def loopback(layout: Mesh, work: Callable[[LoopbackMesh], T]) -> list[T]:
     if errors:
         rank, error = errors[0]
         if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"on rank {rank} of {layout.world} ({', '.join(f'{a}={c}' for a, c in layout.coords(rank).items())})")
+            error.add_note(
+                f"on rank {rank} of {layout.world} ({', '.join(f'{a}={c}' for a, c in layout.coords(rank).items())})"
+            )
         raise error
     return results

@@ -1,11 +1,12 @@
-"""Offload: what a rank does not work with right now lies outside of its device (Rajbhandari et al. 2021, "ZeRO-Infinity").
+"""Offload: what a rank does not work with right now lies outside of its device (Rajbhandari et al. 2021,
+"ZeRO-Infinity").
 
     optimizer     the optimizer's state, and at zero 1-2 the master copy of parameters that are computed in another dtype. The optimizer
                   steps page by page (shardc.runtime.offload.optimizer)
     parameters    at zero 3, this rank's parts of the parameters; they are read ahead of every gather
 
 Only copies are made: the step is the same, bit for bit.
-"""
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ _Read = tuple[Home, str]  # what is read, and for which direction
 
 
 class Offload:
-    """One rank's places outside of its device. asked: {"optimizer": place, "parameters": place}, as the spec names them; {} = none.
+    """One rank's places outside of its device. asked: {"optimizer": place, "parameters": place}, as the spec names
+    them;
+    {} = none.
 
-    .homes: where each parameter is kept that the optimizer works on, of those that are kept outside. At rest such a parameter's data
-    is its home; on a GPU it is a stand-in without memory, so that gradients on the device fit to it.
+    .homes: where each parameter is kept that the optimizer works on, of those that are kept outside. At rest such a
+    parameter's data is its home; on a GPU it is a stand-in without memory, so that gradients on the device fit to it.
     """
 
     def __init__(self, asked: Mapping[str, Any], mesh: Any) -> None:
@@ -81,7 +84,9 @@ class Offload:
     def rest(self, p: nn.Parameter) -> None:
         """The parameter is not worked with."""
         home = self.homes[p].tensor
-        p.data = home if self.device.type == "cpu" else torch.zeros((), dtype=p.dtype, device=self.device).expand(home.shape)
+        p.data = (
+            home if self.device.type == "cpu" else torch.zeros((), dtype=p.dtype, device=self.device).expand(home.shape)
+        )
 
     @contextmanager
     def at_home(self) -> Iterator[None]:

@@ -28,11 +28,12 @@ def _in_place(x: Tensor, home: Tensor) -> bool:
 
 
 class Mover:
-    """One thread, which carries out what it is asked for in order: what is put is there for every fetch that comes after.
+    """One thread, which carries out what it is asked for in order: what is put is there for every fetch that comes
+    after.
 
-    On CUDA the copies run on a stream of their own. device: where tensors are worked with. .in_place: on the CPU nothing is copied that
-    need not be: a home is as good a place to work in as any other, and the system pages it in and out.
-    """
+    On CUDA the copies run on a stream of their own. device: where tensors are worked with. .in_place: on the CPU
+    nothing is copied that need not be: a home is as good a place to work in as any other, and the system pages it in
+    and out."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.in_place = device, device.type == "cpu"
@@ -41,7 +42,9 @@ class Mover:
         self._puts: list[Future[None]] = []
 
     def fetch(self, homes: Sequence[Home], dtype: torch.dtype | None = None) -> Future[tuple[list[Tensor], Any]]:
-        """Begin to bring to the device, as `dtype` if given; `taken` of the result has them. When they are done with: `put`."""
+        """Begin to bring to the device, as `dtype` if given; `taken` of the result has them. When they are done with:
+        `put`.
+        """
         return self._thread.submit(self._fetch, list(homes), dtype)
 
     def taken(self, coming: Future[tuple[list[Tensor], Any]]) -> list[Tensor]:
@@ -55,7 +58,9 @@ class Mover:
         return found
 
     def put(self, moves: Iterable[tuple[Tensor, Home]]) -> None:
-        """Begin to bring back from the device, or to let go what is in place. The tensors may not be changed any more."""
+        """Begin to bring back from the device, or to let go what is in place. The tensors
+        may not be changed any more.
+        """
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         self._puts.append(self._thread.submit(self._put, list(moves), ready))
 
@@ -78,7 +83,10 @@ class Mover:
         if self.in_place and all(dtype in (None, h.tensor.dtype) for h in homes):
             return [h.tensor for h in homes], None
         with self._aside():
-            found = [torch.empty_like(h.tensor, dtype=dtype, device=self.device).copy_(h.tensor, non_blocking=True) for h in homes]
+            found = [
+                torch.empty_like(h.tensor, dtype=dtype, device=self.device).copy_(h.tensor, non_blocking=True)
+                for h in homes
+            ]
             ready = self._stream.record_event() if self._stream is not None else None
         self._let_go(slots)
         return found, ready

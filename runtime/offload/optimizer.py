@@ -1,10 +1,12 @@
-"""An optimizer whose state lies outside of the device: it steps page by page, as any program works on what does not fit in memory.
+"""An optimizer whose state lies outside of the device: it steps page by page, as any program works on what does not fit
+in
+memory.
 
     fetch 1 | step 1, fetch 2 | put 1, step 2 | fetch 3 | step 3, put 2 | ...       what is fetched and put moves in the background
 
-A page is some parameters with their state; at most two are on the device. That stepping them apart comes to the same as together is
-proven for the very optimizer, not assumed: one that, say, scales every update by the norm of all of them is refused.
-"""
+A page is some parameters with their state; at most two are on the device. That stepping them apart comes to the same as
+together is proven for the very optimizer, not assumed: one that, say, scales every update by the norm of all of them is
+refused."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ from shardc.runtime.zero.optimizer_check import only, settings, why_together
 
 
 class Paged:
-    """Steps `optimizer`, whose parameters' homes are in `offload`, and whose state is kept there if the spec asks for it.
+    """Steps `optimizer`, whose parameters' homes are in `offload`, and whose state is kept there if the spec asks for
+    it.
 
-    Between steps `optimizer.state` holds CPU tensors, all of its numbers up to date. What is nested in lists or dicts of a parameter's
-    state stays where it is. Hooks on the optimizer's step run once a page.
+    Between steps `optimizer.state` holds CPU tensors, all of its numbers up to date. What is nested in lists or dicts
+    of a parameter's state stays where it is. Hooks on the optimizer's step run once a page.
     """
 
     def __init__(self, optimizer: Optimizer, offload: Offload) -> None:
@@ -115,9 +118,11 @@ class Paged:
         if "optimizer" not in self._offload.places:
             return
         away = [
-            (p, key, x) for p in page for key, x in self.optimizer.state.get(p, {}).items()
+            (p, key, x)
+            for p in page
+            for key, x in self.optimizer.state.get(p, {}).items()
             if isinstance(x, Tensor) and (_moves(x, self._offload.device) or self._is_home(p, key, x))
-        ]  # fmt: skip
+        ]
         forms = {(p, key): torch.empty_like(x, device="meta") for p, key, x in away}  # dense strides
         new = [at for at, form in forms.items() if not self._fits(*at, form)]
         if new:  # in one piece; before anything is moved, for want of room ends the run
@@ -152,6 +157,10 @@ def prove_apart(optimizer: Optimizer) -> None:
     if why is not None:
         kind = type(optimizer).__name__
         raise ShardcError(
-            f"{why}, but data.offload has only some of them on the device at once", where="data.offload",
-            fix=f"use an optimizer that updates every parameter by itself (SGD, Adam, AdamW, ...), or leave data.offload out with {kind}",
-        )  # fmt: skip
+            f"{why}, but data.offload has only some of them on the device at once",
+            where="data.offload",
+            fix=(
+                "use an optimizer that updates every parameter by itself (SGD, Adam, AdamW, ...), or leave"
+                f" data.offload out with {kind}"
+            ),
+        )

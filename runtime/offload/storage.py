@@ -1,9 +1,9 @@
 """Places outside of the device where tensors are kept: the machine's memory, or a file of a directory.
 
-A file is mapped into memory: its tensors are ordinary CPU tensors, which checkpoints and users read as any other. The system reads their
-pages when they are touched, or earlier if it is told (`Slot.ahead`), and writes them in the background; what is not worked with is let go
-(`Slot.behind`): then it is not this process's memory, and the system's cache keeps it only as long as there is memory to spare.
-"""
+A file is mapped into memory: its tensors are ordinary CPU tensors, which checkpoints and users read as any other. The
+system reads their pages when they are touched, or earlier if it is told (`Slot.ahead`), and writes them in the
+background; what is not worked with is let go (`Slot.behind`): then it is not this process's memory, and the system's
+cache keeps it only as long as there is memory to spare."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ class _Mapped(Slot):
 
     def __init__(self, chunk: _Chunk, at: int, nbytes: int, room: int) -> None:
         empty = torch.zeros(0, dtype=torch.uint8)
-        super().__init__(torch.frombuffer(chunk.mapped, dtype=torch.uint8, count=nbytes, offset=at) if nbytes else empty)
+        super().__init__(
+            torch.frombuffer(chunk.mapped, dtype=torch.uint8, count=nbytes, offset=at) if nbytes else empty
+        )
         self._chunk, self._at, self._room = chunk, at, room
 
     def ahead(self) -> None:
@@ -109,11 +111,12 @@ class _Mapped(Slot):
 
 
 class Files:
-    """One file of one rank in a directory, which grows. It goes away with `close`, or with this process, however that ends.
+    """One file of one rank in a directory, which grows. It goes away with `close`, or with this process, however that
+    ends.
 
     A file that a killed process left is removed by the next one that comes: its owner held a lock, which ended with it.
-    folder: made if it is not there. where: the spec's key, for messages. Raises ShardcError where nothing can be written.
-    """
+    folder: made if it is not there. where: the spec's key, for messages. Raises ShardcError where nothing can be
+    written."""
 
     def __init__(self, folder: str, rank: int, where: str) -> None:
         self.folder, self._where = Path(folder).expanduser().absolute(), where
@@ -142,8 +145,13 @@ class Files:
                 os.posix_fallocate(self._fd, chunk.start + at, room)
         except OSError as e:
             free = os.statvfs(self.folder)
-            what = f"{self.folder} has no room for {nbytes:,} bytes more ({free.f_bavail * free.f_frsize:,} are free): {e.strerror}"
-            raise ShardcError(what, where=self._where, fix="name a directory on a larger disk, or split over more ranks") from e
+            what = (
+                f"{self.folder} has no room for {nbytes:,} bytes more ({free.f_bavail * free.f_frsize:,} are free):"
+                f" {e.strerror}"
+            )
+            raise ShardcError(
+                what, where=self._where, fix="name a directory on a larger disk, or split over more ranks"
+            ) from e
         chunk.used += room
         return _Mapped(chunk, at, nbytes, room)
 

@@ -1,9 +1,11 @@
-"""What a local program calls: conversions between placements, each with its transpose (DESIGN 2.3), and the loss on split classes.
+"""What a local program calls: conversions between placements, each with its transpose (DESIGN 2.3), and the loss on
+split
+classes.
 
-x is this rank's tensor, mesh the runtime mesh (shardc.runtime.mesh), axis / axes name mesh axes. `dim`, `split`, `sections` say
-which digit of the *local* dim is cut or gathered (shardc.ir.placement.Shard); padding, blocks: what the whole dim lacks of its padded size
-(0 where another axis still splits it). tag: the graph node's name, for the record of what ran.
-"""
+x is this rank's tensor, mesh the runtime mesh (shardc.runtime.mesh), axis / axes name mesh axes. `dim`, `split`,
+`sections` say which digit of the *local* dim is cut or gathered (shardc.ir.placement.Shard); padding, blocks: what the
+whole dim lacks of its padded size (0 where another axis still splits it). tag: the graph node's name, for the record of
+what ran."""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from torch.autograd.function import once_differentiable
 
 from shardc.ir.placement import Shard, trim, widen
 from shardc.runtime.ops import digits
-from shardc.runtime.ops.expert_parallel import experts, experts_apply, experts_combine, experts_keep, experts_return, experts_route, experts_send
+from shardc.runtime.ops.expert_parallel import (
+    experts,
+    experts_apply,
+    experts_combine,
+    experts_keep,
+    experts_return,
+    experts_route,
+    experts_send,
+)
 from shardc.runtime.ops.local_math import (
     batch_stat,
     embedding_partial,
@@ -35,12 +45,45 @@ from shardc.runtime.ops.zero import gather_start, gather_wait, updated
 from shardc.runtime.rng import dropout, dropout_mask, masked
 
 __all__ = [
-    "all_gather", "all_gather_varying", "all_reduce", "all_reduce_max", "all_to_all", "batch_stat", "dropout", "dropout_mask",
-    "embedding_partial", "experts", "experts_apply", "experts_combine", "experts_keep", "experts_return", "experts_route", "experts_send",
-    "fill_padding", "gather_start", "gather_wait", "masked", "nll", "nll_join", "nll_max", "nll_parts", "partial_mean", "random",
-    "reduce_scatter", "select_partial", "shard", "shard_varying", "summed", "to_partial", "total", "unshard_partial", "unvary", "updated", "vary",
+    "all_gather",
+    "all_gather_varying",
+    "all_reduce",
+    "all_reduce_max",
+    "all_to_all",
+    "batch_stat",
+    "dropout",
+    "dropout_mask",
+    "embedding_partial",
+    "experts",
+    "experts_apply",
+    "experts_combine",
+    "experts_keep",
+    "experts_return",
+    "experts_route",
+    "experts_send",
+    "fill_padding",
+    "gather_start",
+    "gather_wait",
+    "masked",
+    "nll",
+    "nll_join",
+    "nll_max",
+    "nll_parts",
+    "partial_mean",
+    "random",
+    "reduce_scatter",
+    "select_partial",
+    "shard",
+    "shard_varying",
+    "summed",
+    "to_partial",
+    "total",
+    "unshard_partial",
+    "unvary",
+    "updated",
+    "vary",
     "varying_to_partial",
-]  # fmt: skip
+]
 
 Mesh = Any  # shardc.runtime.mesh's meshes; a protocol would only repeat their docstrings
 Sections = tuple[int, ...]
@@ -67,9 +110,13 @@ def _pad(x: Tensor, mesh: Mesh, axis: str, s: Shard, direction: str, tag: str) -
 
 #: conversion of one digit -> (what forward does, its transpose)
 _MOVES = {
-    "all_gather": (_gather, _cut), "all_gather_varying": (_gather, _scatter), "reduce_scatter": (_scatter, _gather),
-    "shard": (_cut, _gather), "shard_varying": (_cut, _pad), "unshard_partial": (_pad, _cut),
-}  # fmt: skip
+    "all_gather": (_gather, _cut),
+    "all_gather_varying": (_gather, _scatter),
+    "reduce_scatter": (_scatter, _gather),
+    "shard": (_cut, _gather),
+    "shard_varying": (_cut, _pad),
+    "unshard_partial": (_pad, _cut),
+}
 
 
 class _Digit(Function):
@@ -157,53 +204,126 @@ def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") 
 
 
 def all_gather(
-    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mesh: Mesh,
+    axis: str,
+    dim: int,
+    split: int,
+    sections: Sections = (),
+    padding: int = 0,
+    blocks: int = 1,
+    *,
+    tag: str = "",
+) -> Tensor:
     """shard -> replicated. Backward: local slice."""
     return _apply(_Digit, x, "all_gather", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
 def all_gather_varying(
-    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mesh: Mesh,
+    axis: str,
+    dim: int,
+    split: int,
+    sections: Sections = (),
+    padding: int = 0,
+    blocks: int = 1,
+    *,
+    tag: str = "",
+) -> Tensor:
     """shard -> varying. Backward: reduce_scatter."""
     return _apply(_Digit, x, "all_gather_varying", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
 def reduce_scatter(
-    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mesh: Mesh,
+    axis: str,
+    dim: int,
+    split: int,
+    sections: Sections = (),
+    padding: int = 0,
+    blocks: int = 1,
+    *,
+    tag: str = "",
+) -> Tensor:
     """partial -> shard. Backward: all_gather."""
     return _apply(_Digit, x, "reduce_scatter", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
 def shard(
-    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mesh: Mesh,
+    axis: str,
+    dim: int,
+    split: int,
+    sections: Sections = (),
+    padding: int = 0,
+    blocks: int = 1,
+    *,
+    tag: str = "",
+) -> Tensor:
     """replicated -> shard: local slice. Backward: all_gather."""
     return _apply(_Digit, x, "shard", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
 def shard_varying(
-    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mesh: Mesh,
+    axis: str,
+    dim: int,
+    split: int,
+    sections: Sections = (),
+    padding: int = 0,
+    blocks: int = 1,
+    *,
+    tag: str = "",
+) -> Tensor:
     """varying -> shard: local slice. Backward: placed among zeros."""
     return _apply(_Digit, x, "shard_varying", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
 def unshard_partial(
-    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, sections: Sections = (), padding: int = 0, blocks: int = 1, *, tag: str = ""
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mesh: Mesh,
+    axis: str,
+    dim: int,
+    split: int,
+    sections: Sections = (),
+    padding: int = 0,
+    blocks: int = 1,
+    *,
+    tag: str = "",
+) -> Tensor:
     """shard -> partial: placed among zeros. Backward: local slice."""
     return _apply(_Digit, x, "unshard_partial", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
 def all_to_all(
-    x: Tensor, mesh: Mesh, axis: str, dim: int, split: int, to_dim: int, to_split: int,
-    padding: int = 0, blocks: int = 1, to_padding: int = 0, to_blocks: int = 1, *, tag: str = "",
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mesh: Mesh,
+    axis: str,
+    dim: int,
+    split: int,
+    to_dim: int,
+    to_split: int,
+    padding: int = 0,
+    blocks: int = 1,
+    to_padding: int = 0,
+    to_blocks: int = 1,
+    *,
+    tag: str = "",
+) -> Tensor:
     """shard(dim) -> shard(to_dim). Backward: the reverse."""
-    return _apply(_AllToAll, x, mesh, axis, Shard(dim, split, (), padding, blocks), Shard(to_dim, to_split, (), to_padding, to_blocks), tag)
+    return _apply(
+        _AllToAll,
+        x,
+        mesh,
+        axis,
+        Shard(dim, split, (), padding, blocks),
+        Shard(to_dim, to_split, (), to_padding, to_blocks),
+        tag,
+    )
 
 
 def vary(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor:

@@ -1,8 +1,8 @@
 """One digit of a tensor's dim, cut and joined in a single copy (none where the digit is the outermost one).
 
-A shard sees its dim as [split, n, rest] (shardc.ir.placement). Collectives send and receive *stacks* [n, ...]: the digit moved to
-the front, part i being what rank i of the axis holds. Sections, which are no digit, take the longer way through `chunks`.
-"""
+A shard sees its dim as [split, n, rest] (shardc.ir.placement). Collectives send and receive *stacks* [n, ...]: the
+digit moved to the front, part i being what rank i of the axis holds. Sections, which are no digit, take the longer way
+through `chunks`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""What experts compute between their two products, as text: a few elementwise ops on the parts of the first one's result.
+"""What experts compute between their two products, as text: a few elementwise ops on the parts of the first one's
+result.
 
     "a, b = halves(x); c = silu(a); mul(c, b)"                 a gated layer: columns [gate | up]
     "a, b = stripes(x); c = clamp(a, None, 7.0); ..."          columns gate0, up0, gate1, up1, ...
     "relu(x)"                                                  not gated
 
 The first statement may take the columns of x apart; every other one calls an elementwise op of torch's by its name in
-`torch.ops.aten`; the last one is the result. So a program that holds the text can be split along the columns: see `Activation.split`.
-"""
+`torch.ops.aten`; the last one is the result. So a program that holds the text can be split along the columns: see
+`Activation.split`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ PARTS: dict[str, Callable[[Tensor, int], tuple[Tensor, ...]]] = {
 
 @dataclass(frozen=True)
 class Activation:
-    """A text that was read. parts: how many parts the columns consist of; word: "halves", "stripes", or "" for one part."""
+    """A text that was read. parts: how many parts the columns consist of; word: "halves", "stripes", or "" for one
+    part.
+    """
 
     parts: int
     word: str
@@ -64,7 +67,9 @@ def read(text: str) -> Activation:
     for i, s in enumerate(statements):
         last = i == len(statements) - 1
         match s:
-            case ast.Assign(targets=[ast.Tuple(elts=elts)], value=ast.Call(func=ast.Name(id=how), args=[ast.Name(id="x")])) if not i and how in PARTS:
+            case ast.Assign(
+                targets=[ast.Tuple(elts=elts)], value=ast.Call(func=ast.Name(id=how), args=[ast.Name(id="x")])
+            ) if not i and how in PARTS:
                 names, word = tuple(ast.unparse(e) for e in elts), how
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if not last:
                 steps.append((name, *_call(call)))

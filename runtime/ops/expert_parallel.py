@@ -1,4 +1,6 @@
-"""Experts: every token is sent to the few experts that a router chose for it, and gets the weighted sum of what they make of it.
+"""Experts: every token is sent to the few experts that a router chose for it, and gets the weighted sum of what they
+make
+    of it.
 
     order, counts = experts_route(index, ...)       which (token, choice) pairs go where, sorted by rank and expert; counts are exchanged
     rows = experts_send(x, order, counts, ...)      all_to_all of just these rows; they come sorted by expert
@@ -6,8 +8,9 @@
     back = experts_return(made, counts, ...)        all_to_all back
     y    = experts_combine(back, order, weights)    weighted sum of the choices of each token
 
-Each is differentiable, and its backward is the transposed exchange. Without axes nothing is sent: `experts` is all of it on one device.
-How many rows a rank gets depends on the router; nothing is padded and nothing dropped, so the result is exact for any routing.
+Each is differentiable, and its backward is the transposed exchange. Without axes nothing is sent: `experts` is all of
+it on one device. How many rows a rank gets depends on the router; nothing is padded and nothing dropped, so the result
+is exact for any routing.
 
     x        f[t, h]            tokens
     index    i64[t, k]          experts of each token, 0 .. e-1; a choice outside of that gives nothing (a dropped token)
@@ -18,7 +21,7 @@ How many rows a rank gets depends on the router; nothing is padded and nothing d
     counts   i64[2, ranks, e']  rows that are sent to, and received from, every rank, by the experts there / here; on the CPU
 
 After Lepikhin et al. 2020, "GShard"; dropless as in Gale et al. 2022, "MegaBlocks".
-"""
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -40,10 +43,19 @@ Digits = Sequence[tuple[Any, ...]]
 
 
 def experts(
-    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: str | Callable[[Tensor], Tensor], transposed: bool = False,
-) -> Tensor:  # fmt: skip
-    """f[t, h] like x: sum over k of weights[t, k] * (down[e] @ activation(up[e] @ x[t] + up_bias[e]) + down_bias[e]), e = index[t, k].
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str | Callable[[Tensor], Tensor],
+    transposed: bool = False,
+) -> Tensor:
+    """f[t, h] like x: sum over k of weights[t, k] * (down[e] @ activation(up[e] @ x[t] + up_bias[e]) + down_bias[e]), e
+    =
+    index[t, k].
 
     activation: text (shardc.runtime.ops.expert_activation), or what it says.
     """
@@ -54,7 +66,9 @@ def experts(
 
 
 def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
-    """i64[t, k]: the choices, -1 for those beyond the first `limit` of an expert, by position: token by token, and in each choice by choice.
+    """i64[t, k]: the choices, -1 for those beyond the first `limit` of an expert, by position: token by token, and in
+    each
+    choice by choice.
 
     index: i64[t, k], or i64[chunks, t, k]: each chunk by itself.
     """
@@ -72,7 +86,9 @@ def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
 
 
 def _count(slot: Tensor, slots: int) -> Tensor:
-    """i64[slots]: how often each slot stands in i64[n]. `bincount` has a size that hangs on its values, for which a GPU's work is waited."""
+    """i64[slots]: how often each slot stands in i64[n]. `bincount` has a size that hangs on its values, for which a
+    GPU's work is waited.
+    """
     return torch.zeros(slots, dtype=torch.int64, device=slot.device).scatter_add_(0, slot, torch.ones_like(slot))
 
 
@@ -80,13 +96,21 @@ def _count(slot: Tensor, slots: int) -> Tensor:
 
 
 def experts_route(
-    index: Tensor, mesh: Mesh, axes: Sequence[str], experts: int, digits: Digits, padding: int = 0, blocks: int = 1, *, tag: str = ""
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    index: Tensor,
+    mesh: Mesh,
+    axes: Sequence[str],
+    experts: int,
+    digits: Digits,
+    padding: int = 0,
+    blocks: int = 1,
+    *,
+    tag: str = "",
+) -> tuple[Tensor, Tensor]:
     """(order, counts). The ranks of `axes` exchange rows; of each only what its experts get.
 
-    experts: their number in all. digits: (axis, split, *sections) of each shard of the experts' dim, padding, blocks: its own
-    (shardc.ir.placement.Shard). Choices of experts that no rank of `axes` has (those of another tensor-parallel rank) go nowhere.
-    """
+    experts: their number in all. digits: (axis, split, *sections) of each shard of the experts' dim, padding, blocks:
+    its own (shardc.ir.placement.Shard). Choices of experts that no rank of `axes` has (those of another tensor-parallel
+    rank) go nowhere."""
     flat = index.reshape(-1)
     if isinstance(index, FakeTensor):
         ranks, here = _sizes(mesh, tuple(axes), experts, digits, padding, blocks)
@@ -106,9 +130,12 @@ def experts_route(
     return order[: int(counts[0].sum())], counts
 
 
-def _places(mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, padding: int, blocks: int) -> tuple[Tensor, int, int]:
-    """(place, ranks, experts of each). place[e] = rank in the group of `axes` * experts of each + which of them; the last number of all
-    for experts that no rank of the group has, and as entry `experts`."""
+def _places(
+    mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, padding: int, blocks: int
+) -> tuple[Tensor, int, int]:
+    """(place, ranks, experts of each). place[e] = rank in the group of `axes` * experts of each + which of them; the
+    last
+    number of all for experts that no rank of the group has, and as entry `experts`."""
     if not digits:
         return torch.arange(experts + 1), 1, experts
     layout = _layout(digits, padding, blocks)
@@ -128,7 +155,9 @@ def _layout(digits: Digits, padding: int, blocks: int) -> Layout:
 # --- tensors without data (a rehearsal): every expert gets as much as any other ---------------------------------------
 
 
-def _sizes(mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, padding: int, blocks: int) -> tuple[int, int]:
+def _sizes(
+    mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, padding: int, blocks: int
+) -> tuple[int, int]:
     """(ranks, experts of each), as `_places`."""
     if not digits:
         return 1, experts
@@ -160,7 +189,9 @@ def _by_expert(rows: Tensor, counts: Tensor) -> list[int]:
 
 
 def _sorted(rows: Tensor, received: Tensor, *, back: bool) -> Tensor:
-    """Rows that came by rank, by expert within each -> by expert, by rank within each; back: the reverse. received: i64[ranks, e']."""
+    """Rows that came by rank, by expert within each -> by expert, by rank within each; back: the reverse. received:
+    i64[ranks, e'].
+    """
     ranks, here = received.shape
     if ranks == 1 or here == 1:
         return rows
@@ -177,20 +208,26 @@ def _there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], dire
     if not axes:
         return rows
     sent, received = _by_rank(rows, counts)
-    return _sorted(mesh.all_to_all_rows(rows, sent, received, axes, direction=direction, tag=tag), counts[1], back=False)
+    return _sorted(
+        mesh.all_to_all_rows(rows, sent, received, axes, direction=direction, tag=tag), counts[1], back=False
+    )
 
 
 def _back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
     if not axes:
         return rows
     sent, received = _by_rank(rows, counts)
-    found: Tensor = mesh.all_to_all_rows(_sorted(rows, counts[1], back=True), received, sent, axes, direction=direction, tag=tag)
+    found: Tensor = mesh.all_to_all_rows(
+        _sorted(rows, counts[1], back=True), received, sent, axes, direction=direction, tag=tag
+    )
     return found
 
 
 class _Send(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], k: int, tag: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], k: int, tag: str
+    ) -> Tensor:
         ctx.save_for_backward(order, counts)
         ctx.how = mesh, axes, k, tag, x.shape
         return _there(x.index_select(0, order // k if k > 1 else order), counts, mesh, axes, "forward", tag)
@@ -225,8 +262,12 @@ def _unsorted(rows: Tensor, order: Tensor, n: int) -> Tensor:
     return whole(n, rows.shape[1]).index_copy_(0, order, rows)
 
 
-def experts_send(x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tag: str = "") -> Tensor:
-    """f[rows, h]: the tokens that the experts here have to work on, of all ranks of `axes`, sorted by expert. k: choices of a token."""
+def experts_send(
+    x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tag: str = ""
+) -> Tensor:
+    """f[rows, h]: the tokens that the experts here have to work on, of all ranks of `axes`, sorted by expert. k:
+    choices of a token.
+    """
     found: Tensor = _Send.apply(x, order, counts, mesh, tuple(axes), k, tag)  # type: ignore[no-untyped-call]
     return found
 
@@ -272,9 +313,15 @@ def experts_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def experts_apply(
-    rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: str | Callable[[Tensor], Tensor], transposed: bool = False,
-) -> Tensor:  # fmt: skip
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str | Callable[[Tensor], Tensor],
+    transposed: bool = False,
+) -> Tensor:
     """f[rows, h]: what the experts here make of their rows, which are sorted by expert."""
     sizes = _by_expert(rows, counts)
     first = grouped(rows, up, up_bias, sizes, transposed)

@@ -1,4 +1,6 @@
-"""`torch.ops.shardc.experts`: what stands for experts in a captured graph, until the canonical pass makes it `ops.experts`."""
+"""`torch.ops.shardc.experts`: what stands for experts in a captured graph, until the canonical pass makes it
+`ops.experts`.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,32 @@ from shardc.runtime.ops.expert_parallel import experts as run
 
 @torch.library.custom_op("shardc::experts", mutates_args=())
 def experts(
-    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: str, transposed: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    transposed: bool,
+) -> Tensor:
     """As shardc.runtime.ops.expert_parallel.experts."""
     return run(x, index, weights, up, down, up_bias, down_bias, activation, transposed)
 
 
 @experts.register_fake
 def _(
-    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: str, transposed: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    transposed: bool,
+) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -34,7 +50,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Run again, with autograd: in programs `ops.experts` runs, which keeps what it needs."""
-    given = [None if x is None else x.detach().requires_grad_(n) for x, n in zip(ctx.saved_tensors, ctx.needs_input_grad[:7], strict=True)]
+    given = [
+        None if x is None else x.detach().requires_grad_(n)
+        for x, n in zip(ctx.saved_tensors, ctx.needs_input_grad[:7], strict=True)
+    ]
     with torch.enable_grad():
         made = run(*given, *ctx.options)  # type: ignore[arg-type]
     wanted = [x for x in given if x is not None and x.requires_grad]

@@ -4,9 +4,9 @@
     weight  f[e, b, a]              transposed: f[e, a, b]
     sizes   rows of each expert, in order; their sum is n
 
-On a GPU that has torch's kernel for it (torch.nn.functional.grouped_mm: bfloat16, rows of whole 16 bytes) a product of all experts is
-one call; elsewhere one product an expert, into its place in the result, which on a CPU is as fast. Both are differentiable.
-"""
+On a GPU that has torch's kernel for it (torch.nn.functional.grouped_mm: bfloat16, rows of whole 16 bytes) a product of
+all experts is one call; elsewhere one product an expert, into its place in the result, which on a CPU is as fast. Both
+are differentiable."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class _Each(Function):
     """One product an expert."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...], transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...], transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.how = sizes, transposed, bias is not None
         made = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
@@ -67,7 +69,9 @@ class _Each(Function):
         of_bias = g.new_empty(weight.shape[0], g.shape[1]) if biased and ctx.needs_input_grad[2] else None
         for e, part, grad in _groups(sizes, rows, g):
             if of_weight is not None:
-                torch.mm(*((part.t(), grad) if transposed else (grad.t(), part)), out=of_weight[e])  # without rows: zeros
+                torch.mm(
+                    *((part.t(), grad) if transposed else (grad.t(), part)), out=of_weight[e]
+                )  # without rows: zeros
             if of_bias is not None:
                 torch.sum(grad, 0, out=of_bias[e])
         if of_rows is not None:
@@ -78,14 +82,18 @@ class _Each(Function):
 
 def _groups(sizes: Sequence[int], *tensors: Tensor) -> list[tuple[Any, ...]]:
     """(expert, its rows of each tensor)."""
-    return [(e, *parts) for e, parts in enumerate(zip(*(x.split_with_sizes(list(sizes)) for x in tensors), strict=True))]
+    return [
+        (e, *parts) for e, parts in enumerate(zip(*(x.split_with_sizes(list(sizes)) for x in tensors), strict=True))
+    ]
 
 
 class _AtOnce(Function):
     """All experts in one call of torch's."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...], transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...], transposed: bool
+    ) -> Tensor:
         counts = torch.tensor(sizes, device=rows.device)
         ends = counts.cumsum(0).to(torch.int32)
         rows = rows.contiguous()
@@ -109,5 +117,7 @@ class _AtOnce(Function):
                 of_weight[empty] = 0  # the kernel says nothing of groups without rows
         if biased and ctx.needs_input_grad[2]:
             expert = torch.arange(len(sizes), device=g.device).repeat_interleave(counts, output_size=g.shape[0])
-            of_bias = g.new_zeros(len(sizes), g.shape[1], dtype=torch.float32).index_add_(0, expert, g.float()).to(g.dtype)
+            of_bias = (
+                g.new_zeros(len(sizes), g.shape[1], dtype=torch.float32).index_add_(0, expert, g.float()).to(g.dtype)
+            )
         return of_rows, of_weight, of_bias, None, None

@@ -1,4 +1,6 @@
-"""Local math that no single aten op does: loss per position, the loss on split classes, look-ups in a part of a table."""
+"""Local math that no single aten op does: loss per position, the loss on split classes,
+look-ups in a part of a table.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ Digits = Sequence[tuple[str, int]]
 
 
 def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
-    """Where this rank keeps entries of a dim of `size`, and whether it has them. index: global, an int or a tensor of them.
+    """Where this rank keeps entries of a dim of `size`, and whether it has them. index: global, an int or a tensor of
+    them.
 
-    digits: (axis, split) of each shard of the dim (shardc.ir.placement.Shard). Where `has` is False the local index means nothing.
-    """
+    digits: (axis, split) of each shard of the dim (shardc.ir.placement.Shard). Where `has` is False the local index
+    means nothing."""
     has: Any = True
-    for axis, split in sorted(digits, key=lambda d: -d[1]):  # inner digits first: taking one out leaves the outer ones alone
+    for axis, split in sorted(
+        digits, key=lambda d: -d[1]
+    ):  # inner digits first: taking one out leaves the outer ones alone
         n = mesh.size(axis)
         rest = size // (split * n)
         if split == 1:  # the outermost digit: a range
@@ -39,10 +44,12 @@ def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def check_range(index: Tensor, size: int, what: str, ignore: int | None = None) -> None:
-    """Raise IndexError for a global index outside 0 ... size - 1 that is not `ignore`: no rank has it, each would take it for another's.
+    """Raise IndexError for a global index outside 0 ... size - 1 that is not `ignore`: no rank has it, each would take
+    it
+    for another's.
 
-    what: names the index. On the CPU only, where torch's own look-ups tell as well: elsewhere asking would wait for the device.
-    """
+    what: names the index. On the CPU only, where torch's own look-ups tell as well: elsewhere asking would wait for the
+    device."""
     if index.device.type != "cpu" or isinstance(index, FakeTensor):
         return
     outside = (index < 0) | (index >= size)
@@ -52,8 +59,11 @@ def check_range(index: Tensor, size: int, what: str, ignore: int | None = None) 
         raise IndexError(f"{what} {int(index[outside][0])} is out of range: it must be at least 0 and less than {size}")
 
 
-def fill_padding(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, padding: int, blocks: int = 1, fill: float = 0.0) -> Tensor:
-    """x with `fill` where its dim is padding (shardc.ir.placement.Shard); the gradient there is zero. x itself on ranks without any.
+def fill_padding(
+    x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, padding: int, blocks: int = 1, fill: float = 0.0
+) -> Tensor:
+    """x with `fill` where its dim is padding (shardc.ir.placement.Shard); the gradient there is zero. x itself on ranks
+    without any.
 
     digits: (axis, split) of each shard of the dim, whose global size is `size` without padding.
     """
@@ -66,7 +76,9 @@ def fill_padding(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, pad
 
 
 def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:
-    """BatchNorm's choice of statistics: the batch's when training, else the running one's (cast to the batch's dtype)."""
+    """BatchNorm's choice of statistics: the batch's when training, else the running one's
+    (cast to the batch's dtype).
+    """
     return batch if rng is None or rng.training else running.to(batch.dtype).reshape(batch.shape)
 
 
@@ -91,8 +103,8 @@ class _Summed(Function):
 
 
 def summed(x: Tensor, mesh: Mesh, index: int) -> Tensor:
-    """The sum of x over a step's microbatches, which a forward of all has found before (Interpreter.count). Backward: identity, so that
-    each microbatch has the gradient of its summand."""
+    """The sum of x over a step's microbatches, which a forward of all has found before (Interpreter.count). Backward:
+    identity, so that each microbatch has the gradient of its summand."""
     found: Tensor = _Summed.apply(x, mesh, index)  # type: ignore[no-untyped-call]
     return found
 
@@ -103,7 +115,9 @@ def partial_mean(x: Tensor, dims: list[int], keepdim: bool, count: int) -> Tenso
 
 
 def nll(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-    """Negative log likelihood per position: logits [n, c, ...] (or [c]), target [n, ...] -> [n, ...]; 0 where ignored."""
+    """Negative log likelihood per position: logits [n, c, ...] (or [c]), target [n, ...]
+    -> [n, ...]; 0 where ignored.
+    """
     return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
 
 
@@ -137,13 +151,13 @@ class _NllParts(Function):
 
 def nll_parts(
     logits: Tensor, target: Tensor, maximum: Tensor, mesh: Mesh, digits: Digits, classes: int, ignore_index: int = -100
-) -> Tensor:  # fmt: skip
-    """This rank's summands of the loss: [2, n, ...] = (sum of exp(logit - maximum) over its classes; target's logit - maximum,
-    or 0 if another rank has that class).
+) -> Tensor:
+    """This rank's summands of the loss: [2, n, ...] = (sum of exp(logit - maximum) over its classes; target's logit -
+    maximum, or 0 if another rank has that class).
 
-    logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `held`); target [n, ...]: global class indices;
-    maximum [n, ...]: over all classes. Saves one buffer of the size of the logits. Backward works on it in place, so it can run once.
-    """
+    logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `held`); target [n, ...]: global
+    class indices; maximum [n, ...]: over all classes. Saves one buffer of the size of the logits. Backward works on it
+    in place, so it can run once."""
     check_range(target, classes, "target", ignore_index)
     local, here = held(target, classes, digits, mesh)
     parts: Tensor = _NllParts.apply(logits, target, maximum, local, here & (target != ignore_index))  # type: ignore[no-untyped-call]
@@ -156,14 +170,18 @@ def nll_join(parts: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
 
 
 def select_partial(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, index: int) -> Tensor:
-    """Entry `index` of a dim of `size` that is split by `digits` (see `held`): x's entry where this rank has it, else zeros."""
+    """Entry `index` of a dim of `size` that is split by `digits` (see `held`): x's entry where this rank has it, else
+    zeros.
+    """
     local, mine = held(index, size, digits, mesh)
     entry = x.select(dim, local if mine else 0)
     # zeros that hang on x all the same: every rank has to run the collectives of backward
     return entry if mine else entry.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
-def embedding_partial(weight: Tensor, ids: Tensor, mesh: Mesh, digits: Digits, rows: int, padding_idx: int = -1) -> Tensor:
+def embedding_partial(
+    weight: Tensor, ids: Tensor, mesh: Mesh, digits: Digits, rows: int, padding_idx: int = -1
+) -> Tensor:
     """Look-up in this rank's rows of a table of `rows`: ids global -> [..., d], zeros for rows of other ranks.
 
     weight [rows/ranks, d]: split by `digits` (see `held`).
@@ -172,5 +190,7 @@ def embedding_partial(weight: Tensor, ids: Tensor, mesh: Mesh, digits: Digits, r
     local, here = held(ids, rows, digits, mesh)
     padding, mine = held(padding_idx, rows, digits, mesh)
     # padding's row gets no gradient in `embedding`, and rows of other ranks none through the mask
-    found: Tensor = torch.ops.aten.embedding.default(weight, local.masked_fill(~here, 0), padding if mine and padding_idx >= 0 else -1)
+    found: Tensor = torch.ops.aten.embedding.default(
+        weight, local.masked_fill(~here, 0), padding if mine and padding_idx >= 0 else -1
+    )
     return found.masked_fill(~here.unsqueeze(-1), 0)

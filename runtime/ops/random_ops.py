@@ -1,9 +1,10 @@
-"""Random numbers in a program: a part of a tensor, every element a function of the random state and its *global* index (rng.py).
+"""Random numbers in a program: a part of a tensor, every element a function of the random state and its *global* index
+(rng.py).
 
     noise = ops.random('normal', (0.0, 1.0), [8, 64], torch.float32, rng, 3, mesh, ((0, 'dp', 1, ()),))
 
-draws a rank's rows of the very numbers that one device draws by  ops.random('normal', (0.0, 1.0), [8, 64], torch.float32, rng, 3).
-"""
+draws a rank's rows of the very numbers that one device draws by  ops.random('normal', (0.0, 1.0), [8, 64],
+torch.float32, rng, 3)."""
 
 from __future__ import annotations
 
@@ -18,21 +19,35 @@ from shardc.runtime.rng import Digits, Paddings, Rng, bits, indices
 
 #: kind -> the op of runtime/draw.py that samples it, and the names of its options there.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "uniform": ("uniform_", ("from", "to")), "normal": ("normal_", ("mean", "std")), "log_normal": ("log_normal_", ("mean", "std")),
-    "exponential": ("exponential_", ("lambd",)), "geometric": ("geometric_", ("p",)), "cauchy": ("cauchy_", ("median", "sigma")),
-    "integers": ("random_", ("from", "to")), "permutation": ("randperm", ()),
-}  # fmt: skip
+    "uniform": ("uniform_", ("from", "to")),
+    "normal": ("normal_", ("mean", "std")),
+    "log_normal": ("log_normal_", ("mean", "std")),
+    "exponential": ("exponential_", ("lambd",)),
+    "geometric": ("geometric_", ("p",)),
+    "cauchy": ("cauchy_", ("median", "sigma")),
+    "integers": ("random_", ("from", "to")),
+    "permutation": ("randperm", ()),
+}
 
 
 def random(
-    kind: str, options: Sequence[float], shape: Sequence[int], dtype: torch.dtype, rng: Rng | None, index: int,
-    mesh: Any = None, digits: Digits = (), paddings: Paddings = (), device: torch.device | str | None = None,
-) -> Tensor:  # fmt: skip
+    kind: str,
+    options: Sequence[float],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    rng: Rng | None,
+    index: int,
+    mesh: Any = None,
+    digits: Digits = (),
+    paddings: Paddings = (),
+    device: torch.device | str | None = None,
+) -> Tensor:
     """Independent random numbers, without a gradient; drawn also where `rng` is not training, as torch draws them.
 
-    kind, options: a distribution of KINDS and its parameters; "integers" are in [from, to), "permutation" is one of range(shape[0]).
-    shape: global. index: ordinal of this op in the graph. digits, paddings: which part this rank holds, as in `rng.dropout`.
-    """
+    kind, options: a distribution of KINDS and its parameters; "integers" are in [from, to), "permutation" is one of
+    range(shape[0]).
+    shape: global. index: ordinal of this op in the graph. digits, paddings: which part this rank holds, as in
+    `rng.dropout`."""
     assert rng is not None, "random numbers need a random state"
     key = rng.key(index)
     where = indices(shape, digits, mesh, device, paddings)

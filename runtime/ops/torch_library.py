@@ -1,4 +1,6 @@
-"""Ops of torch's that a captured graph cannot hold, as ops of our own: `torch.ops.shardc.*`. Importing this module registers them."""
+"""Ops of torch's that a captured graph cannot hold, as ops of our own: `torch.ops.shardc.*`. Importing this module
+registers them.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,19 @@ from torch import Tensor
 @torch.library.custom_op("shardc::ctc_loss", mutates_args=())
 def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The CTC loss of every sequence, f[n]: log_probs f[t, n, c], targets i64[n, s] or all in one row, lengths i64[n].
 
-    torch's own (`_ctc_loss`) also returns what its backward needs, in a shape that depends on the lengths' values. This one
-    computes that again in backward. zero_infinity: sequences that cannot be aligned have no gradient.
+    torch's own (`_ctc_loss`) also returns what its backward needs, in a shape that depends on the lengths' values. This
+    one computes that again in backward. zero_infinity: sequences that cannot be aligned have no gradient.
     """
     return torch._ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
 
 
 @ctc_loss.register_fake
-def _(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+def _(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
     return log_probs.new_empty(log_probs.shape[1])
 
 

@@ -9,13 +9,17 @@ from torch import Tensor
 
 
 def gather_start(params: Sequence[Any], tag: str = "") -> Any:
-    """Begin to gather a bucket, in the background. params: all of the bucket's; only their parts exist. Backward: reduce_scatter."""
+    """Begin to gather a bucket, in the background. params: all of the bucket's; only their parts exist. Backward:
+    reduce_scatter.
+    """
     params[0].bucket.gather()
     return params[0].bucket
 
 
 def gather_wait(bucket: Any) -> tuple[Tensor, ...]:
-    """The bucket's parameters, whole, once `gather_start` is done. They are freed when nothing uses them, and gathered again in backward."""
+    """The bucket's parameters, whole, once `gather_start` is done. They are freed when nothing uses them, and gathered
+    again in backward.
+    """
     found: tuple[Tensor, ...] = bucket.used()
     return found
 

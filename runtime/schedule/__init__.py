@@ -1,4 +1,5 @@
-"""Pipeline schedules as data: which rank runs which action when. Pure Python; `schedule_actions` says what an action is.
+"""Pipeline schedules as data: which rank runs which action when. Pure Python; `schedule_actions` says what an action
+is.
 
     s = make("1f1b", stages=4, ranks=4, microbatches=8, edges=[(0, 1), (1, 2), (2, 3), (0, 3)])
     print(s)                        # a line a rank; parse(str(s)) == s
@@ -9,9 +10,9 @@
     schedule_fill                           adds sends, receives, REDUCE and STEP
     schedule_prove, _time, _text            what it says they do
 
-A new schedule is a function in a file of its own and a line in SCHEDULES. Its stages may be connected in any way: what is legal where each
-stage uses the one before is legal for all edges from earlier to later stages.
-"""
+A new schedule is a function in a file of its own and a line in SCHEDULES. Its stages may be connected in any way: what
+is legal where each stage uses the one before is legal for all edges from earlier to later stages.
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -31,14 +32,33 @@ from shardc.runtime.schedule.zb_h1 import zb_h1
 from shardc.runtime.schedule.zb_v import zb_v
 
 __all__ = [
-    "SCHEDULES", "Action", "Costs", "Edges", "Kind", "Link", "Proof", "Schedule", "Slot", "Timeline",
-    "alone", "fill", "forward_only", "live", "load", "make", "parse", "prove", "timeline",
-]  # fmt: skip
+    "SCHEDULES",
+    "Action",
+    "Costs",
+    "Edges",
+    "Kind",
+    "Link",
+    "Proof",
+    "Schedule",
+    "Slot",
+    "Timeline",
+    "alone",
+    "fill",
+    "forward_only",
+    "live",
+    "load",
+    "make",
+    "parse",
+    "prove",
+    "timeline",
+]
 
 
 @dataclass(frozen=True)
 class Maker:
-    """order: (stages, ranks, microbatches) -> F, B, I and W of each rank. per_rank: how many stages a rank has; None: any number."""
+    """order: (stages, ranks, microbatches) -> F, B, I and W of each rank. per_rank: how many stages a rank has; None:
+    any number.
+    """
 
     order: Callable[[int, int, int], list[list[Action]]]
     per_rank: int | None = None
@@ -54,8 +74,12 @@ SCHEDULES = {
 }
 
 
-def make(name: str, *, stages: int, ranks: int, microbatches: int, edges: Edges | None = None, where: str = "") -> Schedule:
-    """A schedule of SCHEDULES, with its sends and receives. edges: which stages use values of which others; None: each the one before.
+def make(
+    name: str, *, stages: int, ranks: int, microbatches: int, edges: Edges | None = None, where: str = ""
+) -> Schedule:
+    """A schedule of SCHEDULES, with its sends and receives. edges: which stages use values of which others; None: each
+    the
+    one before.
 
     Raises ShardcError, at `where`, for an unknown name, and for numbers of stages that the schedule cannot have.
     """
@@ -63,7 +87,9 @@ def make(name: str, *, stages: int, ranks: int, microbatches: int, edges: Edges 
         raise ShardcError(f"unknown schedule {name!r}", where=where, fix=f"one of {', '.join(SCHEDULES)}")
     if min(stages, ranks, microbatches) < 1 or stages % ranks:
         what = f"{stages} stages on {ranks} ranks with {microbatches} microbatches"
-        raise ShardcError(what, where=where, fix="give every rank as many stages as the others, and at least one microbatch")
+        raise ShardcError(
+            what, where=where, fix="give every rank as many stages as the others, and at least one microbatch"
+        )
     maker = SCHEDULES[name]
     if maker.per_rank not in (None, stages // ranks):
         what = f"{name} has {maker.per_rank} stages on each rank, not {stages // ranks}"
@@ -74,18 +100,28 @@ def make(name: str, *, stages: int, ranks: int, microbatches: int, edges: Edges 
 
 
 def load(asked: str, *, stages: int, ranks: int, microbatches: int, edges: Edges, where: str = "") -> Schedule:
-    """What `schedule:` of a spec asks for, proven: a name of SCHEDULES, or the path of a file, from here or from where the spec is.
+    """What `schedule:` of a spec asks for, proven: a name of SCHEDULES, or the path of a file, from here or from where
+    the
+    spec is.
 
-    where: "spec.yaml:4:1" of the asking. Raises ShardcError for what `make`, `parse` and `prove` do not take, and for a file of other sizes.
-    """
+    where: "spec.yaml:4:1" of the asking. Raises ShardcError for what `make`, `parse` and `prove` do not take, and for a
+    file of other sizes."""
     given = links(edges, stages)
     if asked in SCHEDULES:
         made = make(asked, stages=stages, ranks=ranks, microbatches=microbatches, edges=given, where=where)
     else:
         read = replace(parse(_read(asked, where), asked), name=asked)  # whatever it was printed from
-        for what, has, wants in (("ranks", read.ranks, ranks), ("stages", read.stages, stages), ("microbatches", read.microbatches, microbatches)):
+        for what, has, wants in (
+            ("ranks", read.ranks, ranks),
+            ("stages", read.stages, stages),
+            ("microbatches", read.microbatches, microbatches),
+        ):
             if has != wants:
-                raise ShardcError(f"{asked} has {has} {what}, and the spec {wants}", where=where, fix=f"change the file's {what} or the spec's")
+                raise ShardcError(
+                    f"{asked} has {has} {what}, and the spec {wants}",
+                    where=where,
+                    fix=f"change the file's {what} or the spec's",
+                )
         prove(read, given)
         made = fill(read, given)
     prove(made, given)
@@ -98,7 +134,11 @@ def _read(path: str, where: str) -> str:
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as e:
-        raise ShardcError(f"the schedule {path} cannot be read: {e}", where=where, fix=f"one of {', '.join(SCHEDULES)}, or a text file") from None
+        raise ShardcError(
+            f"the schedule {path} cannot be read: {e}",
+            where=where,
+            fix=f"one of {', '.join(SCHEDULES)}, or a text file",
+        ) from None
 
 
 def _whole(order: list[Action], edges: tuple[Link, ...]) -> list[Action]:
@@ -119,7 +159,9 @@ def alone(microbatches: int) -> Schedule:
 
 
 def forward_only(schedule: Schedule, edges: Edges | None = None) -> Schedule:
-    """The same forwards in the same order and nothing else: for evaluation. Legal where the whole is; `prove(..., training=False)`."""
+    """The same forwards in the same order and nothing else: for evaluation. Legal where the whole is; `prove(...,
+    training=False)`.
+    """
     kept = tuple(tuple(a for a in each if a.kind == "F") for each in schedule.actions)
     there = [e._replace(gradient=False) for e in links(edges, schedule.stages)]
     return fill(replace(schedule, name=f"{schedule.name}, forward only", actions=kept, where=()), there)

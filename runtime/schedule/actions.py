@@ -1,4 +1,5 @@
-"""What a pipeline's schedule is made of: for each rank a list of actions. Data only: it prints, and parses back (`schedule_text`).
+"""What a pipeline's schedule is made of: for each rank a list of actions. Data only: it prints, and parses back
+(`schedule_text`).
 
     2F0             stage 2 forward, microbatch 0
     2B0             its whole backward; or, split in two:
@@ -8,9 +9,9 @@
     2REDUCE         stage 2's gradients, of all microbatches now, are reduced over the data axes
     STEP            tied weights' gradients are summed over the stages, norms taken, weights updated; every rank's last
 
-The letters are those of torch.distributed.pipelining and of "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), whose B is I here.
-A send is started and not waited for; a receive is posted where it stands, and waited for by the action that uses it.
-"""
+The letters are those of torch.distributed.pipelining and of "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241),
+whose B is I here. A send is started and not waited for; a receive is posted where it stands, and waited for by the
+action that uses it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Action(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Stage `target` uses values that stage `source`, an earlier one, makes. gradient: gradients of some of them come back."""
+    """Stage `target` uses values that stage `source`, an earlier one, makes. gradient: gradients of some of them come
+    back.
+    """
 
     source: int
     target: int
@@ -72,7 +75,9 @@ Edges = Iterable[Crossing | tuple[int, int]]
 
 
 def links(edges: Edges | None, stages: int) -> tuple[Link, ...]:
-    """edges as Links, sorted; None: each stage uses the one before. Raises ShardcError for an edge that goes back, or to no stage."""
+    """edges as Links, sorted; None: each stage uses the one before. Raises ShardcError for an edge that goes back, or
+    to no stage.
+    """
     given: Edges = ((s, s + 1) for s in range(stages - 1)) if edges is None else edges
     found = {Link(*e) if isinstance(e, tuple) else Link(e.source, e.target, e.gradient) for e in given}
     for e in found:
@@ -97,7 +102,9 @@ class Schedule:
 
     @staticmethod
     def of(name: str, actions: Sequence[Sequence[Action]], where: tuple[tuple[str, ...], ...] = ()) -> Schedule:
-        """Stages and microbatches are those that occur; a stage is the rank's that has its first action, -1 if none has."""
+        """Stages and microbatches are those that occur; a stage is the rank's that has its first action, -1 if none
+        has.
+        """
         placement: dict[int, int] = {}
         for rank, each in enumerate(actions):
             for a in each:
@@ -105,7 +112,9 @@ class Schedule:
         placement.pop(-1, None)
         stages = range(max(placement, default=-1) + 1)
         microbatches = max((a.microbatch for each in actions for a in each), default=-1) + 1
-        return Schedule(name, microbatches, tuple(placement.get(s, -1) for s in stages), tuple(map(tuple, actions)), where)
+        return Schedule(
+            name, microbatches, tuple(placement.get(s, -1) for s in stages), tuple(map(tuple, actions)), where
+        )
 
     @property
     def stages(self) -> int:
@@ -138,7 +147,9 @@ class Schedule:
 
 
 def live(actions: Iterable[Action]) -> int:
-    """The most microbatches of stages that a rank has activations of at once: from F to B, or W where backward is split."""
+    """The most microbatches of stages that a rank has activations of at once: from F to B, or W where backward is
+    split.
+    """
     now = peak = 0
     for a in actions:
         if a.kind == "F":

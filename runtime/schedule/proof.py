@@ -1,17 +1,20 @@
-"""Proves a schedule before anything runs: complete, in legal order, sends and receives matched, no deadlock. In one process, no torch.
+"""Proves a schedule before anything runs: complete, in legal order, sends and receives matched, no deadlock. In one
+process, no torch.
 
 Checked, in this order; the first kinds of mistakes hide later ones:
 
     what is there    every action's stage and microbatch exist, the stage is this rank's, the action is there once
-    what is missing  every stage runs F once for every microbatch, and B once or I and W once; REDUCE and STEP: all or none
-    order on a rank  F before B or I, I before W; what a stage takes from another one of its rank comes first;
-                     a receive before its use, a send after what it sends; REDUCE after the stage's last backward, STEP last
+    what is missing  every stage runs F once for every microbatch, and B once or I and W once; REDUCE and STEP: all or
+    none order on a rank  F before B or I, I before W; what a stage takes from another one of its rank comes first;
+                     a receive before its use, a send after what it sends; REDUCE after the stage's last backward, STEP
+                     last
     pairs of ranks   what one rank sends to another one it receives in the same order
     deadlock         all is run with no buffers at all: a send waits for its receive, and a receive for its send
 
-The last is enough for any buffering. An action waits for the one before it on its rank and for the other end of a send or receive; run to
-the end without buffers, these waits have an order without circles. Buffers only take waits away. And as a send and its receive happen
-at one moment, both ranks of a pair see all that goes between them, in both directions, in one order: what NCCL asks for.
+The last is enough for any buffering. An action waits for the one before it on its rank and for the other end of a send
+or receive; run to the end without buffers, these waits have an order without circles. Buffers only take waits away. And
+as a send and its receive happen at one moment, both ranks of a pair see all that goes between them, in both directions,
+in one order: what NCCL asks for.
 
 A schedule without sends and receives is proven as if each action waited for what it needs itself.
 """
@@ -39,8 +42,8 @@ class Proof:
 def prove(schedule: Schedule, edges: Edges | None = None, *, training: bool = True) -> Proof:
     """Raises ShardcError with every mistake, each naming the action and its place.
 
-    edges: which stages use values of which others; None: each stage uses the one before. training: False: nothing runs backward.
-    """
+    edges: which stages use values of which others; None: each stage uses the one before. training: False: nothing runs
+    backward."""
     prover = _Prover(schedule, links(edges, schedule.stages), training)
     for check in (prover.what_is_there, prover.what_is_missing, prover.order, prover.pairs, prover.deadlock):
         check()
@@ -55,7 +58,9 @@ class _Prover:
         self.schedule, self.training = schedule, training
         self.links = edges
         self.at: dict[Action, tuple[int, int]] = {}
-        self.backward: dict[tuple[int, int], Action] = {}  # of a stage and microbatch: what makes the gradients of its inputs
+        self.backward: dict[
+            tuple[int, int], Action
+        ] = {}  # of a stage and microbatch: what makes the gradients of its inputs
         self.explicit = any(a.peer >= 0 for each in schedule.actions for a in each)
         self.found: dict[str, list[tuple[str, str, str]]] = {}
 
@@ -84,17 +89,35 @@ class _Prover:
         for rank, i, a in s:
             if a.kind == "STEP":
                 if i + 1 < len(s.actions[rank]):
-                    self.add("STEP", s.place(rank, i), f"STEP of rank {rank} is not its last action", "move it to the end")
+                    self.add(
+                        "STEP", s.place(rank, i), f"STEP of rank {rank} is not its last action", "move it to the end"
+                    )
                 continue
             if a in self.at:
-                self.add("twice", s.place(rank, i), f"{a} is there twice: also at {self.place(a)}", "take one of them out")
+                self.add(
+                    "twice", s.place(rank, i), f"{a} is there twice: also at {self.place(a)}", "take one of them out"
+                )
                 continue
-            if not (0 <= a.stage < s.stages and -1 <= a.peer < s.stages and (a.kind == "REDUCE" or 0 <= a.microbatch < s.microbatches)):
-                self.add("range", s.place(rank, i), f"{a} with {s.stages} stages and {s.microbatches} microbatches", "take it out")
+            if not (
+                0 <= a.stage < s.stages
+                and -1 <= a.peer < s.stages
+                and (a.kind == "REDUCE" or 0 <= a.microbatch < s.microbatches)
+            ):
+                self.add(
+                    "range",
+                    s.place(rank, i),
+                    f"{a} with {s.stages} stages and {s.microbatches} microbatches",
+                    "take it out",
+                )
                 continue
             self.at[a] = rank, i
             if (home := s.placement[a.stage]) != rank:
-                self.add("rank", s.place(rank, i), f"{a} is on rank {rank}, and stage {a.stage} is rank {home}'s", f"move it to rank {home}")
+                self.add(
+                    "rank",
+                    s.place(rank, i),
+                    f"{a} is on rank {rank}, and stage {a.stage} is rank {home}'s",
+                    f"move it to rank {home}",
+                )
             elif a.peer >= 0:
                 self._link(a, between)
             elif a.kind in ("B", "I") and self.training:
@@ -121,11 +144,21 @@ class _Prover:
                         self.add("missing", where, f"{a} is missing", f"add it: stage {stage}, microbatch {m}")
         for rank, i, a in s:
             if a.kind == "W" and a._replace(kind="B") in self.at:
-                self.add("twice", s.place(rank, i), f"{a} does again what {a._replace(kind='B')} does", "take it out, or write I and W for B")
+                self.add(
+                    "twice",
+                    s.place(rank, i),
+                    f"{a} does again what {a._replace(kind='B')} does",
+                    "take it out, or write I and W for B",
+                )
         reduced = {a.stage for a in self.at if a.kind == "REDUCE"}
         for stage in range(s.stages):
             if reduced and stage not in reduced:
-                self.add("missing", f"{s.name}: rank {s.placement[stage]}", f"{stage}REDUCE is missing", "add it, or leave all of them out")
+                self.add(
+                    "missing",
+                    f"{s.name}: rank {s.placement[stage]}",
+                    f"{stage}REDUCE is missing",
+                    "add it, or leave all of them out",
+                )
         stepping = [bool(each) and each[-1].kind == "STEP" for each in s.actions]
         for rank in range(s.ranks):
             if any(stepping) and not stepping[rank]:
@@ -157,7 +190,12 @@ class _Prover:
             reduce = Action("REDUCE", stage)
             if reduce in self.at and self.at[reduce][1] < i:
                 rank = self.schedule.placement[stage]
-                self.add("order", self.place(reduce), f"{reduce} comes before {self.schedule.actions[rank][i]}", "reduce after the last backward")
+                self.add(
+                    "order",
+                    self.place(reduce),
+                    f"{reduce} comes before {self.schedule.actions[rank][i]}",
+                    "reduce after the last backward",
+                )
 
     def _carried(self, link: Link, m: int) -> None:
         """What goes over a link for one microbatch, there and back."""
@@ -172,7 +210,12 @@ class _Prover:
             return
         for a in (send, receive):
             if self.explicit and a not in self.at:
-                self.add("missing", f"{self.schedule.name}: rank {self.schedule.placement[a.stage]}", f"{a} is missing", "add it")
+                self.add(
+                    "missing",
+                    f"{self.schedule.name}: rank {self.schedule.placement[a.stage]}",
+                    f"{a} is missing",
+                    "add it",
+                )
         if send in self.at:
             self._before(made, send)
         if receive in self.at:
@@ -197,7 +240,9 @@ class _Prover:
             for a, b in zip(each, received[pair], strict=True):
                 if a != b:
                     what = f"rank {pair[0]} sends {a} where rank {pair[1]} receives {b.other_end()}"
-                    self.add("pairs", self.place(b.other_end()), what, f"receive in the order of rank {pair[0]}'s sends")
+                    self.add(
+                        "pairs", self.place(b.other_end()), what, f"receive in the order of rank {pair[0]}'s sends"
+                    )
                     break
 
     def deadlock(self) -> None:
@@ -258,4 +303,3 @@ class _Prover:
         what = f"a deadlock: {'; '.join(waits)}"
         fix = f"run {awaited(first)} before {stuck[self.at[awaited(first)][0]]}, or {first} later"
         self.add("deadlock", self.place(first), what, fix)
-

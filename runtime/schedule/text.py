@@ -6,8 +6,8 @@
             1F1 1B1             a line without `rank` goes on with the rank before
 
 The actions are those of `schedule_actions`. Sends and receives, REDUCE and STEP may be left out: they are filled in.
-A file without any `rank` has a line a rank, split by commas or blanks: what torch.distributed.pipelining writes as CSV is read.
-"""
+A file without any `rank` has a line a rank, split by commas or blanks: what torch.distributed.pipelining writes as CSV
+is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from shardc.runtime.schedule.actions import RECEIVES, SENDS, Action, Kind, Sched
 _RANK = re.compile(r"\s*rank\s+(\d+)\s*:")
 _TITLE = re.compile(r"# (.+): \d+ stages? on \d+ ranks?, \d+ microbatch(?:es)?\n")
 _WORD = re.compile(r"[^\s,]+")
-_ACTION = re.compile(r"(?:(?P<stage>\d+)(?:(?P<kind>[FBIW]|SEND_[FB]|RECV_[FB])(?P<microbatch>\d+)(?:(?P<way>[<>])(?P<peer>\d+))?|REDUCE)|STEP)")
+_ACTION = re.compile(
+    r"(?:(?P<stage>\d+)(?:(?P<kind>[FBIW]|SEND_[FB]|RECV_[FB])(?P<microbatch>\d+)(?:(?P<way>[<>])(?P<peer>\d+))?|REDUCE)|STEP)"
+)
 
 
 def parse(text: str, file: str = "schedule") -> Schedule:
@@ -37,7 +39,11 @@ def parse(text: str, file: str = "schedule") -> Schedule:
         if found := _RANK.match(line):
             start = found.end()
             if int(found[1]) != len(actions):
-                errors.add(f"rank {found[1]} comes after {len(actions)} ranks", where=f"{file}:{n}:1", fix=f"write `rank {len(actions)}:` here")
+                errors.add(
+                    f"rank {found[1]} comes after {len(actions)} ranks",
+                    where=f"{file}:{n}:1",
+                    fix=f"write `rank {len(actions)}:` here",
+                )
         if found or (not named and line.strip(" ,\t")):
             actions.append([])
             places.append([])
@@ -73,5 +79,9 @@ def _action(word: str) -> Action | str:
     sign = ">" if kind in SENDS else "<" if kind in RECEIVES else None
     if found["way"] != sign:
         right = f"{stage}{kind}{found['microbatch']}"
-        return f"write {right}" if sign is None else f"write {right}{sign}N with the other stage N, or leave all sends and receives out"
+        return (
+            f"write {right}"
+            if sign is None
+            else f"write {right}{sign}N with the other stage N, or leave all sends and receives out"
+        )
     return Action(kind, stage, int(found["microbatch"]), int(found["peer"] or -1))

@@ -1,8 +1,8 @@
 """When each action of a schedule runs, given what each stage costs: start and end, bubbles, activations kept.
 
-A rank runs its actions in their order, one at a time; each starts when the rank is free and what it uses has arrived. Sends take no time of
-their rank, as nothing waits for them; REDUCE and STEP are not counted. So the end is the longest path through the actions.
-"""
+A rank runs its actions in their order, one at a time; each starts when the rank is free and what it uses has arrived.
+Sends take no time of their rank, as nothing waits for them; REDUCE and STEP are not counted. So the end is the longest
+path through the actions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Costs:
     def of(self, a: Action) -> float:
         if a.kind == "F":
             return self.forward[a.stage]
-        return (self.inputs[a.stage] if a.kind in ("B", "I") else 0) + (self.weights[a.stage] if a.kind in ("B", "W") else 0)
+        return (self.inputs[a.stage] if a.kind in ("B", "I") else 0) + (
+            self.weights[a.stage] if a.kind in ("B", "W") else 0
+        )
 
 
 class Slot(NamedTuple):
@@ -44,7 +46,9 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """slots: of each rank, F, B, I and W in order. live: of each rank the peak number of microbatches of stages with activations."""
+    """slots: of each rank, F, B, I and W in order. live: of each rank the peak number of microbatches of stages with
+    activations.
+    """
 
     schedule: Schedule
     slots: tuple[tuple[Slot, ...], ...]
@@ -66,7 +70,9 @@ class Timeline:
 def timeline(schedule: Schedule, costs: Costs | None = None, edges: Edges | None = None) -> Timeline:
     """schedule: a proven one. costs: None: F, I and W take 1 each, in every stage."""
     costs = costs or Costs.even(schedule.stages)
-    before: list[list[tuple[int, float]]] = [[] for _ in range(schedule.stages)]  # of a stage: the stages whose values it uses
+    before: list[list[tuple[int, float]]] = [
+        [] for _ in range(schedule.stages)
+    ]  # of a stage: the stages whose values it uses
     after: list[list[tuple[int, float]]] = [[] for _ in range(schedule.stages)]  # ... whose gradients it uses
     for link in links(edges, schedule.stages):
         far = schedule.placement[link.source] != schedule.placement[link.target]

@@ -1,9 +1,9 @@
 """State is keyed by the model's own names and the global slice, never by plan (DESIGN section 3).
 
-    local_parameters   this rank's part of real weights, of a builder's (nothing is broadcast), of a file's
-    save, load         checkpoints that any mesh can load (see shardc.runtime.state.saving)
-    full_state_dict    the plain state_dict of the unsharded model, gathered parameter by parameter
-    export_safetensors the same, in files that safetensors and transformers load
+local_parameters   this rank's part of real weights, of a builder's (nothing is broadcast), of a file's
+save, load         checkpoints that any mesh can load (see shardc.runtime.state.saving)
+full_state_dict    the plain state_dict of the unsharded model, gathered parameter by parameter
+export_safetensors the same, in files that safetensors and transformers load
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def local_parameters(
 def local_parts(
     program: Program, source: Any, mesh: Any, seed: int, base: Any = None
 ) -> tuple[Iterator[tuple[str, nn.Parameter]], dict[str, Tensor]]:
-    """This rank's parameters, made one at a time, and buffers, by placeholder name, in new memory on `mesh.device` and in the program's dtypes.
+    """This rank's parameters, made one at a time, and buffers, by placeholder name, in new memory on `mesh.device` and
+    in
+    the program's dtypes.
 
     source: one of
         nn.Module with weights           cut by the program's layouts; not changed
@@ -47,8 +49,8 @@ def local_parts(
     base: such a source again (not a file), for what a state_dict lacks: buffers that are not persistent.
     seed: of the weights that are computed. Every mesh gets the same numbers.
 
-    Raises ShardcError for names that are missing or unexpected, other shapes, and ties that the program has and the source has not.
-    """
+    Raises ShardcError for names that are missing or unexpected, other shapes, and ties that the program has and the
+    source has not."""
     given, rest = weights(source, seed), weights(base, seed) if base is not None else None
     _check(program, given, rest)
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
@@ -72,7 +74,11 @@ def local_parts(
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
     """This rank's parts of the constants that capture lifted out of the code, by placeholder name."""
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
-    return {b.name: _local(b, b.constant, mesh) for b in program.buffers if b.constant is not None and program.has(b, coords)}
+    return {
+        b.name: _local(b, b.constant, mesh)
+        for b in program.buffers
+        if b.constant is not None and program.has(b, coords)
+    }
 
 
 def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
@@ -90,16 +96,19 @@ def _check(program: Program, given: Weights, rest: Weights | None) -> None:
         if present[0] not in given.shapes and optional:
             if rest is None or not any(n in rest.shapes for n in (x.fqn, *x.aliases)):
                 errors.add(
-                    f"the buffer is not in the {given.what}: it is not persistent", where=x.fqn,
+                    f"the buffer is not in the {given.what}: it is not persistent",
+                    where=x.fqn,
                     fix="pass the model or its builder as `base` as well: it computes this buffer",
-                )  # fmt: skip
+                )
             continue
         wanted |= dict.fromkeys(present, x.shape)
         if not given.tied(present):
             errors.add(
-                f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they differ",
-                where=x.fqn, fix="compile the model that has these weights",
-            )  # fmt: skip
+                f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they"
+                " differ",
+                where=x.fqn,
+                fix="compile the model that has these weights",
+            )
     known = {n for x in entries for n in (x.fqn, *x.aliases)}
     check_names(errors, wanted, given.shapes, known, f"the {given.what}")
     errors.raise_any()
@@ -132,7 +141,9 @@ def _entries(
 
 
 def _everywhere(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
-    """This rank's part; where its pipeline stage has none, that of the first stage that has. Collective over the pipeline's axis."""
+    """This rank's part; where its pipeline stage has none, that of the first stage that has. Collective over the
+    pipeline's axis.
+    """
     if not program.axis:
         return held[x.name]
     first, *_ = holders = program.holders(x)
@@ -149,11 +160,16 @@ def _everywhere(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[st
 
 
 def full_state_dict(
-    program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, rank0_only: bool = False
+    program: Program,
+    mesh: Any,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    *,
+    rank0_only: bool = False,
 ) -> dict[str, Tensor]:
-    """{fqn: global tensor on the CPU}, as the unsharded `model.state_dict()` gives it: all names of tied tensors (one tensor under
-    several names), persistent buffers. rank0_only: the other ranks take part but keep nothing and return {}. Collective.
-    """
+    """{fqn: global tensor on the CPU}, as the unsharded `model.state_dict()` gives it: all names of tied tensors (one
+    tensor under several names), persistent buffers. rank0_only: the other ranks take part but keep nothing and return
+    {}. Collective."""
     found: dict[str, Tensor] = {}
     for x, whole in _entries(program, mesh, params, buffers):
         if mesh.rank == 0 or not rank0_only:
@@ -162,15 +178,20 @@ def full_state_dict(
 
 
 def export_safetensors(
-    path: str | Path, program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
-    *, max_file_bytes: int = 5_000_000_000,
-) -> None:  # fmt: skip
+    path: str | Path,
+    program: Program,
+    mesh: Any,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    *,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
     """Write the plain weights for safetensors and transformers. Rank 0 writes; collective.
 
-    path: a `.safetensors` file, or a folder: then `model.safetensors`, or numbered files of at most `max_file_bytes` with an index,
-    as transformers names them; rank 0 then never holds more than one file's tensors. A tied tensor is stored once, under the
-    model's first name for it; the other names stand in the file's metadata, as `safetensors.torch.load_model` expects.
-    """
+    path: a `.safetensors` file, or a folder: then `model.safetensors`, or numbered files of at most `max_file_bytes`
+    with an index, as transformers names them; rank 0 then never holds more than one file's tensors. A tied tensor is
+    stored once, under the model's first name for it; the other names stand in the file's metadata, as
+    `safetensors.torch.load_model` expects."""
     path = Path(path)
     single = path.suffix == ".safetensors"
     folder = path.parent if single else path
@@ -213,4 +234,3 @@ def export_safetensors(
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
             (folder / "model.safetensors.index.json").write_text(text + "\n")
     mesh.barrier()
-

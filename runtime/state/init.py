@@ -1,11 +1,12 @@
-"""Weights without a copy of the whole model: a builder is recorded without memory, and each parameter is computed by itself.
+"""Weights without a copy of the whole model: a builder is recorded without memory, and each parameter is computed by
+itself.
 
     model, recipe = record(lambda: GPT(config))                     # the model on the meta device; nothing is allocated
     recipe.materialise("blocks.0.qkv.weight", seed=0)               # that parameter, computed from counters
 
 Every rank computes a parameter, keeps its shard and frees the rest, so nothing is broadcast. Random ops draw from the
-counter-based generator, keyed by (seed, ordinal of the op in the recording): `torch.manual_seed` plays no role, and every
-mesh and `materialise_model`, the single-device reference, get the same numbers.
+counter-based generator, keyed by (seed, ordinal of the op in the recording): `torch.manual_seed` plays no role, and
+every mesh and `materialise_model`, the single-device reference, get the same numbers.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from shardc.runtime.state.init_recorder import Recorder, Ref, Tape
 from shardc.torch_private import pytree
 
 Builder = Callable[[], nn.Module]
-_RECORDING = threading.RLock()  # a recording replaces a function of torch.nn.init for a while, which all threads would see
+_RECORDING = (
+    threading.RLock()
+)  # a recording replaces a function of torch.nn.init for a while, which all threads would see
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to compute each parameter and buffer of a model. names: FQN (all names of tied tensors) -> place on the tape."""
+    """How to compute each parameter and buffer of a model. names: FQN (all names of tied
+    tensors) -> place on the tape.
+    """
 
     tape: Tape
     names: dict[str, Ref]
@@ -46,11 +51,14 @@ class Recipe:
         if 0 not in ref.shape and all(e.func is not None and e.func.overloadpacket in _EMPTY for e in writers):
             made = next((str(e.line) for e in writers), "")
             raise ShardcError(
-                f"{fqn} is never initialised" + (f" (made at {made})" if made else ""), where=fqn.rpartition(".")[0],
+                f"{fqn} is never initialised" + (f" (made at {made})" if made else ""),
+                where=fqn.rpartition(".")[0],
                 fix="initialise it where the model is built, or pass a real model instead of its builder",
-            )  # fmt: skip
+            )
         found = self.tape.replay([ref], seed, device)[0]
-        return found.clone(memory_format=torch.contiguous_format) if ref.stride != found.contiguous().stride() else found
+        return (
+            found.clone(memory_format=torch.contiguous_format) if ref.stride != found.contiguous().stride() else found
+        )
 
 
 _EMPTY = {
@@ -60,7 +68,8 @@ _EMPTY = {
 
 
 def record(builder: Builder) -> tuple[nn.Module, Recipe]:
-    """Run a zero-argument builder without memory: the model it builds, on the meta device, and the recipe of its values.
+    """Run a zero-argument builder without memory: the model it builds, on the meta device, and the recipe of its
+    values.
 
     Raises ShardcError, with the line, where building depends on random values or uses randomness that is not torch's.
     """
@@ -68,13 +77,17 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
         before = _foreign_randomness()
         model = builder()
         if not isinstance(model, nn.Module):
-            raise ShardcError(f"the builder returned a {type(model).__name__}, not a torch.nn.Module", fix="return the model")
+            raise ShardcError(
+                f"the builder returned a {type(model).__name__}, not a torch.nn.Module", fix="return the model"
+            )
         for name, was, now in zip(("random", "numpy.random"), before, _foreign_randomness(), strict=True):
             if was != now:
                 raise ShardcError(
-                    f"building {type(model).__name__} draws from Python's module {name}, which would differ from rank to rank",
-                    where=type(model).__name__, fix="draw from torch, or pass a real model instead of its builder",
-                )  # fmt: skip
+                    f"building {type(model).__name__} draws from Python's module {name}, which would differ from rank"
+                    " to rank",
+                    where=type(model).__name__,
+                    fix="draw from torch, or pass a real model instead of its builder",
+                )
         names = {name: recorder.ref(x) for name, x in named_tensors(model)}
     _settle_attributes(model, recorder)
     return model, Recipe(recorder.tape, names)
@@ -83,22 +96,24 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
 def record_reset(model: nn.Module) -> Recipe:
     """The recipe of a model that lies on the meta device: every module's own `reset_parameters`, as FSDP does it.
 
-    Only for what is on the meta device. Raises ShardcError for modules that have no `reset_parameters`, and for models with an
-    initialisation of their own, which `reset_parameters` would not follow.
+    Only for what is on the meta device. Raises ShardcError for modules that have no `reset_parameters`, and for models
+    with an initialisation of their own, which `reset_parameters` would not follow.
     """
     errors = Errors()
     for name, module in model.named_modules():
         if any(hasattr(module, own) for own in ("init_weights", "_init_weights")):
             errors.add(
                 "the model is on the meta device and has an initialisation of its own, which ran there without effect",
-                where=name or type(module).__name__, fix="pass the function that builds the model instead of the model",
-            )  # fmt: skip
+                where=name or type(module).__name__,
+                fix="pass the function that builds the model instead of the model",
+            )
             break
         if any(t.is_meta for t in _own(module)) and _reset_of(module) is None:
             errors.add(
-                f"{type(module).__name__} is on the meta device and has no reset_parameters()", where=name,
+                f"{type(module).__name__} is on the meta device and has no reset_parameters()",
+                where=name,
                 fix="pass the function that builds the model instead of the model",
-            )  # fmt: skip
+            )
     errors.raise_any()
     duplicate = copy.deepcopy(model)
 
@@ -122,7 +137,9 @@ def record_reset(model: nn.Module) -> Recipe:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    found: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)  # the latter: attention
+    found: Any = getattr(module, "reset_parameters", None) or getattr(
+        module, "_reset_parameters", None
+    )  # the latter: attention
     return found if callable(found) else None
 
 
@@ -162,7 +179,9 @@ def _foreign_randomness() -> tuple[str, str]:
 
 
 def _settle_attributes(model: nn.Module, recorder: Recorder) -> None:
-    """Tensors that modules hold as plain attributes become real: they are constants of the program, not state of the model."""
+    """Tensors that modules hold as plain attributes become real: they are constants of the program, not state of the
+    model.
+    """
 
     def real(x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or not x.is_meta:

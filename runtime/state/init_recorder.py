@@ -1,9 +1,10 @@
 """A tape of what a model's constructor does to its tensors, and the replay of any one of them.
 
-While a `Recorder` is open, tensors are made on the meta device, without memory, but answer that they lie on the CPU, so that
-code which treats meta tensors differently (transformers, torch.nn.init) runs as always. Every op that makes or changes a
-tensor goes on the tape. Tensors are known by their *storage*: views, `.data` and parameters made of a tensor all lead to the
-same one, so views need no entry. Replaying a tensor means running, in order, just the ops that its storage depends on.
+While a `Recorder` is open, tensors are made on the meta device, without memory, but answer that they lie on the CPU, so
+that code which treats meta tensors differently (transformers, torch.nn.init) runs as always. Every op that makes or
+changes a tensor goes on the tape. Tensors are known by their *storage*: views, `.data` and parameters made of a tensor
+all lead to the same one, so views need no entry. Replaying a tensor means running, in order, just the ops that its
+storage depends on.
 
 A value that Python asks for (`.item()`, `if x.any()`) is replayed on the spot if no random number goes into it.
 """
@@ -40,7 +41,9 @@ class Ref:
 
 @dataclass(frozen=True)
 class Entry:
-    """One op. name: of a random op or "constant", "trunc_normal_"; else "". args: with Refs for tensors; by schema name if random.
+    """One op. name: of a random op or "constant", "trunc_normal_"; else "". args: with Refs for tensors; by schema name
+    if
+    random.
 
     made: for each result, its Ref if the op made its storage. writes, reads: storages. line: the user's line.
     """
@@ -94,7 +97,9 @@ class Tape:
             if ref.storage not in memory:
                 what = "a tensor was made on the meta device, which keeps no values"
                 raise ShardcError(what, fix="build the model without torch.device('meta')")
-            return torch.empty(0, dtype=ref.dtype, device=device).set_(memory[ref.storage], ref.offset, ref.shape, ref.stride)
+            return torch.empty(0, dtype=ref.dtype, device=device).set_(
+                memory[ref.storage], ref.offset, ref.shape, ref.stride
+            )
 
         with torch.no_grad():
             for at in self.closure(r.storage for r in wanted):
@@ -102,9 +107,13 @@ class Tape:
             return [real(r) for r in wanted]
 
     def _run(
-        self, e: Entry, memory: dict[int, torch.UntypedStorage], real: Callable[[Ref], Tensor], seed: int | None,
+        self,
+        e: Entry,
+        memory: dict[int, torch.UntypedStorage],
+        real: Callable[[Ref], Tensor],
+        seed: int | None,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         def argument(x: Any) -> Any:
             return real(x) if isinstance(x, Ref) else device if isinstance(x, torch.device) else x
 
@@ -179,17 +188,21 @@ class Recorder:
         except RandomValue as e:
             at = source.of_call()
             raise ShardcError(
-                f"building the model looks at the value of random numbers ({at.code or e.entry.name})", where=at.line,
+                f"building the model looks at the value of random numbers ({at.code or e.entry.name})",
+                where=at.line,
                 fix="pass a real model instead of its builder",
-            ) from e  # fmt: skip
+            ) from e
 
     def _meta(self, x: Tensor) -> Tensor:
-        """x itself, or the meta tensor that stands for a real x (from outside, from numpy, a file, torch.tensor): a constant."""
+        """x itself, or the meta tensor that stands for a real x (from outside, from numpy, a file, torch.tensor): a
+        constant.
+        """
         if x.layout is not torch.strided or x.is_quantized:
             raise ShardcError(
-                f"a {x.layout} tensor is made while the model is built", where=source.of_call().line,
+                f"a {x.layout} tensor is made while the model is built",
+                where=source.of_call().line,
                 fix="pass a real model instead of its builder",
-            )  # fmt: skip
+            )
         storage = x.untyped_storage()
         if storage.device.type == "meta":
             return x
@@ -216,12 +229,21 @@ class Recorder:
             self._paused = before
 
     def _add(
-        self, func: OpOverload | None, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: tuple[Ref | None, ...],
-        writes: set[int], reads: set[int], random: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        func: OpOverload | None,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        made: tuple[Ref | None, ...],
+        writes: set[int],
+        reads: set[int],
+        random: bool = False,
+    ) -> None:
         ordinal = self.tape.randoms if random else -1
         self.tape.randoms += random
-        self.tape.add(Entry(func, name, args, kwargs, made, frozenset(writes), frozenset(reads), source.of_call(), ordinal))
+        self.tape.add(
+            Entry(func, name, args, kwargs, made, frozenset(writes), frozenset(reads), source.of_call(), ordinal)
+        )
 
     # --- ops
 
@@ -237,7 +259,9 @@ class Recorder:
             kwargs = {**kwargs, "device": torch.device("cpu")}  # made explicit, so that replay can replace it
         changed = [x for a, x in _by_name(func, args, kwargs) if a.alias_info is not None and a.alias_info.is_write]
         changed = _tensors(changed)
-        args, kwargs = (pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, given) for given in (args, kwargs))
+        args, kwargs = (
+            pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, given) for given in (args, kwargs)
+        )
         try:
             results = func(*pytree.tree_map(_on_meta, args), **pytree.tree_map(_on_meta, kwargs))
         except NotImplementedError:
@@ -259,7 +283,9 @@ class Recorder:
         writes |= {r.storage for r in made if r is not None}
         if not writes:
             return  # a view
-        args, kwargs = (pytree.tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, given) for given in (args, kwargs))
+        args, kwargs = (
+            pytree.tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, given) for given in (args, kwargs)
+        )
         reads = {r.storage for r in pytree.tree_flatten((args, kwargs))[0] if isinstance(r, Ref)}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             if made and made[0] is not None and any(a.name == "dtype" for a in func._schema.arguments[len(args) :]):
@@ -269,12 +295,18 @@ class Recorder:
         name, named = func.overloadpacket.__name__, {a.name: x for a, x in _by_name(func, args, kwargs)}
         if not draw.known(name, named) or len(made) != 1:
             raise ShardcError(
-                f"the random op {func} has no counter-based form", where=source.of_call().line,
-                fix="initialise with normal_, uniform_, trunc_normal_, bernoulli_, randint or randperm, or pass a real model",
-            )  # fmt: skip
+                f"the random op {func} has no counter-based form",
+                where=source.of_call().line,
+                fix=(
+                    "initialise with normal_, uniform_, trunc_normal_, bernoulli_, randint or randperm, or pass a real"
+                    " model"
+                ),
+            )
         self._add(func, name, (), named, tuple(made), writes, reads, random=True)
 
-    def _trunc_normal(self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+    def _trunc_normal(
+        self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Tensor:
         """Stands in for torch.nn.init's, which draws again until all numbers fit, and so looks at them."""
         ref = self.ref(tensor)
         named = {"self": ref, "mean": mean, "std": std, "a": a, "b": b}
@@ -320,7 +352,10 @@ class _Pretend(TorchFunctionMode):
 def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """(argument of the schema, what was given for it)."""
     declared = func._schema.arguments
-    return [*zip(declared, args, strict=False), *((a, kwargs[a.name]) for a in declared[len(args) :] if a.name in kwargs)]
+    return [
+        *zip(declared, args, strict=False),
+        *((a, kwargs[a.name]) for a in declared[len(args) :] if a.name in kwargs),
+    ]
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -3,10 +3,10 @@
     DIR/.metadata, __0_0.distcp ...   torch's: tensors as boxes of the global tensor, under "model.FQN" and "optimizer.FQN.STATE"
     DIR/manifest.json                 hyperparameters and numbers of the optimizer, and the caller's `extra`
 
-Every rank plans by itself what it writes and reads (shardc.runtime.state.saving_boxes, checkpoint_optimizer), and leaves its plan beside what
-it wrote, for rank 0 to list: the ranks only meet at barriers, whatever they are (processes or threads). What is saved is complete or absent:
-it is renamed into place.
-"""
+Every rank plans by itself what it writes and reads (shardc.runtime.state.saving_boxes, checkpoint_optimizer), and
+leaves its plan beside what it wrote, for rank 0 to list: the ranks only meet at barriers, whatever they are (processes
+or threads). What is saved is complete or absent: it is renamed into place.
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -69,23 +69,34 @@ def _box(part: Part, mesh: Any, index: MetadataIndex) -> Tensor:
 
 
 def save(
-    folder: str | Path, program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
-    optimizer: Optimizer | None = None, extra: Mapping[str, Any] | None = None, *, runs: Runs | None = None,
-) -> None:  # fmt: skip
+    folder: str | Path,
+    program: Program,
+    mesh: Any,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    runs: Runs | None = None,
+) -> None:
     """Write a checkpoint that any mesh can load. Collective; all ranks must see the same file system.
 
-    params, buffers: this rank's, by placeholder name. optimizer: over these params; its step counts, moments, hyperparameters.
+    params, buffers: this rank's, by placeholder name. optimizer: over these params; its step counts, moments,
+    hyperparameters.
     runs: of which params this rank has a stretch of the flattened local part (ZeRO), and which.
-    extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict; of each, what the first rank that has it says (a stage
-    without anything to train has no scheduler). An existing checkpoint is replaced at the end; raises ShardcError for a folder with anything else.
-    """
+    extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict; of each, what the first rank that has
+    it says (a stage without anything to train has no scheduler). An existing checkpoint is replaced at the end; raises
+    ShardcError for a folder with anything else."""
     folder = Path(folder).absolute()
     _check_free(folder)  # by every rank, and before any of them changes something
     work = folder.with_name(f".{folder.name}.saving")
     parts = model_parts(program, params, buffers, runs or {}, mesh)
     manifest: dict[str, Any] = {
-        "format": _FORMAT, "model": program.meta.get("model", ""), "mesh": dict(mesh.layout.axes), "extra": dict(extra or {})
-    }  # fmt: skip
+        "format": _FORMAT,
+        "model": program.meta.get("model", ""),
+        "mesh": dict(mesh.layout.axes),
+        "extra": dict(extra or {}),
+    }
     if optimizer is not None:
         more, manifest["optimizer"] = state_parts(program, params, optimizer, runs or {}, mesh)
         parts |= more
@@ -119,9 +130,13 @@ def _check_free(folder: Path) -> None:
     """May what is in the folder be deleted?"""
     if not folder.exists():
         return
-    others = sorted(f.name for f in folder.iterdir() if not _OURS.fullmatch(f.name)) if folder.is_dir() else [folder.name]
+    others = (
+        sorted(f.name for f in folder.iterdir() if not _OURS.fullmatch(f.name)) if folder.is_dir() else [folder.name]
+    )
     if others:
-        what = f"the checkpoint would replace what is there, and that is more than a checkpoint: {', '.join(others[:5])}"
+        what = (
+            f"the checkpoint would replace what is there, and that is more than a checkpoint: {', '.join(others[:5])}"
+        )
         raise ShardcError(what, where=str(folder), fix=f"name a folder of its own, such as {folder.name}/checkpoint")
 
 
@@ -149,22 +164,30 @@ def _json(manifest: dict[str, Any]) -> str:
         raise ShardcError(
             f"the checkpoint's extra state or the optimizer's settings hold more than plain values: {e}",
             fix="pass numbers, strings, lists and dicts",
-        ) from e  # fmt: skip
+        ) from e
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load(
-    folder: str | Path, program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
-    optimizer: Optimizer | None = None, *, runs: Runs | None = None, room: Room | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Fill params, buffers and the optimizer in place from a checkpoint of any mesh; returns its `extra`. No communication.
+    folder: str | Path,
+    program: Program,
+    mesh: Any,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    optimizer: Optimizer | None = None,
+    *,
+    runs: Runs | None = None,
+    room: Room | None = None,
+) -> dict[str, Any]:
+    """Fill params, buffers and the optimizer in place from a checkpoint of any mesh; returns its `extra`. No
+    communication.
 
     room: where the optimizer's state is to be; default: on its parameter's device.
 
-    Raises ShardcError, naming them, if the checkpoint has other parameters, shapes or another optimizer, before anything changes.
-    """
+    Raises ShardcError, naming them, if the checkpoint has other parameters, shapes or another optimizer, before
+    anything changes."""
     folder = Path(folder)
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -172,10 +195,16 @@ def load(
         metadata = reader.read_metadata()
     except (FileNotFoundError, NotADirectoryError) as e:
         what, old = "there is no checkpoint in this folder", _old(folder.absolute())
-        fix = f"a save ended between two renames: {old} is what was here" if old.exists() else "pass a folder that shardc saved to"
+        fix = (
+            f"a save ended between two renames: {old} is what was here"
+            if old.exists()
+            else "pass a folder that shardc saved to"
+        )
         raise ShardcError(what, where=str(folder), fix=fix) from e
     if manifest["format"] != _FORMAT:
-        raise ShardcError(f"a checkpoint of format {manifest['format']}, and this shardc reads {_FORMAT}", where=str(folder))
+        raise ShardcError(
+            f"a checkpoint of format {manifest['format']}, and this shardc reads {_FORMAT}", where=str(folder)
+        )
     stored = {k: x for k, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
     parts = model_parts(program, params, buffers, runs or {}, mesh)
     errors = Errors()
@@ -192,10 +221,15 @@ def load(
 
     planner = _Loading(parts, mesh)
     coords = coordinates(mesh)
-    plan = LoadPlan([
-        item for key, part in parts.items()
-        for item in create_read_items_for_chunk_list(key, stored[key], [box for box, _ in part.boxes(mesh.layout, coords)])
-    ])  # fmt: skip
+    plan = LoadPlan(
+        [
+            item
+            for key, part in parts.items()
+            for item in create_read_items_for_chunk_list(
+                key, stored[key], [box for box, _ in part.boxes(mesh.layout, coords)]
+            )
+        ]
+    )
     reader.set_up_storage_reader(metadata, mesh.rank == 0)
     reader.read_data(reader.prepare_local_plan(plan), planner).wait()
     if optimizer is not None:

@@ -1,7 +1,7 @@
 """What of a tensor a rank writes into a checkpoint, and reads from one: boxes of the global tensor.
 
-A rank's part is one or more boxes (`Layout.boxes`: several for fused weights); ZeRO keeps a stretch of the flattened part, which is some boxes
-again. The first of its replicas writes them.
+A rank's part is one or more boxes (`Layout.boxes`: several for fused weights); ZeRO keeps a stretch of the flattened
+part, which is some boxes again. The first of its replicas writes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Runs = Mapping[str, Run]
 class Part:
     """This rank's part of a global tensor, as torch.distributed.checkpoint sees it.
 
-    run: local is 1-d, this stretch of the flattened local part; None: it is the local part. replicas: the axes whose ranks have the same.
+    run: local is 1-d, this stretch of the flattened local part; None: it is the local part. replicas: the axes whose
+    ranks have the same.
     copy: a rank of another pipeline stage has the same, and writes it.
     """
 
@@ -62,7 +63,9 @@ class Part:
             return []
         properties, size = TensorProperties(dtype=self.local.dtype), torch.Size(self.shape)
         return [
-            WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, size))
+            WriteItem(
+                MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, size)
+            )
             for box, _ in self.boxes(mesh, coords)
         ]
 
@@ -73,7 +76,9 @@ def _place(box: Iterable[tuple[int, int, int]]) -> ChunkStorageMetadata:
 
 
 def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, int, int]:
-    """(start in the stretch, global start, length) of what a stretch (start, length) and a box (local start, global start, length) share."""
+    """(start in the stretch, global start, length) of what a stretch (start, length) and a box (local start, global
+    start, length) share.
+    """
     (a, n), (b, g, m) = stretch, box
     start, stop = max(a, b), min(a + n, b + m)
     return start - a, g + start - b, stop - start
@@ -101,12 +106,21 @@ def copied(program: Program, x: Param | Buffer, mesh: Any) -> bool:
     return bool(program.axis) and mesh.coordinate(program.axis) != program.holders(x)[0]
 
 
-def model_parts(program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], runs: Runs, mesh: Any) -> dict[str, Part]:
-    parts = {f"model.{p.fqn}": part_of(program, p, params[p.name], runs.get(p.name), mesh) for p in program.params if p.name in params}
+def model_parts(
+    program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], runs: Runs, mesh: Any
+) -> dict[str, Part]:
+    parts = {
+        f"model.{p.fqn}": part_of(program, p, params[p.name], runs.get(p.name), mesh)
+        for p in program.params
+        if p.name in params
+    }
     return parts | {
-        f"model.{b.fqn}": Part(buffers[b.name], b.shape, b.layout, None, replicas(program, b.layout), copied(program, b, mesh))
-        for b in kept(program) if b.name in buffers
-    }  # fmt: skip
+        f"model.{b.fqn}": Part(
+            buffers[b.name], b.shape, b.layout, None, replicas(program, b.layout), copied(program, b, mesh)
+        )
+        for b in kept(program)
+        if b.name in buffers
+    }
 
 
 def kept(program: Program) -> list[Buffer]:

@@ -1,6 +1,7 @@
-"""The optimizer in a checkpoint: tensors of its state lie like their parameters; all the rest of it stands in the manifest.
+"""The optimizer in a checkpoint: tensors of its state lie like their parameters; all the rest of it stands in the
+manifest.
 
-    "optimizer": {"class": "AdamW", "groups": [{"lr": 1e-3, ..., "params": [FQN, ...]}, ...], "numbers": {FQN: {"step": 3}}}
+"optimizer": {"class": "AdamW", "groups": [{"lr": 1e-3, ..., "params": [FQN, ...]}, ...], "numbers": {FQN: {"step": 3}}}
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is no parameter of the program",
                     fix="make the optimizer from the parameters that shardc gives it",
-                )  # fmt: skip
+                )
     return [[known[id(x)] for x in group["params"]] for group in optimizer.param_groups]
 
 
@@ -57,15 +58,21 @@ def state_parts(
                 parts[f"optimizer.{p.fqn}.{name}"] = part_of(program, p, x, run, mesh)
             elif x.dim() == 0 or (run is None and not p.layout.shards()):
                 if first:
-                    parts[f"optimizer.{p.fqn}.{name}"] = Part(x, tuple(x.shape), replicas=whole, copy=copied(program, p, mesh))
+                    parts[f"optimizer.{p.fqn}.{name}"] = Part(
+                        x, tuple(x.shape), replicas=whole, copy=copied(program, p, mesh)
+                    )
             else:
                 raise ShardcError(
-                    f"the optimizer's state {name!r} of shape {list(x.shape)} does not lie like its parameter, {list(local.shape)}",
-                    where=p.fqn, fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
-                )  # fmt: skip
+                    f"the optimizer's state {name!r} of shape {list(x.shape)} does not lie like its parameter,"
+                    f" {list(local.shape)}",
+                    where=p.fqn,
+                    fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
+                )
     facts = []
     for group, members in zip(optimizer.param_groups, groups, strict=True):
-        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in ("params", "param_names")}
+        hyper = {
+            k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in ("params", "param_names")
+        }
         facts.append({**hyper, "params": [p.fqn for p in members]})
     return parts, {"class": type(optimizer).__name__, "groups": facts, "numbers": numbers}
 
@@ -73,8 +80,8 @@ def state_parts(
 def together(facts: list[dict[str, Any]]) -> dict[str, Any]:
     """The optimizer's facts from those of all ranks: the first rank that has a number says it.
 
-    The n-th groups of all stages are one group, if their settings are the same; else each stays what it is (a learning rate by layer).
-    """
+    The n-th groups of all stages are one group, if their settings are the same; else each stays what it is (a learning
+    rate by layer)."""
     numbers: dict[str, Any] = {}
     for found in reversed(facts):
         for fqn, values in found["numbers"].items():
@@ -94,10 +101,20 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def room_for(
-    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, manifest: Mapping[str, Any],
-    stored: Mapping[str, TensorStorageMetadata], parts: dict[str, Part], folder: str, runs: Runs, room: Room | None, mesh: Any,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to `parts`."""
+    program: Program,
+    params: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    manifest: Mapping[str, Any],
+    stored: Mapping[str, TensorStorageMetadata],
+    parts: dict[str, Part],
+    folder: str,
+    runs: Runs,
+    room: Room | None,
+    mesh: Any,
+) -> dict[str, dict[str, Any]]:
+    """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to
+    `parts`.
+    """
     facts = manifest.get("optimizer")
     if facts is None:
         fix = "save it with its optimizer, or load it with optimizer=None"
@@ -105,17 +122,32 @@ def room_for(
     if facts["class"] != type(optimizer).__name__:
         raise ShardcError(
             f"the checkpoint is of the optimizer {facts['class']}, not {type(optimizer).__name__}",
-            where=folder, fix=f"use {facts['class']}, or load it with optimizer=None",
-        )  # fmt: skip
+            where=folder,
+            fix=f"use {facts['class']}, or load it with optimizer=None",
+        )
     groups = _groups(program, params, optimizer)
     members = {p.fqn: p for group in groups for p in group}
     errors = Errors()
-    saved = {n: stored[f"model.{n}"].size for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored}
+    saved = {
+        n: stored[f"model.{n}"].size for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored
+    }
     if idle := [p.fqn for p in program.params if p.fqn in saved and p.name in params and p.fqn not in members]:
-        what = f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, and this one has not"
-        fix = "train the same parameters, or load it with optimizer=None, and begin with that engine's full_state_dict() as the model"
+        what = (
+            f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, and this"
+            " one has not"
+        )
+        fix = (
+            "train the same parameters, or load it with optimizer=None, and begin with that engine's full_state_dict()"
+            " as the model"
+        )
         errors.add(what, where=folder, fix=fix)
-    check_names(errors, {n: p.shape for n, p in members.items()}, saved, [p.fqn for p in program.params], "the checkpoint's optimizer")
+    check_names(
+        errors,
+        {n: p.shape for n, p in members.items()},
+        saved,
+        [p.fqn for p in program.params],
+        "the checkpoint's optimizer",
+    )
     for i, group in enumerate(groups):
         _check_settings(errors, i, [p.fqn for p in group], facts["groups"], folder)
     errors.raise_any()
@@ -127,7 +159,11 @@ def room_for(
         p, local = members[fqn], params[members[fqn].name]
         alike = tuple(tensor.size) == p.shape and (bool(p.shape) or name != "step")
         form = torch.empty(local.shape if alike else tensor.size, dtype=tensor.properties.dtype, device="meta")
-        x = room(local, name, form) if room and name != "step" else torch.zeros_like(form, device="cpu" if name == "step" else local.device)
+        x = (
+            room(local, name, form)
+            if room and name != "step"
+            else torch.zeros_like(form, device="cpu" if name == "step" else local.device)
+        )
         states[fqn][name] = x
         parts[key] = part_of(program, p, x, runs.get(p.name), mesh) if alike else Part(x, tuple(tensor.size))
     return states
@@ -144,15 +180,21 @@ def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[s
         if other := [k for k in theirs.keys() | first[1].keys() if theirs.get(k) != first[1].get(k)]:
             k = min(other)
             each = f"{first[0]} {first[1].get(k)}, {name} {theirs.get(k)}"
-            what = f"parameters of the optimizer's group {i} were in groups of other settings when this was saved: {k} of {each}"
+            what = (
+                f"parameters of the optimizer's group {i} were in groups of other settings when this was saved: {k} of"
+                f" {each}"
+            )
             errors.add(what, where=folder, fix="make the groups as they were, or load it with optimizer=None")
             return
 
 
 def fill(
-    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, facts: Mapping[str, Any],
+    program: Program,
+    params: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    facts: Mapping[str, Any],
     states: Mapping[str, dict[str, Any]],
-) -> None:  # fmt: skip
+) -> None:
     """Through the optimizer's own load_state_dict, which knows where its state lies and in which dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []

@@ -1,4 +1,6 @@
-"""Where weights come from: a model, a function that builds one, a state_dict, a file. One form for all: names, shapes, values."""
+"""Where weights come from: a model, a function that builds one, a state_dict, a file. One form for all: names, shapes,
+values.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Weights:
-    """what: "model", "state_dict", "file ..." for messages. shapes: by name, global. get(name, device): the whole tensor; it may be
-    the source's own memory and lie on another device. tied(names): are these present names one tensor, or equal?"""
+    """what: "model", "state_dict", "file ..." for messages. shapes: by name, global. get(name, device): the whole
+    tensor;
+    it may be the source's own memory and lie on another device. tied(names): are these present names one tensor, or
+    equal?"""
 
     what: str
     shapes: Shapes
@@ -48,7 +52,9 @@ def weights(source: Any, seed: int) -> Weights:
 
 def _of_tensors(tensors: Mapping[str, Tensor], what: str) -> Weights:
     def tied(names: Sequence[str]) -> bool:
-        return all(tensors[n] is tensors[names[0]] or torch.equal(tensors[n], tensors[names[0]]) for n in names if n in tensors)
+        return all(
+            tensors[n] is tensors[names[0]] or torch.equal(tensors[n], tensors[names[0]]) for n in names if n in tensors
+        )
 
     return Weights(what, {k: tuple(x.shape) for k, x in tensors.items()}, lambda name, _: tensors[name], tied)
 
@@ -113,8 +119,9 @@ _SHOWN = 8
 
 
 def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable[str], where: str) -> None:
-    """Compare names and shapes: every wanted name must be present with its shape, every present name known. Says what is near, or, where
-    little fits, that it is another model."""
+    """Compare names and shapes: every wanted name must be present with its shape, every present name known. Says what
+    is
+    near, or, where little fits, that it is another model."""
     known = set(known)
     extra = [n for n in present if n not in known]
     missing = [n for n in wanted if n not in present]
@@ -125,13 +132,20 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
 
     if len(extra) + len(missing) + len(other) > _SHOWN:
         kinds = ((other, "with another shape"), (missing, "missing"), (extra, "unknown to the program"))
-        found = ", ".join(f"{len(names)} {what} ({names[0]}{', ...' if names[1:] else ''})" for names, what in kinds if names)
+        found = ", ".join(
+            f"{len(names)} {what} ({names[0]}{', ...' if names[1:] else ''})" for names, what in kinds if names
+        )
         first = f"; {shapes(other[0])}" if other else ""
-        errors.add(f"{where} is of another model: of {len(wanted)} tensors {found}{first}", fix="compile the model that was saved, with its config")
+        errors.add(
+            f"{where} is of another model: of {len(wanted)} tensors {found}{first}",
+            fix="compile the model that was saved, with its config",
+        )
         return
     for name in missing:
         near = difflib.get_close_matches(name, extra or list(present), 1)
-        errors.add(f"{name} is missing in {where}", fix=f"it has {near[0]}: is it that?" if near else "is it of another model?")
+        errors.add(
+            f"{name} is missing in {where}", fix=f"it has {near[0]}: is it that?" if near else "is it of another model?"
+        )
     for name in other:
         errors.add(shapes(name), fix="compile the model that was saved, with its config")
     for name in extra:

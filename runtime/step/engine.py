@@ -1,4 +1,6 @@
-"""One rank's training loop around a program: cut the batch, forward, backward, reduce, update. Every rank gets the global loss."""
+"""One rank's training loop around a program: cut the batch, forward, backward, reduce, update. Every rank gets the
+global loss.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,19 @@ def adamw(params: param_groups.Parameters) -> torch.optim.Optimizer:
 
 def groups_of(program: Program) -> list[tuple[str, ...]]:
     """The sets of axes over which the program communicates: a mesh makes its process groups for them."""
-    found = [axes for b in program.buckets for axes in (b.axes, (b.shard,) if b.shard else (), tuple(a for a in b.axes if a != b.shard))]
+    found = [
+        axes
+        for b in program.buckets
+        for axes in (b.axes, (b.shard,) if b.shard else (), tuple(a for a in b.axes if a != b.shard))
+    ]
     found += [(program.axis,)] if program.axis else []
     found += [tuple(a for a, _ in p.layout.shards()) for p in program.params]
     found += [norm_axes(program, p.name) for p in program.params]
     for stage in program.stages:
         found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
-    if "loss_scale" in program.meta or any(s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages):
+    if "loss_scale" in program.meta or any(
+        s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
+    ):
         found.append(program.mesh.names)  # all ranks skip a step alike; the loads of experts
     return [axes for axes in dict.fromkeys(found) if axes]
 
@@ -55,37 +63,53 @@ def runtime_mesh(program: Program) -> TorchMesh:
 
 
 class Engine:
-    """Trains one rank's part of a model. Made by `program.engine(...)`, in each process of torchrun or thread of loopback.
+    """Trains one rank's part of a model. Made by `program.engine(...)`, in each process of torchrun or thread of
+    loopback.
 
-    model: where the weights come from: an nn.Module (not changed), a function that builds it, a state_dict or a file; see
-           shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
-    optimizer: params -> torch optimizer; None: no update, for evaluation and gradients only. params: (name, parameter) pairs, which
+    model: where the weights come from: an nn.Module (not changed), a function that builds it, a state_dict or a file;
+           see shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
+    optimizer: params -> torch optimizer; None: no update, for evaluation and gradients only. params: (name, parameter)
+        pairs, which
                torch's optimizers take as they are; shardc.groups(params, ...) makes groups of them by pattern.
     scheduler: optimizer -> learning-rate scheduler, stepped after every step that updates.
     seed: of dropout and of weights that are computed. clip_norm: gradients are scaled down to this global 2-norm.
-    routing: note in every step how tokens are spread over experts, in `.loads`: one shardc.runtime.step.expert_load.Load a layer.
+    routing: note in every step how tokens are spread over experts, in `.loads`: one
+    shardc.runtime.step.expert_load.Load a layer.
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
-    interpreter: what runs the program's stages; offload: where what `data.offload` names lies (shardc.cost has others of both).
+    interpreter: what runs the program's stages; offload: where what `data.offload` names lies (shardc.cost has others
+        of both).
 
-    .params, .buffers: this rank's parts by placeholder name: of parameters what it updates, that is, at ZeRO >= 1 a flat stretch of each,
-    perhaps empty; gradients stand there, after the update in the dtype in which they were summed. .grad_norm: 2-norm of the whole
-    gradient in the last step, before clipping; 0-dim, on every rank; None before the first step, and without `norm` and `clip_norm`.
-    .scaler: the loss scaling that the spec asks for (shardc.runtime.step.loss_scale), or None. A step whose gradients are not finite on some rank
-    leaves parameters and optimizer as they are, on every rank.
+    .params, .buffers: this rank's parts by placeholder name: of parameters what it updates, that is, at ZeRO >= 1 a
+    flat stretch of each, perhaps empty; gradients stand there, after the update in the dtype in which they were summed.
+    .grad_norm: 2-norm of the whole gradient in the last step, before clipping; 0-dim, on every rank; None before the
+    first step, and without `norm` and `clip_norm`. .scaler: the loss scaling that the spec asks for
+    (shardc.runtime.step.loss_scale), or None. A step whose gradients are not finite on some rank leaves parameters and
+    optimizer as they are, on every rank.
 
-    `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets still are (shardc.runtime.zero.early_step), if the
-    optimizer steps each parameter by itself and nothing has to be known of all gradients first (clip_norm, loss scaling).
+    `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets still are
+    (shardc.runtime.zero.early_step), if the optimizer steps each parameter by itself and nothing has to be known of all
+    gradients first (clip_norm, loss scaling).
 
-    An error in a step before its update (a wrong batch, a failing op, Ctrl-C) leaves the engine as it was, if all ranks meet it: the next
-    step starts afresh. One in the update itself, as in an optimizer of one's own, does not: the engine then asks for a checkpoint.
-    """
+    An error in a step before its update (a wrong batch, a failing op, Ctrl-C) leaves the engine as it was, if all ranks
+    meet it: the next step starts afresh. One in the update itself, as in an optimizer of one's own, does not: the
+    engine then asks for a checkpoint."""
 
     def __init__(
-        self, program: Program, model: Any, optimizer: OptimizerOf | None = adamw, seed: int = 0, *,
-        scheduler: lr.SchedulerOf | None = None, clip_norm: float | None = None, norm: bool = False, routing: bool = False, mesh: Any = None,
-        interpreter: Callable[[Program, Any], Interpreter] = Interpreter, offload: Callable[[Mapping[str, Any], Any], Offload] = Offload,
-    ) -> None:  # fmt: skip
+        self,
+        program: Program,
+        model: Any,
+        optimizer: OptimizerOf | None = adamw,
+        seed: int = 0,
+        *,
+        scheduler: lr.SchedulerOf | None = None,
+        clip_norm: float | None = None,
+        norm: bool = False,
+        routing: bool = False,
+        mesh: Any = None,
+        interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
+        offload: Callable[[Mapping[str, Any], Any], Offload] = Offload,
+    ) -> None:
         self.program = program
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = Rng(seed)
@@ -95,12 +119,24 @@ class Engine:
         self._buckets = Buckets(program, parts, self.mesh, self._offload)
         self.params = self._buckets.owned
         self._updates, self._whole = optimizer is not None, True
-        self.optimizer = self._optimizer(optimizer) if optimizer is not None else None  # None also where a rank has nothing to train
-        whole = clip_norm is not None or "loss_scale" in program.meta or bool(self._offload.places)  # nothing may be updated before all is there
-        self._by_bucket = ByBucket(self.optimizer, self.params) if self.optimizer is not None and not whole and self._buckets.several else None
+        self.optimizer = (
+            self._optimizer(optimizer) if optimizer is not None else None
+        )  # None also where a rank has nothing to train
+        whole = (
+            clip_norm is not None or "loss_scale" in program.meta or bool(self._offload.places)
+        )  # nothing may be updated before all is there
+        self._by_bucket = (
+            ByBucket(self.optimizer, self.params)
+            if self.optimizer is not None and not whole and self._buckets.several
+            else None
+        )
         self._stepping = False
-        self._paged = Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
-        self.scheduler = lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        self._paged = (
+            Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
+        )
+        self.scheduler = (
+            lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        )
         self.loaders = Loaders()
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
@@ -113,7 +149,9 @@ class Engine:
         self._unbucketed = [n for n in self.params if n not in self._buckets.names]
 
     def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:
-        """The user's optimizer on what this rank owns. It is made from parameters of the shapes that the model's layers have here."""
+        """The user's optimizer on what this rank owns. It is made from parameters of the shapes that the model's layers
+        have here.
+        """
         runs = self._buckets.runs
         shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in self.params.items()}
         trained = param_groups.Parameters.of(self.program, shown)
@@ -143,10 +181,12 @@ class Engine:
     # --- training
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
-        """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss, 0-dim, detached.
+        """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss,
+        0-dim,
+        detached.
 
-        A whole batch may have fewer rows than the program was compiled for, such as the last one of an epoch: the first time that so
-        many come, every rank compiles for them (shardc.resize).
+        A whole batch may have fewer rows than the program was compiled for, such as the last one of an epoch: the first
+        time that so many come, every rank compiles for them (shardc.resize).
         Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
         """
         self._stepping = self._by_bucket is not None and self._by_bucket.begin()
@@ -175,7 +215,9 @@ class Engine:
         if self._loads is not None:
             self.loads, self.mesh.routed = self._loads(self.mesh.routed or ()), None
         # copies, before anything is updated: what a buffer gets may be a parameter, or the batch
-        news = {name: new.clone(memory_format=torch.contiguous_format) for name, new in news.items() if name in self.buffers}
+        news = {
+            name: new.clone(memory_format=torch.contiguous_format) for name, new in news.items() if name in self.buffers
+        }
         self._buckets.finish(self._reduced)
         self._reduced(self._unbucketed)
         if self.scaler is not None:
@@ -184,8 +226,8 @@ class Engine:
         return total
 
     def _take(self, batch: Any, *, local: bool) -> tuple[Interpreter, list[dict[str, Any]]]:
-        """What runs a batch of this size, and what its stages here take, by microbatch: {placeholder: value}; what the microbatches add
-        up to is known then."""
+        """What runs a batch of this size, and what its stages here take, by microbatch: {placeholder: value}; what the
+        microbatches add up to is known then."""
         if isinstance(batch, Rest):
             batch, local = batch.batch, False
         interpreter, constants = (self._interpreter, {}) if local else self._sized(batch)
@@ -197,7 +239,9 @@ class Engine:
         return interpreter, values
 
     def _sized(self, batch: Any) -> tuple[Interpreter, dict[str, Tensor]]:
-        """What runs a whole batch, and constants of its own: the engine's program, or one for fewer rows, made when such a batch comes."""
+        """What runs a whole batch, and constants of its own: the engine's program, or one for fewer rows, made when
+        such a batch comes.
+        """
         rows = inputs.fewer_rows(self.program, batch)
         if rows is None or self.program.resize is None:
             return self._interpreter, {}
@@ -243,12 +287,15 @@ class Engine:
         self._whole = True
 
     def _check(self) -> None:
-        """After an error in backward the next step is as any other; after one in an update, nobody knows what was updated."""
+        """After an error in backward the next step is as any other; after one in an update, nobody knows what was
+        updated.
+        """
         if not self._whole:
             raise ShardcError(
                 "an update or a load failed halfway: some parameters may be new, others not, and ranks may differ",
-                where="Engine.update", fix="load a checkpoint into this engine, or make a new one",
-            )  # fmt: skip
+                where="Engine.update",
+                fix="load a checkpoint into this engine, or make a new one",
+            )
 
     @torch.no_grad()
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
@@ -263,25 +310,30 @@ class Engine:
     # --- data
 
     def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
-        """An iterable of epochs of this rank's parts of global batches, for `step(part, local=True)`; `save` and `load` know where it stands.
+        """An iterable of epochs of this rank's parts of global batches, for `step(part, local=True)`; `save` and `load`
+        know where it stands.
 
-        dataset: map-style (__getitem__, __len__), or iterable: then every rank reads the whole stream and keeps its own samples, and
+        dataset: map-style (__getitem__, __len__), or iterable: then every rank reads the whole stream and keeps its own
+            samples, and
                  num_workers is at most 1.
         batch_size: samples in a global batch; what the program was compiled for, and need not be given.
         shuffle: an order fixed by (seed, epoch), the same on every mesh; default for map-style datasets. seed: 0.
-        drop_last: True: samples that fill no batch are left out of that epoch's order. False: they come as the epoch's last batch, smaller,
+        drop_last: True: samples that fill no batch are left out of that epoch's order. False: they come as the epoch's
+            last batch, smaller,
                  to every rank whole (shardc.resize); refused for streams, and for a program read from an artifact.
         collate_fn: samples -> batch as the program was compiled for, but of this rank's samples only; default: torch's.
-        name: "train"; under which checkpoints keep it; None: they do not. num_workers, pin_memory, ...: as of torch's DataLoader.
-        What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the same samples.
-        Raises ShardcError for a batch size that was not compiled, and for datasets shorter than a batch.
+        name: "train"; under which checkpoints keep it; None: they do not. num_workers, pin_memory, ...: as of torch's
+        DataLoader. What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the
+        same samples. Raises ShardcError for a batch size that was not compiled, and for datasets shorter than a batch.
         """
         return self.loaders.add(Loader(self.program, self.mesh, dataset, batch_size=batch_size, **options))
 
     # --- state
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint that any mesh can load: parameters, buffers, optimizer, scheduler, loaders, step, seed. Collective."""
+        """Write a checkpoint that any mesh can load: parameters, buffers, optimizer, scheduler, loaders, step, seed.
+        Collective.
+        """
         self._check()
         extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
         if self.scaler is not None:
@@ -290,7 +342,16 @@ class Engine:
             extra["scheduler"] = lr.state_dict(self.scheduler)
         extra["loaders"] = self.loaders.state_dict()
         with self._offload.at_home():
-            state.save(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, extra, runs=self._buckets.runs)
+            state.save(
+                folder,
+                self.program,
+                self.mesh,
+                self.params,
+                self.buffers,
+                self.optimizer,
+                extra,
+                runs=self._buckets.runs,
+            )
 
     def load(self, folder: str | Path) -> None:
         """Read a checkpoint that any mesh wrote. Collective."""
@@ -298,7 +359,16 @@ class Engine:
         self._buckets.settled()
         room = self._paged.room if self._paged is not None else None
         with self._offload.at_home():
-            extra = state.load(folder, self.program, self.mesh, self.params, self.buffers, self.optimizer, runs=self._buckets.runs, room=room)
+            extra = state.load(
+                folder,
+                self.program,
+                self.mesh,
+                self.params,
+                self.buffers,
+                self.optimizer,
+                runs=self._buckets.runs,
+                room=room,
+            )
         self._whole = False  # if what follows does not fit
         self._offload.changed()
         if self._paged is not None:
@@ -317,7 +387,8 @@ class Engine:
         return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers)
 
     def wholes(self) -> Mapping[str, Tensor]:
-        """{placeholder name: this rank's whole local part, detached}. What ZeRO keeps cut is gathered when it is asked for, a bucket at a
+        """{placeholder name: this rank's whole local part, detached}. What ZeRO keeps cut is gathered when it is asked
+        for, a bucket at a
         time: all ranks must ask alike."""
         return self._buckets.wholes()
 
@@ -326,4 +397,3 @@ class Engine:
         self._offload.close()
         if isinstance(self.mesh, TorchMesh):
             self.mesh.close()
-

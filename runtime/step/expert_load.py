@@ -1,4 +1,6 @@
-"""How tokens are spread over experts: what routing noted on each rank in a step, put together (`program.engine(..., routing=True)`)."""
+"""How tokens are spread over experts: what routing noted on each rank in a step, put together (`program.engine(...,
+routing=True)`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from torch import Tensor, fx
 from shardc.ir.program import Program
 from shardc.runtime.ops.expert_parallel import experts_route
 
-#: One routing on this rank: (its op, choices of its own tokens by expert i64[experts], those of no expert, rows that it works on).
+#: One routing on this rank: (its op, choices of its own tokens by expert i64[experts], those of no expert, rows that it
+#: works on).
 Noted = tuple[str, Tensor, int, int]
 
 
@@ -21,8 +24,8 @@ Noted = tuple[str, Tensor, int, int]
 class Load:
     """Of one layer of experts, over a step of the global batch.
 
-    tokens: choices that each expert got. dropped: share of all choices that no expert took. imbalance: rows of the busiest rank over those
-    of the average one; 1 = even.
+    tokens: choices that each expert got. dropped: share of all choices that no expert took. imbalance: rows of the
+    busiest rank over those of the average one; 1 = even.
     """
 
     module: str
@@ -32,7 +35,10 @@ class Load:
 
     def __str__(self) -> str:
         drops = f", {self.dropped:.1%} dropped" if self.dropped else ""
-        return f"{self.module or 'experts'}: {min(self.tokens)}-{max(self.tokens)} tokens an expert, busiest rank x{self.imbalance:.2f}{drops}"
+        return (
+            f"{self.module or 'experts'}: {min(self.tokens)}-{max(self.tokens)} tokens an expert, busiest rank"
+            f" x{self.imbalance:.2f}{drops}"
+        )
 
 
 class Loads:
@@ -40,7 +46,9 @@ class Loads:
 
     def __init__(self, program: Program, mesh: Any) -> None:
         self.mesh = mesh
-        self.layers: list[tuple[str, str, int, int, int]] = []  # op, module, experts, ranks with the same tokens, ranks with the layer
+        self.layers: list[
+            tuple[str, str, int, int, int]
+        ] = []  # op, module, experts, ranks with the same tokens, ranks with the layer
         for stage in program.stages:
             for node in stage.graph.find_nodes(op="call_function", target=experts_route):
                 index: Any = node.args[0]
@@ -55,7 +63,9 @@ class Loads:
             return ()
         at = {name: i for i, (name, *_) in enumerate(self.layers)}
         width = max(experts for _, _, experts, _, _ in self.layers)
-        found = torch.zeros(len(self.layers), width + 2, dtype=torch.float64)  # tokens of each expert, dropped, rows here
+        found = torch.zeros(
+            len(self.layers), width + 2, dtype=torch.float64
+        )  # tokens of each expert, dropped, rows here
         for tag, tokens, dropped, rows in noted:
             if tag in at:
                 found[at[tag], : tokens.numel()] += tokens.cpu()

@@ -40,29 +40,36 @@ def name_of(path: Path) -> str:
 def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor]:
     """This rank's part of every input, in the program's order, on the mesh's device.
 
-    local: the batch is this rank's own part already. Leaves that are no tensors were baked into the program and are not looked at.
-    Raises ShardcError for every input that is missing, unknown or of another shape or dtype: its name, what came, what should.
-    """
+    local: the batch is this rank's own part already. Leaves that are no tensors were baked into the program and are not
+    looked at. Raises ShardcError for every input that is missing, unknown or of another shape or dtype: its name, what
+    came, what should."""
     given = dict(leaves(batch))
     errors = Errors()
     for path, leaf in given.items():
         if isinstance(leaf, Tensor) and path not in {x.path for x in program.inputs}:
-            near = difflib.get_close_matches(name_of(path), [name_of(x.path) for x in program.inputs if x.path not in given], 1)
+            near = difflib.get_close_matches(
+                name_of(path), [name_of(x.path) for x in program.inputs if x.path not in given], 1
+            )
             errors.add(
-                f"the program was compiled without this input, {_type(leaf.dtype, leaf.shape)}", where=name_of(path),
+                f"the program was compiled without this input, {_type(leaf.dtype, leaf.shape)}",
+                where=name_of(path),
                 fix=f"name it {near[0]!r}" if near else "leave it out, or compile again with a batch that has it",
-            )  # fmt: skip
+            )
     found = []
     for x in program.inputs:
         if local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
             what = f"its size {list(x.shape)} does not divide over the ranks, so no rank's part says what the whole is"
-            errors.add(what, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide")
+            errors.add(
+                what, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide"
+            )
             continue
         want = x.layout.local_shape(x.shape, program.mesh) if local else x.shape
         leaf = given.get(x.path)
         if isinstance(leaf, Tensor) and tuple(leaf.shape) == want and leaf.dtype == x.dtype:
             part = leaf if local else x.layout.local(leaf, program.mesh, program.mesh.coords(mesh.rank), copies=True)
-            found.append(part.detach().to(mesh.device, non_blocking=True).contiguous())  # programs give inputs no gradient
+            found.append(
+                part.detach().to(mesh.device, non_blocking=True).contiguous()
+            )  # programs give inputs no gradient
         else:
             errors.add(_mismatch(x, given, want, local), where=name_of(x.path), fix=_fix(x, leaf, local))
     errors.raise_any()
@@ -70,7 +77,9 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
 
 
 def fewer_rows(program: Program, batch: Any) -> tuple[int, ...] | None:
-    """The sizes of the batch dims of a whole batch that differs from what was compiled in having fewer rows; None: it is none."""
+    """The sizes of the batch dims of a whole batch that differs from what was compiled in having fewer rows; None: it
+    is none.
+    """
     given, found, dims = dict(leaves(batch)), [], batch_dims(program)
     for x in program.inputs:
         leaf, d = given.get(x.path), dims[x.name]
@@ -85,7 +94,9 @@ def fewer_rows(program: Program, batch: Any) -> tuple[int, ...] | None:
 
 
 def batch_dims(program: Program) -> dict[str, int | None]:
-    """{input's name: its batch dim, None = it has none}, as the spec's `batch: {dims: ...}` says; 0 where it says nothing."""
+    """{input's name: its batch dim, None = it has none}, as the spec's `batch: {dims: ...}` says; 0 where it says
+    nothing.
+    """
     given = program.spec.batch.dims if program.spec is not None else {}
 
     def dim(x: Input) -> int | None:
@@ -133,8 +144,8 @@ def _fix(x: Input, leaf: Any, local: bool) -> str:
 def from_call(program: Program, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The batch, in the form it was compiled with, from the arguments of a call that looks like the model's own.
 
-    Positional arguments of a program that was compiled from keyword arguments (or the other way) are matched by the names in the
-    model's forward.
+    Positional arguments of a program that was compiled from keyword arguments (or the other way) are matched by the
+    names in the model's forward.
     """
     names = list(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else []
     heads = {x.path[0] if x.path else None for x in program.inputs}

@@ -1,11 +1,12 @@
 """Runs the actions of one rank: a small loop over a list (shardc.runtime.schedule), and what each kind of action does.
 
-A stage is a function of its rank's parameters, buffers and inputs and of values of other stages; autograd is cut at those. For a stage s
-and a microbatch m, forward keeps what the stage received (leaves) and what it made for others; backward starts from the gradients of the
-latter, and leaves those of the former, to be sent back. A program of one stage is the same loop over `F0 B0 F1 B1 ...`.
+A stage is a function of its rank's parameters, buffers and inputs and of values of other stages; autograd is cut at
+those. For a stage s and a microbatch m, forward keeps what the stage received (leaves) and what it made for others;
+backward starts from the gradients of the latter, and leaves those of the former, to be sent back. A program of one
+stage is the same loop over `F0 B0 F1 B1 ...`.
 
-A receive is posted where it stands and waited for by the action that uses it; a send is waited for, and what it sent freed, when
-IN_FLIGHT others have begun after it.
+A receive is posted where it stands and waited for by the action that uses it; a send is waited for, and what it sent
+freed, when IN_FLIGHT others have begun after it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from shardc.runtime.step.split_backward import Split, split
 
 #: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
 IN_FLIGHT = 2
-# fx writes a graph's code with notes on its nodes, and a node that gets one is not found for a moment (fx.Node.__setattr__): ranks that
-# are threads of one process, and share a program, must not look at its graphs meanwhile
+# fx writes a graph's code with notes on its nodes, and a node that gets one is not found for a moment
+# (fx.Node.__setattr__): ranks that are threads of one process, and share a program, must not look at its graphs
+# meanwhile
 _WRITING = threading.RLock()
 
 
@@ -57,7 +59,9 @@ class _Kept:
 
 @dataclass(frozen=True)
 class Around:
-    """What the engine does around forward and backward: see `shardc.runtime.zero.buckets.Buckets`. scaled: the loss that backward begins with."""
+    """What the engine does around forward and backward: see `shardc.runtime.zero.buckets.Buckets`. scaled: the loss
+    that backward begins with.
+    """
 
     saving: Callable[..., Any]
     start: Callable[..., None]
@@ -85,14 +89,18 @@ class Interpreter:
             self.stages = {s: _Runnable(program, s, mesh.device, divided=divided) for s in mine}
             self.edges = {(e.source, e.target): e for e in program.edges}
             self._count = runnable(program.counts, mesh.device, program) if program.counts is not None else None
-            self._counted = [n.name for n in program.counts.graph.find_nodes(op="placeholder")] if program.counts is not None else []
+            self._counted = (
+                [n.name for n in program.counts.graph.find_nodes(op="placeholder")]
+                if program.counts is not None
+                else []
+            )
             summing = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=summed)]
             self._sums = max((int(str(n.args[2])) + 1 for n in summing), default=0)
         self.adding = {b.name for b in program.buffers if b.adds}
 
     def count(self, values: Values) -> None:
-        """Before the step: what all microbatches add up to. First of the batch alone; then of what forward makes, which takes a forward
-        of all of them."""
+        """Before the step: what all microbatches add up to. First of the batch alone; then of what forward makes, which
+        takes a forward of all of them."""
         totals: list[Tensor] = []
         if self._count is not None:
             for i, given in enumerate(values):
@@ -134,7 +142,9 @@ class Interpreter:
                 found[b.name] = self.empty(b.value)
                 works.append(self.mesh.start_receive(found[b.name], self.axis, home, tag=b.name))
             elif b.name in news:
-                works += [self.mesh.start_send(news[b.name], self.axis, c, direction="update", tag=b.name) for c in others]
+                works += [
+                    self.mesh.start_send(news[b.name], self.axis, c, direction="update", tag=b.name) for c in others
+                ]
         for work in works:
             work.wait()
         return {**news, **found}
@@ -179,24 +189,36 @@ class _Runnable:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
 
 
-#: Kind of action -> the method that does it. (A table in the run itself would tie it into a knot, which is freed much later.)
+#: Kind of action -> the method that does it. (A table in the run itself would tie it into a knot, which is freed much
+#: later.)
 _DOES = {
-    "F": "forward", "B": "backward", "I": "inputs", "W": "weights", "SEND_F": "send", "SEND_B": "send", "RECV_F": "post", "RECV_B": "post",
+    "F": "forward",
+    "B": "backward",
+    "I": "inputs",
+    "W": "weights",
+    "SEND_F": "send",
+    "SEND_B": "send",
+    "RECV_F": "post",
+    "RECV_B": "post",
     "REDUCE": "reduce",
-}  # fmt: skip
+}
 
 
 class Run:
     """One step under way."""
 
-    def __init__(self, interpreter: Interpreter, values: Values, actions: Sequence[Action], around: Around | None) -> None:
+    def __init__(
+        self, interpreter: Interpreter, values: Values, actions: Sequence[Action], around: Around | None
+    ) -> None:
         self.on, self.values, self.actions, self.around = interpreter, values, actions, around
         self.losses: list[Tensor] = []
         self.news: dict[str, Tensor] = {}
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.inbox: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> values of other stages
         self.grads: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> gradients of what it made
-        self.posted: dict[tuple[int, int, Way], list[tuple[Edge, dict[str, Tensor], list[Work]]]] = {}  # (stage, microbatch, way)
+        self.posted: dict[
+            tuple[int, int, Way], list[tuple[Edge, dict[str, Tensor], list[Work]]]
+        ] = {}  # (stage, microbatch, way)
         self.outbox: dict[tuple[int, int, int, Way], list[Tensor]] = {}
         self.sending: deque[list[Work]] = deque()
         wanted = [a for a in actions if a.kind in ("B", "W")]
@@ -213,7 +235,9 @@ class Run:
 
     def do(self, action: Action) -> None:
         """One action. STEP is the engine's."""
-        doing = f"at {action} of the schedule" + (f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else "")
+        doing = f"at {action} of the schedule" + (
+            f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else ""
+        )
         self.on.note(doing)
         if action.kind in ("F", "B", "I", "W"):
             self.on.mesh.turn_to(action.microbatch, len(self.values), self.on.mesh.totals)
@@ -244,7 +268,9 @@ class Run:
                 returned = stage.run(*args)
         loss, news, made, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
         for name, new in zip(stage.updates, news, strict=True):
-            self.news[name] = self.news[name] + new.detach() if name in self.news and name in self.on.adding else new.detach()
+            self.news[name] = (
+                self.news[name] + new.detach() if name in self.news and name in self.on.adding else new.detach()
+            )
         if loss is not None:
             self.losses.append(loss.detach())
         out = dict(zip(stage.sends, made, strict=True))
@@ -284,7 +310,9 @@ class Run:
         tensors, begin = self._begin(kept, key)
         assert kept.split is not None
         leaves = {n: x for n, x in kept.leaves.items() if x.requires_grad}
-        self._give_back(action, dict(zip(leaves, kept.split.inputs(tensors, begin, list(leaves.values())), strict=True)))
+        self._give_back(
+            action, dict(zip(leaves, kept.split.inputs(tensors, begin, list(leaves.values())), strict=True))
+        )
         kept.leaves, kept.made, kept.loss = {}, {}, None
 
     def weights(self, action: Action) -> None:
@@ -344,7 +372,10 @@ class Run:
     def post(self, action: Action) -> None:
         """Begin to receive."""
         edge, way = self._way(action)
-        into = {n: self.on.empty(v) for n, v in (zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable())}
+        into = {
+            n: self.on.empty(v)
+            for n, v in (zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable())
+        }
         peer = self.on.schedule.placement[action.peer]
         works = [self.on.mesh.start_receive(x, self.on.axis, peer, tag=n) for n, x in into.items()]
         self.posted.setdefault((action.stage, action.microbatch, way), []).append((edge, into, works))
@@ -361,8 +392,13 @@ class Run:
         names = edge.names if way == "forward" else tuple(n for n, _ in edge.differentiable())
         to = self.on.schedule.placement[action.peer]
         values = self.outbox.pop((edge.source, edge.target, action.microbatch, way))
-        works = [self.on.mesh.start_send(x, self.on.axis, to, direction=way, tag=n) for n, x in zip(names, values, strict=True)]
+        works = [
+            self.on.mesh.start_send(x, self.on.axis, to, direction=way, tag=n)
+            for n, x in zip(names, values, strict=True)
+        ]
         self.sending.append(works)
-        if len(self.sending) > IN_FLIGHT:  # schedules are proven to end even if every send waited for its receive at once
+        if (
+            len(self.sending) > IN_FLIGHT
+        ):  # schedules are proven to end even if every send waited for its receive at once
             for work in self.sending.popleft():
                 work.wait()

@@ -1,8 +1,11 @@
-"""Loss scaling for float16: gradients too small for it are computed as multiples of `scale`, and divided again before they are used.
+"""Loss scaling for float16: gradients too small for it are computed as multiples of `scale`, and divided again before
+they
+are used.
 
-The algorithm of torch.amp.GradScaler (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2), for all ranks of a mesh at
-once: a number that is not finite in any rank's gradients skips the step on every rank, and the scale changes on all of them alike.
-"""
+The algorithm of torch.amp.GradScaler (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2), for all ranks
+of a mesh at
+once: a number that is not finite in any rank's gradients skips the step on every rank, and the scale changes on all of
+them alike."""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # GradScaler's own
 class Scaler:
     """how: "dynamic", or a number that stays. mesh: the runtime mesh.
 
-    Use, in every step: `scale` the loss, `unscale` each gradient once when it is summed, `agree`, then update unless `overflow`, `next`.
+    Use, in every step: `scale` the loss, `unscale` each gradient once when it is summed, `agree`, then update unless
+    `overflow`, `next`.
 
-    .factor: a float, the same on all ranks. .overflow: the last step found a number that was not finite. .skipped: how many did.
-    """
+    .factor: a float, the same on all ranks. .overflow: the last step found a number that was not finite. .skipped: how
+    many did."""
 
     def __init__(self, how: float | str, mesh: Any) -> None:
         self.dynamic = how == "dynamic"
@@ -45,7 +49,9 @@ class Scaler:
         self._found += [torch.linalg.vector_norm(g, math.inf).float() for g in some]
 
     def agree(self) -> bool:
-        """Whether any rank of the whole mesh found a number that is not finite. Collective: one number, the largest of all."""
+        """Whether any rank of the whole mesh found a number that is not finite. Collective: one number, the largest of
+        all.
+        """
         bad = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         if self._found:
             bad = (~torch.stack(self._found).isfinite()).any().float()

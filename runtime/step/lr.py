@@ -1,4 +1,6 @@
-"""Learning-rate schedulers in an engine: made from its optimizer, stepped once for every step that updates, kept in checkpoints."""
+"""Learning-rate schedulers in an engine: made from its optimizer, stepped once for every step that updates, kept in
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,19 @@ def make(scheduler: SchedulerOf, optimizer: torch.optim.Optimizer) -> LRSchedule
     made: Any = scheduler(optimizer)
     if isinstance(made, ReduceLROnPlateau):
         raise ShardcError(
-            "ReduceLROnPlateau needs a measure of yours at every step", where="scheduler",
+            "ReduceLROnPlateau needs a measure of yours at every step",
+            where="scheduler",
             fix="make it from engine.optimizer, and call its step(measure) in your own loop",
-        )  # fmt: skip
+        )
     if not isinstance(made, LRScheduler):
         raise ShardcError(
-            f"scheduler(optimizer) returns a {type(made).__name__}", where="scheduler",
-            fix="return a scheduler of torch.optim.lr_scheduler, e.g. lambda optimizer: CosineAnnealingLR(optimizer, 100)",
-        )  # fmt: skip
+            f"scheduler(optimizer) returns a {type(made).__name__}",
+            where="scheduler",
+            fix=(
+                "return a scheduler of torch.optim.lr_scheduler, e.g. lambda optimizer: CosineAnnealingLR(optimizer,"
+                " 100)"
+            ),
+        )
     return made
 
 
@@ -43,7 +50,11 @@ def load_state_dict(scheduler: LRScheduler, saved: Mapping[str, Any]) -> None:
     """
     if saved["class"] != type(scheduler).__name__:
         what = f"the checkpoint is of the scheduler {saved['class']}, not {type(scheduler).__name__}"
-        raise ShardcError(what, where="scheduler", fix=f"use {saved['class']}, or make the new one from engine.optimizer after loading")
+        raise ShardcError(
+            what,
+            where="scheduler",
+            fix=f"use {saved['class']}, or make the new one from engine.optimizer after loading",
+        )
     scheduler.load_state_dict(_like(scheduler.state_dict(), saved["state"]))
 
 
@@ -58,7 +69,9 @@ def _plain(x: Any) -> Any:
 
 
 def _like(now: Any, saved: Any) -> Any:
-    """What `_plain` wrote, as tensors, tuples and dicts (MultiStepLR has a Counter) where the scheduler has such now."""
+    """What `_plain` wrote, as tensors, tuples and dicts (MultiStepLR has a Counter) where
+    the scheduler has such now.
+    """
     if isinstance(now, Tensor):
         return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
     if isinstance(saved, Mapping):

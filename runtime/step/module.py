@@ -1,4 +1,6 @@
-"""A program as an nn.Module for a user's own loop: this rank's parameters under the model's names, gradients reduced as by DDP."""
+"""A program as an nn.Module for a user's own loop: this rank's parameters under the model's names, gradients reduced as
+by DDP.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from shardc.torch_private import after_backward
 
 
 class _Start(Function):
-    """Identity on the loss, whose backward is the first thing that runs: it opens the buckets, and closes them when all is done."""
+    """Identity on the loss, whose backward is the first thing that runs: it opens the buckets, and closes them when all
+    is done.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, buckets: Buckets) -> Tensor:
@@ -41,7 +45,9 @@ class _Start(Function):
 
 
 class _Updates:
-    """Tells when parameters may have changed since they were last gathered: after a backward, or when weights were loaded."""
+    """Tells when parameters may have changed since they were last gathered: after a backward, or when weights were
+    loaded.
+    """
 
     def __init__(self, buckets: Buckets) -> None:
         self.buckets, self.due = buckets, False
@@ -57,7 +63,9 @@ class _Updates:
 
 @dataclass
 class _Running:
-    """What a ShardedModule holds beside parameters and buffers; one attribute, so that no name of the model can clash with it."""
+    """What a ShardedModule holds beside parameters and buffers; one attribute, so that no name of the model can clash
+    with it.
+    """
 
     program: Program
     model: Any
@@ -71,33 +79,38 @@ class _Running:
 class ShardedModule(nn.Module):
     """One rank's part of a model. Made by `program.module(model)`; arguments as of shardc.runtime.step.engine.Engine.
 
-    Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's part of a
-    batch, as the model's forward would, and returns the global loss, 0-dim. When `loss.backward()` returns, the gradients are
-    those of the global loss. The loss may be scaled; but other terms that use parameters directly would be summed over ranks.
-    `precision.loss_scale` is the engine's: a loop of one's own scales the loss itself (shardc.runtime.step.loss_scale has the means).
-    Dropout draws new masks in every training forward; `eval()` switches it and BatchNorm as usual.
+    Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's
+    part of a batch, as the model's forward would, and returns the global loss, 0-dim. When `loss.backward()` returns,
+    the gradients are those of the global loss. The loss may be scaled; but other terms that use parameters directly
+    would be summed over ranks. `precision.loss_scale` is the engine's: a loop of one's own scales the loss itself
+    (shardc.runtime.step.loss_scale has the means). Dropout draws new masks in every training forward; `eval()` switches
+    it and BatchNorm as usual.
 
-    At ZeRO >= 1 each parameter here is this rank's flat stretch of it (1-d, perhaps empty), in state_dict too: any optimizer that updates
-    every element by itself works on them; group them by name, not by shape. What others updated is gathered by the next forward.
-    """
+    At ZeRO >= 1 each parameter here is this rank's flat stretch of it (1-d, perhaps empty), in state_dict too: any
+    optimizer that updates every element by itself works on them; group them by name, not by shape. What others updated
+    is gathered by the next forward."""
 
     def __init__(self, program: Program, model: Any, seed: int = 0, *, mesh: Any = None) -> None:
         super().__init__()
         if program.microbatches > 1:
             raise ShardcError(
-                f"a step of this program is {program.microbatches} microbatches, each with a backward of its own: a module has one",
-                where="batch.microbatches", fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
-            )  # fmt: skip
+                f"a step of this program is {program.microbatches} microbatches, each with a backward of its own: a"
+                " module has one",
+                where="batch.microbatches",
+                fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
+            )
         if program.axis:
             raise ShardcError(
-                f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule", where="pipeline",
+                f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule",
+                where="pipeline",
                 fix="use program.engine(...)",
-            )  # fmt: skip
+            )
         if program.meta.get("offload"):
             raise ShardcError(
                 "the engine moves what is offloaded, and a module has none: it does not step the optimizer",
-                where="data.offload", fix="use program.engine(...), or leave offload out",
-            )  # fmt: skip
+                where="data.offload",
+                fix="use program.engine(...), or leave offload out",
+            )
         mesh = mesh if mesh is not None else runtime_mesh(program)
         parts, buffers = state.local_parts(program, model, mesh, seed)
         buckets = Buckets(program, parts, mesh)
@@ -112,7 +125,9 @@ class ShardedModule(nn.Module):
                 parent.register_buffer(name, buffers[b.name], persistent=b.persistent)
         updates = _Updates(buckets)
         self.register_load_state_dict_post_hook(updates.note)  # type: ignore[no-untyped-call]
-        self._running = _Running(program, model, mesh, Rng(seed), runnable(program.stages[0], mesh.device, program), buckets, updates)
+        self._running = _Running(
+            program, model, mesh, Rng(seed), runnable(program.stages[0], mesh.device, program), buckets, updates
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The global loss of this rank's part of a batch. Raises ShardcError for another part than was compiled."""
@@ -123,7 +138,9 @@ class ShardedModule(nn.Module):
         r.buckets.reset()
         r.rng.training = self.training
         r.updates.carry_out()
-        params = [r.buckets.given[p.name] if p.name in r.buckets.runs else self.get_parameter(p.fqn) for p in r.program.params]
+        params = [
+            r.buckets.given[p.name] if p.name in r.buckets.runs else self.get_parameter(p.fqn) for p in r.program.params
+        ]
         buffers = [self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in r.program.buffers]
         with r.buckets.saving():
             loss, news = r.run(r.mesh, r.rng, *params, *buffers, *given)
@@ -138,7 +155,8 @@ class ShardedModule(nn.Module):
         return result
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:
-        # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or the batch
+        # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or
+        # the batch
         b = next(b for b in self._running.program.buffers if b.name == name)
         for fqn in (b.fqn, *b.aliases):
             parent, last = _home(self, fqn)

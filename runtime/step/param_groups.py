@@ -1,7 +1,7 @@
 """Parameter groups by name: what an engine gives to `optimizer=`, and how its parts get settings of their own.
 
-    engine = program.engine(model, optimizer=lambda params: torch.optim.AdamW(
-        shardc.groups(params, {"*.{bias,norm*.weight}": {"weight_decay": 0.0}}, lr=3e-4, weight_decay=0.1)))
+engine = program.engine(model, optimizer=lambda params: torch.optim.AdamW(
+    shardc.groups(params, {"*.{bias,norm*.weight}": {"weight_decay": 0.0}}, lr=3e-4, weight_decay=0.1)))
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 from shardc.spec import patterns
 
-#: How alike an unknown setting must be to one of the optimizer's to be called a misspelling of it: optimizers may have settings of
-#: groups that stand in no defaults.
+#: How alike an unknown setting must be to one of the optimizer's to be called a misspelling of it: optimizers may have
+#: settings of groups that stand in no defaults.
 _ALIKE = 0.88
 
 
 class Parameters(list[tuple[str, nn.Parameter]]):
     """The (name, parameter) pairs that `optimizer=` receives: this rank's parts of the parameters that are trained.
 
-    torch.optim's optimizers, and all that derive from torch.optim.Optimizer, take such pairs as they take plain parameters.
-    known: {name: all names of that parameter} of the whole model, also of those that other ranks hold: a tied weight answers to each.
-    """
+    torch.optim's optimizers, and all that derive from torch.optim.Optimizer, take such pairs as they take plain
+    parameters.
+    known: {name: all names of that parameter} of the whole model, also of those that other ranks hold: a tied weight
+    answers to each."""
 
     def __init__(self, pairs: Iterable[tuple[str, nn.Parameter]], known: Mapping[str, tuple[str, ...]]) -> None:
         super().__init__(pairs)
@@ -47,18 +48,18 @@ def groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for a torch optimizer, one for each pattern and one for all the rest; first match wins.
 
-    params: what `optimizer=` receives, or model.named_parameters(). settings: {glob over the parameters' names (`*` any characters,
-    `{a,b}` alternatives): {"lr": ..., "weight_decay": ...}}. default: settings of every group that does not say otherwise.
-    The groups are the same on every rank; on a rank that holds no parameter of a group it is empty.
-    Raises ShardcError for patterns that match no parameter that is trained, or only ones that others have taken; all at once.
-    """
+    params: what `optimizer=` receives, or model.named_parameters(). settings: {glob over the parameters' names (`*` any
+    characters, `{a,b}` alternatives): {"lr": ..., "weight_decay": ...}}. default: settings of every group that does not
+    say otherwise. The groups are the same on every rank; on a rank that holds no parameter of a group it is empty.
+    Raises ShardcError for patterns that match no parameter that is trained, or only ones that others have taken; all at
+    once."""
     pairs = list(params)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ShardcError(
                 f"groups() needs (name, parameter) pairs, not a {type(pair).__name__}",
                 fix="pass what `optimizer=` receives, or model.named_parameters()",
-            )  # fmt: skip
+            )
     known = params.known if isinstance(params, Parameters) else {name: (name,) for name, _ in pairs}
     globs, errors = list(settings), Errors()
     won: dict[str, int] = {}
@@ -77,7 +78,13 @@ def groups(
             errors.add(what, where=where, fix=f'write {{"{g}": {{"weight_decay": 0.0}}}}')
         elif i not in hit:
             near = patterns.nearest(g, every)
-            fix = f"did you mean {near!r}?" if near else f"name parameters, such as {every[0]!r}" if every else "leave the group out"
+            fix = (
+                f"did you mean {near!r}?"
+                if near
+                else f"name parameters, such as {every[0]!r}"
+                if every
+                else "leave the group out"
+            )
             errors.add("it matches no parameter that is trained", where=where, fix=fix)
         elif i not in won.values():
             taken = next(globs[k] for name, k in won.items() if any(patterns.match(g, n) for n in known[name]))
@@ -94,11 +101,14 @@ def groups(
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ShardcError for an optimizer that computes the loss itself, and for settings of groups that look like misspelt ones of the
-    optimizer's: torch would ignore them."""
+    """Raises ShardcError for an optimizer that computes the loss itself, and for settings of groups that look like
+    misspelt ones of the optimizer's: torch would ignore them."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        what = f"{type(optimizer).__name__} computes the loss as often as it likes in a step, and the engine computes it once"
+        what = (
+            f"{type(optimizer).__name__} computes the loss as often as it likes in a step, and the engine computes it"
+            " once"
+        )
         fix = "use program.module(model) in a loop of your own, and optimizer.step(closure)"
         raise ShardcError(what, where="optimizer", fix=fix)
     errors = Errors()

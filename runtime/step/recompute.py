@@ -1,19 +1,20 @@
-"""Recomputation: a region's values are not kept for backward, but computed again when backward first asks for one of them.
+"""Recomputation: a region's values are not kept for backward, but computed again when backward first asks for one of
+them.
 
-Which ops are in which region, and whose results are kept all the same, stands in the program (shardc.passes.checkpoint). What autograd
-wants to save is told here from what it is: a result of an op of the region, a value from outside, or something the op made for itself
-(a dropout's mask, a norm's statistics).
+Which ops are in which region, and whose results are kept all the same, stands in the program
+(shardc.passes.checkpoint). What autograd wants to save is told here from what it is: a result of an op of the region, a
+value from outside, or something the op made for itself (a dropout's mask, a norm's statistics).
 
     forward     op saves x     x is a result in the region, not kept:  a note (op, size, stride, offset) is saved instead
                                anything else:                          x itself; packed by the hooks around the program, if any (ZeRO 3's)
     the region ends            which ops have to run again for the notes, and which values from outside they take: those are held
     backward    note asked     these ops run, in their order, without autograd; what notes want is given to them; all else is freed
 
-An op whose result nobody needs is not run again: the last products and sums of a layer never are, nor a collective whose result is kept.
-Ops that made something for themselves run again under autograd, alone, to catch it. Regions may nest: what an inner region takes from
-its outer one is a note of the outer one. (Compare torch.utils.checkpoint with use_reentrant=False, which runs forward again as a whole,
-under autograd, up to the last saved tensor; and Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".)
-"""
+An op whose result nobody needs is not run again: the last products and sums of a layer never are, nor a collective
+whose result is kept. Ops that made something for themselves run again under autograd, alone, to catch it. Regions may
+nest: what an inner region takes from its outer one is a note of the outer one. (Compare torch.utils.checkpoint with
+use_reentrant=False, which runs forward again as a whole, under autograd, up to the last saved tensor; and Chen et al.
+2016, "Training Deep Nets with Sublinear Memory Cost".)"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ from shardc.runtime import ops
 from shardc.runtime.step.activation_offload import Away, beside
 from shardc.torch_private import outer_hooks
 
-#: Ops whose result may be their operand on some ranks and a new tensor on others: what they save must not start a recomputation on some
-#: ranks only. It is small, and kept.
+#: Ops whose result may be their operand on some ranks and a new tensor on others: what they save must not start a
+#: recomputation on some ranks only. It is small, and kept.
 BY_RANK = frozenset({ops.fill_padding, ops.select_partial, ops.to_partial, ops.varying_to_partial, ops.unvary})
 
-#: What was made by an op: (op, part). part -1: its result; 0, 1, ...: that one of several results; -2 - n: the n-th tensor that it saved for
-#: backward and made for itself.
+#: What was made by an op: (op, part). part -1: its result; 0, 1, ...: that one of several results; -2 - n: the n-th
+#: tensor that it saved for backward and made for itself.
 Made = tuple[int, int]
 
 
@@ -52,8 +53,8 @@ class _Slot:
 class _Region:
     """A region's ops in a graph, those of inner regions too. above: itself and the regions around it, innermost first.
 
-    ops: in their order; inside: those whose results it computes again; away: what it holds lies on the CPU until backward.
-    """
+    ops: in their order; inside: those whose results it computes again; away: what it holds lies on the CPU until
+    backward."""
 
     name: str
     above: tuple[_Region, ...]
@@ -65,10 +66,11 @@ class _Region:
 
 @dataclass(eq=False)
 class _Op:
-    """An op of a region. takes: the nodes among its arguments; chain: its regions, innermost first; closes: those whose last op it is.
+    """An op of a region. takes: the nodes among its arguments; chain: its regions, innermost first; closes: those whose
+    last op it is.
 
-    foreign: positions in `takes` of nodes of no region; outside: by region of the chain, of what that region does not compute again.
-    """
+    foreign: positions in `takes` of nodes of no region; outside: by region of the chain, of what that region does not
+    compute again."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -80,7 +82,9 @@ class _Op:
     outside: tuple[tuple[_Region, tuple[int, ...]], ...] = ()
 
     def __call__(self, given: Sequence[Any]) -> Any:
-        return self.target(*[_fill(a, given) for a in self.args], **{k: _fill(a, given) for k, a in self.kwargs.items()})
+        return self.target(
+            *[_fill(a, given) for a in self.args], **{k: _fill(a, given) for k, a in self.kwargs.items()}
+        )
 
 
 def _mapped(a: Any, slots: Mapping[fx.Node, _Slot]) -> Any:
@@ -98,14 +102,18 @@ def _fill(a: Any, given: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a region computes some of its values again. steps: (op, nodes whose last use it is); inputs: nodes that it takes."""
+    """How a region computes some of its values again. steps: (op, nodes whose last use it is); inputs: nodes that it
+    takes.
+    """
 
     steps: tuple[tuple[int, tuple[int, ...]], ...]
     inputs: tuple[int, ...]
 
 
 class Regions:
-    """The regions of one graph. weights: nodes that follow from parameters and buffers alone. `tape(mesh, rng)` begins a run."""
+    """The regions of one graph. weights: nodes that follow from parameters and buffers alone. `tape(mesh, rng)` begins
+    a run.
+    """
 
     def __init__(self, ops: dict[int, _Op], weights: frozenset[int]) -> None:
         self.ops, self.weights = ops, weights
@@ -114,7 +122,9 @@ class Regions:
         return Tape(self, mesh, rng)
 
     def plan(self, region: _Region, wanted: frozenset[Made]) -> _Plan:
-        """What has to run for the wanted values: found by walking back from them, to values that the region does not compute."""
+        """What has to run for the wanted values: found by walking back from them, to values that the region does not
+        compute.
+        """
         if wanted not in region.plans:
             needed = {op for op, _ in wanted}
             for i in reversed(region.ops):
@@ -145,7 +155,9 @@ def taped(graph: fx.Graph, program: Program) -> fx.GraphModule:
     for n in tagged:
         slots = {u: _Slot(k) for k, u in enumerate(n.all_input_nodes)}
         args, kwargs = _mapped(n.args, slots), {k: _mapped(a, slots) for k, a in n.kwargs.items()}
-        op = found[index[n]] = _Op(n.target, args, kwargs, tuple(index[u] for u in slots), regions[n.meta["region"]].above)
+        op = found[index[n]] = _Op(
+            n.target, args, kwargs, tuple(index[u] for u in slots), regions[n.meta["region"]].above
+        )
         for region in op.chain:
             region.ops.append(index[n])
             if region.name not in n.meta.get("kept", ()):
@@ -164,7 +176,11 @@ def _weights(graph: fx.Graph, program: Program, index: dict[fx.Node, int]) -> fr
     stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
     found: set[fx.Node] = set()
     for n in graph.nodes:
-        if n.name in stored if n.op == "placeholder" else n.all_input_nodes and all(u in found for u in n.all_input_nodes):
+        if (
+            n.name in stored
+            if n.op == "placeholder"
+            else n.all_input_nodes and all(u in found for u in n.all_input_nodes)
+        ):
             found.add(n)
     return frozenset(index[n] for n in found)
 
@@ -177,7 +193,9 @@ def _module(graph: fx.Graph, regions: Regions) -> fx.GraphModule:
             if tape is None:
                 first = {n.name: env[n] for n in graph.nodes if n in env and n.op == "placeholder"}
                 tape = copy.call_method("tape", (copy.get_attr("regions"), first["mesh"], first["rng"]))
-            env[n] = copy.create_node("call_method", "run", (tape, i, *(env[u] for u in n.all_input_nodes)), name=n.name)
+            env[n] = copy.create_node(
+                "call_method", "run", (tape, i, *(env[u] for u in n.all_input_nodes)), name=n.name
+            )
         else:
             env[n] = copy.node_copy(n, env.__getitem__)
     root = nn.Module()
@@ -186,8 +204,9 @@ def _module(graph: fx.Graph, regions: Regions) -> fx.GraphModule:
 
 
 class Saved:
-    """What autograd holds for a tensor that it wanted to save. It is one of: the tensor; what outer hooks made of it, or its way back from
-    the CPU (`held`, `unpack`); or the frame that will compute it."""
+    """What autograd holds for a tensor that it wanted to save. It is one of: the tensor; what outer hooks made of it,
+    or
+    its way back from the CPU (`held`, `unpack`); or the frame that will compute it."""
 
     __slots__ = ("__weakref__", "frame", "held", "tensor", "unpack", "version")
 
@@ -210,7 +229,10 @@ class Saved:
             return self.unpack(self.held)
         assert self.tensor is not None
         if self.tensor._version != self.version:
-            what = "a tensor that backward needs was modified in place: backward ran twice over an op that reuses it, or something wrote to it"
+            what = (
+                "a tensor that backward needs was modified in place: backward ran twice over an op that reuses it, or"
+                " something wrote to it"
+            )
             raise RuntimeError(what)
         return self.tensor
 
@@ -235,7 +257,8 @@ class _Wanted:
 class _Frame:
     """One run of a region, until backward is through with it.
 
-    seen: in forward, what the region may have to hold; inputs: what it does hold, by node; wanted: what autograd has notes of.
+    seen: in forward, what the region may have to hold; inputs: what it does hold, by node; wanted: what autograd has
+    notes of.
     needs: of ops that saved something of their own, which of the nodes they take needed a gradient.
     """
 
@@ -361,7 +384,9 @@ class Tape:
         if frame is not None and made is own:
             frame.needs[i] = tuple(isinstance(g, Tensor) and g.requires_grad for g in given)
 
-    def _ask(self, askable: Sequence[_Region], chain: Sequence[_Region], saved: Saved, made: Made, x: Tensor) -> _Frame | None:
+    def _ask(
+        self, askable: Sequence[_Region], chain: Sequence[_Region], saved: Saved, made: Made, x: Tensor
+    ) -> _Frame | None:
         """Have the innermost region that computes it again compute it; hold it if there is none."""
         for region in askable:
             if made[0] in region.inside:
@@ -399,5 +424,7 @@ _Storage = tuple[StorageWeakRef, torch.dtype, bool, bool]
 
 
 def _storage(x: Tensor) -> _Storage:
-    """What tensors that are views of each other by size, stride and offset have in common. Does not keep memory; is never given twice."""
+    """What tensors that are views of each other by size, stride and offset have in common. Does not keep memory; is
+    never given twice.
+    """
     return StorageWeakRef(x.untyped_storage()), x.dtype, x.is_conj(), x.is_neg()  # type: ignore[no-untyped-call]

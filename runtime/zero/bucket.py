@@ -1,13 +1,14 @@
-"""One rank's bucket, by what ZeRO keeps cut of it (Rajbhandari et al. 2020, "ZeRO"): nothing, gradients and optimizer state, parameters.
+"""One rank's bucket, by what ZeRO keeps cut of it (Rajbhandari et al. 2020, "ZeRO"): nothing, gradients and optimizer
+state, parameters.
 
     Summed    zero 0      gradients are copied into one flat buffer, and summed in it
     Cut       zero 1, 2   parameters are views of one flat buffer; each rank gets the sum of its part of the gradients, updates its
                           part of the parameters, and gathers the others' parts
     Stored    zero 3      only the part exists; see shardc.runtime.zero.gather
 
-What the optimizer works on is `.owned`: {name: parameter}: the parameter itself, or the stretch of it in this rank's part (1-d, perhaps
-empty). Reduced gradients stand in `.owned[name].grad`.
-"""
+What the optimizer works on is `.owned`: {name: parameter}: the parameter itself, or the stretch of it in this rank's
+part (1-d, perhaps empty). Reduced gradients stand in `.owned[name].grad`.
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -26,14 +27,18 @@ from shardc.runtime.zero.gather import Gathered, Use, views
 
 
 class Held:
-    """What the program's graph gets in place of a parameter of a cut bucket; `ops.gather_start` and `ops.updated` take it."""
+    """What the program's graph gets in place of a parameter of a cut bucket; `ops.gather_start` and `ops.updated` take
+    it.
+    """
 
     def __init__(self, bucket: Any) -> None:
         self.bucket = bucket
 
 
 class Summed:
-    """A bucket whose gradients are summed whole. Use: `adopt` all parameters; in each step `start`, `put` each, `launch`, `finish`."""
+    """A bucket whose gradients are summed whole. Use: `adopt` all parameters; in each step `start`, `put` each,
+    `launch`, `finish`.
+    """
 
     def __init__(self, program: Program, index: int, mesh: Any) -> None:
         self.spec: Bucket = program.buckets[index]
@@ -79,7 +84,9 @@ class Summed:
         if self._buffer is None:
             self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
             self._buffer[sum(self.flat.sizes) :].zero_()
-            self._views = dict(zip(self.spec.params, views(self._buffer, self.flat.starts, self.flat.shapes), strict=True))
+            self._views = dict(
+                zip(self.spec.params, views(self._buffer, self.flat.starts, self.flat.shapes), strict=True)
+            )
         return self._buffer
 
     def put(self, name: str) -> None:
@@ -112,7 +119,9 @@ class Summed:
         """Later buckets are under way: go on with this one."""
 
     def finish(self) -> None:
-        """Wait for the sums: gradients stand in `.owned`, and nowhere else: who lets go of them frees the memory for the next forward."""
+        """Wait for the sums: gradients stand in `.owned`, and nowhere else: who lets go of them frees the memory for
+        the next forward.
+        """
         self._work.wait()
         self._give(self._views)
         self._free()
@@ -178,7 +187,11 @@ class _Part(Summed):
     def _make_master(self, what: str, dtype: torch.dtype) -> Tensor:
         """This rank's part of the parameters as stored, zeros at first. what: of the spec's `offload` it belongs to."""
         self._home = self._offload.room(what, self.flat.part, dtype)
-        return self._home.tensor if self._home is not None else torch.zeros(self.flat.part, dtype=dtype, device=self.mesh.device)
+        return (
+            self._home.tensor
+            if self._home is not None
+            else torch.zeros(self.flat.part, dtype=dtype, device=self.mesh.device)
+        )
 
     def _keep(self) -> None:
         """`.owned` is filled."""
@@ -220,7 +233,9 @@ class Cut(_Part):
             self._master = self._whole[self.low : self.high]
             if self._whole.dtype != p.dtype:
                 self._master = self._make_master("optimizer", p.dtype)
-            self._places = dict(zip(self.spec.params, views(self._whole, self.flat.starts, self.flat.shapes), strict=True))
+            self._places = dict(
+                zip(self.spec.params, views(self._whole, self.flat.starts, self.flat.shapes), strict=True)
+            )
         assert self._master is not None
         with torch.no_grad():
             self._places[name].copy_(p)
@@ -296,9 +311,15 @@ class Stored(_Part):
     """zero 3: only this rank's part exists."""
 
     def __init__(
-        self, program: Program, index: int, mesh: Any, offload: Offload, gathered: Gathered, launched: Callable[[Summed], None],
+        self,
+        program: Program,
+        index: int,
+        mesh: Any,
+        offload: Offload,
+        gathered: Gathered,
+        launched: Callable[[Summed], None],
         last: Callable[[Summed], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(program, index, mesh, offload)
         self._gathered, self._launched, self._last = gathered, launched, last
         self.prefetch = self.spec.prefetch

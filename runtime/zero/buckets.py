@@ -1,9 +1,10 @@
-"""Gradient buckets: sums over ranks that run while backward still runs (DESIGN section 3; Li et al. 2020, "PyTorch Distributed").
+"""Gradient buckets: sums over ranks that run while backward still runs (DESIGN section 3; Li et al. 2020, "PyTorch
+    Distributed").
 
-When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer; when a bucket is full, and all
-before it have started, its sum starts in the background. Buckets come from the program in the order in which backward finishes them: no
-warm-up step finds it out, and all ranks agree. What ZeRO keeps cut is a matter of each bucket: shardc.runtime.zero.bucket.
-"""
+When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer; when a bucket
+is full, and all before it have started, its sum starts in the background. Buckets come from the program in the order in
+which backward finishes them: no warm-up step finds it out, and all ranks agree. What ZeRO keeps cut is a matter of each
+bucket: shardc.runtime.zero.bucket."""
 
 from __future__ import annotations
 
@@ -27,28 +28,39 @@ Reduced = Callable[[Sequence[str]], None]
 class Buckets:
     """The buckets of one rank. params: whole local parameters by name, which the buckets take over, one at a time.
 
-    Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. Forward runs within `saving()`.
-    Several backwards a step, of microbatches and of a pipeline's stages: `start(...)`, backward, `pause()` for each, `reduce()` after a
-    stage's last, and `finish()`.
+    Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. Forward runs within
+    `saving()`. Several backwards a step, of microbatches and of a pipeline's stages: `start(...)`, backward, `pause()`
+    for each, `reduce()` after a stage's last, and `finish()`.
 
-    .given: what the program's graph gets, in order. .owned: what the optimizer works on, and where gradients stand: the parameters, or
-    this rank's stretch of each (1-d). .runs: which stretch, of those that are cut.
+    .given: what the program's graph gets, in order. .owned: what the optimizer works on, and where gradients stand: the
+    parameters, or this rank's stretch of each (1-d). .runs: which stretch, of those that are cut.
 
-    A parameter that has a `.grad` when backward starts gets the new sum added to it, as on one device; one that backward does
-    not reach counts as zeros in the sum, and keeps the `.grad` it had, also as on one device.
+    A parameter that has a `.grad` when backward starts gets the new sum added to it, as on one device; one that
+    backward does not reach counts as zeros in the sum, and keeps the `.grad` it had, also as on one device.
     """
 
     def __init__(
-        self, program: Program, params: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]], mesh: Any,
+        self,
+        program: Program,
+        params: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+        mesh: Any,
         offload: Offload | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.mesh = mesh
         self._offload = offload if offload is not None else Offload({}, mesh)
         self._gathered = Gathered()
         at = mesh.coordinate(program.axis) if program.axis else 0
-        here = {s for s, coordinate in enumerate(program.schedule.placement) if coordinate == at} if program.schedule is not None else {0}
+        here = (
+            {s for s, coordinate in enumerate(program.schedule.placement) if coordinate == at}
+            if program.schedule is not None
+            else {0}
+        )
         mine = [i for i, b in enumerate(program.buckets) if not here.isdisjoint(b.stages)]
-        self._all = [self._make(program, i, mesh) for i in mine if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1]
+        self._all = [
+            self._make(program, i, mesh)
+            for i in mine
+            if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1
+        ]
         self._stages = {b: here.intersection(b.spec.stages) for b in self._all}
         self._left: dict[Summed, set[int]] = {}  # the stages of a bucket whose last backward of a step has not begun
         self._of = {n: b for b in self._all for n in b.spec.params}
@@ -73,7 +85,9 @@ class Buckets:
     def _make(self, program: Program, index: int, mesh: Any) -> Summed:
         zero = program.buckets[index].zero
         if zero == 3:
-            return Stored(program, index, mesh, self._offload, self._gathered, self._launched, lambda b: not self._left[b])
+            return Stored(
+                program, index, mesh, self._offload, self._gathered, self._launched, lambda b: not self._left[b]
+            )
         return Cut(program, index, mesh, self._offload) if zero else Summed(program, index, mesh)
 
     @property
@@ -98,7 +112,9 @@ class Buckets:
         return self._gathered.saving(run) if len(self._hooked) < len(self._all) else nullcontext()
 
     def start(self, run: Hashable = 0, stage: int = 0, first: bool = True, last: bool = True) -> None:
-        """Before backward, or as its first act. first: of the step on this rank; last: of the step, of this stage of a pipeline."""
+        """Before backward, or as its first act. first: of the step on this rank; last: of the step, of this stage of a
+        pipeline.
+        """
         if first:
             self._next, self._active, self._flying = 0, True, []
             self._left = {b: set(stages) for b, stages in self._stages.items()}
@@ -153,7 +169,9 @@ class Buckets:
         self._flying = [bucket]
 
     def finish(self, reduced: Reduced | None = None) -> None:
-        """After backward: wait for all sums. reduced: called with each bucket's parameters while later ones are still under way."""
+        """After backward: wait for all sums. reduced: called with each bucket's parameters while later ones are still
+        under way.
+        """
         self._launch(all_of_them=True)
         self._gathered.finish()
         for b in self._all:
@@ -168,7 +186,9 @@ class Buckets:
         self._active = False
 
     def narrow(self) -> None:
-        """After an update, if nobody adds to gradients: they take the memory of their sums, where that is in a narrower dtype."""
+        """After an update, if nobody adds to gradients: they take the memory of their sums, where that is in a narrower
+        dtype.
+        """
         for b in self._all:
             b.narrow()
 
@@ -185,7 +205,9 @@ class Buckets:
             b.settled()
 
     def wholes(self) -> Mapping[str, Tensor]:
-        """{name: whole local part, as stored, detached}; a bucket is gathered when one of its names is asked for: by all ranks alike."""
+        """{name: whole local part, as stored, detached}; a bucket is gathered when one of its names is asked for: by
+        all ranks alike.
+        """
         return _Wholes(self.given, self._of)
 
 
@@ -214,16 +236,20 @@ class _Wholes(Mapping[str, Tensor]):
 class GradNorm:
     """The 2-norm of all gradients of the whole model, every parameter counted once however it is split.
 
-    params: what the optimizer works on. Use: `start()`, `add`, `total()`. `add` takes parameters as their sums are ready, so that most of
-    the work is done while other sums are still under way.
+    params: what the optimizer works on. Use: `start()`, `add`, `total()`. `add` takes parameters as their sums are
+    ready, so that most of the work is done while other sums are still under way.
     """
 
     def __init__(self, program: Program, params: Mapping[str, nn.Parameter], mesh: Any) -> None:
         self.params, self.mesh = params, mesh
         self._axes = {p.name: norm_axes(program, p.name) for p in program.params}
         at = mesh.coordinate(program.axis) if program.axis else 0
-        self._mine = {p.name for p in program.params if not program.axis or program.holders(p)[0] == at}  # of copies, the first one counts
-        self._dtypes: dict[tuple[str, ...], torch.dtype] = {}  # known without gradients: a rank may have none where others have some
+        self._mine = {
+            p.name for p in program.params if not program.axis or program.holders(p)[0] == at
+        }  # of copies, the first one counts
+        self._dtypes: dict[
+            tuple[str, ...], torch.dtype
+        ] = {}  # known without gradients: a rank may have none where others have some
         for p in program.params:
             axes = self._axes[p.name]
             real = p.dtype.to_real() if p.dtype.is_complex else p.dtype

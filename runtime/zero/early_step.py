@@ -1,7 +1,7 @@
 """Stepping an optimizer on some of its parameters while gradients of others are still being summed.
 
-That it comes to the same as stepping all together is proven for the very optimizer, not assumed (shardc.runtime.zero.optimizer_check): one that,
-say, scales every update by the norm of all of them steps once.
+That it comes to the same as stepping all together is proven for the very optimizer, not assumed
+(shardc.runtime.zero.optimizer_check): one that, say, scales every update by the norm of all of them steps once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from shardc.torch_private import step_hooks
 
 
 class ByBucket:
-    """Steps a bucket's parameters when their gradients are there. Use: in every step `begin()`, then `step` with each parameter's name once.
+    """Steps a bucket's parameters when their gradients are there. Use: in every step `begin()`, then `step` with each
+    parameter's name once.
 
-    params: what the optimizer works on, by name. Raises nothing for an optimizer that cannot be stepped so: `begin` says False.
-    """
+    params: what the optimizer works on, by name. Raises nothing for an optimizer that cannot be stepped so: `begin`
+    says False."""
 
     def __init__(self, optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
         self.optimizer, self._params = optimizer, params

@@ -1,8 +1,9 @@
-"""How a bucket's parameters lie in one flat buffer, and which part of it each rank of the data axis keeps. Pure arithmetic.
+"""How a bucket's parameters lie in one flat buffer, and which part of it each rank of the data axis keeps. Pure
+arithmetic.
 
-    parameters of 5, 3 and 4 elements, 3 ranks:   a a a a | a b b b | c c c c      each rank keeps 4 elements
-    8 elements of one, 3 ranks:                   d d d | d d d | d d -            the buffer is padded to a multiple of the ranks
-"""
+parameters of 5, 3 and 4 elements, 3 ranks:   a a a a | a b b b | c c c c      each rank keeps 4 elements
+8 elements of one, 3 ranks:                   d d d | d d d | d d -            the buffer is padded to a multiple of the ranks
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ class Run:
         return self.stop - self.start
 
     def boxes(self) -> list[tuple[tuple[int, int], ...]]:
-        """The run as boxes of the local part: per dim (start, length). At most 2·ndim - 1, in order; each is one stretch of memory."""
+        """The run as boxes of the local part: per dim (start, length). At most 2·ndim - 1, in order; each is one
+        stretch of memory.
+        """
         return _boxes(self.shape, self.start, self.stop)
 
 

@@ -1,9 +1,10 @@
-"""ZeRO 3: parameters that exist only as parts, gathered ahead of their use, freed after it, and gathered again in backward.
+"""ZeRO 3: parameters that exist only as parts, gathered ahead of their use, freed after it, and gathered again in
+    backward.
 
-A gathered bucket is one flat tensor; ops get views of it, and it is freed when the last view is gone. What autograd saves for backward
-of such views is not kept: it is noted as (bucket, offset, size, stride), and found again in what backward gathers. Forward tells which
-buckets backward will need, in which order, so that the next one is under way while one is worked with.
-"""
+A gathered bucket is one flat tensor; ops get views of it, and it is freed when the last view is gone. What autograd
+saves for backward of such views is not kept: it is noted as (bucket, offset, size, stride), and found again in what
+backward gathers. Forward tells which buckets backward will need, in which order, so that the next one is under way
+while one is worked with."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Gathered:
     def __init__(self) -> None:
         self._under_way: dict[Source, tuple[Tensor, Work]] = {}
         self._alive: dict[tuple[StorageWeakRef, torch.dtype], Source] = {}  # what forward has gathered
-        # saved pieces that backward has not asked for, by bucket; the last one packed stands last; of each forward that waits for backward
+        # saved pieces that backward has not asked for, by bucket; the last one packed stands last; of each forward that
+        # waits for backward
         self._waiting: dict[Hashable, dict[Source, int]] = {}
         self._needed: dict[Source, int] = {}
         self._here: dict[Source, Tensor] = {}  # in backward
@@ -130,7 +132,9 @@ class Gathered:
 
 
 def _storage(x: Tensor) -> tuple[StorageWeakRef, torch.dtype]:
-    """Equal for tensors that share memory as numbers of one dtype, and never given twice while it is kept; does not keep the memory."""
+    """Equal for tensors that share memory as numbers of one dtype, and never given twice while it is kept; does not
+    keep the memory.
+    """
     return StorageWeakRef(x.untyped_storage()), x.dtype  # type: ignore[no-untyped-call]
 
 

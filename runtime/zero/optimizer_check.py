@@ -1,13 +1,14 @@
-"""May an optimizer step parts? That is tried with the very optimizer, not looked up: copies of it step small random parameters.
+"""May an optimizer step parts? That is tried with the very optimizer, not looked up: copies of it step small random
+parameters.
 
     one after the other (`why_together`)    while sums of others are under way (shardc.runtime.zero.early_step), or their state is away (offload)
     without the others (`prove`)            where ranks have other parameters, or other parts of them, than the next ones
     in parts (`prove`)                      where parameters are split over ranks, or ZeRO leaves each rank a stretch of them
 
-SGD, Adam and all that treat every element by itself pass all three. An optimizer that scales its updates by the norm of all of them passes
-none; one that looks at a parameter as a matrix (Muon, Adafactor) fails the third; one that counts its steps, the first only. Without the proof
-each rank would train by the part that it sees, and ranks that hold the same parameter would drift apart.
-"""
+SGD, Adam and all that treat every element by itself pass all three. An optimizer that scales its updates by the norm of
+all of them passes none; one that looks at a parameter as a matrix (Muon, Adafactor) fails the third; one that counts
+its steps, the first only. Without the proof each rank would train by the part that it sees, and ranks that hold the
+same parameter would drift apart."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from shardc.runtime.zero.flat import Run
 
 _STEPS, _SIDE = 3, 4
 _LR = 1e-2  # at least: a warm-up may begin at 0, and 16-bit numbers do not move by little, which would show nothing
-#: How far a step in pieces may be from the whole one, relative to the update: vector instructions round the last digits differently.
+#: How far a step in pieces may be from the whole one, relative to the update: vector instructions round the last digits
+#: differently.
 _SLACK = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
@@ -59,23 +61,37 @@ def prove(program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parame
 
     params: what it was made from, by name: whole local parts. runs: of which of them it will get a stretch.
     """
-    cuts: dict[Tensor, Cut] = {params[p.name]: cut for p in program.params if p.name in params and (cut := _cut(program, p, runs)) is not None}
+    cuts: dict[Tensor, Cut] = {
+        params[p.name]: cut for p in program.params if p.name in params and (cut := _cut(program, p, runs)) is not None
+    }
     if not cuts and not program.axis:
         return
     kind = type(optimizer).__name__
-    first = next(iter(cuts.values()), Cut((), f"each rank along {program.axis} has those of its stages", "pipeline", "leave the pipeline out"))
+    first = next(
+        iter(cuts.values()),
+        Cut((), f"each rank along {program.axis} has those of its stages", "pipeline", "leave the pipeline out"),
+    )
     fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or {first.instead}"
     try:
-        whole, pieces, more = SmallCopy(optimizer, cuts), SmallCopy(optimizer, cuts), SmallCopy(optimizer, cuts, copies=2)
+        whole, pieces, more = (
+            SmallCopy(optimizer, cuts),
+            SmallCopy(optimizer, cuts),
+            SmallCopy(optimizer, cuts, copies=2),
+        )
         samples, grads = more.data()
         every = more.run(samples, grads)
         n = len(whole.members)
         samples, grads = samples[:n], [g[:n] for g in grads]
         one = whole.run(samples, grads)
-        if any(x.numel() for x in samples) and all(torch.equal(before, after) for before, (after,) in zip(samples, one, strict=True)):
+        if any(x.numel() for x in samples) and all(
+            torch.equal(before, after) for before, (after,) in zip(samples, one, strict=True)
+        ):
             raise ValueError("it moves none of the parameters in its param_groups")
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        what = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so nothing shows that it may update parts"
+        what = (
+            f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so nothing shows that"
+            " it may update parts"
+        )
         raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix) from e
     if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
         what = f"the optimizer {kind} updates a parameter by what others are, and no rank has all of them: {first.why}"
@@ -93,14 +109,21 @@ def prove(program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parame
 
 def _cut(program: Program, p: Param, runs: Mapping[str, Run]) -> Cut | None:
     if p.name in runs:
-        return Cut((), f"data.zero: {program.buckets[p.bucket].zero} gives each rank a part of them", "data.zero", "write data.zero: 0")
+        return Cut(
+            (),
+            f"data.zero: {program.buckets[p.bucket].zero} gives each rank a part of them",
+            "data.zero",
+            "write data.zero: 0",
+        )
     axes = {s.dim: a for a, s in p.layout.shards() if program.mesh.size(a) > 1}
     over = ", ".join(dict.fromkeys(axes.values()))
     return Cut(tuple(sorted(axes)), f"{p.fqn} is split over {over}", p.fqn, f"leave {p.fqn} whole") if axes else None
 
 
 def why_together(optimizer: Optimizer) -> str | None:
-    """Why an optimizer has to step all parameters at once; None if stepping one after the other comes to the same, bit by bit."""
+    """Why an optimizer has to step all parameters at once; None if stepping one after the other comes to the same, bit
+    by bit.
+    """
     kind = type(optimizer).__name__
     try:
         together, apart = SmallCopy(optimizer, copies=2), _Apart(optimizer, copies=2)
@@ -114,16 +137,22 @@ def why_together(optimizer: Optimizer) -> str | None:
     return f"the optimizer {kind} updates parameters together, not each by itself"
 
 
-def _same(before: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor], slack: Mapping[torch.dtype, float] | None) -> bool:
+def _same(
+    before: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor], slack: Mapping[torch.dtype, float] | None
+) -> bool:
     """Have parts of a parameter come to the same, measured by how far they moved? slack None: bit by bit."""
     atol, dtype = 0.0, before[0].dtype
     if slack is not None:
-        moved = max((float((a - b).abs().nan_to_num(0.0).max()) for a, b in zip(one, before, strict=True) if a.numel()), default=0.0)
+        moved = max(
+            (float((a - b).abs().nan_to_num(0.0).max()) for a, b in zip(one, before, strict=True) if a.numel()),
+            default=0.0,
+        )
         atol = slack.get(dtype, 5e-2) * moved + torch.finfo(dtype).tiny
     return all(torch.allclose(a, b, rtol=0.0, atol=atol, equal_nan=True) for a, b in zip(one, other, strict=True))
 
 
-# --- some of an optimizer's parameters -------------------------------------------------------------------------------------
+# --- some of an optimizer's parameters
+# -------------------------------------------------------------------------------------
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -133,7 +162,8 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 @contextmanager
 def only(optimizer: Optimizer, some: Sequence[nn.Parameter], before: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """In here the optimizer's groups hold `some` parameters only. before: its settings as the whole step begins with them.
+    """In here the optimizer's groups hold `some` parameters only. before: its settings as the whole step begins with
+    them.
 
     What a step changes in a group, such as a count of steps, is thus what one step changes.
     """
@@ -151,7 +181,8 @@ def only(optimizer: Optimizer, some: Sequence[nn.Parameter], before: Sequence[di
             group["params"][:] = params
 
 
-# --- copies ------------------------------------------------------------------------------------------------------------------
+# --- copies
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -185,7 +216,9 @@ class SmallCopy:
         # parameters and their state are not copied: new ones take their place
         memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         memo |= {id(s): {} for s in optimizer.state.values()}
-        made = {k: v for k, v in optimizer.__dict__.items() if k != "step"}  # a scheduler's wrapper of the original's step
+        made = {
+            k: v for k, v in optimizer.__dict__.items() if k != "step"
+        }  # a scheduler's wrapper of the original's step
         self.optimizer: Optimizer = object.__new__(type(optimizer))
         self.optimizer.__dict__.update(copy.deepcopy(made, memo))
         self._made = optimizer.state  # by its constructor
@@ -199,12 +232,19 @@ class SmallCopy:
     def step(self) -> None:
         type(self.optimizer).step(self.optimizer)
 
-    def run(self, values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], *, cut: bool = False) -> list[list[Tensor]]:
+    def run(
+        self, values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], *, cut: bool = False
+    ) -> list[list[Tensor]]:
         """The members' parts after some steps. cut: as ranks have them; else each is one."""
         self.optimizer.state.clear()
-        held = [[nn.Parameter(part.clone()) for part in m.parts(x, cut=cut)] for m, x in zip(self.members, values, strict=True)]
+        held = [
+            [nn.Parameter(part.clone()) for part in m.parts(x, cut=cut)]
+            for m, x in zip(self.members, values, strict=True)
+        ]
         for i, group in enumerate(self.optimizer.param_groups):
-            group["params"][:] = itertools.chain(*(parts for m, parts in zip(self.members, held, strict=True) if m.group == i))
+            group["params"][:] = itertools.chain(
+                *(parts for m, parts in zip(self.members, held, strict=True) if m.group == i)
+            )
             if (lr := group.get("lr", _LR)) is None or lr < _LR:
                 group["lr"] = torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR
         for m, parts in zip(self.members, held, strict=True):

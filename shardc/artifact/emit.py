@@ -2,13 +2,13 @@
 
     # h.0.proj (gpt.py:31): x = x + self.proj(y)
     proj = aten.linear.default(y, h_0_proj_weight, None)  # f32[8, 16, 64] +tp ~dp grad
-    proj_sum = ops.all_reduce(proj, mesh, ('tp',), tag='proj_sum')  # f32[8, 16, 64] grad | all_reduce/none tp 32768 "spec.yaml:9:3 '*.proj': row"
-    del proj, y
+    proj_sum = ops.all_reduce(proj, mesh, ('tp',), tag='proj_sum')  # f32[8, 16, 64] grad | all_reduce/none tp 32768
+    "spec.yaml:9:3 '*.proj': row" del proj, y
 
-A line is one op; its comment is the type of the result (shardc.ir.placement.show), `grad` where a gradient flows, and for collectives what
-runs forward/backward, the axes, bytes per rank and cause (`unasked` before it if no annotation asked for it). Before that stands the region
-of values that backward computes again, and `kept` with those that it does not. `shardc.artifact.parse` reads it back: the text is the artifact, not a
-picture of it.
+A line is one op; its comment is the type of the result (shardc.ir.placement.show), `grad` where a gradient flows, and
+for collectives what runs forward/backward, the axes, bytes per rank and cause (`unasked` before it if no annotation
+asked for it). Before that stands the region of values that backward computes again, and `kept` with those that it does
+not. `shardc.artifact.parser` reads it back: the text is the artifact, not a picture of it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shardc.ir.placement import show
 from shardc.ir.program import Bucket, Buffer, Collective, Input, Param, Program, Region, Source, Value
 from shardc.torch_private import OpOverload
 
-HEADER = '''import torch
+HEADER = """import torch
 
 from shardc.runtime import ops
 
 aten = torch.ops.aten
-'''
+"""
 #: Names that the text itself uses; fx keeps its own names off Python's keywords and builtins, and off `torch`.
 RESERVED = {"ops", "aten"}
 
@@ -40,8 +40,8 @@ RESERVED = {"ops", "aten"}
 def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
     """One graph as the text of a Python function.
 
-    Raises ShardcError where a name of the model hides one that the text needs, TypeError for an argument with no written form.
-    """
+    Raises ShardcError where a name of the model hides one that the text needs, TypeError for an argument with no
+    written form."""
     about = {x.name: x for x in program.stored}
     lines = [f"def {name}("]
     for node in graph.nodes:
@@ -49,7 +49,11 @@ def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
             x = about.get(node.name)
             if node.name in RESERVED:
                 fix = "rename it in the model: programs call their ops by that name"
-                raise ShardcError(f"{node.name!r} cannot be the name of a parameter, buffer or input", where=what_is(x) if x else "", fix=fix)
+                raise ShardcError(
+                    f"{node.name!r} cannot be the name of a parameter, buffer or input",
+                    where=what_is(x) if x else "",
+                    fix=fix,
+                )
             kind = f"  # {value_text(node.meta['value'])}  {what_is(x)}".rstrip() if x is not None else ""
             if "collective" in node.meta:  # a value of another stage
                 lines.append(f"    # {source_text(node.meta.get('source', Source()))}")
@@ -103,7 +107,11 @@ def text(program: Program) -> str:
 
 def who(program: Program, stage: int) -> str:
     """The ranks that run a stage."""
-    return "every rank" if program.schedule is None else f"every rank with {program.axis}={program.schedule.placement[stage]}"
+    return (
+        "every rank"
+        if program.schedule is None
+        else f"every rank with {program.axis}={program.schedule.placement[stage]}"
+    )
 
 
 def _head(program: Program) -> Iterator[str]:
@@ -138,12 +146,19 @@ def _offload(asked: Mapping[str, Any]) -> Iterator[str]:
     where = {"optimizer": "optimizer state", "parameters": "parameters' parts"}
     kept = [(text, asked[what]) for what, text in where.items() if asked.get(what, "none") != "none"]
     if kept:
-        yield f"# offload: {'; '.join(f'{text} on the cpu' if at == 'cpu' else f'{text} in files of {plain(at)}' for text, at in kept)}"
+        places = (f"{text} on the cpu" if at == "cpu" else f"{text} in files of {plain(at)}" for text, at in kept)
+        yield f"# offload: {'; '.join(places)}"
 
 
 def param_text(p: Param) -> str:
     names = plain(" = ".join((p.fqn, *p.aliases)))
-    reduced = f"  sum over {'+'.join(p.reduce)}, bucket {p.bucket}" if p.reduce else f"  bucket {p.bucket}" if p.bucket >= 0 else ""
+    reduced = (
+        f"  sum over {'+'.join(p.reduce)}, bucket {p.bucket}"
+        if p.reduce
+        else f"  bucket {p.bucket}"
+        if p.bucket >= 0
+        else ""
+    )
     return f"{names}  {show(p.shape, p.dtype, p.layout)}{reduced}{'' if p.requires_grad else '  frozen'}"
 
 
@@ -156,22 +171,34 @@ def buffer_text(b: Buffer) -> str:
 def bucket_text(b: Bucket, program: Program) -> str:
     size = human(sum(program.param(n).value.nbytes(program.mesh) for n in b.params))
     if not b.zero:
-        return f"all_reduce over {'+'.join(b.axes)} of {plural(len(b.params), 'gradient')}, {size}, from {b.params[0]} to {b.params[-1]}"
-    kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(" and ", ", ", b.zero - 2 if b.zero > 2 else 0)
+        return (
+            f"all_reduce over {'+'.join(b.axes)} of {plural(len(b.params), 'gradient')}, {size}, from {b.params[0]} to"
+            f" {b.params[-1]}"
+        )
+    kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(
+        " and ", ", ", b.zero - 2 if b.zero > 2 else 0
+    )
     ways = [f"reduce_scatter over {b.shard}"] if b.shard in b.axes else []
-    ways += [f"all_reduce of the part over {'+'.join(a for a in b.axes if a != b.shard)}"] if set(b.axes) - {b.shard} else []
+    ways += (
+        [f"all_reduce of the part over {'+'.join(a for a in b.axes if a != b.shard)}"]
+        if set(b.axes) - {b.shard}
+        else []
+    )
     often = "once a step" if b.keep else f"in forward and in backward, {plural(b.prefetch, 'bucket')} ahead"
     after = f"all_gather {often}" if b.zero == 3 else "all_gather after the update"
     return (
-        f"{kept} split over {b.shard}: {plural(len(b.params), 'parameter')}, {size}, from {b.params[0]} to {b.params[-1]}; "
-        f"gradients: {', then '.join(ways) or 'no sum'}; {after}"
+        f"{kept} split over {b.shard}: {plural(len(b.params), 'parameter')}, {size}, from {b.params[0]} to"
+        f" {b.params[-1]}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
     )
 
 
 def region_head(r: Region) -> str:
     where = f"in {plain(r.parent)}, " if r.parent else ""
     repeats = f" and {plural(r.again, 'collective')}" if r.again else ""
-    return f"{where}keeps {human(r.kept)}{' on the CPU' if r.offload else ''}, computes {human(r.dropped)}{repeats} again  {plain(r.cause)}"
+    return (
+        f"{where}keeps {human(r.kept)}{' on the CPU' if r.offload else ''}, computes {human(r.dropped)}{repeats} again "
+        f" {plain(r.cause)}"
+    )
 
 
 def plural(n: int, what: str) -> str:
@@ -179,7 +206,9 @@ def plural(n: int, what: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text for a comment: on one line, whatever stands in it. (Form feeds and Unicode's line ends count as lines to some readers.)"""
+    """Text for a comment: on one line, whatever stands in it. (Form feeds and Unicode's line ends count as lines to
+    some readers.)
+    """
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -219,13 +248,20 @@ def comment(node: fx.Node) -> str:
 
 
 def region_text(region: str, kept: Sequence[str], again: int) -> str:
-    """`region "h.0"`; with a result that is kept, `region "h.0" kept "h.0"`; a collective that is repeated once, `region "h.0" again 1`."""
+    """`region "h.0"`; with a result that is kept, `region "h.0" kept "h.0"`; a collective that is repeated once,
+    `region "h.0" again 1`.
+    """
     names = [json.dumps(n) for n in (region, *kept)]  # escaped: on one line, and read back as they are
-    return " ".join(["region", names[0], *(["kept", *names[1:]] if kept else []), *(["again", str(again)] if again else [])])
+    return " ".join(
+        ["region", names[0], *(["kept", *names[1:]] if kept else []), *(["again", str(again)] if again else [])]
+    )
 
 
 def collective_text(c: Collective) -> str:
-    return f"{c.kind}/{c.backward} {'+'.join(c.axes)} {c.bytes} {'' if c.asked else 'unasked '}{json.dumps(plain(c.cause), ensure_ascii=False)}"
+    return (
+        f"{c.kind}/{c.backward} {'+'.join(c.axes)} {c.bytes}"
+        f" {'' if c.asked else 'unasked '}{json.dumps(plain(c.cause), ensure_ascii=False)}"
+    )
 
 
 def _call(node: fx.Node) -> str:

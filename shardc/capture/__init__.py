@@ -1,10 +1,11 @@
 """capture: an unmodified model and one global batch -> the global graph, as a Program on no mesh.
 
-    model ─► wrapper that returns only the loss ─► torch.export, non-strict, on fake tensors ─► no regions, no in-place ops
-          ─► Program: placeholders mesh, rng, params, buffers, inputs; typed nodes that know module and line ─► proven against eager
+    model ─► wrapper that returns only the loss ─► torch.export, non-strict, on fake tensors ─► no regions, no in-place
+          ops ─► Program: placeholders mesh, rng, params, buffers, inputs; typed nodes that know module and line ─►
+          proven against eager
 
-The model is captured in the mode it is in: put it in train mode first. It may lie on the meta device; it is not changed.
-"""
+The model is captured in the mode it is in: put it in train mode first. It may lie on the meta device; it is not
+changed."""
 
 from __future__ import annotations
 
@@ -31,7 +32,17 @@ from shardc.ir import types as values
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Buffer, Input, Param, Program, Source, Value
 from shardc.runtime.ops.torch_library import with_gradient_of
-from shardc.torch_private import FakeTensor, OpOverload, fake_tensor, functionalized, is_transform, pytree, silent, traced_node, traced_with
+from shardc.torch_private import (
+    FakeTensor,
+    OpOverload,
+    fake_tensor,
+    functionalized,
+    is_transform,
+    pytree,
+    silent,
+    traced_node,
+    traced_with,
+)
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -40,24 +51,30 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     """The global graph of `loss(model(batch))`, at the shapes of one global batch.
 
     model: on any device, also meta; in train mode for training. Not changed.
-    batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Other leaves are baked in.
-    loss:  `(output, batch) -> scalar`, given also the keys that forward does not name; default: the output itself, its `.loss`, its
-           "loss" or its first element.
-    prove: compare loss, gradients and buffers with eager once, if the model is small enough to run here (see shardc/capture/compare_eager.py).
+    batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Other leaves are baked
+    in.
+    loss:  `(output, batch) -> scalar`, given also the keys that forward does not name; default: the output itself, its
+           `.loss`, its "loss" or its first element.
+    prove: compare loss, gradients and buffers with eager once, if the model is small enough to run here (see
+        shardc/capture/compare_eager.py).
 
     Returns a Program with mesh = Mesh(()), whose graph has functional aten ops only, in the model's own spelling.
     Raises ShardcError, with the model's line, for whatever cannot be captured or would come out differently.
     """
     started = time.perf_counter()
     if not isinstance(model, nn.Module):
-        raise ShardcError(f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="pass an instance of the model")
+        raise ShardcError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="pass an instance of the model"
+        )
     patches.check_hooks(model)
     batch = _plain(batch)
     leaves = Leaves(batch)
     try:
         with side_effects.unchanged(model) as changes:
             exported, updated, notes = _export(model, leaves, loss)
-    except ShardcError:  # perhaps for a size that hangs on values: few models' do, and to look for them costs a tenth of the time
+    except (
+        ShardcError
+    ):  # perhaps for a size that hangs on values: few models' do, and to look for them costs a tenth of the time
         with side_effects.unchanged(model) as changes:
             exported, updated, notes = _export(model, leaves, loss, sizes=True)
     changes.refuse_made()
@@ -66,11 +83,15 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     if loss is not None:
         unread = {n.name for n in program.graph.nodes if n.op == "placeholder" and not n.users}
         keys = {i.path[0] for i in program.inputs if i.name in unread} & _of_loss(model, batch)
-        program.notes += tuple(f"{key}: neither forward nor the loss reads this key of the batch" for key in sorted(map(str, keys)))
+        program.notes += tuple(
+            f"{key}: neither forward nor the loss reads this key of the batch" for key in sorted(map(str, keys))
+        )
     program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
     if prove:
         with side_effects.unchanged(model):
-            program.notes += compare_eager.prove(program, model, batch, lambda b: _Wrapper(model, Leaves(b), loss)(*Leaves(b).tensors), changes.set)
+            program.notes += compare_eager.prove(
+                program, model, batch, lambda b: _Wrapper(model, Leaves(b), loss)(*Leaves(b).tensors), changes.set
+            )
     return program
 
 
@@ -89,7 +110,9 @@ class Leaves:
         self.paths: list[tuple[str | int, ...]] = [tuple(_key(k) for k in flat[i][0]) for i in self.at]
         self.nodes: list[fx.Node | None] = []  # of the tensors, while they are traced
         if not self.tensors:
-            raise ShardcError("the batch has no tensor in it", fix="give a dict (keyword arguments), a tuple or a tensor")
+            raise ShardcError(
+                "the batch has no tensor in it", fix="give a dict (keyword arguments), a tuple or a tensor"
+            )
 
     def named(self, nodes: set[fx.Node]) -> list[str]:
         """The names of tensors that are these nodes in the graph in the making."""
@@ -103,14 +126,18 @@ class Leaves:
 
 
 def _plain(batch: Any) -> Any:
-    """A batch with every mapping as a dict: transformers' tokenizers return a class of their own, which pytrees take for a leaf."""
+    """A batch with every mapping as a dict: transformers' tokenizers return a class of their own, which pytrees take
+    for a leaf.
+    """
     if isinstance(batch, Mapping) and (type(batch) is dict or type(batch) not in pytree.SUPPORTED_NODES):
         return {k: _plain(v) for k, v in batch.items()}
     return type(batch)(map(_plain, batch)) if type(batch) in (list, tuple) else batch
 
 
 def _call(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments of forward that a batch is. A loss is given the whole batch: keys that forward does not name are for it alone."""
+    """The arguments of forward that a batch is. A loss is given the whole batch: keys that forward does not name are
+    for it alone.
+    """
     if isinstance(batch, Mapping):
         own = _of_loss(model, batch) if loss is not None else set()
         return (), {key: x for key, x in batch.items() if key not in own}
@@ -153,7 +180,9 @@ class _Wrapper(nn.Module):
 
 
 def default_loss(output: Any) -> Any:
-    """The loss in a model's output: the output itself, its `.loss`, its "loss", its first element or the only number in it: `(logits, loss)`."""
+    """The loss in a model's output: the output itself, its `.loss`, its "loss", its first element or the only number in
+    it: `(logits, loss)`.
+    """
     found = output
     if not isinstance(output, Tensor):
         found = getattr(output, "loss", None)
@@ -165,8 +194,10 @@ def default_loss(output: Any) -> Any:
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ShardcError(
             f"the model returns {_described(output)}: there is no scalar loss in it",
-            fix="define loss(output, batch) in the model's file, in Python pass loss=lambda output, batch: ...; "
-            "or give the model the labels with which it computes its loss itself",
+            fix=(
+                "define loss(output, batch) in the model's file, in Python pass loss=lambda output, batch: ...; "
+                "or give the model the labels with which it computes its loss itself"
+            ),
         )
     return found
 
@@ -180,28 +211,43 @@ def _described(x: Any) -> str:
 
 def _export(
     model: nn.Module, leaves: Leaves, loss: Loss | None, *, sizes: bool = False
-) -> tuple[ExportedProgram, dict[str, fx.Node], tuple[str, ...]]:  # fmt: skip
-    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes. sizes: see known_values."""
+) -> tuple[ExportedProgram, dict[str, fx.Node], tuple[str, ...]]:
+    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes. sizes: see
+    known_values.
+    """
     mode, tensors = patches.fakes(model)
-    inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # a new one each: export merges inputs that are one object
+    inputs = tuple(
+        fake_tensor(mode, x) for x in leaves.tensors
+    )  # a new one each: export merges inputs that are one object
     wrapper = _Wrapper(model, leaves, loss)
     wrapper.training = model.training
     with (
-        warnings.catch_warnings(), patches.lean_transformers(model), transformers.as_one_op(), patches.watching(wrapper.side),
-        known_values(model, sizes=sizes) as asked, traceable(), patches.swapped(model, tensors), inner_autograd.recorded(),
-        traced_with(source.trace_of_call), silent(),
-    ):  # fmt: skip
+        warnings.catch_warnings(),
+        patches.lean_transformers(model),
+        transformers.as_one_op(),
+        patches.watching(wrapper.side),
+        known_values(model, sizes=sizes) as asked,
+        traceable(),
+        patches.swapped(model, tensors),
+        inner_autograd.recorded(),
+        traced_with(source.trace_of_call),
+        silent(),
+    ):
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
         numbers = side_effects.random_state()
         try:
             exported = torch.export.export(wrapper, inputs, strict=False)
-        except Exception as e:  # tracing runs the user's Python, which may raise anything; it is raised again as what it means
+        except (
+            Exception
+        ) as e:  # tracing runs the user's Python, which may raise anything; it is raised again as what it means
             if isinstance(e, TypeError):
                 patches.check_call(model, *_call(model, leaves.batch(leaves.tensors), loss))
             raise causes.of_error(e, leaves.named(asked.inputs)) from e
         if side_effects.random_state() != numbers:
             with mode:
-                raise side_effects.refuse_random(*side_effects.line_that_changes(side_effects.random_state, lambda: wrapper(*inputs)))
+                raise side_effects.refuse_random(
+                    *side_effects.line_that_changes(side_effects.random_state, lambda: wrapper(*inputs))
+                )
         gm = exported.graph_module
         cut = functionalize.inline_regions(gm)
         functionalize.drop_checks(gm.graph)
@@ -215,11 +261,15 @@ def _export(
             kinds.setdefault(spec.kind, {})[nodes[spec.arg.name]] = str(spec.target)
             if spec.kind == InputKind.CUSTOM_OBJ:
                 raise causes.of_input(nodes[spec.arg.name], "object")
-            if spec.kind == InputKind.CONSTANT_TENSOR and isinstance(exported.constants[str(spec.target)].detach(), FakeTensor):
+            if spec.kind == InputKind.CONSTANT_TENSOR and isinstance(
+                exported.constants[str(spec.target)].detach(), FakeTensor
+            ):
                 raise causes.of_input(nodes[spec.arg.name], "fake")
         stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
         updated = None if transformed else functionalize.remove_inplace(gm.graph, *stored, cut)
-        if updated is None:  # traced once more, in ops below those that write in place, and below torch.func's transforms
+        if (
+            updated is None
+        ):  # traced once more, in ops below those that write in place, and below torch.func's transforms
             gm.recompile()
             exported = functionalized(exported)
             _check(exported.graph_module.graph, leaves.named(asked.inputs))
@@ -233,7 +283,10 @@ def _export(
 
 def _unseen(at: Source) -> str:
     """A note on a line that asks for a number of which nothing in the graph is made."""
-    return f"{at.line}: a tensor becomes a number that only Python sees ({at.code}): steps of the program do not run this line"
+    return (
+        f"{at.line}: a tensor becomes a number that only Python sees ({at.code}): steps of the program do not run this"
+        " line"
+    )
 
 
 def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
@@ -245,14 +298,17 @@ def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
             found[str(spec.target)] = node
         elif spec.kind == OutputKind.PARAMETER_MUTATION:
             raise ShardcError(
-                f"the forward pass writes to the parameter {str(spec.target).removeprefix('model.')!r}", where=source.place(node),
+                f"the forward pass writes to the parameter {str(spec.target).removeprefix('model.')!r}",
+                where=source.place(node),
                 fix="change parameters outside of forward, or make it a buffer",
-            )  # fmt: skip
+            )
     return found
 
 
 def _check(graph: fx.Graph, asked: list[str]) -> None:
-    """Refuse what was traced though no program can hold it: values of tensors as numbers, unknown sizes, sparse tensors, transforms.
+    """Refuse what was traced though no program can hold it: values of tensors as numbers, unknown sizes, sparse
+    tensors,
+    transforms.
 
     asked: inputs whose values Python asked for.
     """
@@ -264,7 +320,11 @@ def _check(graph: fx.Graph, asked: list[str]) -> None:
             raise causes.of_op(node, str(node.target))
         if any(isinstance(v, Tensor) and v.layout is not torch.strided for v in many):
             raise causes.of_op(node, f"sparse {name}")
-        if node.op == "call_function" and node.target is not operator.getitem and not isinstance(node.target, OpOverload):
+        if (
+            node.op == "call_function"
+            and node.target is not operator.getitem
+            and not isinstance(node.target, OpOverload)
+        ):
             raise causes.of_op(node, f"transform {name}")
         dynamic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or any(
             isinstance(v, Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape) for v in many
@@ -305,10 +365,15 @@ def _lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: 
         node = place(names[0], values.of_tensor(b))
         buffers.append(
             Buffer(
-                node.name, names[0], tuple(b.shape), b.dtype, tuple(names[1:]),
-                updated=any(n in fresh for n in names), persistent=names[0] in persistent,
+                node.name,
+                names[0],
+                tuple(b.shape),
+                b.dtype,
+                tuple(names[1:]),
+                updated=any(n in fresh for n in names),
+                persistent=names[0] in persistent,
             )
-        )  # fmt: skip
+        )
         by_fqn.update(dict.fromkeys(names, node))
     env: dict[fx.Node, fx.Node] = {}
     placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
@@ -317,7 +382,9 @@ def _lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: 
         if spec.kind == InputKind.CONSTANT_TENSOR:
             constant = exported.constants[str(spec.target)].detach()
             node = place(str(spec.target).removeprefix("model."), values.of_tensor(constant))
-            buffers.append(Buffer(node.name, "", tuple(constant.shape), constant.dtype, persistent=False, constant=constant))
+            buffers.append(
+                Buffer(node.name, "", tuple(constant.shape), constant.dtype, persistent=False, constant=constant)
+            )
             env[placeholders[spec.arg.name]] = node
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             env[placeholders[spec.arg.name]] = by_fqn[str(spec.target).removeprefix("model.")]
@@ -378,7 +445,9 @@ def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> Any:
     for node in old.nodes:
         if node.op == "call_function":
             copy = new.node_copy(node, lambda n: env[n])
-            if copy.target is torch.ops.aten.view.default:  # real and fake attention differ in strides: a view may need a copy
+            if (
+                copy.target is torch.ops.aten.view.default
+            ):  # real and fake attention differ in strides: a view may need a copy
                 copy.target = torch.ops.aten.reshape.default
             elif copy.target is torch.ops.aten.embedding.default:
                 copy.args = copy.args[:4]  # without `sparse`: gradients are dense, so that they add up in buckets

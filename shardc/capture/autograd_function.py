@@ -1,18 +1,21 @@
-"""Custom autograd Functions keep their own backward: as ordinary ops, which every rule knows, instead of a node that none does.
+"""Custom autograd Functions keep their own backward: as ordinary ops, which every rule knows, instead of a node that
+none
+does.
 
-`torch.export` traces through the forward of a custom `autograd.Function` and forgets its backward. A backward is nearly always
-linear in the incoming gradients g: gx = B(g), with B made from what forward saved. Its transpose B' (the derivative of B, transposed)
-is a function from x to y, and the derivative of B'(x) is B. So for  y = F(x)  the graph holds
+`torch.export` traces through the forward of a custom `autograd.Function` and forgets its backward. A backward is nearly
+always linear in the incoming gradients g: gx = B(g), with B made from what forward saved. Its transpose B' (the
+derivative of B, transposed) is a function from x to y, and the derivative of B'(x) is B. So for  y = F(x)  the graph
+holds
 
     y = with_gradient_of(F(detach(x)), B'(x))         the value of the first, the gradient of the second
 
-F and B' are traced into aten ops; elementwise functions (GELU by hand, straight-through estimators, gradient reversal) stay
-elementwise, matmuls stay matmuls, and placement splits them as it splits everything else. Where the backward is nothing but the
-derivative of the forward, which is tried on numbers, the forward alone stands in the graph.
+F and B' are traced into aten ops; elementwise functions (GELU by hand, straight-through estimators, gradient reversal)
+stay elementwise, matmuls stay matmuls, and placement splits them as it splits everything else. Where the backward is
+nothing but the derivative of the forward, which is tried on numbers, the forward alone stands in the graph.
 
-A part of the backward that does not depend on g (auxiliary losses that are smuggled in: gx = g + c) is a term of the loss, <c, x>,
-whose value is left out. A backward that is not linear in g, such as clipping, cannot be kept: it is refused.
-"""
+A part of the backward that does not depend on g (auxiliary losses that are smuggled in: gx = g + c) is a term of the
+loss, <c, x>, whose value is left out. A backward that is not linear in g, such as clipping, cannot be kept: it is
+refused."""
 
 from __future__ import annotations
 
@@ -72,7 +75,9 @@ def forward(cls: type[torch.autograd.Function], ctx: Context, args: Sequence[Any
 
 @dataclass
 class Study:
-    """One call, traced. module: (x..., dx..., g...) -> [y...], [B'(dx) for every y], [the part of every gx without g], or None each.
+    """One call, traced. module: (x..., dx..., g...) -> [y...], [B'(dx) for every y], [the part of every gx without g],
+    or
+    None each.
 
     outputs: what forward returned. own: the backward is the forward's derivative.
     """
@@ -85,9 +90,9 @@ class Study:
 def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[Tensor], untraced: Untraced) -> Any:
     """`cls.apply(*args)` while a model is traced: its results, with a gradient that is the Function's own.
 
-    side: gets the terms that the loss has to have besides (see the module's docstring). untraced: calls a function outside of the trace.
-    Raises ShardcError, with the model's line, for a backward that is not linear, and for one that cannot be traced.
-    """
+    side: gets the terms that the loss has to have besides (see the module's docstring). untraced: calls a function
+    outside of the trace. Raises ShardcError, with the model's line, for a backward that is not linear, and for one that
+    cannot be traced."""
     call = _Call(cls, args)
     if not torch.is_grad_enabled() or not any(call.needs):
         with torch.no_grad():
@@ -153,7 +158,9 @@ class _Call:
     def back(self, ctx: Context, gs: Sequence[Tensor]) -> list[Tensor | None]:
         """Backward: the gradient of every tensor, in its shape and dtype; None where there is none."""
         function = self.cls.backward
-        function = getattr(function, "__wrapped__", function)  # without `once_differentiable`: it is differentiated here
+        function = getattr(
+            function, "__wrapped__", function
+        )  # without `once_differentiable`: it is differentiated here
         given = function(ctx, *gs)
         given = given if isinstance(given, tuple) else (given,)
         by_id = {id(a): g for a, g in zip(self.args, given, strict=False) if isinstance(a, Tensor)}
@@ -171,13 +178,17 @@ class _Call:
         xs = [x.detach() for x in self.tensors]
         _, outputs = self.run(xs)
         self.outs = _tensors(outputs)
-        module = traced_on(self.traced, [*xs, *(torch.empty_like(x) for x in xs), *(torch.zeros_like(y) for y in self.outs)])
+        module = traced_on(
+            self.traced, [*xs, *(torch.empty_like(x) for x in xs), *(torch.zeros_like(y) for y in self.outs)]
+        )
         n = len(xs)
         gs = [p for p in module.graph.nodes if p.op == "placeholder"][2 * n :]
         output = next(p for p in reversed(module.graph.nodes) if p.op == "output")
         ys, paths, grads = output.args[0]
         # a gradient that autograd cannot follow, or a derivative of the backward that still depends on the gradients
-        linear = not any(g is not None and uses(g, gs) and not smooth for g, smooth in zip(grads, self.differentiable, strict=True))
+        linear = not any(
+            g is not None and uses(g, gs) and not smooth for g, smooth in zip(grads, self.differentiable, strict=True)
+        )
         linear = linear and not any(t is not None and uses(t, gs) for t in paths)
         zero = Zeros(module, gs)
         constants = [g if g is not None and not zero(g) else None for g in grads]
@@ -207,7 +218,11 @@ class _Call:
             self.differentiable = [g is not None and g.requires_grad for g in grads]
             pairs = [(g, dx.to(g.dtype)) for g, dx in zip(grads, dxs, strict=True) if g is not None and g.requires_grad]
             wanted = [g for g, s in zip(leaves, smooth, strict=True) if s]
-            found = torch.autograd.grad([g for g, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True) if pairs else ()
+            found = (
+                torch.autograd.grad([g for g, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True)
+                if pairs
+                else ()
+            )
         given = iter(found)
         paths = [next(given, None) if s else None for s in smooth]
         return ys, paths, [None if g is None else g.detach() for g in grads]
@@ -225,12 +240,19 @@ class _Call:
             return False
         return all(_close(a, b) for a, b in zip(mine, theirs, strict=True))
 
-    def both_gradients(self, xs: list[Tensor], generator: torch.Generator) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """The gradients of every tensor by the Function's backward, and by autograd through its forward, for random gradients."""
+    def both_gradients(
+        self, xs: list[Tensor], generator: torch.Generator
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of every tensor by the Function's backward, and by autograd through its forward, for random
+        gradients.
+        """
         torch.manual_seed(0)  # forward may draw numbers
         ctx, outputs = self.run(xs)
         ys = _tensors(outputs)
-        gs = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) if y.is_floating_point() else y for y in ys]
+        gs = [
+            torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) if y.is_floating_point() else y
+            for y in ys
+        ]
         with torch.no_grad():
             mine = self.back(ctx, gs)
         torch.manual_seed(0)
@@ -239,7 +261,11 @@ class _Call:
             again = _tensors(forward(self.cls, self.fresh(), self.with_tensors(leaves)))
         pairs = [(y, g) for y, g in zip(again, gs, strict=True) if y.requires_grad]
         wanted = [x for x in leaves if x.requires_grad]
-        found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True) if pairs else ()
+        found = (
+            torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            if pairs
+            else ()
+        )
         given = iter(found)
         return mine, [next(given, None) if x.requires_grad else None for x in leaves]
 

@@ -1,10 +1,12 @@
-"""Ops whose result has a size that depends on values, where a model calls them with values that are known: the result is a constant.
+"""Ops whose result has a size that depends on values, where a model calls them with values that are known: the result
+is a
+constant.
 
-    lengths = torch.repeat_interleave(sizes, counts)     # sizes and counts made of constants, as masks and grids of images are
-    x[mask]                                              # x[i, j], if the mask is known
-    x.repeat_interleave(counts, dim=0)                   # with output_size, if the counts are known
-    torch.arange(counts.sum()), F.pad(x, (left, right))  # numbers in the place of tensors
-"""
+lengths = torch.repeat_interleave(sizes, counts)     # sizes and counts made of constants, as masks and grids of images are
+x[mask]                                              # x[i, j], if the mask is known
+x.repeat_interleave(counts, dim=0)                   # with output_size, if the counts are known
+torch.arange(counts.sum()), F.pad(x, (left, right))  # numbers in the place of tensors
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -24,15 +26,33 @@ SIZED = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select",
 _CALLS = {getattr(holder, name) for holder in (torch, Tensor) for name in SIZED if hasattr(holder, name)}
 #: Calls in whose arguments torch reads numbers where Python does not see it.
 _NUMBERED = {
-    torch.arange, torch.linspace, torch.full, torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, F.pad, F.interpolate,
-    Tensor.view, Tensor.reshape, Tensor.expand, Tensor.repeat, Tensor.narrow, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
-}  # fmt: skip
+    torch.arange,
+    torch.linspace,
+    torch.full,
+    torch.zeros,
+    torch.ones,
+    torch.empty,
+    torch.rand,
+    torch.randn,
+    F.pad,
+    F.interpolate,
+    Tensor.view,
+    Tensor.reshape,
+    Tensor.expand,
+    Tensor.repeat,
+    Tensor.narrow,
+    Tensor.new_zeros,
+    Tensor.new_ones,
+    Tensor.new_full,
+}
 _REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
 _MINE = {Tensor.__getitem__, torch.where, *_CALLS, *_NUMBERED}
 
 
 class KnownSizes(TorchFunctionMode):
-    """While open, ops of SIZED and indexing with masks have sizes that are known, where values are. known: a traced tensor's value."""
+    """While open, ops of SIZED and indexing with masks have sizes that are known, where values are. known: a traced
+    tensor's value.
+    """
 
     def __init__(self, known: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
@@ -49,7 +69,9 @@ class KnownSizes(TorchFunctionMode):
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             values = {id(x): self.known(x) for x in tensors}
             if all(v is not None for v in values.values()):
-                args, kwargs = pytree.tree_map(lambda x: values.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs))
+                args, kwargs = pytree.tree_map(
+                    lambda x: values.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs)
+                )
                 return pytree.tree_map_only(Tensor, torch.clone, untraced(lambda: func(*args, **kwargs)))
             if func in _REPEAT and len(tensors) == 2 and (counts := values[id(tensors[1])]) is not None:
                 kwargs = {"output_size": int(counts.sum()), **kwargs}

@@ -1,12 +1,12 @@
 """Values that a model's Python asks for while it is captured, where they are known or where it does not matter.
 
-    if (mask == causal).all():                  # masks made of constants: a traced tensor, whose value does not depend on the batch
-    if (var < 0).any(): raise ValueError(...)   # a check: the captured program does what the model does where nothing is wrong
-    assert ids.max() < n
-    if mask.any(): x[mask] = 0                  # the branch does nothing where the condition is false: it may always be taken
-    if not x.isfinite().all(): x = x.clamp(-big, big)    # likewise
-    if not mask.any(): mask = None              # a shorter way to the same result: it need not be taken
-"""
+if (mask == causal).all():                  # masks made of constants: a traced tensor, whose value does not depend on the batch
+if (var < 0).any(): raise ValueError(...)   # a check: the captured program does what the model does where nothing is wrong
+assert ids.max() < n
+if mask.any(): x[mask] = 0                  # the branch does nothing where the condition is false: it may always be taken
+if not x.isfinite().all(): x = x.clamp(-big, big)    # likewise
+if not mask.any(): mask = None              # a shorter way to the same result: it need not be taken
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ from shardc.torch_private import FakeTensor, traced_node
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked while a model was captured. sources: where for values that are not known; buffers: name -> where for its value.
+    """What was asked while a model was captured. sources: where for values that are not known; buffers: name -> where
+    for
+    its value.
 
     inputs: those of which alone such values are made, where they are whole numbers (sizes of images, not images).
     """
@@ -46,26 +48,34 @@ class Asked:
     buffers: dict[str, Source] = field(default_factory=dict)
 
     def refuse_changed(self, buffers: Iterable[str]) -> None:
-        """Raise ShardcError for a buffer whose value was asked for, and which forward changes: the next step would ask in vain."""
+        """Raise ShardcError for a buffer whose value was asked for, and which forward changes: the next step would ask
+        in vain.
+        """
         for name in sorted(self.buffers.keys() & set(buffers)):
             at = self.buffers[name]
             raise ShardcError(
-                f"what the program does depends on the value of the buffer {name!r}, which it changes ({at.code})", where=at.line,
+                f"what the program does depends on the value of the buffer {name!r}, which it changes ({at.code})",
+                where=at.line,
                 fix="compute both branches and choose with torch.where(condition, a, b)",
-            )  # fmt: skip
+            )
 
 
 @contextmanager
 def known_values(model: nn.Module, *, sizes: bool = False) -> Iterator[Asked]:
-    """While open, Python may ask for the value of a traced tensor that depends on no input, no parameter and no buffer that is saved.
+    """While open, Python may ask for the value of a traced tensor that depends on no input, no parameter and no buffer
+    that is saved.
 
-    A buffer that is not (persistent=False) is as the model's constructor left it, like a number in its attributes. Where it asks for the truth
-    of one that does, in a check that only raises, it is told that all is well. What else is asked gets into what this gives: torch has a
-    symbol for it, and export fails if anything hangs on that. sizes: also where torch asks for values of its own accord
-    (shardc.capture.data_dependent_sizes), which takes a look at every call of torch.
-    """
+    A buffer that is not (persistent=False) is as the model's constructor left it, like a number in its attributes.
+    Where it asks for the truth of one that does, in a check that only raises, it is told that all is well. What else is
+    asked gets into what this gives: torch has a symbol for it, and export fails if anything hangs on that. sizes: also
+    where torch asks for values of its own accord (shardc.capture.data_dependent_sizes), which takes a look at every
+    call of torch."""
     asked = Asked()
-    kept = {n: b for n, b in model.named_buffers() if not _saved(model, n) and b.device.type != "meta" and not isinstance(b, FakeTensor)}
+    kept = {
+        n: b
+        for n, b in model.named_buffers()
+        if not _saved(model, n) and b.device.type != "meta" and not isinstance(b, FakeTensor)
+    }
 
     def known(x: Tensor) -> Tensor | None:
         names = {node: n for n, b in model.named_buffers() if n in kept and (node := traced_node(b)) is not None}
@@ -78,7 +88,11 @@ def known_values(model: nn.Module, *, sizes: bool = False) -> Iterator[Asked]:
             stack.enter_context(KnownSizes(known))
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist"):
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
-                stack.enter_context(mock.patch.object(kind, name, _asking(getattr(kind, name), known, asked, check=name in ("__bool__", "item"))))
+                stack.enter_context(
+                    mock.patch.object(
+                        kind, name, _asking(getattr(kind, name), known, asked, check=name in ("__bool__", "item"))
+                    )
+                )
         stack.enter_context(mock.patch.object(torch, "ctc_loss", ctc_loss))
         yield asked
 
@@ -89,7 +103,9 @@ def _saved(model: nn.Module, name: str) -> bool:
     return own not in model.get_submodule(path)._non_persistent_buffers_set
 
 
-def _asking(original: Callable[..., Any], known: Callable[[Tensor], Tensor | None], asked: Asked, check: bool) -> Callable[..., Any]:
+def _asking(
+    original: Callable[..., Any], known: Callable[[Tensor], Tensor | None], asked: Asked, check: bool
+) -> Callable[..., Any]:
     """A method of Tensor that answers with the constant's value where there is one."""
 
     def method(self: Tensor) -> Any:
@@ -108,16 +124,20 @@ def _asking(original: Callable[..., Any], known: Callable[[Tensor], Tensor | Non
 
 
 def harmless(frame: FrameType) -> bool | None:
-    """The truth value that does no harm to what `frame` asks: with which a check does not raise; None if what runs there is no check."""
+    """The truth value that does no harm to what `frame` asks: with which a check does not raise; None if what runs
+    there is no check.
+    """
     return _checks(frame.f_code).get(frame.f_lineno)
 
 
 @lru_cache(maxsize=256)
 def _checks(code: CodeType) -> dict[int, bool]:
-    """Lines of a function's checks (`if x: raise`, `assert x`) -> the truth value of what they ask with which they do not raise.
+    """Lines of a function's checks (`if x: raise`, `assert x`) -> the truth value of what they ask with which they do
+    not
+    raise.
 
-    And of conditions of branches that may always be taken (`if mask.any(): x[mask] = 0`) -> with which they are; of those that never need to
-    be (`if not mask.any(): mask = None`) -> with which they are not.
+    And of conditions of branches that may always be taken (`if mask.any(): x[mask] = 0`) -> with which they are; of
+    those that never need to be (`if not mask.any(): mask = None`) -> with which they are not.
     """
     try:
         lines, first = inspect.getsourcelines(code)
@@ -165,7 +185,9 @@ def _clamps(branch: ast.If) -> bool:
     """
     asks = {n.attr for n in ast.walk(branch.test) if isinstance(n, ast.Attribute)} & {"isfinite", "isinf", "isnan"}
     body = [s for s in branch.body if isinstance(s, ast.Assign)]
-    bounds = {ast.unparse(t) for s in body if "finfo" in ast.unparse(s.value) and not _clamp(s.value) for t in s.targets}
+    bounds = {
+        ast.unparse(t) for s in body if "finfo" in ast.unparse(s.value) and not _clamp(s.value) for t in s.targets
+    }
 
     def harmless(s: ast.Assign) -> bool:
         if (clamp := _clamp(s.value)) is None:
@@ -174,7 +196,9 @@ def _clamps(branch: ast.If) -> bool:
         large = all("finfo" in (text := ast.unparse(at)) or text.lstrip("-") in bounds for at in limits)
         return bool(limits) and large and all(ast.unparse(t) == ast.unparse(x) for t in s.targets)
 
-    return bool(asks) and len(body) == len(branch.body) and any(_clamp(s.value) for s in body) and all(map(harmless, body))
+    return (
+        bool(asks) and len(body) == len(branch.body) and any(_clamp(s.value) for s in body) and all(map(harmless, body))
+    )
 
 
 def _clamp(value: ast.expr) -> list[ast.expr] | None:
@@ -186,17 +210,29 @@ def _clamp(value: ast.expr) -> list[ast.expr] | None:
 
 
 def _drops(test: ast.expr, statement: ast.stmt) -> bool:
-    """Is it `mask = None` behind `if not mask.any():` or `if mask.all():`? A mask that hides nothing is none, whether True hides or keeps."""
-    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant) or statement.value.value is not None:
+    """Is it `mask = None` behind `if not mask.any():` or `if mask.all():`? A mask that hides nothing is none, whether
+    True hides or keeps.
+    """
+    if (
+        not isinstance(statement, ast.Assign)
+        or not isinstance(statement.value, ast.Constant)
+        or statement.value.value is not None
+    ):
         return False
-    calls = [n for n in ast.walk(test) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("any", "all")]
+    calls = [
+        n
+        for n in ast.walk(test)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("any", "all")
+    ]
     masks = {ast.unparse(c.args[0] if c.args else c.func.value) for c in calls if isinstance(c.func, ast.Attribute)}
     told = ({c.func.attr for c in calls if isinstance(c.func, ast.Attribute)}, _asked(test, True))
     return {ast.unparse(t) for t in statement.targets} == masks and told in (({"any"}, {False}), ({"all"}, {True}))
 
 
 def _asked(test: ast.expr, wanted: bool) -> set[bool]:
-    """The truth values that the parts of a condition need for the whole to be as wanted; two, where parts need different ones."""
+    """The truth values that the parts of a condition need for the whole to be as wanted; two, where parts need
+    different ones.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _asked(test.operand, not wanted)
     if isinstance(test, ast.BoolOp):
@@ -205,14 +241,23 @@ def _asked(test: ast.expr, wanted: bool) -> set[bool]:
 
 
 def ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
     zero_infinity: bool = False,
-) -> Tensor:  # fmt: skip
-    """`torch.ctc_loss` as torch's C++ writes it, but on lengths that stay tensors: it reads their values to tell a shape."""
+) -> Tensor:
+    """`torch.ctc_loss` as torch's C++ writes it, but on lengths that stay tensors: it reads their values to tell a
+    shape.
+    """
     batched = log_probs.dim() == 3
     x = log_probs if batched else log_probs.unsqueeze(1)
     ins, outs = (torch.as_tensor(ls, dtype=torch.int64).reshape(-1) for ls in (input_lengths, target_lengths))
-    each: Tensor = torch.ops.shardc.ctc_loss.default(x, targets if batched else targets.reshape(1, -1), ins, outs, blank, zero_infinity)
+    each: Tensor = torch.ops.shardc.ctc_loss.default(
+        x, targets if batched else targets.reshape(1, -1), ins, outs, blank, zero_infinity
+    )
     if zero_infinity:
         each = torch.where(each == torch.inf, 0.0, each)
     if reduction == 1:

@@ -1,4 +1,6 @@
-"""What the values of a traced graph depend on: which sources' numbers, and where nothing is left if the sources are zero."""
+"""What the values of a traced graph depend on: which sources' numbers, and where nothing is left if the sources are
+zero.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def _shape_only(node: fx.Node) -> bool:
 
 
 class Zeros:
-    """Which values of a traced graph are certainly zero where the sources are: an op linear in operands that are all zero gives zero."""
+    """Which values of a traced graph are certainly zero where the sources are: an op linear in operands that are all
+    zero gives zero.
+    """
 
     def __init__(self, module: fx.GraphModule, sources: Sequence[fx.Node]) -> None:
         self.module = module
@@ -62,7 +66,10 @@ class Zeros:
         operands = operands_of(node)
         if rule is None or any(n.meta["value"] is None for n in operands):
             return False
-        return any(group and all(i < len(operands) and self(operands[i]) for i in group) for group in rule.groups(call_of(node)))
+        return any(
+            group and all(i < len(operands) and self(operands[i]) for i in group)
+            for group in rule.groups(call_of(node))
+        )
 
 
 def works(node: fx.Node) -> bool:

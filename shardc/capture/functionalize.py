@@ -1,11 +1,11 @@
 """An exported graph without regions and without in-place ops.
 
 `torch.export` leaves the code of `with torch.no_grad():` in a subgraph and in-place ops as they are.
-`ExportedProgram.run_decompositions` would take both away, but it drops no-grad regions *silently*, which changes gradients,
-and traces everything a second time, which costs as much as the export. So regions are inlined here, with an explicit
-`detach` where a value leaves one, and in-place ops on tensors that nothing else shares become their functional twins.
-Writes through views are put back into what they are views of (view_writes.py); capture falls back on `run_decompositions` only
-where it is not certain what shares memory with what.
+`ExportedProgram.run_decompositions` would take both away, but it drops no-grad regions *silently*, which changes
+gradients, and traces everything a second time, which costs as much as the export. So regions are inlined here, with an
+explicit `detach` where a value leaves one, and in-place ops on tensors that nothing else shares become their functional
+twins. Writes through views are put back into what they are views of (view_writes.py); capture falls back on
+`run_decompositions` only where it is not certain what shares memory with what.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def _region(
         if enabled:
             where = _where_inside(owner, sub) or source.of_node(call)
             raise ShardcError(
-                f"the model turns autocast ({dtype}) on inside its forward", where=source.where(where),
+                f"the model turns autocast ({dtype}) on inside its forward",
+                where=source.where(where),
                 fix="take the autocast region out of the model",
-            )  # fmt: skip
+            )
     elif name == "tag_activation_checkpoint":
         sub, *operands = args
     else:
@@ -95,7 +96,9 @@ def _region(
             env[node] = node  # a nested region: looked up in its owner by name
         elif node.op == "output":
             out = node.args[0]
-            results = [env[r] if isinstance(r, fx.Node) else r for r in (out if isinstance(out, (tuple, list)) else (out,))]
+            results = [
+                env[r] if isinstance(r, fx.Node) else r for r in (out if isinstance(out, (tuple, list)) else (out,))
+            ]
             return [crossing(r, grad) if not inner else r for r in results]
         elif isinstance(node.target, HigherOrderOperator):
             env[node] = _region(graph, module, node, fx.map_arg(node.args, lambda n: env.get(n, n)), inner, cut)
@@ -111,12 +114,18 @@ def _region(
 
 
 def _unchanged(node: fx.Node) -> fx.Node | None:
-    """The operand that a call gives back as it is, no view of it: `x.to(dtype)` of that dtype, `x.contiguous()`, dropout in evaluation."""
+    """The operand that a call gives back as it is, no view of it: `x.to(dtype)` of that dtype, `x.contiguous()`,
+    dropout in evaluation.
+    """
     x = node.args[0] if node.args else None
     if not isinstance(node.target, OpOverload) or not isinstance(x, fx.Node) or node.target._schema.is_mutable:
         return None
     value, result = x.meta.get("val"), node.meta.get("val")
-    same = isinstance(value, Tensor) and isinstance(result, Tensor) and (value.shape, value.dtype) == (result.shape, result.dtype)
+    same = (
+        isinstance(value, Tensor)
+        and isinstance(result, Tensor)
+        and (value.shape, value.dtype) == (result.shape, result.dtype)
+    )
     if not same or not decompositions(node.target):  # only ops that are written in others do so
         return None
     with torch.no_grad():
@@ -125,7 +134,13 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
 
 
 #: Ops that only check values.
-_CHECKS = ("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size")
+_CHECKS = (
+    "_assert_async",
+    "_assert_scalar",
+    "_assert_tensor_metadata",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
 
 
 def drop_checks(graph: fx.Graph) -> None:
@@ -148,7 +163,9 @@ def _where_inside(owner: torch.nn.Module, sub: fx.Node) -> source.Source | None:
     return None
 
 
-def _like(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: fx.Node, **meta: Any) -> fx.Node:
+def _like(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: fx.Node, **meta: Any
+) -> fx.Node:
     """A new call at the insertion point, with the metadata of `model`."""
     node = graph.call_function(target, args, kwargs)
     node.meta.update(model.meta, **meta)
@@ -166,7 +183,11 @@ def is_inplace(node: fx.Node) -> bool:
 
 def _updates_statistics(node: fx.Node) -> bool:
     """batch_norm in training mode and instance_norm write their running statistics, which their schemas do not say."""
-    return node.target in (aten.batch_norm.default, aten.instance_norm.default) and bool(node.args[5]) and node.args[3] is not None
+    return (
+        node.target in (aten.batch_norm.default, aten.instance_norm.default)
+        and bool(node.args[5])
+        and node.args[3] is not None
+    )
 
 
 def remove_inplace(
@@ -193,16 +214,25 @@ def remove_inplace(
         for x in _written(node):
             if (name := params.get(root[x])) is not None:
                 raise ShardcError(
-                    f"the forward pass writes to the parameter {name.removeprefix('model.')!r}", where=source.place(node),
+                    f"the forward pass writes to the parameter {name.removeprefix('model.')!r}",
+                    where=source.place(node),
                     fix="change parameters outside of forward, or make it a buffer",
-                )  # fmt: skip
-            if ((node in cut and root[x] not in cut) or _detached(x, grads)) and root[x] not in buffers and root[x].op != "placeholder":
+                )
+            if (
+                ((node in cut and root[x] not in cut) or _detached(x, grads))
+                and root[x] not in buffers
+                and root[x].op != "placeholder"
+            ):
                 raise ShardcError(
-                    f"{node.target} changes an activation in place under no_grad or through .detach(), .data: behind autograd's back",
-                    where=source.place(node), fix="compute a new tensor instead",
-                )  # fmt: skip
+                    f"{node.target} changes an activation in place under no_grad or through .detach(), .data: behind"
+                    " autograd's back",
+                    where=source.place(node),
+                    fix="compute a new tensor instead",
+                )
             alone = _only_one_lives(x, node, family[root[x]], order)
-            if not alone and (_updates_statistics(node) or not view_writes.can_write(x, node, family[root[x]], order, _aliased)):
+            if not alone and (
+                _updates_statistics(node) or not view_writes.can_write(x, node, family[root[x]], order, _aliased)
+            ):
                 return None
             if not alone:
                 shared.add(node)
@@ -256,13 +286,17 @@ def _with_gradient(graph: fx.Graph, params: Mapping[fx.Node, str], cut: set[fx.N
     """The values through which a gradient flows to a parameter."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node in params or (node not in cut and node.target is not aten.detach.default and not found.isdisjoint(node.all_input_nodes)):
+        if node in params or (
+            node not in cut and node.target is not aten.detach.default and not found.isdisjoint(node.all_input_nodes)
+        ):
             found.add(node)
     return found
 
 
 def _detached(x: fx.Node, grads: set[fx.Node]) -> bool:
-    """Does a value share the memory of one that has a gradient and is a result of its own, without having one itself?"""
+    """Does a value share the memory of one that has a gradient and is a result of its
+    own, without having one itself?
+    """
     node: fx.Node | None = x
     while node is not None:
         before = _aliased(node)
@@ -299,7 +333,10 @@ def _only_one_lives(x: fx.Node, at: fx.Node, family: Sequence[fx.Node], order: M
 
 
 #: Functional twins that are called otherwise.
-_RENAMED: dict[Any, OpOverload] = {aten.normal_.default: aten.normal_functional.default, aten.bernoulli_.float: aten.bernoulli.p}
+_RENAMED: dict[Any, OpOverload] = {
+    aten.normal_.default: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+}
 
 
 def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -322,7 +359,9 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
         twin = getattr(packet, overload, None)
     if twin is None:
         raise ShardcError(
-            f"{node.target} changes a tensor in place", where=source.place(node), fix="use an op that returns a new tensor"
+            f"{node.target} changes a tensor in place",
+            where=source.place(node),
+            fix="use an op that returns a new tensor",
         )
     result = _like(graph, twin, node.args, dict(node.kwargs), node)
     if (natural := _dtype(twin, node)) != val.dtype:  # the in-place op keeps its tensor's dtype, its twin promotes
@@ -360,7 +399,9 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     other: Any = node.args[1]
     val = node.meta["val"]
     if other.meta["val"].dtype != val.dtype:
-        other = _like(graph, aten._to_copy.default, (other,), {"dtype": val.dtype}, node, val=other.meta["val"].to(val.dtype))
+        other = _like(
+            graph, aten._to_copy.default, (other,), {"dtype": val.dtype}, node, val=other.meta["val"].to(val.dtype)
+        )
     return _like(graph, aten.expand.default, (other, list(val.shape)), {}, node)
 
 
@@ -377,7 +418,9 @@ def _statistics(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _means_of_images(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """instance_norm without the writes, and the running means over all images of their means and variances (unbiased)."""
+    """instance_norm without the writes, and the running means over all images of their
+    means and variances (unbiased).
+    """
     x, weight, bias, *running, _training, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(momentum, float)
@@ -388,9 +431,15 @@ def _means_of_images(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
     space = list(range(2, x.meta["val"].dim()))
     data = call(aten.detach.default, x)
-    found = call(aten.mean.dim, data, [0, *space]), call(aten.mean.dim, call(aten.var.correction, data, space, correction=1), [0])
+    found = (
+        call(aten.mean.dim, data, [0, *space]),
+        call(aten.mean.dim, call(aten.var.correction, data, space, correction=1), [0]),
+    )
     new = []
     for old, now in zip(running, found, strict=True):
         assert isinstance(old, fx.Node)
         new.append(call(aten.lerp.Scalar, old, call(aten._to_copy.default, now, dtype=old.meta["val"].dtype), momentum))
-    return [*new, _like(graph, aten.instance_norm.default, (x, weight, bias, None, None, True, momentum, eps, cudnn), {}, node)]
+    return [
+        *new,
+        _like(graph, aten.instance_norm.default, (x, weight, bias, None, None, True, momentum, eps, cudnn), {}, node),
+    ]

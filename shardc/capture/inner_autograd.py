@@ -1,13 +1,14 @@
-"""Gradients that a model computes inside its forward: gradient penalties, physics-informed losses, forces of energies, inner steps.
+"""Gradients that a model computes inside its forward: gradient penalties, physics-informed losses, forces of energies,
+inner steps.
 
     u = net(x); du, = torch.autograd.grad(u.sum(), x, create_graph=True); loss = du.square().mean()
 
     traced      du = shardc.gradient([sum], [x], [ones], True)[0]
     expanded    the ops of backward, node by node, in reverse: tanh_backward(g, tanh), mm(g, w), ...
 
-Autograd's engine runs below the trace: what it computes would be a constant of the graph. So a call stands in the graph as one op, and becomes
-ordinary ops when the graph is functional, from each op's own backward as torch traces it. Those are differentiable themselves, and are split
-like all others.
+Autograd's engine runs below the trace: what it computes would be a constant of the graph. So a call stands in the graph
+as one op, and becomes ordinary ops when the graph is functional, from each op's own backward as torch traces it. Those
+are differentiable themselves, and are split like all others.
 """
 
 from __future__ import annotations
@@ -26,18 +27,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
-from shardc.torch_private import FakeTensor, OpOverload, backward_decompositions, decompositions, replaced_engine, traced_functional, traced_node
+from shardc.torch_private import (
+    FakeTensor,
+    OpOverload,
+    backward_decompositions,
+    decompositions,
+    replaced_engine,
+    traced_functional,
+    traced_node,
+)
 
 aten = torch.ops.aten
 
-torch.library.define("shardc::gradient", "(Tensor[] outputs, Tensor[] inputs, Tensor[] weights, bool differentiable) -> Tensor[]")
+torch.library.define(
+    "shardc::gradient", "(Tensor[] outputs, Tensor[] inputs, Tensor[] weights, bool differentiable) -> Tensor[]"
+)
 torch.library.impl(
-    "shardc::gradient", "CompositeExplicitAutograd", lambda outputs, inputs, weights, differentiable: [torch.empty_like(x) for x in inputs]
+    "shardc::gradient",
+    "CompositeExplicitAutograd",
+    lambda outputs, inputs, weights, differentiable: [torch.empty_like(x) for x in inputs],
 )
 GRADIENT = torch.ops.shardc.gradient.default
 
 
-# --- while a model is traced --------------------------------------------------------------------------------------------
+# --- while a model is traced
+# --------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -47,26 +61,33 @@ def recorded() -> Iterator[None]:
         yield
 
 
-def _engine(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+def _engine(
+    original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any
+) -> tuple[Tensor | None, ...]:
     """What autograd's engine returns: the gradient of every input, None for those on which nothing depends."""
     if not any(isinstance(x, FakeTensor) for x in outputs):
         return original(outputs, *args, **kwargs)  # type: ignore[no-any-return]
     at = source.of_call()
     if kwargs.get("accumulate_grad"):
         what = f"backward() is called inside forward ({at.code})"
-        raise ShardcError(what, where=at.line, fix="torch.autograd.grad(y, x, create_graph=True) gives the gradient as a tensor")
+        raise ShardcError(
+            what, where=at.line, fix="torch.autograd.grad(y, x, create_graph=True) gives the gradient as a tensor"
+        )
     weights, _retain, differentiable, inputs, allow_unused = args
     sources = [traced_node(x) for x in outputs]
     if any(n is None for n in sources):
         raise ShardcError(
-            f"a gradient is computed inside a transform of torch.func's ({at.code}), where tracing does not see it", where=at.line,
+            f"a gradient is computed inside a transform of torch.func's ({at.code}), where tracing does not see it",
+            where=at.line,
             fix="use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
-        )  # fmt: skip
+        )
     above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
         what = f"a gradient is asked for of a tensor on which nothing depends ({at.code})"
-        raise ShardcError(what, where=at.line, fix="differentiate what was computed from that very tensor, or say allow_unused=True")
+        raise ShardcError(
+            what, where=at.line, fix="differentiate what was computed from that very tensor, or say allow_unused=True"
+        )
     seeds = [torch.ones_like(y) if w is None else w for y, w in zip(outputs, weights, strict=True)]
     found = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])
     return tuple(next(found) if traced_node(x) in above else None for x in inputs)
@@ -78,7 +99,8 @@ def _carries(node: fx.Node) -> bool:
     return name != "detach" and not name.endswith("_like") and not name.startswith("new_") and _real(node)
 
 
-# --- in the functional graph --------------------------------------------------------------------------------------------
+# --- in the functional graph
+# --------------------------------------------------------------------------------------------
 
 
 def expand(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -106,7 +128,9 @@ class _Backward:
     def __init__(self, graph: fx.Graph, at: fx.Node) -> None:
         self.graph, self.at = graph, at
         before = itertools.takewhile(lambda n: n is not at, graph.nodes)
-        self.same: dict[Any, fx.Node] = {key: n for n in before if (key := _key(n.target, n.args, n.kwargs)) is not None}
+        self.same: dict[Any, fx.Node] = {
+            key: n for n in before if (key := _key(n.target, n.args, n.kwargs)) is not None
+        }
         self.found: dict[fx.Node, fx.Node] = {}  # value -> its gradient so far
         self.parts: dict[fx.Node, dict[int, fx.Node]] = {}  # op of several results -> index -> gradient
 
@@ -128,7 +152,9 @@ class _Backward:
             if n.op == "call_function" and (n in self.found or n in self.parts):
                 self._step(n, [x for x in n.all_input_nodes if x in reached and _real(x)])
         results = [self.found.get(x) or self._emit(aten.zeros_like.default, (x,), {}, x.meta["val"]) for x in inputs]  # type: ignore[arg-type,union-attr]
-        return results if differentiable else [self._emit(aten.detach.default, (g,), {}, g.meta["val"]) for g in results]
+        return (
+            results if differentiable else [self._emit(aten.detach.default, (g,), {}, g.meta["val"]) for g in results]
+        )
 
     def _step(self, node: fx.Node, wanted: list[fx.Node]) -> None:
         """Add what one op's result passes on to its operands."""
@@ -144,9 +170,11 @@ class _Backward:
         module = _traced(node, operands, wanted, sorted(seeds))
         if module is None:
             raise ShardcError(
-                f"a gradient inside forward goes through {node.target}, whose backward has no form that does not depend on the mesh",
-                where=source.place(node), fix="compute that part without the op, or under detach()",
-            )  # fmt: skip
+                f"a gradient inside forward goes through {node.target}, whose backward has no form that does not depend"
+                " on the mesh",
+                where=source.place(node),
+                fix="compute that part without the op, or under detach()",
+            )
         given = iter([*(seeds[i] for i in sorted(seeds)), *operands])
         env: dict[fx.Node, Any] = {}
         for n in module.graph.nodes:
@@ -159,7 +187,9 @@ class _Backward:
             elif n.op == "get_attr":
                 x = getattr(module, str(n.target))
                 env[n] = self._emit(aten.full.default, (list(x.shape), x.item()), {"dtype": x.dtype}, x)
-            elif n.target is aten.detach.default:  # of what autograd saved: part of the function that is differentiated again
+            elif (
+                n.target is aten.detach.default
+            ):  # of what autograd saved: part of the function that is differentiated again
                 env[n] = env[n.args[0]]
             else:
                 args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: env[m])
@@ -183,8 +213,12 @@ class _Backward:
         return new
 
 
-def _traced(node: fx.Node, operands: Sequence[fx.Node], wanted: Sequence[fx.Node], results: Sequence[int]) -> fx.GraphModule | None:
-    """The graph of an op's backward, of (gradients of some results, operands) -> gradients of the wanted operands; None if it has none."""
+def _traced(
+    node: fx.Node, operands: Sequence[fx.Node], wanted: Sequence[fx.Node], results: Sequence[int]
+) -> fx.GraphModule | None:
+    """The graph of an op's backward, of (gradients of some results, operands) -> gradients of the wanted operands; None
+    if it has none.
+    """
     vals = node.meta["val"]
     outs = list(vals) if isinstance(vals, (tuple, list)) else [vals]
 
@@ -195,7 +229,11 @@ def _traced(node: fx.Node, operands: Sequence[fx.Node], wanted: Sequence[fx.Node
             with sdpa_kernel(SDPBackend.MATH):
                 found = function(*_plain(args), **_plain(kwargs))
             many = found if isinstance(found, (tuple, list)) else [found]
-            return list(torch.autograd.grad([many[i] for i in results], [given[x] for x in wanted], seeds, create_graph=True, allow_unused=True))
+            return list(
+                torch.autograd.grad(
+                    [many[i] for i in results], [given[x] for x in wanted], seeds, create_graph=True, allow_unused=True
+                )
+            )
 
         return backward
 
@@ -220,9 +258,18 @@ def _apart() -> dict[OpOverload, Callable[..., Any]]:
 
 
 def convolution_backward(
-    grad: Tensor, x: Tensor, w: Tensor, _bias: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
-    transposed: bool, _output_padding: Sequence[int], groups: int, wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    _bias: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    _output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
     """The gradients of a convolution's input, weight and bias, as convolutions."""
     n = x.dim() - 2
     stride, padding, dilation = (list(v) * n if len(v) == 1 else list(v) for v in (stride, padding, dilation))
@@ -236,7 +283,10 @@ def convolution_backward(
         small, large = (x, grad) if transposed else (grad, x)  # w: [channels of small, channels of large / groups, ...]
         each = zip(large.chunk(groups, 1), small.chunk(groups, 1), strict=True)
         many = [
-            aten.convolution.default(a.transpose(0, 1), b.transpose(0, 1), None, dilation, padding, stride, False, [0] * n, 1) for a, b in each
+            aten.convolution.default(
+                a.transpose(0, 1), b.transpose(0, 1), None, dilation, padding, stride, False, [0] * n, 1
+            )
+            for a, b in each
         ]
         of_w = torch.cat([m.transpose(0, 1) for m in many])
         for d, size in enumerate(w.shape[2:], 2):  # rows that the strides had left out
@@ -262,12 +312,18 @@ def _real(node: fx.Node) -> bool:
 
 def _plain(x: Any) -> Any:
     """fx's lists may not be changed; some ops do that."""
-    return type(x)(map(_plain, x)) if type(x) is tuple else [_plain(y) for y in x] if isinstance(x, (list, tuple)) else x
+    return (
+        type(x)(map(_plain, x)) if type(x) is tuple else [_plain(y) for y in x] if isinstance(x, (list, tuple)) else x
+    )
 
 
 def _key(target: Any, args: Any, kwargs: Any) -> Any:
     """Equal for calls that give the same; None where a call may give another result each time, or is no op."""
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+    if (
+        not isinstance(target, OpOverload)
+        or torch.Tag.nondeterministic_seeded in target.tags
+        or target._schema.is_mutable
+    ):
         return None
     return (target, *_frozen((args, sorted(kwargs.items()))))
 

@@ -22,7 +22,16 @@ from shardc.capture import autograd_function
 from shardc.capture.causes import PACKED, PADDED
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
-from shardc.torch_private import FakeTensor, OpOverload, fake_mode, fake_tensor, plain_checkpoints, replaced_packing, traced_constant, traced_node
+from shardc.torch_private import (
+    FakeTensor,
+    OpOverload,
+    fake_mode,
+    fake_tensor,
+    plain_checkpoints,
+    replaced_packing,
+    traced_constant,
+    traced_node,
+)
 
 T = TypeVar("T")
 
@@ -33,23 +42,27 @@ def check_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hooks := [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]:
             errors.add(
-                "the module has a backward hook, which a captured graph cannot keep", where=_at(name or type(module).__name__, hooks),
+                "the module has a backward hook, which a captured graph cannot keep",
+                where=_at(name or type(module).__name__, hooks),
                 fix="remove the hook, or compute what it does in forward",
-            )  # fmt: skip
+            )
     for name, p in model.named_parameters():
         held = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
         if hooks := [hook for each in held if each for hook in each.values()]:
             errors.add(
-                "the parameter has a gradient hook, which a captured graph cannot keep", where=_at(name, hooks),
+                "the parameter has a gradient hook, which a captured graph cannot keep",
+                where=_at(name, hooks),
                 fix="remove the hook; gradient clipping and the like belong to the optimizer step",
-            )  # fmt: skip
+            )
         if isinstance(p, nn.parameter.UninitializedParameter):
             errors.add("the parameter has no shape yet", where=name, fix="run a lazy module once before compiling it")
     errors.raise_any()
 
 
 def _at(name: str, hooks: list[Callable[..., Any]]) -> str:
-    """A module's or parameter's name, with the line at which the first of its hooks is defined: "fc.weight (model.py:12)"."""
+    """A module's or parameter's name, with the line at which the first of its hooks is defined: "fc.weight
+    (model.py:12)".
+    """
     line = source.of_function(hooks[0]).line
     return f"{name} ({line})" if line else name
 
@@ -62,15 +75,19 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     except TypeError as e:
         names, keys = ", ".join(forward.parameters), f" (its keys are {', '.join(kwargs)})" if kwargs else ""
         raise ShardcError(
-            f"the batch does not fit the model's forward({names}): {e}{keys}", where=source.of_function(model.forward).line,
-            fix="a dict's keys are forward's arguments, a tuple's entries stand in their order, a tensor is the first one",
-        ) from None  # fmt: skip
+            f"the batch does not fit the model's forward({names}): {e}{keys}",
+            where=source.of_function(model.forward).line,
+            fix=(
+                "a dict's keys are forward's arguments, a tuple's entries stand in their order, a tensor is the"
+                " first one"
+            ),
+        ) from None
 
 
 @contextmanager
 def watching(side: list[Tensor]) -> Iterator[None]:
-    """While open: custom autograd Functions keep their backward (shardc/capture/autograd_function.py); checkpoints run plainly;
-    tensor hooks raise, naming the user's line. side: gets terms that the loss has to have besides."""
+    """While open: custom autograd Functions keep their backward (shardc/capture/autograd_function.py); checkpoints run
+    plainly; tensor hooks raise, naming the user's line. side: gets terms that the loss has to have besides."""
     original = torch.autograd.Function.apply
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -83,9 +100,10 @@ def watching(side: list[Tensor]) -> Iterator[None]:
 
     def hook(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise ShardcError(
-            "a tensor hook is registered in forward, which a captured graph cannot keep", where=source.of_call().line,
+            "a tensor hook is registered in forward, which a captured graph cannot keep",
+            where=source.of_call().line,
             fix="remove register_hook; a custom gradient can be written as x + (y - x).detach()",
-        )  # fmt: skip
+        )
 
     def packed(original: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         if not isinstance(x, FakeTensor):
@@ -97,16 +115,20 @@ def watching(side: list[Tensor]) -> Iterator[None]:
         if isinstance(self, FakeTensor) and not requires_grad and self.requires_grad and self.is_leaf:
             at = source.of_call()
             raise ShardcError(
-                f"the forward pass switches a parameter's gradient off, which tracing does not see ({at.code})", where=at.line,
-                fix="run the module with detached weights: "
-                "torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, x)",
-            )  # fmt: skip
+                f"the forward pass switches a parameter's gradient off, which tracing does not see ({at.code})",
+                where=at.line,
+                fix=(
+                    "run the module with detached weights: "
+                    "torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, x)"
+                ),
+            )
         return grad(self, requires_grad)
 
     def moved(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """`self.router.to(dtype)` within forward, where everything is so already."""
         held = (*self.parameters(recurse), *self.buffers(recurse))
-        return self if all(change(x) is x for x in held) else put(self, change, recurse)
+        unchanged = all(change(x) is x for x in held)
+        return self if unchanged else put(self, change, recurse)  # type: ignore[no-untyped-call]
 
     grad, put = Tensor.requires_grad_, nn.Module._apply
     with ExitStack() as stack:
@@ -115,7 +137,8 @@ def watching(side: list[Tensor]) -> Iterator[None]:
         stack.enter_context(replaced_packing(packed))
         stack.enter_context(plain_checkpoints())
         stack.enter_context(mock.patch.object(Tensor, "requires_grad_", switch))
-        # distributions check the values of their arguments, on which a captured graph cannot branch; eager runs still do
+        # distributions check the values of their arguments, on which a captured graph cannot branch; eager runs still
+        # do
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", hook))
         stack.enter_context(mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", hook))
@@ -127,8 +150,8 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
     """While open, models of the transformers library build no cache and only masks that they need.
 
     transformers writes dense [batch, 1, seq, seq] masks when it is exported, because an exported graph may run on other
-    values. Ours runs only at these shapes, so a mask that depends on shapes alone may stay `is_causal`, as in eager mode.
-    That also leaves grouped-query heads to the attention op. Does nothing if transformers is not imported.
+    values. Ours runs only at these shapes, so a mask that depends on shapes alone may stay `is_causal`, as in eager
+    mode. That also leaves grouped-query heads to the attention op. Does nothing if transformers is not imported.
     """
     masking: ModuleType | None = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:
@@ -149,7 +172,9 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
             stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
-            stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices))
+            stack.enter_context(
+                mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices)
+            )
         yield
 
 
@@ -164,7 +189,9 @@ def constant(x: Tensor) -> Tensor | None:
 
 
 def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor | None, set[fx.Node]]:
-    """The value of a traced tensor that depends on nothing given but what `stored` has the values of, and what of that it depends on.
+    """The value of a traced tensor that depends on nothing given but what `stored` has the values of, and what of that
+    it
+    depends on.
 
     Random numbers have no value, except where it is the same at both ends of their range: `torch.rand([]) < 0.0`.
     """
@@ -179,7 +206,9 @@ def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor 
     if any(n not in known and (n.op != "call_function" or (_random(n) and _name(n) not in UNIFORM)) for n in family):
         return None, set()
     low = untraced(_evaluate, node, family, known, 0.0)
-    if any(_random(n) for n in family) and not torch.equal(low, untraced(_evaluate, node, family, known, 1.0 - 2.0**-24)):
+    if any(_random(n) for n in family) and not torch.equal(
+        low, untraced(_evaluate, node, family, known, 1.0 - 2.0**-24)
+    ):
         return None, set()
     return low, family & stored.keys()
 
@@ -211,7 +240,9 @@ def _evaluate(node: fx.Node, family: set[fx.Node], given: Mapping[fx.Node, Tenso
 
 
 def _family(node: fx.Node) -> set[fx.Node]:
-    """What a node's value depends on: what it is computed of, and what is written into that, also through views of it."""
+    """What a node's value depends on: what it is computed of, and what is written into
+    that, also through views of it.
+    """
     found: set[fx.Node] = set()
     todo = [node]
     while todo:
@@ -245,7 +276,9 @@ def _random(node: fx.Node) -> bool:
 
 @contextmanager
 def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
-    """While open, the model's parameters and buffers are `tensors`, by the id of what they stand for. Ties stay ties."""
+    """While open, the model's parameters and buffers are `tensors`, by the id of what
+    they stand for. Ties stay ties.
+    """
     saved: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for module in model.modules():

@@ -1,8 +1,10 @@
-"""What a forward must not depend on besides weights, buffers, batch and torch's random numbers: a program sees it once, at capture.
+"""What a forward must not depend on besides weights, buffers, batch and torch's random numbers: a program sees it once,
+at
+capture.
 
-    np.random.rand(), random.random()       every step of the program would use the numbers that were drawn while it was traced
-    self.count += 1; y * self.count         every step would see the first value
-"""
+np.random.rand(), random.random()       every step of the program would use the numbers that were drawn while it was traced
+self.count += 1; y * self.count         every step would see the first value
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _HELD = ("_parameters", "_buffers", "_modules")
 
 @dataclass
 class Changes:
-    """Attributes that a forward set, by their full name, and where. made: parameters, buffers and modules that it added."""
+    """Attributes that a forward set, by their full name, and where. made: parameters, buffers and modules that it
+    added.
+    """
 
     set: dict[str, Source] = field(default_factory=dict)
     made: dict[str, Source] = field(default_factory=dict)
@@ -39,12 +43,16 @@ class Changes:
         """Raise ShardcError for parameters, buffers and modules that exist only after the first forward."""
         for name, at in self.made.items():
             what = f"the forward pass makes {name!r}: it does not exist before the first call"
-            raise ShardcError(what, where=at.line, fix="make it in __init__, or run the model once before you compile it")
+            raise ShardcError(
+                what, where=at.line, fix="make it in __init__, or run the model once before you compile it"
+            )
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[Changes]:
-    """While open, what is set on the model's modules is noted; then everything is as it was before. Traced buffers are set in place."""
+    """While open, what is set on the model's modules is noted; then everything is as it was before. Traced buffers are
+    set in place.
+    """
     names = {id(m): name for name, m in model.named_modules()}
     before = [(m, dict(m.__dict__), _contents(m)) for m in model.modules()]
     lines: dict[tuple[int, str], Source] = {}
@@ -53,12 +61,18 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
 
     def setattr_(self: nn.Module, name: str, value: Any) -> None:
         old = self.__dict__.get("_buffers", {}).get(name)
-        if isinstance(value, FakeTensor) and isinstance(old, FakeTensor) and (value.shape, value.dtype) == (old.shape, old.dtype):
+        if (
+            isinstance(value, FakeTensor)
+            and isinstance(old, FakeTensor)
+            and (value.shape, value.dtype) == (old.shape, old.dtype)
+        ):
             old.copy_(value)  # a traced `self.mean = 0.9 * self.mean + m`, which export would drop
             return
         at = lines[id(self), name] = source.of_call()
         held = any(name in self.__dict__.get(h, ()) for h in _HELD)
-        if id(self) in names and not held and self.__dict__.get(name, changes) is not value:  # export itself may set it back
+        if (
+            id(self) in names and not held and self.__dict__.get(name, changes) is not value
+        ):  # export itself may set it back
             changes.set[_join(names[id(self)], name)] = at
         original(self, name, value)
 
@@ -74,7 +88,9 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
                 if name in _HELD and inside is not None:
                     for key in module.__dict__[name].keys() - inside.keys():
                         changes.made[_join(path, key)] = lines.get((id(module), key), Source())
-                elif not (_same(now, then) if inside is None else type(now) is type(inside) and _same_items(now, inside)):
+                elif not (
+                    _same(now, then) if inside is None else type(now) is type(inside) and _same_items(now, inside)
+                ):
                     changes.set.setdefault(_join(path, name), lines.get((id(module), name), Source()))
             module.__dict__.clear()
             module.__dict__.update(attributes)
@@ -126,7 +142,9 @@ def random_state() -> tuple[Any, ...]:
 
 
 def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple[Source, str]:
-    """The user's line at which `state()` changes while `run()` runs, the innermost one, and its function. What `run` raises is ignored."""
+    """The user's line at which `state()` changes while `run()` runs, the innermost one, and its function. What `run`
+    raises is ignored.
+    """
     found: list[tuple[Source, str]] = []
     last: dict[FrameType, int] = {}
     known = [state()]
@@ -154,12 +172,21 @@ def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple
 
 #: Functions of libraries that draw with numpy -> the way out.
 KNOWN = {
-    "_compute_mask_indices": "config.apply_spec_augment = False (SpecAugment's masks), or give the masks with the batch (mask_time_indices)",
+    "_compute_mask_indices": (
+        "config.apply_spec_augment = False (SpecAugment's masks), or give the masks with the batch (mask_time_indices)"
+    ),
 }
 
 
 def refuse_random(at: Source, function: str) -> ShardcError:
     """The error for a forward that draws random numbers of Python's or numpy's."""
     code = f" ({at.code})" if at.code else ""
-    fix = KNOWN.get(function, "draw with torch (torch.rand, torch.randint, torch.randn), or in the data, and pass it in with the batch")
-    return ShardcError(f"the model draws random numbers from Python or numpy: every step would use the same{code}", where=at.line, fix=fix)
+    fix = KNOWN.get(
+        function,
+        "draw with torch (torch.rand, torch.randint, torch.randn), or in the data, and pass it in with the batch",
+    )
+    return ShardcError(
+        f"the model draws random numbers from Python or numpy: every step would use the same{code}",
+        where=at.line,
+        fix=fix,
+    )

@@ -1,4 +1,6 @@
-"""Methods of Tensor that tracing cannot follow, in words that it can; for traced tensors only, while a model is captured."""
+"""Methods of Tensor that tracing cannot follow, in words that it can; for traced tensors only, while a model is
+captured.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _RANDOM, _TO = Tensor.random_, Tensor.to
 
 @contextmanager
 def traceable() -> Iterator[None]:
-    """While open: `x.data` in the model is `x.detach()`, which tracing sees; formatted tensors print as what they are."""
+    """While open: `x.data` in the model is `x.detach()`, which tracing sees; formatted
+    tensors print as what they are.
+    """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Tensor, "data", property(_data, _set_data)))
         stack.enter_context(mock.patch.object(Tensor, "__format__", _format))
@@ -43,9 +47,10 @@ def _set_data(self: Tensor, value: Tensor) -> None:
     if _by_user(self):
         at = source.of_call()
         raise ShardcError(
-            f"the forward pass replaces a tensor's .data ({at.code})", where=at.line,
+            f"the forward pass replaces a tensor's .data ({at.code})",
+            where=at.line,
             fix="change a buffer in place (self.x.copy_(new)); change parameters outside of forward",
-        )  # fmt: skip
+        )
     _DATA.__set__(self, value)  # type: ignore[attr-defined]
 
 

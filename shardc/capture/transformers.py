@@ -1,8 +1,8 @@
 """transformers' experts as one op: while a model is captured, its layers of experts call `shardc.nn.experts`.
 
-The library lets implementations be chosen by name (`config.experts_implementation`); this one stands for all of them that compute every
-expert's products at once ("grouped_mm", "batched_mm", kernels of GPUs). "eager" is a Python loop over experts, and stays one.
-"""
+The library lets implementations be chosen by name (`config.experts_implementation`); this one stands for all of them
+that compute every expert's products at once ("grouped_mm", "batched_mm", kernels of GPUs). "eager" is a Python loop
+over experts, and stays one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def as_one_op() -> Iterator[None]:
 
     def get_interface(self: Any, experts_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         chosen = original(self, experts_implementation, default)
-        return chosen if chosen is default else lambda module, *args, **kwargs: _forward(chosen, module, *args, **kwargs)
+        return (
+            chosen if chosen is default else lambda module, *args, **kwargs: _forward(chosen, module, *args, **kwargs)
+        )
 
     with mock.patch.object(interface, "get_interface", get_interface):
         yield
@@ -46,7 +48,15 @@ def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Te
         return chosen(module, x, index, weights)
     try:
         return experts(
-            x, index, weights, getattr(has, up), has.down_proj, activation=act, up_bias=bias[0], down_bias=bias[1], transposed=has.is_transposed
+            x,
+            index,
+            weights,
+            getattr(has, up),
+            has.down_proj,
+            activation=act,
+            up_bias=bias[0],
+            down_bias=bias[1],
+            transposed=has.is_transposed,
         )
     except ShardcError:  # an activation with parameters of its own, or matrices of another form
         return chosen(module, x, index, weights)

@@ -1,8 +1,8 @@
 """Writes through views, and to `out=`, in words that functional graphs have.
 
-    v = slice(x, 1, 0, 4); copy_(v, y); use(x), use(v)      ->      v' = y;  x' = slice_scatter(x, v', 1, 0, 4);  use(x'), use(v')
-    div(a, b, out=x)                                        ->      copy_(x, div(a, b))
-"""
+v = slice(x, 1, 0, 4); copy_(v, y); use(x), use(v)      ->      v' = y;  x' = slice_scatter(x, v', 1, 0, 4);  use(x'), use(v')
+div(a, b, out=x)                                        ->      copy_(x, div(a, b))
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -21,21 +21,36 @@ Aliased = Callable[[fx.Node], fx.Node | None]
 
 #: Views of a part -> the op that puts the part back: (whole, part, *the view's other arguments).
 _PARTS: dict[Any, Any] = {
-    aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
-}  # fmt: skip
+}
 #: Views of the whole in the same order: put back by their shape.
 _SAME_ORDER = {
-    aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims, aten.detach.default,
-    aten.flatten.using_ints, aten.alias.default, aten.unflatten.int,
-}  # fmt: skip
+    aten.view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.default,
+    aten.squeeze.dims,
+    aten.detach.default,
+    aten.flatten.using_ints,
+    aten.alias.default,
+    aten.unflatten.int,
+}
 
 
 def can_write(x: fx.Node, at: fx.Node, family: list[fx.Node], order: Mapping[fx.Node, int], aliased: Aliased) -> bool:
-    """Can a write to the view `x` at `at` be put back into the tensor that it is a view of, and into all its views that are read later?"""
+    """Can a write to the view `x` at `at` be put back into the tensor that it is a view of, and into all its views that
+    are read later?
+    """
     node: fx.Node | None = x
     while node is not None and (parent := aliased(node)) is not None:
-        if not _mutates(node) and node.target not in _PARTS and node.target not in _SAME_ORDER and _transposed(node) is None:
+        if (
+            not _mutates(node)
+            and node.target not in _PARTS
+            and node.target not in _SAME_ORDER
+            and _transposed(node) is None
+        ):
             return False
         node = parent
     return all(_certain(n) for n in family if order[n] < order[at] and any(order[u] > order[at] for u in n.users))
@@ -43,11 +58,11 @@ def can_write(x: fx.Node, at: fx.Node, family: list[fx.Node], order: Mapping[fx.
 
 def write(
     graph: fx.Graph, x: fx.Node, new: fx.Node, at: fx.Node, order: dict[fx.Node, int], aliased: Aliased, like: Like
-) -> tuple[fx.Node, fx.Node, fx.Node]:  # fmt: skip
+) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Put `new`, the value of the view `x` from `at` on, into what `x` is a view of. At the insertion point.
 
-    Whatever reads the tensor or one of its views later reads the new value. Returns the tensor, its new value, and the view of that.
-    """
+    Whatever reads the tensor or one of its views later reads the new value. Returns the tensor, its new value, and the
+    view of that."""
 
     def now(*args: Any, **meta: Any) -> fx.Node:
         made = like(*args, **meta)
@@ -97,12 +112,18 @@ def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, at:
     return like(graph, aten.reshape.default, (part, list(val.shape)), {}, at, val=val)
 
 
-def _put_back_complex(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, at: fx.Node, like: Like) -> fx.Node:
-    """The same of complex numbers, as pairs of real ones: torch has no derivative of the ops that put back complex parts."""
+def _put_back_complex(
+    graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, at: fx.Node, like: Like
+) -> fx.Node:
+    """The same of complex numbers, as pairs of real ones: torch has no derivative of the ops that put back complex
+    parts.
+    """
     val = whole.meta["val"]
     names = [a.name for a in view.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, view.args, strict=False)) | view.kwargs
-    given |= {n: int(given.get(n, default)) % val.dim() for n, default in (("dim", 0), ("dim1", 0), ("dim2", 1)) if n in names}
+    given |= {
+        n: int(given.get(n, default)) % val.dim() for n, default in (("dim", 0), ("dim1", 0), ("dim2", 1)) if n in names
+    }
 
     def paired(x: fx.Node) -> fx.Node:
         plain = like(graph, aten.resolve_conj.default, (x,), {}, at, val=x.meta["val"].resolve_conj())
@@ -111,7 +132,14 @@ def _put_back_complex(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.N
     real, pairs = paired(whole), paired(part)
     if view.target is aten.diagonal.default:  # a diagonal is the last dim of its view
         pairs = like(graph, aten.transpose.int, (pairs, -2, -1), {}, at, val=pairs.meta["val"].transpose(-2, -1))
-    put = like(graph, _PARTS[view.target], (real, pairs, *(given[n] for n in names[1:] if n in given)), {}, at, val=real.meta["val"])
+    put = like(
+        graph,
+        _PARTS[view.target],
+        (real, pairs, *(given[n] for n in names[1:] if n in given)),
+        {},
+        at,
+        val=real.meta["val"],
+    )
     return like(graph, aten.view_as_complex.default, (put,), {}, at, val=val)
 
 
@@ -138,11 +166,16 @@ def _certain(node: fx.Node) -> bool:
     """Is it certain what a node shares memory with? (`reshape` and `contiguous` may copy.)"""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return node.op == "placeholder"
-    return torch.Tag.maybe_aliasing_or_mutating not in node.target.tags and node.target not in (aten.reshape.default, aten.contiguous.default)
+    return torch.Tag.maybe_aliasing_or_mutating not in node.target.tags and node.target not in (
+        aten.reshape.default,
+        aten.contiguous.default,
+    )
 
 
 def without_out(graph: fx.Graph, like: Like) -> bool:
-    """Ops that write to `out=` become functional ones and copies, in place. False if there is one without a functional twin."""
+    """Ops that write to `out=` become functional ones and copies, in place. False if there is one without a functional
+    twin.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
@@ -151,7 +184,12 @@ def without_out(graph: fx.Graph, like: Like) -> bool:
             continue
         twin = _without_out(node.target)
         target = node.kwargs.get(outs[0])
-        if twin is None or len(outs) > 1 or not isinstance(target, fx.Node) or target.meta["val"].shape != node.meta["val"].shape:
+        if (
+            twin is None
+            or len(outs) > 1
+            or not isinstance(target, fx.Node)
+            or target.meta["val"].shape != node.meta["val"].shape
+        ):
             return False
         with graph.inserting_before(node):
             made = like(graph, twin, node.args, {k: v for k, v in node.kwargs.items() if k not in outs}, node)

@@ -12,14 +12,18 @@ from shardc.cost.device import device as described
 from shardc.errors import ShardcError
 
 
-def measure(which: str | None, output: Path | None, tell: Callable[[str], None]) -> Path:
-    """Measure this machine's cpu or cuda; where it is written. Raises ShardcError for anything else, and for cuda where there is none."""
+def measured_here(which: str | None, output: Path | None, tell: Callable[[str], None]) -> Path:
+    """Measure this machine's cpu or cuda; where it is written. Raises ShardcError for anything else, and for cuda where
+    there is none.
+    """
     import torch
 
     from shardc.cost.measure import measure as found
 
     if which not in (None, *MEASURED):
-        raise ShardcError(f"only this machine can be measured, not {which!r}", where="--measure", fix="shardc device cpu --measure")
+        raise ShardcError(
+            f"only this machine can be measured, not {which!r}", where="--measure", fix="shardc device cpu --measure"
+        )
     if which == "cuda" and not torch.cuda.is_available():
         raise ShardcError("torch finds no GPU here", where="--measure", fix="shardc device cpu --measure")
     text = (device := found("cuda" if which == "cuda" else "cpu" if which else None, tell)).to_yaml()
@@ -40,7 +44,10 @@ def listed(as_json: bool) -> str:
     known = [described(n) for n in (*names(), *(n for n in MEASURED if measured(n).is_file()))]
     if as_json:
         return json.dumps([_row(d) for d in known])
-    rows = [("device", "memory", "bf16 flop/s", "memory/s", "link/s in node", "link/s between", "node", "source"), *map(_cells, known)]
+    rows = [
+        ("device", "memory", "bf16 flop/s", "memory/s", "link/s in node", "link/s between", "node", "source"),
+        *map(_cells, known),
+    ]
     missing = [n for n in MEASURED if not measured(n).is_file()]
     notes = [f"{' and '.join(missing)}: not measured on this machine yet (shardc device --measure)"] if missing else []
     return "\n".join([*_columns(rows), *notes])

@@ -1,8 +1,9 @@
-"""Model files: what `shardc compile model.py` reads (SPEC.md, "Model files"), and transformers models from a config alone.
+"""Model files: what `shardc compile model.py` reads (SPEC.md, "Model files"), and transformers models from a config
+alone.
 
-    model.py             model(), batch(); optional loss, data, collate, optimizer, scheduler
-    model.py:name        another builder than `model`
-    hf:config.json       transformers' AutoModelForCausalLM of that config; hf:ClassName:config.json another class
+model.py             model(), batch(); optional loss, data, collate, optimizer, scheduler
+model.py:name        another builder than `model`
+hf:config.json       transformers' AutoModelForCausalLM of that config; hf:ClassName:config.json another class
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class ModelFile:
     """A model and what trains it. build: makes the module, wherever the default device is. batch: one global batch.
 
     ref: what the user wrote. All others are for `run`, and None where the file has none.
-    data: split -> an iterable of global batches, or a map-style torch Dataset of samples, from which collate makes batches.
+    data: split -> an iterable of global batches, or a map-style torch Dataset of samples, from which collate makes
+    batches.
     optimizer: (name, parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler.
     """
 
@@ -72,7 +74,9 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> Model
         with _users(path, f"{builder or 'model'}()"):
             model = build()
         if not isinstance(model, nn.Module):
-            raise ShardcError(f"{builder or 'model'}() returns a {type(model).__name__}", where=str(path), fix="return an nn.Module")
+            raise ShardcError(
+                f"{builder or 'model'}() returns a {type(model).__name__}", where=str(path), fix="return an nn.Module"
+            )
         return model
 
     with _users(path, "batch()"):
@@ -85,14 +89,23 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> Model
 
 
 def imported(ref: str) -> ModuleType:
-    """Run a Python file for what it registers, such as rules; it needs no model(). Raises ShardcError as `load` does."""
+    """Run a Python file for what it registers, such as rules; it needs no model(). Raises
+    ShardcError as `load` does.
+    """
     return _import(_existing(ref, ref, "file", "a Python file that registers rules"))
 
 
-def _existing(name: str, ref: str, kind: str = "model file", wanted: str = "a Python file with model() and batch(), or hf:config.json") -> Path:
+def _existing(
+    name: str,
+    ref: str,
+    kind: str = "model file",
+    wanted: str = "a Python file with model() and batch(), or hf:config.json",
+) -> Path:
     path = Path(name)
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [], 1)
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [], 1
+        )
         fix = f"did you mean {path.parent / near[0]}?" if near else f"name {wanted}"
         raise ShardcError(f"there is no {kind} {name}", where=ref, fix=fix)
     return path
@@ -109,7 +122,9 @@ def _import(path: Path) -> ModuleType:
         try:
             spec.loader.exec_module(module)
         except SyntaxError as e:
-            raise ShardcError(f"not Python: {e.msg}", where=f"{e.filename}:{e.lineno}:{e.offset}", fix="correct the syntax") from None
+            raise ShardcError(
+                f"not Python: {e.msg}", where=f"{e.filename}:{e.lineno}:{e.offset}", fix="correct the syntax"
+            ) from None
         finally:
             sys.path.remove(str(path.parent.resolve()))
     return module
@@ -117,7 +132,9 @@ def _import(path: Path) -> ModuleType:
 
 @contextmanager
 def _users(path: Path, doing: str) -> Iterator[None]:
-    """The user's own code runs: what it raises is told with the innermost line of the user's file, not as our traceback."""
+    """The user's own code runs: what it raises is told with the innermost line of the user's file, not as our
+    traceback.
+    """
     try:
         yield
     except ShardcError:
@@ -132,11 +149,15 @@ def _users(path: Path, doing: str) -> Iterator[None]:
 def _function(module: ModuleType, path: Path, name: str, needed: str = "") -> Callable[..., Any] | None:
     found = getattr(module, name, None)
     if found is None and needed:
-        near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")], 1, 0.5)
+        near = difflib.get_close_matches(
+            name, [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")], 1, 0.5
+        )
         fix = f"define {name}(): it {needed}" + (f"; there is {near[0]}()" if near else "")
         raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
     if found is not None and not callable(found):
-        raise ShardcError(f"{name} is a {type(found).__name__}, not a function", where=str(path), fix=f"write `def {name}(...)`")
+        raise ShardcError(
+            f"{name} is a {type(found).__name__}, not a function", where=str(path), fix=f"write `def {name}(...)`"
+        )
     return found
 
 
@@ -151,14 +172,22 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     try:
         values = json.loads(path.read_text())
     except OSError as e:
-        raise ShardcError(f"cannot read {file}: {e.strerror}", where=ref, fix="name a transformers config.json") from None
+        raise ShardcError(
+            f"cannot read {file}: {e.strerror}", where=ref, fix="name a transformers config.json"
+        ) from None
     except json.JSONDecodeError as e:
-        raise ShardcError(f"not JSON: {e.msg}", where=f"{file}:{e.lineno}:{e.colno}", fix="name a transformers config.json") from None
+        raise ShardcError(
+            f"not JSON: {e.msg}", where=f"{file}:{e.lineno}:{e.colno}", fix="name a transformers config.json"
+        ) from None
     if "model_type" not in values:
         raise ShardcError("the config has no model_type", where=file, fix='add "model_type": "llama", for example')
     if cls and not hasattr(transformers, cls):
         near = difflib.get_close_matches(cls, [n for n in dir(transformers) if n.startswith(cls[:3])], 1)
-        raise ShardcError(f"transformers has no {cls}", where=ref, fix=f"did you mean {near[0]}?" if near else "see transformers' list of models")
+        raise ShardcError(
+            f"transformers has no {cls}",
+            where=ref,
+            fix=f"did you mean {near[0]}?" if near else "see transformers' list of models",
+        )
     try:
         config = transformers.AutoConfig.for_model(**values)
     except (ValueError, TypeError, KeyError) as e:
@@ -170,6 +199,8 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
             return getattr(transformers, cls)(config)  # type: ignore[no-any-return]
         return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
 
-    ids = torch.randint(0, config.get_text_config().vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, config.get_text_config().vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0)
+    )
     full = f"hf:{cls + ':' if cls else ''}{path.resolve()}"
     return ModelFile(full, build, {"input_ids": ids, "labels": ids.clone()})

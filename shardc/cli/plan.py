@@ -30,9 +30,14 @@ PLAIN = ("loading the model", "capturing")
 def progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr that says what is being priced; where stderr is no terminal, a line every few seconds."""
     with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TimeElapsedColumn(), console=console, transient=True,
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(30),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
         disable=quiet or not console.is_terminal,
-    ) as bar:  # fmt: skip
+    ) as bar:
         task = bar.add_task("loading the model", total=None)
         started, said = time.monotonic(), -math.inf
 
@@ -50,9 +55,16 @@ def progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, int, i
 
 
 def command(
-    source: str, *, batch: int | None, seq: int | None, output: Path | None, as_json: bool, show: Callable[[str], None], console: Console,
+    source: str,
+    *,
+    batch: int | None,
+    seq: int | None,
+    output: Path | None,
+    as_json: bool,
+    show: Callable[[str], None],
+    console: Console,
     **options: Any,
-) -> int:  # fmt: skip
+) -> int:
     """Returns the exit status: 0, or 1 if nothing fits."""
     with progress(console, quiet=as_json) as on:
         file = model_file.load(source, batch=batch, seq=seq)
@@ -85,7 +97,11 @@ def _print(found: Plan, *, given: bool) -> None:
         if answer["value"] is None:
             console.print(f"{name}: none")
             continue
-        line = f"{name}: {answer['value']} {answer['what']}, peak {gb(answer['peak_bytes'])}" if answer["value"] else f"{name}: nothing fits"
+        line = (
+            f"{name}: {answer['value']} {answer['what']}, peak {gb(answer['peak_bytes'])}"
+            if answer["value"]
+            else f"{name}: nothing fits"
+        )
         if answer.get("next_peak_bytes"):
             line += f"; {answer['next']} would need {gb(answer['next_peak_bytes'])}"
         console.print(line)

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from shardc import errors
 from shardc.errors import ShardcError
 from shardc.rules.registry import RULES, Rule, find
 from shardc.rules.samples import SAMPLES
@@ -35,8 +36,8 @@ class RuleRow:
     """One rule. notation, linear: as they were written, or `<name>` of the function of a call that makes them.
 
     about: `<name>` -> what the function's docstring says, in a line. family: its file in shardc/rules, or "own".
-    extras: what is beside the notation: local | extra | flops. where: file:line that registered it. samples: how many calls prove it.
-    """
+    extras: what is beside the notation: local | extra | flops. where: file:line that registered it. samples: how many
+    calls prove it."""
 
     op: str
     notation: str
@@ -60,25 +61,31 @@ def row(op: Any, rule: Rule) -> RuleRow:
     if not where:  # found by torch's tag
         where = f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
     path = Path(where.rpartition(":")[0])
-    own = path.parent != Path(__file__).parents[1] / "rules"
+    own = path.parent != Path(errors.__file__).parent / "rules"
     linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
     extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
     text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
-    return RuleRow(name_of(op), text, linear, about, "own" if own else path.stem, extras, where, len(SAMPLES.get(op, ())))
+    return RuleRow(
+        name_of(op), text, linear, about, "own" if own else path.stem, extras, where, len(SAMPLES.get(op, ()))
+    )
 
 
 def selected(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
     """Ops whose name matches one of the globs, with their rules, and the patterns that match none.
 
-    Without patterns: all that have a line of their own, and those elementwise ops found by torch's tag that have samples.
-    """
+    Without patterns: all that have a line of their own, and those elementwise ops found by torch's tag that have
+    samples."""
     every = {op: r for op in (*RULES, *(op for op in SAMPLES if op not in RULES)) if (r := find(op)) is not None}
     if not patterns:
         return every, []
     found: dict[Any, Rule] = {}
     missed = []
     for pattern in patterns:
-        mine = {op: r for op, r in every.items() if any(fnmatch.fnmatchcase(name_of(op), g) for g in (pattern, f"{pattern}.*"))}
+        mine = {
+            op: r
+            for op, r in every.items()
+            if any(fnmatch.fnmatchcase(name_of(op), g) for g in (pattern, f"{pattern}.*"))
+        }
         if not mine and (op := _op(pattern)) is not None and (r := find(op)) is not None:
             mine = {op: r}
         if not mine:
@@ -99,7 +106,9 @@ def _op(name: str) -> Any:
 def rule_table(rows: Iterable[RuleRow]) -> str:
     """A line a rule, by family; what functions make of a call, before the ops that share them."""
     lines: list[tuple[str, ...]] = [("op", "rule", "linear in", "beside it", "registered at")]
-    by_family = {f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)}
+    by_family = {
+        f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)
+    }
     for family, mine in by_family.items():
         about = {name: text for r in mine for name, text in r.about.items() if text}
         lines += [("",), (f"# {family}",), *((f"#   {name}: {text}",) for name, text in about.items())]
@@ -111,7 +120,7 @@ def rule_table(rows: Iterable[RuleRow]) -> str:
 def short(where: str) -> str:
     """A place as seen from the current folder, or, inside of it, from the package's."""
     path, _, line = where.rpartition(":")
-    base = Path(__file__).parents[2]
+    base = Path(errors.__file__).parents[1]
     if Path(path).is_relative_to(base / "shardc"):
         return f"{Path(path).relative_to(base)}:{line}"
     relative = os.path.relpath(path)
@@ -119,7 +128,8 @@ def short(where: str) -> str:
 
 
 def check_text(reports: Sequence[OpReport], places: dict[str, str], seconds: float) -> str:
-    """What a check found: wrong rules, rules that are too strict, what is known to be strict and why, the counts, the slowest.
+    """What a check found: wrong rules, rules that are too strict, what is known to be strict and why, the counts, the
+    slowest.
 
     places: op -> where its rule was registered.
     """
@@ -150,7 +160,9 @@ def check_text(reports: Sequence[OpReport], places: dict[str, str], seconds: flo
 
 @contextmanager
 def without_torchs_warnings() -> Iterator[Console]:
-    """While open, what C++ writes to stderr is dropped: warnings about odd calls, which the check makes on purpose. Gives a console there."""
+    """While open, what C++ writes to stderr is dropped: warnings about odd calls, which the check makes on purpose.
+    Gives a console there.
+    """
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere, os.fdopen(os.dup(kept), "w") as screen:
@@ -167,7 +179,10 @@ def checked(ops: Sequence[Any]) -> list[OpReport]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny tensors: threads inside ops only cost
     try:
-        with without_torchs_warnings() as console, Progress(*Progress.get_default_columns(), console=console, transient=True) as bar:
+        with (
+            without_torchs_warnings() as console,
+            Progress(*Progress.get_default_columns(), console=console, transient=True) as bar,
+        ):
             task = bar.add_task("", total=len(ops))
             reports = []
             for report in check_ops(ops, lambda name: bar.update(task, description=name)):
@@ -178,8 +193,12 @@ def checked(ops: Sequence[Any]) -> list[OpReport]:
         torch.set_num_threads(threads)
 
 
-def command(patterns: Sequence[str], *, check: bool, file: str | None, as_json: bool, show: Callable[[str], None]) -> int:
-    """`shardc rules`: lists or checks, and returns the exit status. Raises ShardcError for patterns that match nothing."""
+def command(
+    patterns: Sequence[str], *, check: bool, file: str | None, as_json: bool, show: Callable[[str], None]
+) -> int:
+    """`shardc rules`: lists or checks, and returns the exit status. Raises ShardcError
+    for patterns that match nothing.
+    """
     before = set(RULES)
     if file:
         from shardc.cli import model_file
@@ -195,10 +214,16 @@ def command(patterns: Sequence[str], *, check: bool, file: str | None, as_json: 
     if file and not patterns:
         found = {op: r for op, r in found.items() if op in RULES and op not in before}
         if not found:
-            raise ShardcError(f"{file} registers no rule", where=file, fix="shardc.rule(op, ...) where the op is defined")
+            raise ShardcError(
+                f"{file} registers no rule", where=file, fix="shardc.rule(op, ...) where the op is defined"
+            )
     rows = [row(op, r) for op, r in found.items()]
     if not check:
-        show(json.dumps([asdict(r) for r in rows]) if as_json else rule_table(rows) + ("" if patterns or file else TAGGED))
+        show(
+            json.dumps([asdict(r) for r in rows])
+            if as_json
+            else rule_table(rows) + ("" if patterns or file else TAGGED)
+        )
         return 0
     started = time.perf_counter()
     reports = checked(list(found))

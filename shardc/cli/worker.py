@@ -27,11 +27,13 @@ from shardc.errors import ShardcError
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run. program: artifact folder. model: model reference. save, resume, log: folders, or "". quiet: no lines (--json).
+    """One run. program: artifact folder. model: model reference. save, resume, log: folders, or "". quiet: no lines
+    (--json).
 
-    progress: folder in which rank r keeps `rank<r>` (shardc.runtime.progress). result: file into which rank 0 writes the summary.
-    trust: run an edited artifact. routing: say how tokens are spread over experts. joined: the processes were started by torchrun or Slurm.
-    """
+    progress: folder in which rank r keeps `rank<r>` (shardc.runtime.progress). result: file into which rank 0 writes
+    the summary.
+    trust: run an edited artifact. routing: say how tokens are spread over experts. joined: the processes were started
+    by torchrun or Slurm."""
 
     program: str
     model: str
@@ -65,17 +67,28 @@ def run(job: Job) -> dict[str, Any]:
     program.resize = Resizer(file.on_meta, file.loss, {})
     note = Progress(Path(job.progress) / f"rank{os.environ.get('RANK', '0')}").note if job.progress else None
     engine = program.engine(
-        file.build, optimizer=file.optimizer or adamw, scheduler=file.scheduler, seed=job.seed, norm=True, routing=job.routing,
+        file.build,
+        optimizer=file.optimizer or adamw,
+        scheduler=file.scheduler,
+        seed=job.seed,
+        norm=True,
+        routing=job.routing,
         interpreter=functools.partial(Interpreter, note=note),
-    )  # fmt: skip
+    )
     if job.resume:
         engine.load(Path(job.resume) / "checkpoint")
     rank = engine.mesh.rank
     train = _Data.of(engine, file, "train", job.seed) if file.data else _Data(itertools.repeat(file.batch))
     valid = _Data.of(engine, file, "valid", job.seed) if file.data else None
     if train is None:
-        raise ShardcError("data('train') returns None", where=job.model, fix="return an iterable of global batches, or a torch Dataset of samples")
-    tokens = next((x.shape[0] * x.shape[1] for x in program.inputs if len(x.shape) > 1 and not x.dtype.is_floating_point), 0)
+        raise ShardcError(
+            "data('train') returns None",
+            where=job.model,
+            fix="return an iterable of global batches, or a torch Dataset of samples",
+        )
+    tokens = next(
+        (x.shape[0] * x.shape[1] for x in program.inputs if len(x.shape) > 1 and not x.dtype.is_floating_point), 0
+    )
     tokens = tokens or (program.inputs[0].shape[0] if program.inputs and program.inputs[0].shape else 1)
 
     lines, begin = [], time.perf_counter()
@@ -87,13 +100,21 @@ def run(job: Job) -> dict[str, Any]:
         print(f"note: {what}; let it begin anew there, or return a torch Dataset", file=sys.stderr)
     if job.save:
         engine.save(Path(job.save) / "checkpoint")
-        state.export_safetensors(Path(job.save) / "model.safetensors", program, engine.mesh, engine.wholes(), engine.buffers)
+        state.export_safetensors(
+            Path(job.save) / "model.safetensors", program, engine.mesh, engine.wholes(), engine.buffers
+        )
     held_out = _held_out(engine, valid)
     summary = {
-        "model": program.meta.get("model"), "mesh": dict(program.mesh.axes), "steps": len(lines), "seconds": round(seconds, 3),
-        "losses": [line["loss"] for line in lines], "held_out": held_out, "tokens_per_second": round(tokens * len(lines) / seconds, 1),
-        "peak_memory_mb": lines[-1]["memory_mb"] if lines else 0, "saved": job.save or None,
-    }  # fmt: skip
+        "model": program.meta.get("model"),
+        "mesh": dict(program.mesh.axes),
+        "steps": len(lines),
+        "seconds": round(seconds, 3),
+        "losses": [line["loss"] for line in lines],
+        "held_out": held_out,
+        "tokens_per_second": round(tokens * len(lines) / seconds, 1),
+        "peak_memory_mb": lines[-1]["memory_mb"] if lines else 0,
+        "saved": job.save or None,
+    }
     if job.log and rank == 0:
         (Path(job.log) / "summary.json").write_text(json.dumps(summary, indent=1))
     return summary
@@ -117,7 +138,9 @@ class _Data:
         return cls(found) if found is not None else None
 
     def rest(self, done: int, steps: int) -> Iterator[Any]:
-        """The batches of the next `steps` steps: of one epoch after the other, or those behind what `done` steps have seen."""
+        """The batches of the next `steps` steps: of one epoch after the other, or those behind what `done` steps have
+        seen.
+        """
         if self.local:
             return itertools.islice(itertools.chain.from_iterable(itertools.repeat(self.batches)), steps)
         return itertools.islice(iter(self.batches), done, done + steps)
@@ -129,9 +152,13 @@ def _steps(engine: Any, data: _Data, steps: int, tokens: int) -> Iterator[dict[s
         loss = engine.step(batch, local=data.local)
         value, norm = float(loss), float(engine.grad_norm) if engine.grad_norm is not None else 0.0
         line = {
-            "step": engine.step_count, "loss": value, "grad_norm": norm, "lr": lr,
-            "tokens_per_second": round(tokens / (time.perf_counter() - start), 1), "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
-        }  # fmt: skip
+            "step": engine.step_count,
+            "loss": value,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens_per_second": round(tokens / (time.perf_counter() - start), 1),
+            "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
+        }
         if engine.loads:
             line["experts"] = [dataclasses.asdict(x) for x in engine.loads]
         if engine.scaler is not None:
@@ -164,11 +191,15 @@ def _text(line: dict[str, Any]) -> str:
     return (
         f"step {line['step']:>5}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  {lr}"
         f"{line['tokens_per_second']:>9,.0f} tokens/s  {line['memory_mb']:,.0f} MiB"
-    ) + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "") + _spread(line.get("experts", ()))
+        + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
+        + _spread(line.get("experts", ()))
+    )
 
 
 def _spread(layers: Sequence[dict[str, Any]]) -> str:
-    """The experts' part of a step line: the least and the most tokens of an expert, the busiest rank, and drops, over all layers."""
+    """The experts' part of a step line: the least and the most tokens of an expert, the busiest rank, and drops, over
+    all layers.
+    """
     if not layers:
         return ""
     tokens = [n for x in layers for n in x["tokens"]]
@@ -184,7 +215,9 @@ def _shown(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dic
     elif sys.stdout.isatty():
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        with Progress(BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()) as bar:
+        with Progress(
+            BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+        ) as bar:
             task = bar.add_task("", total=job.steps)
             for line in lines:
                 bar.update(task, advance=1, description=_text(line))
@@ -204,7 +237,9 @@ def _held_out(engine: Any, data: _Data | None) -> float | None:
 
 
 def main(file: str) -> None:
-    """Run a job, and leave at once if it fails: a rank that waits in a destructor for its peers would hide the cause."""
+    """Run a job, and leave at once if it fails: a rank that waits in a destructor for its
+    peers would hide the cause.
+    """
     job = Job(**json.loads(Path(file).read_text()))
     try:
         summary = run(job)
@@ -215,7 +250,9 @@ def main(file: str) -> None:
     except BaseException as e:
         traceback.print_exc()
         sys.stderr.flush()
-        _tell_errors(job, [{"where": f"rank {os.environ.get('RANK', '0')}", "what": f"{type(e).__name__}: {e}", "fix": ""}])
+        _tell_errors(
+            job, [{"where": f"rank {os.environ.get('RANK', '0')}", "what": f"{type(e).__name__}: {e}", "fix": ""}]
+        )
         os._exit(1)
     if job.result and int(os.environ.get("RANK", "0")) == 0:
         Path(job.result).write_text(json.dumps(summary))
@@ -225,7 +262,9 @@ def main(file: str) -> None:
 
 
 def _tell_errors(job: Job, errors: list[dict[str, str]]) -> None:
-    """For --json: to the launcher, which prints those of the rank that failed first; under torchrun or Slurm, the first rank prints its own."""
+    """For --json: to the launcher, which prints those of the rank that failed first; under torchrun or Slurm, the first
+    rank prints its own.
+    """
     rank = os.environ.get("RANK", "0")
     if job.progress:
         (Path(job.progress) / f"errors{rank}.json").write_text(json.dumps(errors))

@@ -1,8 +1,8 @@
 """What one rank's step holds, computes and sends: the very engine runs it, alone, on tensors without data.
 
-So nothing is modelled twice: what autograd keeps, what a checkpoint computes again, when buckets are gathered, filled and freed, what a
-schedule keeps alive are what they are in training. Of many microbatches the first ones and the last are run; `shardc.cost.replay` puts the
-whole schedule together from their actions, as all others between are alike.
+So nothing is modelled twice: what autograd keeps, what a checkpoint computes again, when buckets are gathered, filled
+and freed, what a schedule keeps alive are what they are in training. Of many microbatches the first ones and the last
+are run; `shardc.cost.replay` puts the whole schedule together from their actions, as all others between are alike.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ OPS = 4000
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Of one rank. at: its coordinate on the pipeline's axis. resident: what is there before a step; before: what is done before the
-    first action (taking the batch); actions: (action, what it does) of those that were run; after: sums, norms; update."""
+    """Of one rank. at: its coordinate on the pipeline's axis. resident: what is there before a step; before: what is
+    done
+    before the first action (taking the batch); actions: (action, what it does) of those that were run; after: sums,
+    norms; update."""
 
     at: int
     rank: int
@@ -51,7 +53,9 @@ class Rehearsal:
     update: Part
 
 
-def rehearse(program: Program, at: int = 0, optimizer: OptimizerOf | None = None, *, cpu: bool = False, **options: Any) -> Rehearsal:
+def rehearse(
+    program: Program, at: int = 0, optimizer: OptimizerOf | None = None, *, cpu: bool = False, **options: Any
+) -> Rehearsal:
     """One step of a rank, the second one: the optimizer has its state. cpu: it runs on one. options: of Engine."""
     # tensors without data lie "on the CPU", where masks are made block by block; a GPU makes each at once
     blocks = mock.patch.object(rng, "_BLOCK", rng._BLOCK if cpu else sys.maxsize)
@@ -62,7 +66,9 @@ def rehearse(program: Program, at: int = 0, optimizer: OptimizerOf | None = None
         mesh = GhostMesh(program.mesh, rank_of(program.mesh, program.axis, at), ledger)
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _at_once(optimizer)
-        engine = _Engine(_told(program, names), _weights(program), make, mesh=mesh, interpreter=_Recorded, offload=offload, **options)
+        engine = _Engine(
+            _told(program, names), _weights(program), make, mesh=mesh, interpreter=_Recorded, offload=offload, **options
+        )
         recorded = engine._interpreter
         assert isinstance(recorded, _Recorded)
         recorded.ledger, recorded.buckets = ledger, engine._buckets
@@ -135,7 +141,9 @@ def _weights(program: Program) -> dict[str, Tensor]:
 
 
 def _at_once(make: OptimizerOf) -> OptimizerOf:
-    """An optimizer of torch's that is not told otherwise updates all parameters at once on a GPU, and one after the other on a CPU."""
+    """An optimizer of torch's that is not told otherwise updates all parameters at once on a GPU, and one after the
+    other on a CPU.
+    """
 
     def made(params: param_groups.Parameters) -> torch.optim.Optimizer:
         optimizer = make(params)
@@ -172,7 +180,12 @@ class _Recorded(Interpreter):
         names = {x.name for x in self.program.inputs}
         self.ledger.mark((x for given in values for name, x in given.items() if name in names), "inputs")
         last = max((a.microbatch for a in self.actions), default=0)
-        run = _Run(self, values, [a for a in self.actions if a.microbatch < self.microbatches - 1 or a.microbatch == last], around)
+        run = _Run(
+            self,
+            values,
+            [a for a in self.actions if a.microbatch < self.microbatches - 1 or a.microbatch == last],
+            around,
+        )
         run.go()
         self.found = run.found
         self.turn("sums")
@@ -229,7 +242,9 @@ def _step(engine: _Engine, recorded: _Recorded, batch: Any, microbatches: int) -
 
 
 def _carry(first: Part, before: Part, update: Part) -> None:
-    """What an update begins (ZeRO's gathers of updated parameters), the next step's forward waits for: it runs beside that step's beginning.
+    """What an update begins (ZeRO's gathers of updated parameters), the next step's forward waits for: it runs beside
+    that
+    step's beginning.
 
     first: the update of the step before, whose gathers take the place of those that this one's begins.
     """
@@ -245,7 +260,9 @@ def _begun(part: Part) -> list[Sent]:
 
 
 class _Engine(Engine):
-    """Notes where a step's backward ends and its update begins. .found: the parts of the last step after its actions."""
+    """Notes where a step's backward ends and its update begins. .found: the parts of the
+    last step after its actions.
+    """
 
     def _prove(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         """Tensors without data prove nothing."""
@@ -255,7 +272,9 @@ class _Engine(Engine):
         assert isinstance(recorded, _Recorded)
         ledger = recorded.ledger
         ledger.mark(self.buffers.values(), "buffers")
-        ledger.mark((p.grad for p in self.params.values()), "gradients", over=("temporaries", "communication", "activations"))
+        ledger.mark(
+            (p.grad for p in self.params.values()), "gradients", over=("temporaries", "communication", "activations")
+        )
         self.found = ledger.parts[-1], recorded.turn("update")
         super().update()
 

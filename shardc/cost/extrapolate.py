@@ -1,10 +1,11 @@
-"""Models of many layers from models of few: repeated layers are alike, so that what a step takes is linear in their number.
+"""Models of many layers from models of few: repeated layers are alike, so that what a step takes is linear in their
+number.
 
-    captured = shardc.capture.capture(model, batch)          126 layers
-    few, more = fewer(captured, 2), fewer(captured, 3)       compile and price these: quickly
-    of_layers(cost_few, cost_more, 2, 3, 126)                what the whole model takes
+captured = shardc.capture.capture(model, batch)          126 layers
+few, more = fewer(captured, 2), fewer(captured, 3)       compile and price these: quickly
+of_layers(cost_few, cost_more, 2, 3, 126)                what the whole model takes
 
-    before   h.0   h.1   h.2   h.3   ...   h.95  ln_f(h.95)        after (2)    h.0   h.1   ln_f(h.1)
+before   h.0   h.1   h.2   h.3   ...   h.95  ln_f(h.95)        after (2)    h.0   h.1   ln_f(h.1)
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from shardc.passes.pipeline.cuts import layer_of
 
 
 def layers(captured: Program) -> dict[str, list[str]]:
-    """The model's lists of layers that repeat, by name, each with its layers' numbers in the order in which they run."""
+    """The model's lists of layers that repeat, by name, each with its layers' numbers in
+    the order in which they run.
+    """
     found: dict[str, dict[str, None]] = {}
     for n in captured.graph.nodes:
         if n.op == "call_function" and (at := _at(n)) is not None:
@@ -32,10 +35,11 @@ def layers(captured: Program) -> dict[str, list[str]]:
 
 
 def fewer(captured: Program, count: int) -> Program:
-    """The captured program of the same model with `count` layers in every list of layers: those after them are left out.
+    """The captured program of the same model with `count` layers in every list of layers: those after them are left
+    out.
 
-    Raises ShardcError where layers are not alike, or something but the last one's successor uses what one of them makes.
-    """
+    Raises ShardcError where layers are not alike, or something but the last one's successor uses what one of them
+    makes."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(captured.graph, {}))
     for found, node in zip(captured.graph.nodes, copy.nodes, strict=True):
@@ -61,7 +65,9 @@ def fewer(captured: Program, count: int) -> Program:
             copy.erase_node(node)
     copy.lint()
     params = tuple(p for p in captured.params if p.name not in gone)
-    return replace(captured, graph=copy, params=params, buffers=tuple(b for b in captured.buffers if b.name not in gone))
+    return replace(
+        captured, graph=copy, params=params, buffers=tuple(b for b in captured.buffers if b.name not in gone)
+    )
 
 
 def _at(node: fx.Node) -> tuple[str, str] | None:
@@ -83,14 +89,18 @@ def _cut(graph: fx.Graph, name: str, numbers: list[str], count: int) -> None:
     for node, instead in zip(last, stays, strict=False):
         outside = [u for u in node.users if _at(u) is None or _at(u)[0] != name]  # type: ignore[index]
         if outside and (len(last) != len(stays) or node.target != instead.target):
-            what = f"layers {numbers[-1]} and {numbers[count - 1]} of {name} are not alike: {len(last)} and {len(stays)} ops"
+            what = (
+                f"layers {numbers[-1]} and {numbers[count - 1]} of {name} are not alike: {len(last)} and"
+                f" {len(stays)} ops"
+            )
             raise ShardcError(what, where=name, fix="price the whole model")
         for u in outside:
             u.replace_input_with(node, instead)
 
 
 def of_layers(few: Cost, more: Cost, layers_few: int, layers_more: int, number: int) -> RankCost:
-    """What a rank takes of a model of `number` layers, given what it takes of two models of fewer. Costs without a pipeline.
+    """What a rank takes of a model of `number` layers, given what it takes of two models of fewer. Costs without a
+    pipeline.
 
     Memory by kind is that at the peak; curves are the larger model's own.
     """
@@ -106,4 +116,12 @@ def of_layers(few: Cost, more: Cost, layers_few: int, layers_more: int, number: 
     kinds = lines(a.memory.kinds, b.memory.kinds)
     resident, host = lines(a.memory.resident, b.memory.resident), round(line(a.memory.host, b.memory.host))
     memory = Memory(kinds, b.memory.part, b.memory.op, resident, b.memory.curve, host)
-    return RankCost(b.at, b.rank, memory, round(line(a.flops, b.flops)), lines(a.comm, b.comm), line(a.seconds, b.seconds), line(a.waited, b.waited))
+    return RankCost(
+        b.at,
+        b.rank,
+        memory,
+        round(line(a.flops, b.flops)),
+        lines(a.comm, b.comm),
+        line(a.seconds, b.seconds),
+        line(a.waited, b.waited),
+    )

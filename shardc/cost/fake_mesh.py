@@ -60,7 +60,9 @@ class GhostMesh(RankMesh):
     def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor:
         return torch.empty_like(parts)
 
-    def _all_to_all_rows(self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str) -> Tensor:
+    def _all_to_all_rows(
+        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    ) -> Tensor:
         return x.new_empty((sum(received), *x.shape[1:]))
 
     def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
@@ -75,6 +77,8 @@ class GhostMesh(RankMesh):
 
 
 def rank_of(mesh: Mesh, axis: str, coordinate: int) -> int:
-    """The rank that is looked at, of those at one coordinate of the pipeline's axis: the last, as first ones keep what others make anew."""
+    """The rank that is looked at, of those at one coordinate of the pipeline's axis: the last, as first ones keep what
+    others make anew.
+    """
     coords: dict[str, Any] = {a: mesh.size(a) - 1 for a in mesh.names}
     return mesh.rank({**coords, axis: coordinate} if axis else coords)

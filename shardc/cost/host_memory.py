@@ -1,7 +1,9 @@
-"""What a step keeps outside of its device, where the CPU plays the device's part: copies are made as they are on a GPU, at once.
+"""What a step keeps outside of its device, where the CPU plays the device's part: copies are made as they are on a GPU,
+at
+once.
 
-`host` is told how to make a tensor that lies outside, so that whoever counts counts it apart: shardc.cost.dry_run, and the tests.
-"""
+`host` is told how to make a tensor that lies outside, so that whoever counts counts it apart: shardc.cost.dry_run, and
+the tests."""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Host = Callable[[Callable[[], Tensor]], Tensor]
 
 
 def offload(host: Host, *, cpu: bool = False) -> Callable[[Mapping[str, Any], Any], Offload]:
-    """What makes an engine's `data.offload`. cpu: the device is one: its homes are worked on in place, and its own memory is no other place."""
+    """What makes an engine's `data.offload`. cpu: the device is one: its homes are worked on in place, and its own
+    memory is no other place.
+    """
     return lambda asked, mesh: _Offload(asked, mesh, host, cpu)
 
 

@@ -1,4 +1,6 @@
-"""`program.cost(device)`: what a step takes: memory, operations, communication, time. From the program alone: nothing is computed."""
+"""`program.cost(device)`: what a step takes: memory, operations, communication, time. From the program alone: nothing
+is computed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from shardc.runtime.step.engine import OptimizerOf
 class RankCost:
     """Of one rank, and of all that have its stages. at: its coordinate on the pipeline's axis; rank: its number.
 
-    flops: of its matrix products, forward, backward and what is computed again. comm: {(axis, kind): bytes} of whole tensors, as in CommRecord.
+    flops: of its matrix products, forward, backward and what is computed again. comm: {(axis, kind): bytes} of whole
+    tensors, as in CommRecord.
     seconds: in which it computes; waited: in which it waits for collectives.
     """
 
@@ -39,10 +42,12 @@ class RankCost:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step. ranks: one for each coordinate of the pipeline's axis. memory, flops, comm: of the rank that has most of it.
+    """Of one step. ranks: one for each coordinate of the pipeline's axis. memory, flops, comm: of the rank that has
+    most
+    of it.
 
-    step_seconds: with overlap as the program has it: buckets beside backward, gathers ahead of their use. bubble: share of time in which
-    ranks wait for other stages.
+    step_seconds: with overlap as the program has it: buckets beside backward, gathers ahead of their use. bubble: share
+    of time in which ranks wait for other stages.
     """
 
     device: Device
@@ -71,11 +76,15 @@ class Cost:
 
     @cached_property
     def symbolic(self) -> Symbolic:
-        """Closed forms in the model's sizes, as sympy expressions. Raises ShardcError where two sizes are the same number."""
+        """Closed forms in the model's sizes, as sympy expressions. Raises ShardcError where two sizes are the same
+        number.
+        """
         return self.forms()
 
     def forms(self, **sizes: int) -> Symbolic:
-        """The same with sizes that are named: batch, sequence, hidden, heads, vocab, or any other name. See shardc.cost.symbolic."""
+        """The same with sizes that are named: batch, sequence, hidden, heads, vocab, or any other name. See
+        shardc.cost.symbolic.
+        """
         return symbolic(self.program, self.rehearsals, sizes)
 
 
@@ -87,7 +96,9 @@ def cost(program: Program, device: Device, optimizer: OptimizerOf | None, **opti
 
 
 def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehearsal], device: Device) -> Cost:
-    """The cost of a schedule from rehearsals of its ranks; they may have been made with another schedule of the same stages."""
+    """The cost of a schedule from rehearsals of its ranks; they may have been made with another schedule of the same
+    stages.
+    """
     ranks, ends = [], []
     of_stage: dict[tuple[str, int], float] = {}
     first = 0.0  # seconds of the first action: it may wait for the last update's gathers, and other stages wait for it
@@ -112,7 +123,9 @@ def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehe
     transfer = {}
     for e in program.edges:
         pair = tuple(_rank(program, schedule, s) for s in (e.source, e.target))
-        transfer[e.source, e.target] = device.comm_seconds("send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair)
+        transfer[e.source, e.target] = device.comm_seconds(
+            "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
+        )
     found = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer), program.edges)
     late = max(first - of_stage["F", 0], 0.0)
     return Cost(device, tuple(ranks), late + found.end + max(ends), found.bubble(), program, tuple(rehearsals))
@@ -132,4 +145,9 @@ def _costs(seconds: Mapping[tuple[str, int], float], stages: int, transfer: Mapp
     """A whole backward counts as the gradients of inputs."""
     every = range(stages)
     inputs = tuple(seconds.get(("I", s), seconds.get(("B", s), 0.0)) for s in every)
-    return Costs(tuple(seconds.get(("F", s), 0.0) for s in every), inputs, tuple(seconds.get(("W", s), 0.0) for s in every), transfer)
+    return Costs(
+        tuple(seconds.get(("F", s), 0.0) for s in every),
+        inputs,
+        tuple(seconds.get(("W", s), 0.0) for s in every),
+        transfer,
+    )

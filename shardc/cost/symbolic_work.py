@@ -1,7 +1,8 @@
-"""Closed forms of what a microbatch computes and sends: of the rehearsal's products of matrices and collectives, by layer.
+"""Closed forms of what a microbatch computes and sends: of the rehearsal's products of matrices and collectives, by
+layer.
 
-A product's flops are twice its result's elements times what is summed over; both are read back from the sizes of the op that it belongs
-to. A collective's bytes are those of the node that it belongs to, or of the parameters of its bucket.
+A product's flops are twice its result's elements times what is summed over; both are read back from the sizes of the op
+that it belongs to. A collective's bytes are those of the node that it belongs to, or of the parameters of its bucket.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def computed(r: Rehearsal, names: Names, nodes: Mapping[str, fx.Node]) -> Sums:
 
 
 def sent(program: Program, r: Rehearsal, names: Names, nodes: Mapping[str, fx.Node]) -> dict[tuple[str, str], Sums]:
-    """{(axis, kind): bytes of whole tensors} of a step whose microbatches all are as the first: what is sent once a step is among it."""
+    """{(axis, kind): bytes of whole tensors} of a step whose microbatches all are as the first: what is sent once a
+    step is among it.
+    """
     found: dict[tuple[str, str], Sums] = {}
     once = [w for part in (r.before, r.after, r.update) for w in part.work]
     for record in (w.record for w in (*_first(r), *once) if isinstance(w, Sent)):
@@ -53,7 +56,9 @@ def _layer(node: fx.Node | None) -> tuple[str, str] | None:
     return layer_of(node.meta.get("source", Source()).module) if node is not None else None
 
 
-def _bytes(program: Program, record: CommRecord, names: Names, nodes: Mapping[str, fx.Node]) -> Iterable[tuple[tuple[str, str] | None, Expr]]:
+def _bytes(
+    program: Program, record: CommRecord, names: Names, nodes: Mapping[str, fx.Node]
+) -> Iterable[tuple[tuple[str, str] | None, Expr]]:
     """By layer."""
     bucket = next((b for i, b in enumerate(program.buckets) if f"bucket{i}" == record.tag), None)
     if bucket is not None:
@@ -72,7 +77,9 @@ def _bytes(program: Program, record: CommRecord, names: Names, nodes: Mapping[st
 
 
 def _of_element(bucket: Bucket, ratio: float, widths: set[int], names: Names, program: Program) -> Expr:
-    """Bytes for each of a bucket's elements: all of one, or the part of it that ZeRO leaves a rank. Padding makes it a little more."""
+    """Bytes for each of a bucket's elements: all of one, or the part of it that ZeRO leaves a rank. Padding makes it a
+    little more.
+    """
     widths |= {bucket.dtype.itemsize, *([bucket.compute.itemsize] if bucket.compute is not None else [])}
     forms = [(float(w), Integer(w)) for w in widths]
     if bucket.zero and bucket.shard:

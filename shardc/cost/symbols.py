@@ -67,16 +67,23 @@ class Names:
         alike = [f"{' and '.join(each)} are both {n}" for n, each in by_number.items() if len(each) > 1 and n > 1]
         if alike:
             what = f"sizes cannot be told apart by their numbers: {'; '.join(alike)}"
-            raise ShardcError(what, where="cost.symbolic", fix="compile for sizes that differ (a batch of 5), or name them: cost.forms(...)")
+            raise ShardcError(
+                what,
+                where="cost.symbolic",
+                fix="compile for sizes that differ (a batch of 5), or name them: cost.forms(...)",
+            )
         single = [
-            f"{name_of(x.path)}, {whole} over {program.mesh}" for x in program.inputs
-            for here, whole in zip(x.layout.local_shape(x.shape, program.mesh), x.shape, strict=True) if here == 1 < whole
-        ]  # fmt: skip
+            f"{name_of(x.path)}, {whole} over {program.mesh}"
+            for x in program.inputs
+            for here, whole in zip(x.layout.local_shape(x.shape, program.mesh), x.shape, strict=True)
+            if here == 1 < whole
+        ]
         if single:
             raise ShardcError(
-                f"each rank has one of {single[0]}: a size of 1 says nothing about what it is", where="cost.symbolic",
+                f"each rank has one of {single[0]}: a size of 1 says nothing about what it is",
+                where="cost.symbolic",
                 fix="compile for a larger batch",
-            )  # fmt: skip
+            )
         self.known = {n: self._symbol(name) for name, n in found.items() if n > 1}
         self.sizes = {self._symbol(name): n for name, n in found.items()}
         self.sizes |= {self._symbol(a): n for a, n in program.mesh.axes}
@@ -133,7 +140,9 @@ class Names:
         return found * sympy.Rational(held.nbytes, max(whole, 1))
 
     def elements(self, shape: Sequence[int], node: fx.Node | None) -> Expr:
-        """The product of sizes of a tensor of a node: they are those of what the op takes and makes, on this rank; or products of them."""
+        """The product of sizes of a tensor of a node: they are those of what the op takes and makes, on this rank; or
+        products of them.
+        """
         known = self._around(node)
         return reduce(lambda a, b: a * b, (known.get(n, self.size(n)) for n in shape), Integer(1))
 
@@ -146,7 +155,9 @@ class Names:
         return self.size(n)
 
     def _around(self, node: fx.Node | None) -> dict[int, Expr]:
-        """What the numbers are that a node's tensors have as sizes on this rank, and products of sizes that lie beside each other."""
+        """What the numbers are that a node's tensors have as sizes on this rank, and products of sizes that lie beside
+        each other.
+        """
         known: dict[int, Expr] = {1: Integer(1)}
         collective: Collective | None = node.meta.get("collective") if node is not None else None
         if collective is not None:  # what is gathered comes as a stack of parts
@@ -165,7 +176,9 @@ class Names:
 
 
 def _detected(program: Program) -> dict[str, int]:
-    """Batch and sequence: of the inputs; vocab and hidden: of the first look-up, or hidden of the first product; heads: of attention."""
+    """Batch and sequence: of the inputs; vocab and hidden: of the first look-up, or hidden of the first product; heads:
+    of attention.
+    """
     found: dict[str, int] = {}
     wide = sorted((x for x in program.inputs if x.shape), key=lambda x: x.dtype.is_floating_point)
     if wide:
@@ -181,6 +194,10 @@ def _detected(program: Program) -> dict[str, int]:
             if name == "linear" and "hidden" not in found:
                 found["hidden"] = given[1].shape[1]
             v = values(n)[0]
-            if name in ("scaled_dot_product_attention", "softmax", "_softmax") and len(v.shape) == 4 and "heads" not in found:
+            if (
+                name in ("scaled_dot_product_attention", "softmax", "_softmax")
+                and len(v.shape) == 4
+                and "heads" not in found
+            ):
                 found["heads"] = v.shape[1]
     return {k: n for k, n in found.items() if n > 1}

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-#: The axis of microbatches, which run one after the other (shardc.passes.accumulate): they add up, and nobody gathers what others have.
+#: The axis of microbatches, which run one after the other (shardc.passes.accumulate): they add up, and nobody gathers
+#: what others have.
 MICROBATCH = "microbatch"
 
 
@@ -19,8 +20,8 @@ class Mesh:
     >>> m.world, m.size("tp"), m.coords(5), m.rank({"dp": 1, "tp": 1})
     (8, 4, {'dp': 1, 'tp': 1}, 5)
 
-    An axis may be seen as several digits ("tp" as "tp.0" × "tp.1", outermost first; see `refine`): its own name then stands
-    for all of them wherever an axis is named.
+    An axis may be seen as several digits ("tp" as "tp.0" × "tp.1", outermost first; see `refine`): its own name then
+    stands for all of them wherever an axis is named.
 
     >>> m.refine("tp", 2).axes
     (('dp', 2), ('tp.0', 2), ('tp.1', 2))
@@ -71,7 +72,9 @@ class Mesh:
         return f"{axis}[{','.join(map(str, coordinates))}]"
 
     def among(self, axis: str) -> tuple[str, tuple[int, ...]]:
-        """The axis in the mesh and its coordinates that an axis consists of: what `some` put together; all of any other."""
+        """The axis in the mesh and its coordinates that an axis consists of: what `some` put together; all of any
+        other.
+        """
         whole, bracket, inside = axis.partition("[")
         return whole, tuple(map(int, inside[:-1].split(","))) if bracket else tuple(range(self.size(axis)))
 
@@ -115,7 +118,9 @@ class Mesh:
         return all(at[whole] in some for whole, some in (self.among(part) for a in axes for part in self.parts(a)))
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only in `axes` (it is one of them), in the order of those axes in the mesh."""
+        """The ranks that differ from `rank` only in `axes` (it is one of them), in the
+        order of those axes in the mesh.
+        """
         wanted = dict(self.among(part) for a in axes for part in self.parts(a))
         mine = self.coords(rank)
         found = [rank - sum(mine[a] * self.stride(a) for a in wanted)]

@@ -1,8 +1,8 @@
 """How one value lies on a mesh: the placements of DESIGN 2.1, and the arithmetic of cutting and joining tensors.
 
 On every mesh axis a value is `Replicate`, `Shard`, `Partial` or `Varying`; a `Layout` gives the placement on each axis.
-A shard is an *absolute digit*: the global dim is seen as [split, axis size, rest] and the middle digit is spread over the
-axis. Axes that share a dim must hold disjoint digits; then they can be cut and gathered in any order.
+A shard is an *absolute digit*: the global dim is seen as [split, axis size, rest] and the middle digit is spread over
+the axis. Axes that share a dim must hold disjoint digits; then they can be cut and gathered in any order.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Shard:
     dim: dimension of the global tensor, >= 0.
     split: product of the major digits; 1 is the plain case, 3 a fused q|k|v weight.
     sections: sizes of concatenated parts of the dim, each of which is split on its own (then split is 1).
-    padding, blocks: for sizes that do not divide. The dim is seen as [blocks, size/blocks], and so many elements are put behind
-    each block; split counts in the padded dim. Parameters are padded by zeros, inputs by copies of their first entries, and the
-    gradient of padding is zero; elsewhere padding may hold any finite number: what sums it away sets it to zero first.
-    """
+    padding, blocks: for sizes that do not divide. The dim is seen as [blocks, size/blocks], and so many elements are
+    put behind each block; split counts in the padded dim. Parameters are padded by zeros, inputs by copies of their
+    first entries, and the gradient of padding is zero; elsewhere padding may hold any finite number: what sums it away
+    sets it to zero first."""
 
     dim: int
     split: int = 1
@@ -103,7 +103,7 @@ class Layout:
         return shard.split // math.prod(outer)
 
     def fits(self, shape: Sequence[int], mesh: Mesh) -> str:
-        """"" if every shard divides its dim and digits are disjoint; else what is wrong."""
+        """ "" if every shard divides its dim and digits are disjoint; else what is wrong."""
         for axis, s in self.shards():
             n = mesh.size(axis)
             if s.dim >= len(shape):
@@ -126,7 +126,9 @@ class Layout:
                     return f"{axis} and {other} take the same part of dim {s.dim}"
         return ""
 
-    def local(self, tensor: torch.Tensor, mesh: Mesh, coords: Mapping[str, int], *, copies: bool = False) -> torch.Tensor:
+    def local(
+        self, tensor: torch.Tensor, mesh: Mesh, coords: Mapping[str, int], *, copies: bool = False
+    ) -> torch.Tensor:
         """This rank's part of a global tensor (a view where possible). Ignores Partial and Varying.
 
         Padding is zeros, or copies of what the dim begins with.
@@ -155,8 +157,12 @@ class Layout:
             whole = trim(whole, s)
         return whole
 
-    def boxes(self, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[tuple[int, int, int], ...]]:
-        """This rank's part as boxes, each a tuple per dim of (local start, global start, length). Padding is in none."""
+    def boxes(
+        self, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]
+    ) -> Iterator[tuple[tuple[int, int, int], ...]]:
+        """This rank's part as boxes, each a tuple per dim of (local start, global start,
+        length). Padding is in none.
+        """
         runs: list[list[tuple[int, int, int]]] = []
         for dim, size in enumerate(shape):
             digits = [(s, mesh.size(axis), coords[axis]) for axis, s in self.shards(dim) if mesh.size(axis) > 1]
@@ -171,12 +177,21 @@ def _digits(axis: str, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, 
     """What a placement on an axis means for each of the digits that it consists of."""
     outer = 1
     for part in mesh.parts(axis):
-        yield part, replace(placement, split=placement.split * outer) if isinstance(placement, Shard) and outer > 1 else placement
+        yield (
+            part,
+            (
+                replace(placement, split=placement.split * outer)
+                if isinstance(placement, Shard) and outer > 1
+                else placement
+            ),
+        )
         outer *= mesh.size(part)
 
 
 def _runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int, int]]:
-    """(local start, global start, length) of the stretches of a dim that one rank holds. digits: (shard, ranks, this rank's)."""
+    """(local start, global start, length) of the stretches of a dim that one rank holds. digits: (shard, ranks, this
+    rank's).
+    """
     pad = digits[0][0] if digits else Shard(0)
     block = size // pad.blocks + pad.padding
     found = [(0, pad.padded(size))]
@@ -189,14 +204,18 @@ def _runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, in
             free = s.split // before  # digits between that axis and this one: every value of them is held
             found = [
                 (start + f * (length // free) + i * (length // free // n), length // free // n)
-                for start, length in found for f in range(free)
-            ]  # fmt: skip
+                for start, length in found
+                for f in range(free)
+            ]
             before = s.split * n
     merged: list[tuple[int, int, int]] = []
     local = 0
     for padded_start, held in found:
         inside = padded_start % block  # a stretch lies within one block
-        start, length = padded_start - padded_start // block * pad.padding, max(0, min(held, block - pad.padding - inside))
+        start, length = (
+            padded_start - padded_start // block * pad.padding,
+            max(0, min(held, block - pad.padding - inside)),
+        )
         if merged and merged[-1][1] + merged[-1][2] == start and merged[-1][0] + merged[-1][2] == local:
             merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + length)
         elif length:
@@ -238,7 +257,9 @@ def trim(x: torch.Tensor, s: Shard) -> torch.Tensor:
 
 
 def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
-    """Cut x, padded already, into the n parts of a shard: dim = [split, n, rest], part i keeps digit i. Views where possible."""
+    """Cut x, padded already, into the n parts of a shard: dim = [split, n, rest], part i keeps digit i. Views where
+    possible.
+    """
     d = shard.dim
     if n == 1:
         return [x]
@@ -268,18 +289,34 @@ def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
 
 
 DTYPES = {
-    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool", torch.complex64: "c64",
-    torch.complex128: "c128", torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5m2: "f8e5m2", torch.uint16: "u16",
-    torch.uint32: "u32", torch.uint64: "u64",
-}  # fmt: skip
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.float8_e4m3fn: "f8e4m3fn",
+    torch.float8_e5m2: "f8e5m2",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
+}
 
 
 def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
-    """A value's type as programs print it: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3), `f32[8, 510+2@tp]`, `f32[8, 512] +tp ~dp`."""
+    """A value's type as programs print it: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3), `f32[8, 510+2@tp]`, `f32[8,
+    512] +tp ~dp`.
+    """
     dims = []
     for d, size in enumerate(shape):
-        # an axis with sections first: the sizes say what it splits; then by digit, and the first digit is said by the sizes too
+        # an axis with sections first: the sizes say what it splits; then by digit, and the first digit is said by the
+        # sizes too
         axes = sorted(layout.shards(d), key=lambda item: (not item[1].sections, item[1].split))
         text = str(size)
         for i, (axis, s) in enumerate(axes):

@@ -1,13 +1,15 @@
 """The compiled program: a value. It prints, saves and loads, and needs no process group, weights or devices to exist.
 
 A `Program` holds fx graphs whose nodes carry typed metadata (`Value`, `Source`, `Collective`) and the layouts of
-parameters, buffers and inputs. The *global* graph is the model as one device runs it; a *stage*'s graph is what one rank runs.
+parameters, buffers and inputs. The *global* graph is the model as one device runs it; a *stage*'s graph is what one
+rank runs.
 
 Conventions of both graphs
     placeholders   `mesh` (a runtime mesh) and `rng` (a runtime random state) first, then one for every entry of `params`,
-                   `buffers` and `inputs`, in that order, named as their `.name`. The stages of a pipeline take only those that
-                   they use, and after them the values of other stages: placeholders with a `collective`.
-    call_function  every other op: `torch.ops.*` overloads, `operator.getitem`, or functions of `shardc.runtime.ops`, which
+                   `buffers` and `inputs`, in that order, named as their `.name`. The stages of a pipeline take only
+                   those that they use, and after them the values of other stages: placeholders with a `collective`.
+    call_function  every other op: `torch.ops.*` overloads, `operator.getitem`, or functions of `shardc.runtime.ops`,
+    which
                    take `mesh` / `rng` explicitly. Nothing in a graph depends on a global.
     output         `(loss, (new value of every buffer with updated=True, in order))`; of a pipeline's stage
                    `(loss or None, (new values of the buffers in its .updates), (what other stages take))`
@@ -18,7 +20,7 @@ Node metadata (all of it: passes may rely on these keys only)
     node.meta["through"]     names of modules that give this value as they take it (Dropout(0.0)), in the global graph
     node.meta["region"]      name of the innermost Region that a stage's op is in; "kept": names of those of its regions that keep its result;
                              "again": how often backward repeats it, on collectives
-"""
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Source:
-    """Where an op came from. module: FQN in the user's model ("" = the root); line: "file.py:31"; code: that line's text.
+    """Where an op came from. module: FQN in the user's model ("" = the root); line: "file.py:31"; code: that line's
+    text.
 
     calls: "FQN@n" for every module on the way that had been called n times before (not in the program's text).
     """
@@ -87,7 +90,8 @@ class Source:
 class Collective:
     """One communicating op of the program.
 
-    kind: what forward runs: all_reduce | all_gather | reduce_scatter | all_to_all | none; backward: what its gradient runs.
+    kind: what forward runs: all_reduce | all_gather | reduce_scatter | all_to_all | none; backward: what its gradient
+    runs.
     axes: mesh axes it runs over. bytes: per rank, of the whole (gathered or reduced) local tensor, per direction.
     cause: the spec line that asked for it and why, e.g. "spec.yaml:9 '*.o_proj: row'".
     """
@@ -105,8 +109,10 @@ class Param:
     """A trainable or frozen parameter. Tied parameters are one Param with several names.
 
     name: its placeholder in the graphs. fqn: the first of its names in the model; aliases: the others.
-    shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed (the `vary` lifted out).
-    order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 = none.
+    shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed (the `vary` lifted
+    out).
+    order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 =
+    none.
     stages: of a pipeline: those that use it, whose ranks have it.
     """
 
@@ -131,7 +137,8 @@ class Param:
 class Buffer:
     """A buffer (running statistics, masks) or a constant tensor of the graph.
 
-    updated: the step computes a new value for it; adds: each microbatch a summand of it. persistent: it is in the state_dict.
+    updated: the step computes a new value for it; adds: each microbatch a summand of it. persistent: it is in the
+    state_dict.
     constant: the tensor itself, for constants that capture lifted out of the code (they have no name in the model).
     stages: of a pipeline: those that use it, whose ranks have it.
     """
@@ -155,12 +162,13 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor of the batch. path: how to reach it in the user's batch, e.g. ("input_ids",) or (0, "mask"); () = the batch itself.
+    """One tensor of the batch. path: how to reach it in the user's batch, e.g. ("input_ids",) or (0, "mask"); () = the
+    batch itself.
 
     microbatch: how a rank's part of it is cut into the step's microbatches; None = each gets all of it.
 
-    A batch is a dict (keyword arguments), tuple or tensor, possibly nested; leaves that are no tensors are baked into the graph.
-    """
+    A batch is a dict (keyword arguments), tuple or tensor, possibly nested; leaves that are no tensors are baked into
+    the graph."""
 
     name: str
     path: tuple[str | int, ...]
@@ -181,12 +189,15 @@ class Bucket:
     axes: over which gradients are summed; () = they need no sum, or there are none. dtype: of the sums.
     params: names in the order in which backward finishes them; local parts of one dtype.
     shard: the data axis over which the flat buffer is cut into one part a rank; "" = nothing is cut.
-    zero: what is kept cut: 1 the optimizer's state, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020, "ZeRO"); 0 = nothing.
-    compute: dtype in which the whole parameters are held or gathered, where all ops want another one than is stored; None = as stored.
-    prefetch: at zero 3, how many buckets are gathered ahead of their use in backward. (Forward's gathers stand in the graph.)
+    zero: what is kept cut: 1 the optimizer's state, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020,
+    "ZeRO"); 0 = nothing.
+    compute: dtype in which the whole parameters are held or gathered, where all ops want another one than is stored;
+    None = as stored.
+    prefetch: at zero 3, how many buckets are gathered ahead of their use in backward. (Forward's gathers stand in the
+    graph.)
     keep: at zero 3, what is gathered is kept, and gradients are not summed, until the last backward of a step.
-    stages: of a pipeline: those that use its parameters. late: other ranks' stages do too, and the sum is begun after all backwards:
-        the ranks do not get there at the same time.
+    stages: of a pipeline: those that use its parameters. late: other ranks' stages do too, and the sum is begun after
+        all backwards: the ranks do not get there at the same time.
     """
 
     axes: tuple[str, ...]
@@ -203,12 +214,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Region:
-    """Ops whose results are computed again in backward, so that they need not be kept (shardc.passes.checkpoint, shardc.runtime.step.recompute).
+    """Ops whose results are computed again in backward, so that they need not be kept (shardc.passes.checkpoint,
+    shardc.runtime.step.recompute).
 
-    name: the FQN of the module, with the number of its call after the first ("encoder.layer@2"). parent: name of the region around it.
+    name: the FQN of the module, with the number of its call after the first ("encoder.layer@2"). parent: name of the
+    region around it.
     offload: what it keeps lies on the CPU until backward. cause: the spec line.
-    kept, dropped: bytes of one rank that it holds until backward, and that it need not; again: collectives that backward repeats.
-    """
+    kept, dropped: bytes of one rank that it holds until backward, and that it need not; again: collectives that
+    backward repeats."""
 
     name: str
     parent: str = ""
@@ -233,7 +246,11 @@ class Stage:
     @property
     def takes(self) -> tuple[str, ...]:
         """The params, buffers and inputs among its placeholders."""
-        return tuple(n.name for n in self.graph.find_nodes(op="placeholder") if "collective" not in n.meta and n.meta.get("value") is not None)
+        return tuple(
+            n.name
+            for n in self.graph.find_nodes(op="placeholder")
+            if "collective" not in n.meta and n.meta.get("value") is not None
+        )
 
     @property
     def receives(self) -> dict[str, Value]:
@@ -270,10 +287,12 @@ class Edge:
 class Program:
     """See the module docstring. `graph` is the global graph; `stages` is empty until partition has run.
 
-    microbatches: a step runs the stages so many times, each time on its part of every input, and adds losses and gradients up.
-    counts: what is run on all microbatches before; output `(summands, ())`, whose sums over microbatches `ops.total(mesh, i)` are.
-    axis: mesh axis over which the stages are spread; "" = there is one stage, on every rank. schedule: who runs which of them when.
-    """
+    microbatches: a step runs the stages so many times, each time on its part of every input, and adds losses and
+    gradients up.
+    counts: what is run on all microbatches before; output `(summands, ())`, whose sums over microbatches
+    `ops.total(mesh, i)` are.
+    axis: mesh axis over which the stages are spread; "" = there is one stage, on every rank. schedule: who runs which
+    of them when."""
 
     mesh: Mesh
     graph: fx.Graph
@@ -286,11 +305,15 @@ class Program:
     counts: Stage | None = None
     spec: Spec | None = None
     notes: tuple[str, ...] = ()  # what a user should know: gathers nobody asked for, replicated ops, ...
-    meta: dict[str, Any] = field(default_factory=dict)  # JSON-able facts for the manifest: model name, versions, seconds
+    meta: dict[str, Any] = field(
+        default_factory=dict
+    )  # JSON-able facts for the manifest: model name, versions, seconds
     axis: str = ""
     schedule: Schedule | None = None
     regions: tuple[Region, ...] = ()  # outer ones before those in them
-    resize: Callable[[Program, Any], Program] | None = field(default=None, compare=False, repr=False)  # for a batch of fewer rows; not saved
+    resize: Callable[[Program, Any], Program] | None = field(
+        default=None, compare=False, repr=False
+    )  # for a batch of fewer rows; not saved
 
     @property
     def stored(self) -> tuple[Param | Buffer | Input, ...]:
@@ -321,11 +344,15 @@ class Program:
         return tuple(Edge(*pair, tuple(each), tuple(each.values())) for pair, each in sorted(found.items()))
 
     def holders(self, x: Param | Buffer) -> tuple[int, ...]:
-        """The coordinates on the pipeline's axis whose ranks have a parameter or buffer, sorted; () without a pipeline."""
+        """The coordinates on the pipeline's axis whose ranks have a parameter or buffer,
+        sorted; () without a pipeline.
+        """
         return tuple(sorted({self.schedule.placement[s] for s in x.stages})) if self.schedule is not None else ()
 
     def sharing(self, p: Param) -> str:
-        """The axis (shardc.ir.mesh) over which several coordinates have copies of a parameter; "" if one has it, or all alike."""
+        """The axis (shardc.ir.mesh) over which several coordinates have copies of a parameter; "" if one has it, or all
+        alike.
+        """
         at = self.holders(p)
         return self.mesh.some(self.axis, at) if len(at) > 1 else ""
 
@@ -348,7 +375,9 @@ class Program:
             while todo:
                 n = todo.pop()
                 value = n.meta.get("value")
-                if n not in found and any(v.requires_grad for v in (value if isinstance(value, tuple) else (value,)) if v is not None):
+                if n not in found and any(
+                    v.requires_grad for v in (value if isinstance(value, tuple) else (value,)) if v is not None
+                ):
                     found.add(n)
                     todo += _operands(n)
         return frozenset(n.name for n in found if n.op == "placeholder")
@@ -364,13 +393,18 @@ class Program:
             return replace(x, layout=layouts[x.name]) if x.name in layouts else x
 
         return replace(
-            self, params=tuple(map(put, self.params)), buffers=tuple(map(put, self.buffers)), inputs=tuple(map(put, self.inputs))
+            self,
+            params=tuple(map(put, self.params)),
+            buffers=tuple(map(put, self.buffers)),
+            inputs=tuple(map(put, self.inputs)),
         )
 
     # --- running it: in each process of torchrun, or as the one process of a one-rank mesh
 
     def engine(self, model: Any, optimizer: Any = ..., seed: int = 0, **options: Any) -> Engine:
-        """A training loop for this rank. See shardc.runtime.step.engine.Engine. optimizer: default AdamW(3e-4); None: nothing is updated."""
+        """A training loop for this rank. See shardc.runtime.step.engine.Engine. optimizer: default AdamW(3e-4); None:
+        nothing is updated.
+        """
         from shardc.runtime.step.engine import Engine, adamw
 
         return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
@@ -390,23 +424,30 @@ class Program:
         return text(self)
 
     def save(self, folder: str | Path) -> None:
-        """Write the artifact: readable Python, layouts, manifest; no pickle. `shardc.load` reads it. See shardc.artifact."""
+        """Write the artifact: readable Python, layouts, manifest; no pickle. `shardc.load` reads it. See
+        shardc.artifact.
+        """
         from shardc.artifact import save
 
         save(self, folder)
 
     def verify(self, *, seed: int = 0) -> Report:
-        """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`. See shardc.verify."""
+        """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`. See
+        shardc.verify.
+        """
         from shardc.verify import verify
 
         return verify(self, seed=seed)
 
-    def cost(self, device: str | Path | Device = "h100-80g", *, optimizer: Any = None, clip_norm: float | None = None) -> Cost:
-        """What a step takes on each rank: `.memory` (`.peak` in bytes, by kind, the op at the peak), `.flops`, `.comm` {(axis, kind): bytes},
-        `.step_seconds`; `.symbolic`: closed forms. No weights, devices or processes are needed. See shardc.cost.
+    def cost(
+        self, device: str | Path | Device = "h100-80g", *, optimizer: Any = None, clip_norm: float | None = None
+    ) -> Cost:
+        """What a step takes on each rank: `.memory` (`.peak` in bytes, by kind, the op at the peak), `.flops`, `.comm`
+        {(axis, kind): bytes}, `.step_seconds`; `.symbolic`: closed forms. No weights, devices or processes are needed.
+        See shardc.cost.
 
-        device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device. optimizer: params -> torch optimizer;
-        default AdamW. clip_norm: of the engine. Raises ShardcError for a device that is not known.
+        device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device. optimizer: params ->
+        torch optimizer; default AdamW. clip_norm: of the engine. Raises ShardcError for a device that is not known.
         """
         from shardc.cost.device import device as described
         from shardc.cost.step import cost

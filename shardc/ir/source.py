@@ -25,8 +25,12 @@ from shardc.ir.program import Source as Source  # also found here
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*(?:\n\s*(.*))?')
 _STDLIB = (str(Path(contextlib.__file__).parent),)
-_PARTS = [find_spec(f"shardc.{name}") for name in ("passes", "runtime")]  # installed with us, but they may lie elsewhere
-_OURS = tuple(f"{Path(f).parent}/" for f in (torch.__file__, errors.__file__, *(p.origin for p in _PARTS if p and p.origin)))
+_PARTS = [
+    find_spec(f"shardc.{name}") for name in ("passes", "runtime")
+]  # installed with us, but they may lie elsewhere
+_OURS = tuple(
+    f"{Path(f).parent}/" for f in (torch.__file__, errors.__file__, *(p.origin for p in _PARTS if p and p.origin))
+)
 
 
 @cache
@@ -38,7 +42,9 @@ def is_users(filename: str) -> bool:
 
 
 def of_node(node: fx.Node, prefix: str = "model") -> Source:
-    """Module and line of an exported node. prefix: name under which the capture's wrapper module holds the user's model."""
+    """Module and line of an exported node. prefix: name under which the capture's wrapper module holds the user's
+    model.
+    """
     module, calls = "", tuple[str, ...]()
     stack = node.meta.get("nn_module_stack")
     if stack:
@@ -131,7 +137,10 @@ def trace_of_call() -> str | None:
     if (frame := _users_frame()) is None:
         return None
     name = frame.f_code.co_filename
-    return f'File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n    {linecache.getline(name, frame.f_lineno).strip()}'
+    return (
+        f'File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n   '
+        f" {linecache.getline(name, frame.f_lineno).strip()}"
+    )
 
 
 def _users_frame() -> FrameType | None:
@@ -155,5 +164,3 @@ def of_frame(frame: FrameType, line: int) -> Source:
     """A line of a frame."""
     name = frame.f_code.co_filename
     return Source("", f"{Path(name).name}:{line}", linecache.getline(name, line).strip())
-
-

@@ -45,7 +45,9 @@ def nodes_in(x: Any) -> Iterable[fx.Node]:
 
 
 def typed_key(x: Any) -> Any:
-    """Arguments of a call with types in the place of values (names for those without); hashable. Numbers keep apart what is equal: 1, 1.0, True."""
+    """Arguments of a call with types in the place of values (names for those without); hashable. Numbers keep apart
+    what is equal: 1, 1.0, True.
+    """
     if isinstance(x, fx.Node):
         value = x.meta.get("value")
         return x.name if value is None else value
@@ -58,7 +60,11 @@ def typed_key(x: Any) -> Any:
 
 def requires_grad(node: fx.Node) -> bool:
     value = node.meta.get("value")
-    return any(v.requires_grad for v in value if v is not None) if isinstance(value, tuple) else bool(value and value.requires_grad)
+    return (
+        any(v.requires_grad for v in value if v is not None)
+        if isinstance(value, tuple)
+        else bool(value and value.requires_grad)
+    )
 
 
 def typed(result: Any, target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:
@@ -105,14 +111,18 @@ _OTHERS = {torch.int64, torch.int32, torch.bool}
 
 
 def _pointwise(target: Any, args: Any, kwargs: Any) -> Value | None:
-    """The value of a pointwise op, from its result on tensors of one element; on the meta device it runs in Python, 30 times as long."""
+    """The value of a pointwise op, from its result on tensors of one element; on the meta device it runs in Python, 30
+    times as long.
+    """
     if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     given = [n.meta["value"] for n in nodes_in((args, kwargs))]
     dtypes = {v.dtype if isinstance(v, Value) else None for v in given}
     if not dtypes & _FLOATS or not dtypes <= _FLOATS | _OTHERS:
         return None
-    a, k = fx.map_arg((args, kwargs), lambda n: torch.ones((1,) * len(n.meta["value"].shape), dtype=n.meta["value"].dtype))
+    a, k = fx.map_arg(
+        (args, kwargs), lambda n: torch.ones((1,) * len(n.meta["value"].shape), dtype=n.meta["value"].dtype)
+    )
     result = target(*a, **k)
     if not isinstance(result, Tensor):
         return None
@@ -121,7 +131,9 @@ def _pointwise(target: Any, args: Any, kwargs: Any) -> Value | None:
 
 
 def behind(roots: Iterable[fx.Node], further: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
-    """The nodes themselves and all that they are made of; what a node is made of for which `further` is False is left out."""
+    """The nodes themselves and all that they are made of; what a node is made of for which `further` is False is left
+    out.
+    """
     found: set[fx.Node] = set()
     todo = list(roots)
     while todo:

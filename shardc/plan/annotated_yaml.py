@@ -47,7 +47,9 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
     made["mesh"] = "; ".join(mesh) or "one device"
     if others:
         near = min(others, key=lambda x: (not x.fits, x.step_seconds))
-        made["mesh"] += f". Next best: {' '.join(f'{k}={n}' for k, n in near.spec.mesh.axes)} in {seconds(near.step_seconds)}"
+        made["mesh"] += (
+            f". Next best: {' '.join(f'{k}={n}' for k, n in near.spec.mesh.axes)} in {seconds(near.step_seconds)}"
+        )
     made["batch"] = f"{microbatches(c)} rows on each data rank"
     if s.shard_use:
         found = "found in the graph: what can be split with nothing gathered between"
@@ -55,14 +57,21 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
     if s.activations:
         made["activations"] = "sequence parallel: what lies between layers is split over tp, for the same bytes sent"
     if s.pipeline:
-        made["pipeline"] = f"{schedule(c)}: layers of each stage, such that the slowest is as fast as can be (the first and the last have more to do)"
+        made["pipeline"] = (
+            f"{schedule(c)}: layers of each stage, such that the slowest is as fast as can be (the first and the last"
+            " have more to do)"
+        )
     if s.data.zero:
         state = sum(c.memory.get(k, 0) for k in ("parameters", "optimizer", "gradients"))
-        made["data"] = f"ZeRO {s.data.zero}: parameters, gradients and optimizer state are {gb(state)} a rank at the peak"
+        made["data"] = (
+            f"ZeRO {s.data.zero}: parameters, gradients and optimizer state are {gb(state)} a rank at the peak"
+        )
     if s.checkpoint:
         less = [x for x in others if recompute(x) == "none" and not x.fits]
         tried = f"; without, {gb(min(x.peak for x in less))} at least" if less else ""
-        made["checkpoint"] = f"recompute {recompute(c)}: activations are {gb(c.memory.get('activations', 0))} at the peak{tried}"
+        made["checkpoint"] = (
+            f"recompute {recompute(c)}: activations are {gb(c.memory.get('activations', 0))} at the peak{tried}"
+        )
     made["experts"] = "experts over ranks: tokens are exchanged"
     made["precision"] = "products in the compute dtype, master weights and sums of gradients in the others"
     return made

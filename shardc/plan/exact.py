@@ -1,7 +1,8 @@
-"""What a spec takes, from its own rehearsal: a schedule put together from stages of layers, or from the whole program where that is small.
+"""What a spec takes, from its own rehearsal: a schedule put together from stages of layers, or from the whole program
+where that is small.
 
-    Priced     step time, what it is spent on, peak memory by kind; of the mesh as it is, with ZeRO's buckets and overlap as the engine has them
-"""
+Priced     step time, what it is spent on, peak memory by kind; of the mesh as it is, with ZeRO's buckets and overlap as the engine has them
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Priced:
     """One training step. batch: rows of the global batch. seconds: of a step.
 
     kinds: bytes at the peak, by kind, of the rank that has the highest; at: its coordinate on the pipeline's axis.
-    spent: seconds of the busiest rank, by what it does (parts.WHAT), and "bubble". counts: layers of each stage of a pipeline.
+    spent: seconds of the busiest rank, by what it does (parts.WHAT), and "bubble". counts: layers of each stage of a
+    pipeline.
     exact: priced from a rehearsal of its own mesh, not estimated from one like it.
     """
 
@@ -93,8 +95,8 @@ def counted(asked: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
 
 
 def balanced(stages: Stages, count: int, layers: int) -> tuple[int, ...]:
-    """Layers for each of `count` stages, such that the slowest is as fast as can be; of what is left over, later stages take more: they
-    keep fewer microbatches."""
+    """Layers for each of `count` stages, such that the slowest is as fast as can be; of what is left over, later stages
+    take more: they keep fewer microbatches."""
 
     def seconds(s: Stage) -> float:
         return float(sum(part_of(s, kind, "middle")[CAUSES].sum() for kind in computing(s)))
@@ -107,14 +109,22 @@ def balanced(stages: Stages, count: int, layers: int) -> tuple[int, ...]:
     found = [1] * count
     found[0] += stages.before
     for _ in range(layers - sum(found)):
-        i = min(range(count), key=lambda i: (round((extra[i] / unit + found[i] - (stages.before if i == 0 else 0)), 6), -i))
+        i = min(
+            range(count), key=lambda i: (round((extra[i] / unit + found[i] - (stages.before if i == 0 else 0)), 6), -i)
+        )
         found[i] += 1
     return tuple(found)
 
 
 def _composed(
-    library: Library, stages: Sequence[Stage], schedule: Schedule, mesh: Mesh, axis: str, batch: int, counts: tuple[int, ...]
-) -> Priced:  # fmt: skip
+    library: Library,
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    mesh: Mesh,
+    axis: str,
+    batch: int,
+    counts: tuple[int, ...],
+) -> Priced:
     """A step from its stages' parts."""
     peaks, ends = [], []
     for rank in range(schedule.ranks):
@@ -122,7 +132,10 @@ def _composed(
         peaks.append(_memory([stages[s] for s in mine], {s: stages[s] for s in mine}, schedule, rank))
         ends.append(np.sum([part_of(stages[s], kind, "")[CAUSES] for s in mine for kind in ENDS], 0))
     at = max(range(len(peaks)), key=lambda r: peaks[r].sum())
-    whole = [np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0) + ends[r] for r in range(schedule.ranks)]
+    whole = [
+        np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0) + ends[r]
+        for r in range(schedule.ranks)
+    ]
     slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
     if schedule.ranks == 1:
         step = float(whole[0].sum())
@@ -130,9 +143,17 @@ def _composed(
         transfer = {}
         for s in range(schedule.stages - 1):
             pair = [mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[i]}) for i in (s, s + 1)]
-            transfer[s, s + 1] = library.device.comm_seconds("send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1]))
-        late = part_of(stages[0], "F", "first")[CAUSES].sum() - part_of(stages[0], "F", "middle")[CAUSES].sum()  # for the last update's gathers
-        step = max(float(late), 0.0) + schedules.timeline(schedule, costs(stages, transfer)).end + max(float(e.sum()) for e in ends)
+            transfer[s, s + 1] = library.device.comm_seconds(
+                "send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1])
+            )
+        late = (
+            part_of(stages[0], "F", "first")[CAUSES].sum() - part_of(stages[0], "F", "middle")[CAUSES].sum()
+        )  # for the last update's gathers
+        step = (
+            max(float(late), 0.0)
+            + schedules.timeline(schedule, costs(stages, transfer)).end
+            + max(float(e.sum()) for e in ends)
+        )
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
     return Priced(batch, step, {k: float(n) for k, n in zip(KINDS, peaks[at], strict=True) if n > 0}, spent, at, counts)
@@ -151,7 +172,9 @@ def computing(s: Stage) -> tuple[str, ...]:
 
 def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float]) -> Costs:
     def of(*kinds: str) -> tuple[float, ...]:
-        return tuple(float(sum(part_of(s, k, "middle")[CAUSES].sum() for k in kinds if k in computing(s))) for s in stages)
+        return tuple(
+            float(sum(part_of(s, k, "middle")[CAUSES].sum() for k in kinds if k in computing(s))) for s in stages
+        )
 
     return Costs(of("F"), of("B", "I"), of("W"), transfer)
 

@@ -1,7 +1,9 @@
-"""The largest number that fits: solved on the curve through the points that were priced, and confirmed by pricing it and the next one.
+"""The largest number that fits: solved on the curve through the points that were priced, and confirmed by pricing it
+and
+the next one.
 
-A step's memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may change), so two or three points
-give the answer or its neighbour.
+A step's memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may change),
+so two or three points give the answer or its neighbour.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import numpy as np
 
 @dataclass
 class Largest:
-    """The largest n >= 1 for which peak(n) <= limit; 0: none; at most `most`. peaks: what was priced. peak may return inf: not possible."""
+    """The largest n >= 1 for which peak(n) <= limit; 0: none; at most `most`. peaks: what was priced. peak may return
+    inf: not possible.
+    """
 
     peak: Callable[[int], float]
     limit: float

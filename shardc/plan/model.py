@@ -1,7 +1,7 @@
 """The model that is planned, at any number of rows and with any number of its layers: captured once for each.
 
-    126 layers alike      ->    a shallow copy of the model whose list has its first 5: what it captures is what the whole would begin with
-"""
+126 layers alike      ->    a shallow copy of the model whose list has its first 5: what it captures is what the whole would begin with
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class Subject:
-    """A model, an example batch, and what is known of both. layers: the list that repeats, if it is long enough to be cut short.
+    """A model, an example batch, and what is known of both. layers: the list that repeats, if it is long enough to be
+    cut
+    short.
 
     rows: of the example batch; sequence: tokens of each, if all inputs that are sequences have the same.
     """
@@ -64,7 +66,9 @@ class Subject:
 
     @property
     def sequence(self) -> int | None:
-        """Of ids and masks [batch, sequence], and of features [batch, sequence, hidden]: numbers [batch, n] are n features of a row."""
+        """Of ids and masks [batch, sequence], and of features [batch, sequence, hidden]: numbers [batch, n] are n
+        features of a row.
+        """
         found = {x.shape[1] for x in _leaves(self.batch) if x.dim() == (3 if x.is_floating_point() else 2)}
         return found.pop() if len(found) == 1 else None
 
@@ -133,7 +137,11 @@ def experts(program: Program) -> tuple[tuple[str, ...], int]:
     for n in nodes:
         source: Source = n.meta.get("source", Source())
         modules[of_every_layer(source.module)] = None
-        held = [x.meta["value"].shape[0] for x in n.all_input_nodes if x.op == "placeholder" and len(x.meta["value"].shape) > 2]
+        held = [
+            x.meta["value"].shape[0]
+            for x in n.all_input_nodes
+            if x.op == "placeholder" and len(x.meta["value"].shape) > 2
+        ]
         number = max([number, *held])
     return tuple(modules), number
 
@@ -158,15 +166,19 @@ def _hands_on(program: Program, name: str) -> bool:
 
 
 def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
-    """(name, layers before the pattern, its period, number) of the model's one outermost list of more layers than UNITS periods: that for
-    which fewest have to be kept."""
+    """(name, layers before the pattern, its period, number) of the model's one outermost list of more layers than UNITS
+    periods: that for which fewest have to be kept."""
     lists = [(name, m) for name, m in _lists(model, "") if len(m._modules) > 1]
     if len(lists) != 1:
         return None
     name, found = lists[0]
     signs = [_sign(m) for m in found.children()]
     n = len(signs)
-    short = sorted((first + UNITS * period, first, period) for period in range(1, n // UNITS + 1) for first in range(n - UNITS * period))
+    short = sorted(
+        (first + UNITS * period, first, period)
+        for period in range(1, n // UNITS + 1)
+        for first in range(n - UNITS * period)
+    )
     for _, first, period in short:
         if all(signs[i] == signs[i + period] for i in range(first, n - period)):
             return name, first, period, n
@@ -184,13 +196,27 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _sign(module: nn.Module) -> object:
     """What a module is, but for its number."""
-    plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, bool, tuple, type(None))) and k not in _NUMBERS}
-    tensors = [(n, tuple(x.shape), x.dtype) for n, x in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-    return type(module), repr(sorted(plain.items())), repr(tensors), tuple((k, _sign(m)) for k, m in module.named_children())
+    plain = {
+        k: v
+        for k, v in vars(module).items()
+        if isinstance(v, (int, float, str, bool, tuple, type(None))) and k not in _NUMBERS
+    }
+    tensors = [
+        (n, tuple(x.shape), x.dtype)
+        for n, x in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    ]
+    return (
+        type(module),
+        repr(sorted(plain.items())),
+        repr(tensors),
+        tuple((k, _sign(m)) for k, m in module.named_children()),
+    )
 
 
 def _shortened(model: nn.Module, name: str, keep: int) -> nn.Module:
-    """The model with the first layers of a list only: the modules on the way to it are shallow copies, all others are shared."""
+    """The model with the first layers of a list only: the modules on the way to it are shallow copies, all others are
+    shared.
+    """
     made = copy.copy(model)
     made._modules = dict(model._modules)
     if not name:
@@ -206,5 +232,7 @@ def _shortened(model: nn.Module, name: str, keep: int) -> nn.Module:
 def _leaves(batch: Any) -> list[Tensor]:
     found = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     if not found or not any(x.dim() for x in found):
-        raise ShardcError("the batch has no tensor with rows", fix="give a dict (keyword arguments), a tuple or a tensor")
+        raise ShardcError(
+            "the batch has no tensor with rows", fix="give a dict (keyword arguments), a tuple or a tensor"
+        )
     return found

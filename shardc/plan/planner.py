@@ -1,4 +1,6 @@
-"""Questions about one model on one kind of device: the best spec, the price of a given one, and what is the most or least that fits."""
+"""Questions about one model on one kind of device: the best spec, the price of a given one, and what is the most or
+least that fits.
+"""
 
 from __future__ import annotations
 
@@ -77,12 +79,23 @@ class Question:
         return Search(self.library, self.usable, cuts=number, experts=experts(self.captured)[1], on=self.on)
 
     def asked(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Asked:
-        told = "products in bfloat16, master weights and AdamW's state in float32" if self.precision == "bfloat16" else f"precision {self.precision}"
+        told = (
+            "products in bfloat16, master weights and AdamW's state in float32"
+            if self.precision == "bfloat16"
+            else f"precision {self.precision}"
+        )
         kept = f"{self.headroom:.0%} of memory left to the allocator, NCCL and workspaces (--headroom)"
         return Asked(
-            self.name, self.device, devices, batch, self.library.sequence or self.subject.sequence, self.library.flops, self._dtype(), self.usable,
+            self.name,
+            self.device,
+            devices,
+            batch,
+            self.library.sequence or self.subject.sequence,
+            self.library.flops,
+            self._dtype(),
+            self.usable,
             (*assumed, told, kept),
-        )  # fmt: skip
+        )
 
     def _dtype(self) -> torch.dtype:
         said = PRECISIONS[self.precision]
@@ -116,13 +129,23 @@ class Question:
         if batch is not None:
             if not any(True for _ in self.finder.choices(cores, devices, batch)):
                 what = f"a global batch of {batch} rows cannot be spread over {devices} devices"
-                raise ShardcError(what, where="--global-batch", fix=f"a multiple of what is left of {devices} after tp and pp, such as {devices}")
+                raise ShardcError(
+                    what,
+                    where="--global-batch",
+                    fix=f"a multiple of what is left of {devices} after tp and pp, such as {devices}",
+                )
             return batch, f"global batch of {batch} rows (--global-batch)"
         for k in (1, *(2**i for i in range(1, 40) if 2**i * rows < 2 * devices), devices):
             if any(True for _ in self.finder.choices(cores, devices, k * rows)):
-                times = f", times {k}: else some of {devices} devices have nothing to do" if k > 1 else " (--global-batch says another)"
+                times = (
+                    f", times {k}: else some of {devices} devices have nothing to do"
+                    if k > 1
+                    else " (--global-batch says another)"
+                )
                 return k * rows, f"global batch of {k * rows} rows: what batch() gives{times}"
-        raise ShardcError(f"no way to use {devices} devices was found", where="--devices", fix="another number of devices")
+        raise ShardcError(
+            f"no way to use {devices} devices was found", where="--devices", fix="another number of devices"
+        )
 
     def given(self, source: str | Path | Mapping[str, Any] | Spec, devices: int | None, batch: int | None) -> Plan:
         one = Spec.load(source, world=devices)
@@ -131,7 +154,9 @@ class Question:
         priced = price(self.library, one, rows)
         note = f"global batch of {rows} rows" + ("" if batch else ": what batch() gives (--global-batch says another)")
         name = one.precision.compute or one.precision.params
-        asked = replace(self.asked(one.mesh.world, rows, (note,)), dtype=getattr(torch, name) if name else self._dtype())
+        asked = replace(
+            self.asked(one.mesh.world, rows, (note,)), dtype=getattr(torch, name) if name else self._dtype()
+        )
         return Plan(asked, (Candidate(one, priced, asked),), 1)
 
     # --- how much, how few
@@ -152,7 +177,11 @@ class Question:
         else:
             long = self.subject.sequence
             if long is None:
-                raise ShardcError("the inputs have no sequence dim in common", where="--largest sequence", fix="ask for --largest batch")
+                raise ShardcError(
+                    "the inputs have no sequence dim in common",
+                    where="--largest sequence",
+                    fix="ask for --largest batch",
+                )
             split = best.devices // best.spec.data_ranks
             unit = math.lcm(128 if long >= 128 else 1, split)
             start, said = max(long // unit, 1), "tokens of a row"
@@ -160,21 +189,30 @@ class Question:
             def peak(n: int) -> float:
                 self.on(f"a sequence of {n * unit} tokens", 0, 0)
                 try:
-                    return price(Library(self.subject, self.words, self.device, n * unit), best.spec, best.priced.batch).peak
+                    return price(
+                        Library(self.subject, self.words, self.device, n * unit), best.spec, best.priced.batch
+                    ).peak
                 except ShardcError:
                     return math.inf  # the model takes no longer one
 
         solver = Largest(peak, self.usable)
         n = solver.solve(start)
         answer = {
-            "what": said, "value": n * unit, "step": unit, "peak_bytes": solver.peaks.get(n), "next": (n + 1) * unit,
+            "what": said,
+            "value": n * unit,
+            "step": unit,
+            "peak_bytes": solver.peaks.get(n),
+            "next": (n + 1) * unit,
             "next_peak_bytes": solver.peaks.get(n + 1) if math.isfinite(solver.peaks.get(n + 1, math.inf)) else None,
-            "spec": best.spec.to_dict(), "priced": len(solver.peaks),
-        }  # fmt: skip
+            "spec": best.spec.to_dict(),
+            "priced": len(solver.peaks),
+        }
         return replace(found, answers={**found.answers, f"largest {what}": answer})
 
     def fewest(self, found: Plan) -> Plan:
-        """On how few devices anything fits, for the same global batch: numbers of devices are halved as long as something does."""
+        """On how few devices anything fits, for the same global batch: numbers of devices are halved as long as
+        something does.
+        """
         batch = found.asked.batch
         answer: dict[str, Any] = {"what": "devices", "value": None}
         n = found.asked.devices
@@ -183,7 +221,12 @@ class Question:
             n *= 2
             fits = self._smallest(n, batch)
         while fits is not None:
-            answer |= {"value": n, "spec": fits.spec.to_dict(), "peak_bytes": fits.peak, "step_seconds": fits.step_seconds}
+            answer |= {
+                "value": n,
+                "spec": fits.spec.to_dict(),
+                "peak_bytes": fits.peak,
+                "step_seconds": fits.step_seconds,
+            }
             if n == 1:
                 break
             n //= 2

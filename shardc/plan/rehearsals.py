@@ -1,4 +1,5 @@
-"""What one microbatch is on one stage, for every way to split and recompute: from rehearsals of a model of a few layers.
+"""What one microbatch is on one stage, for every way to split and recompute: from rehearsals of a model of a few
+layers.
 
     five units of layers on four stages     [first, 1]   [1]   [2]   [1, last]      one compile, four rehearsals
     a stage of n units                      [1] + (n - 1) · ([2] - [1]),  likewise the first stage and the last one
@@ -27,10 +28,11 @@ from shardc.runtime.step.engine import adamw
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of one rank each. Of a model of layers: the first, a middle one of one unit and of two, the last; else all are `whole`'s.
+    """Stages of one rank each. Of a model of layers: the first, a middle one of one unit and of two, the last; else all
+    are `whole`'s.
 
-    period: layers of a unit; before: layers of the first stage that are there beside its unit. casts: bytes of a unit's weights in the
-    dtype of products, that each microbatch keeps for backward.
+    period: layers of a unit; before: layers of the first stage that are there beside its unit. casts: bytes of a unit's
+    weights in the dtype of products, that each microbatch keeps for backward.
     """
 
     whole: Stage | None = None
@@ -75,8 +77,10 @@ def _then(a: Vector, b: Vector) -> Vector:
 
 @dataclass
 class Library:
-    """Rehearses what it is asked for, once. words: what all specs have in common. microbatches: of what is rehearsed for estimates: a first
-    and a last one; 1 for a model that takes no more, as statistics of a batch are not those of its microbatches."""
+    """Rehearses what it is asked for, once. words: what all specs have in common. microbatches: of what is rehearsed
+    for
+    estimates: a first and a last one; 1 for a model that takes no more, as statistics of a batch are not those of its
+        microbatches."""
 
     subject: Subject
     words: Words
@@ -88,12 +92,16 @@ class Library:
     _alone: dict[str, Stage] = field(default_factory=dict)
 
     def core(self, choice: Choice) -> Stages:
-        """Of a choice's (tp, ep, sequence parallel, checkpoint): one row a microbatch, no data axis. Raises ShardcError if compile refuses it."""
+        """Of a choice's (tp, ep, sequence parallel, checkpoint): one row a microbatch, no data axis. Raises ShardcError
+        if compile refuses it.
+        """
         key = choice.core
         if key not in self._cores:
             tp, ep, sp, keep = key
             try:
-                self._cores[key] = self._core(Choice(ep=ep, tp=tp, sequence_parallel=sp, checkpoint=keep, microbatches=self.microbatches))
+                self._cores[key] = self._core(
+                    Choice(ep=ep, tp=tp, sequence_parallel=sp, checkpoint=keep, microbatches=self.microbatches)
+                )
             except ShardcError as e:
                 self._cores[key] = e
         found = self._cores[key]
@@ -106,10 +114,14 @@ class Library:
         return choice.core in self._cores
 
     def compiled(self, asked: Mapping[str, Any], rows: int, units: int | None = None) -> Program:
-        """The program of a spec for a global batch of so many rows: of the whole model, or of so many units of its layers."""
+        """The program of a spec for a global batch of so many rows: of the whole model, or of so many units of its
+        layers.
+        """
         captured = self.subject.captured(rows, units, self.sequence)
         example = self.subject.example(rows, self.sequence)
-        return compiled(self.subject.model_of(units), example, asked, loss=self.subject.loss, captured=captured, prove=False)
+        return compiled(
+            self.subject.model_of(units), example, asked, loss=self.subject.loss, captured=captured, prove=False
+        )
 
     def pipelined(self, asked: Mapping[str, Any], rows: int, axis: str = "pp") -> Stages:
         """A spec's stages, from one that has four of them along `axis`, whatever it says itself."""
@@ -122,7 +134,9 @@ class Library:
             program = self._four(asked, rows, axis, split)
             made = [self._stage(program, at) for at in range(4)]
             casts = [_casts(program, at) for at in range(4)]
-            self._rehearsed[key] = Stages(None, made[0], made[1], made[2], made[3], layers.period, layers.first, (casts[0], casts[1], casts[3]))
+            self._rehearsed[key] = Stages(
+                None, made[0], made[1], made[2], made[3], layers.period, layers.first, (casts[0], casts[1], casts[3])
+            )
         return self._rehearsed[key]
 
     def _four(self, asked: Mapping[str, Any], rows: int, axis: str = "pp", split: bool = False) -> Program:
@@ -148,7 +162,9 @@ class Library:
 
     def _core(self, choice: Choice) -> Stages:
         asked = spec(choice, self.words)
-        mixture = choice.checkpoint in KEPT and choice.checkpoint != "none"  # what is kept is chosen by cost: no worse than a mixture
+        mixture = (
+            choice.checkpoint in KEPT and choice.checkpoint != "none"
+        )  # what is kept is chosen by cost: no worse than a mixture
         if self.subject.layers is None and not mixture:
             program = self.compiled(asked, choice.batch)
             return Stages(whole=self._stage(program, 0), casts=(_casts(program, 0), 0.0, 0.0))
@@ -164,13 +180,17 @@ class Library:
             program = self._four(asked, choice.batch)
             mixed = [self._stage(program, at) for at in (1, 2)]
         one, two = mixed
-        return replace(base, one=one, two=two, first=lines(base.first, one, base.one, 1), last=lines(base.last, one, base.one, 1))
+        return replace(
+            base, one=one, two=two, first=lines(base.first, one, base.one, 1), last=lines(base.last, one, base.one, 1)
+        )
 
     def _stage(self, program: Program, at: int) -> Stage:
         return stage(rehearse(program, at, adamw, cpu=self.device.kind == "cpu"), self.device, program)
 
     def takes_microbatches(self) -> None:
-        """Find out whether the model may be run in microbatches. Raises ShardcError if compile does not take it at all."""
+        """Find out whether the model may be run in microbatches. Raises ShardcError if
+        compile does not take it at all.
+        """
         try:
             self.core(Choice())
         except ShardcError as e:
@@ -183,7 +203,9 @@ class Library:
 
     @cached_property
     def flops(self) -> float:
-        """Of the model and one row: three times forward's products, as gradients are two of each; nothing computed again."""
+        """Of the model and one row: three times forward's products, as gradients are two of each; nothing computed
+        again.
+        """
         found = self.core(Choice())
         whole = found.alone(self.subject.layers.number if self.subject.layers else 0)
         return 3 * float(part_of(whole, "F", "middle")[FLOPS])
@@ -194,6 +216,11 @@ def _casts(program: Program, at: int) -> float:
     graph = program.stages[at].graph
     total = 0.0
     for n in graph.nodes:
-        if n.op == "call_function" and len(n.all_input_nodes) == 1 and n.all_input_nodes[0].op == "placeholder" and "_to_copy" in str(n.target):
+        if (
+            n.op == "call_function"
+            and len(n.all_input_nodes) == 1
+            and n.all_input_nodes[0].op == "placeholder"
+            and "_to_copy" in str(n.target)
+        ):
             total += n.meta["value"].nbytes(program.mesh)
     return total

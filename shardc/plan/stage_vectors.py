@@ -1,9 +1,10 @@
-"""What the parts of a stage's step take, as vectors: so that stages of many layers follow from stages of one and of two.
+"""What the parts of a stage's step take, as vectors: so that stages of many layers follow from stages of one and of
+two.
 
     F of two layers - F of one layer = what a layer adds to F, in bytes by kind and in seconds by cause
 
-A vector's columns are linear in layers: what a part leaves behind and how high it rises above where it began, by kind of memory; flops;
-seconds, by what the rank does in them.
+A vector's columns are linear in layers: what a part leaves behind and how high it rises above where it began, by kind
+of memory; flops; seconds, by what the rank does in them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ WIDTH = 2 * N + 9
 WHAT = ("compute", "memory", "launch", "tp", "ep", "dp", "pp")
 GRADIENTS = KINDS.index("gradients")
 
-#: Of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" of its microbatch).
+#: Of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" of its
+#: microbatch).
 Key = tuple[str, str]
 Stage = dict[Key, Vector]
 
@@ -70,7 +72,10 @@ class Meter(Clock):
 
     def _what(self, w: Op) -> str:
         d = self.device
-        compute, traffic = w.flops / (d.flops_per_second(w.dtype) * d.reaches.flops), w.traffic / (d.bandwidth * d.reaches.bandwidth)
+        compute, traffic = (
+            w.flops / (d.flops_per_second(w.dtype) * d.reaches.flops),
+            w.traffic / (d.bandwidth * d.reaches.bandwidth),
+        )
         return "launch" if max(compute, traffic) < d.launch else "compute" if compute >= traffic else "memory"
 
     def _named(self, w: Sent) -> str:
@@ -104,7 +109,9 @@ def memory(part: Part) -> Vector:
 
 
 def stage(r: Rehearsal, device: Device, program: Program) -> Stage:
-    """Of a rehearsed rank that has one stage. What a middle microbatch leaves behind in the end is nothing: its last action says so."""
+    """Of a rehearsed rank that has one stage. What a middle microbatch leaves behind in the end is nothing: its last
+    action says so.
+    """
     some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
     clock = meter(device, program, r.rank)
     found: Stage = {}
@@ -118,7 +125,15 @@ def stage(r: Rehearsal, device: Device, program: Program) -> Stage:
 
     put(("before", ""), r.before)
     for a, part in r.actions:
-        which = "" if a.microbatch < 0 else "first" if a.microbatch == some[0] else "last" if a.microbatch == some[-1] else "middle"
+        which = (
+            ""
+            if a.microbatch < 0
+            else "first"
+            if a.microbatch == some[0]
+            else "last"
+            if a.microbatch == some[-1]
+            else "middle"
+        )
         put((a.kind, which), part)
     put(("after", ""), r.after)
     put(("update", ""), r.update)

@@ -1,4 +1,6 @@
-"""A program as one HTML file, to read in a browser or to send to someone. No scripts, no other files; light and dark."""
+"""A program as one HTML file, to read in a browser or to send to someone. No scripts, no
+other files; light and dark.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,29 @@ def html(program: Program) -> str:
     """The facts, the collectives of a step, how everything is stored, and the program with its collectives marked."""
     title = escape(f"{program.meta.get('model', 'program')} on {program.mesh}")
     notes = "".join(f"<li>{escape(n)}</li>" for n in program.notes)
-    return "".join([
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><h1>{title}</h1>',
-        f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
-        "<h2>Collectives of one training step, on one rank</h2>", _comms(program),
-        _schedule(program),
-        f"<details><summary>{emit.plural(len(program.params), 'parameter')}</summary>{_params(program)}</details>",
-        "<h2>Program</h2><pre>", "\n".join(map(_line, emit.text(program).splitlines())), "</pre></body></html>\n",
-    ])  # fmt: skip
+    return "".join(
+        [
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
+            f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><h1>{title}</h1>',
+            f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
+            "<h2>Collectives of one training step, on one rank</h2>",
+            _comms(program),
+            _schedule(program),
+            f"<details><summary>{emit.plural(len(program.params), 'parameter')}</summary>{_params(program)}</details>",
+            "<h2>Program</h2><pre>",
+            "\n".join(map(_line, emit.text(program).splitlines())),
+            "</pre></body></html>\n",
+        ]
+    )
 
 
 def _comms(program: Program) -> str:
     rows = [(r.axes, r.direction, r.kind, str(r.count), emit.human(r.bytes), r.cause) for r in comm_rows(program)]
-    return _table(("axis", "direction", "collective", "a step", "bytes a rank", "cause"), rows, (3, 4)) if rows else "<p>None.</p>"
+    return (
+        _table(("axis", "direction", "collective", "a step", "bytes a rank", "cause"), rows, (3, 4))
+        if rows
+        else "<p>None.</p>"
+    )
 
 
 def _schedule(program: Program) -> str:
@@ -53,7 +64,15 @@ def _params(program: Program) -> str:
     rows = []
     for p in program.params:
         bucket = str(p.bucket) if p.bucket >= 0 else ""
-        rows.append((" = ".join((p.fqn, *p.aliases)), str(p.value), emit.human(p.value.nbytes(program.mesh)), "+".join(p.reduce), bucket))
+        rows.append(
+            (
+                " = ".join((p.fqn, *p.aliases)),
+                str(p.value),
+                emit.human(p.value.nbytes(program.mesh)),
+                "+".join(p.reduce),
+                bucket,
+            )
+        )
     return _table(("name", "type", "bytes a rank", "gradient summed over", "bucket"), rows, (2, 4))
 
 

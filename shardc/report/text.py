@@ -19,18 +19,27 @@ def before(program: Program) -> str:
 
 def diff(old: str, new: str) -> str:
     """Unified difference of two program texts."""
-    return "".join(difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), "before", "after", n=2))
+    return "".join(
+        difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), "before", "after", n=2)
+    )
 
 
 def to_json(program: Program) -> dict[str, Any]:
     """What `--json` prints: JSON-able values only; types in the notation of shardc.ir.placement."""
     mesh = program.mesh
     return {
-        "model": program.meta.get("model"), "mesh": dict(mesh.axes), "world": mesh.world, "notes": list(program.notes),
+        "model": program.meta.get("model"),
+        "mesh": dict(mesh.axes),
+        "world": mesh.world,
+        "notes": list(program.notes),
         "seconds": program.meta.get("pass_seconds", {}),
         "parameters": [
             {
-                "name": p.fqn, "aliases": list(p.aliases), "type": show(p.shape, p.dtype, p.layout), "reduce": list(p.reduce), "bucket": p.bucket,
+                "name": p.fqn,
+                "aliases": list(p.aliases),
+                "type": show(p.shape, p.dtype, p.layout),
+                "reduce": list(p.reduce),
+                "bucket": p.bucket,
                 "bytes_per_rank": p.value.nbytes(mesh),
             }
             for p in program.params
@@ -38,10 +47,15 @@ def to_json(program: Program) -> dict[str, Any]:
         "inputs": [{"path": list(i.path), "type": show(i.shape, i.dtype, i.layout)} for i in program.inputs],
         "collectives": [
             {
-                "name": n.name, "type": str(n.meta["value"]), "module": n.meta["source"].module, "line": n.meta["source"].line,
+                "name": n.name,
+                "type": str(n.meta["value"]),
+                "module": n.meta["source"].module,
+                "line": n.meta["source"].line,
                 **{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(n.meta["collective"]).items()},
             }
-            for s in program.stages for n in s.graph.nodes if "collective" in n.meta
+            for s in program.stages
+            for n in s.graph.nodes
+            if "collective" in n.meta
         ],
         "per_step": [asdict(r) for r in comm_rows(program)],
-    }  # fmt: skip
+    }

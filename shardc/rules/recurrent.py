@@ -1,4 +1,6 @@
-"""Recurrent layers as one op: the batch may be split; time is sequential and the hidden units all depend on each other."""
+"""Recurrent layers as one op: the batch may be split; time is sequential and the hidden
+units all depend on each other.
+"""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
     rule(aten.linear, "... k+, n k+, n -> ... n", linear="0 2 | 1 2", added=(2,))
 
-A rule is data: a notation (or a function of the call that returns a `Signature`, for ops whose dims depend on arguments),
-and what the notation cannot say:
+A rule is data: a notation (or a function of the call that returns a `Signature`, for ops whose dims depend on
+arguments), and what the notation cannot say:
 
-linear  groups of operands in which the op is jointly linear, separated by `|`: partial sums of all operands of a group may
-        pass through, every other operand staying whole.
+linear  groups of operands in which the op is jointly linear, separated by `|`: partial sums of all operands of a group
+        may pass through, every other operand staying whole.
 added   operands that are added to the result once: when a summed factor is split they become partial themselves.
 local   rewrites one call for a rank's part (sizes, offsets); gets a `LocalCall`, returns the node of the result.
 extra   further strategies that no factor expresses (a vocabulary, unequal sections).
@@ -112,17 +112,24 @@ class LocalCall:
         return [a for a, s in self.strategies.items() if s.kind == kind]
 
     def split(self, factor: str) -> list[str]:
-        """The axes on which a factor is split. Raises ShardcError for a factor that the rule's notation does not have."""
+        """The axes on which a factor is split. Raises ShardcError for a factor that the
+        rule's notation does not have.
+        """
         rule = find(self.call.target)
         has = parse(rule.notation).factors() if rule is not None and isinstance(rule.notation, str) else {factor}
         if rule is not None and factor not in has and not re.fullmatch(r"e\d+", factor):  # e0, e1: the dims of "..."
-            what = f"`local` of the rule {rule.text!r} of {rule.op} asks for a factor {factor!r}, which the rule does not have"
+            what = (
+                f"`local` of the rule {rule.text!r} of {rule.op} asks for a factor {factor!r}, which the rule does not"
+                " have"
+            )
             raise ShardcError(what, where=rule.where, fix=f"one of {', '.join(sorted(has))}")
         return [a for a, s in self.strategies.items() if s.kind == "split" and s.base == factor]
 
     def without_padding(self, x: fx.Node, operand: int, dim: int, fill: float) -> fx.Node:
         """x, which is the operand as this rank has it, with `fill` in the padding of a dim."""
-        return fill_padding(self.emit, x, replace(self.call.operands[operand], layout=self.inputs[operand]), dim, self.mesh_node, fill)
+        return fill_padding(
+            self.emit, x, replace(self.call.operands[operand], layout=self.inputs[operand]), dim, self.mesh_node, fill
+        )
 
     def same(self, **other: Any) -> fx.Node:
         """The same call with some positional (`_0=`, `_1=`, ...) or named arguments replaced."""
@@ -136,11 +143,15 @@ class LocalCall:
         return self.emit(self.call.target, tuple(args), kwargs)
 
 
-def fill_padding(emit: Callable[..., fx.Node], x: fx.Node, value: Value, dim: int, mesh_node: fx.Node, fill: float) -> fx.Node:
+def fill_padding(
+    emit: Callable[..., fx.Node], x: fx.Node, value: Value, dim: int, mesh_node: fx.Node, fill: float
+) -> fx.Node:
     """A call that sets the padding of one dim of a rank's value, and of its gradient to zero."""
     shards = value.layout.shards(dim)
     digits, (_, s) = tuple((a, s.split) for a, s in shards), shards[0]
-    return emit(ops.fill_padding, (x, mesh_node, dim, digits, value.shape[dim], s.padding, s.blocks, fill), {}, value=value)
+    return emit(
+        ops.fill_padding, (x, mesh_node, dim, digits, value.shape[dim], s.padding, s.blocks, fill), {}, value=value
+    )
 
 
 SignatureOf = Callable[[Call], Signature]
@@ -150,7 +161,9 @@ ExtraOf = Callable[[Call, int, Sequence[frozenset[Placement]]], Iterable[Strateg
 
 @dataclass(frozen=True)
 class Rule:
-    """See the module docstring. text: the notation, or the name of the function that makes it. where: file:line that registered it."""
+    """See the module docstring. text: the notation, or the name of the function that makes it. where: file:line that
+    registered it.
+    """
 
     op: Any
     notation: str | SignatureOf
@@ -175,7 +188,10 @@ class Rule:
         except ValueError as e:
             types = f"{', '.join(map(str, call.operands))} -> {', '.join(map(str, call.results))}"
             what = f"the rule {self.text!r} of {self.op} does not fit a call ({types}): {e}"
-            fix = "every tensor operand and result has one part of the notation, every dim one factor; or give a function of the call"
+            fix = (
+                "every tensor operand and result has one part of the notation, every dim one factor; or give a function"
+                " of the call"
+            )
             raise ShardcError(what, where=self.where, fix=fix) from None
 
     def groups(self, call: Call) -> tuple[tuple[int, ...], ...]:
@@ -202,7 +218,8 @@ def rule(
     flops: Callable[[Call], int] | None = None,
     where: str = "",
 ) -> Rule:
-    """Register the rule of an op (an `OpOverload`, or a function that appears in graphs). Raises ValueError if it has one.
+    """Register the rule of an op (an `OpOverload`, or a function that appears in graphs). Raises ValueError if it has
+    one.
 
     For the families of this package; users' ops: `shardc.rule`, see shardc.rules.user_ops.
     """
@@ -256,7 +273,9 @@ class Choices:
     call: Call
     signature: Signature
     places: dict[str, tuple[list[tuple[int, int] | None], list[tuple[int, int] | None]]] = field(default_factory=dict)
-    matched: dict[tuple[int, int, Placement, int], Strategy | None] = field(default_factory=dict)  # placement asks for the same again and again
+    matched: dict[tuple[int, int, Placement, int], Strategy | None] = field(
+        default_factory=dict
+    )  # placement asks for the same again and again
 
     def __post_init__(self) -> None:
         sig = self.signature
@@ -289,7 +308,8 @@ class Choices:
         made = []
         for group in self.rule.groups(self.call):
             ins = tuple(
-                PARTIAL if i in group else VARYING if needs_vary(v) else REPLICATE for i, v in enumerate(self.call.operands)
+                PARTIAL if i in group else VARYING if needs_vary(v) else REPLICATE
+                for i, v in enumerate(self.call.operands)
             )
             if all(i < len(self.call.operands) for i in group):
                 made.append(Strategy("partial", ins, (PARTIAL,) * len(self.call.results)))
@@ -297,11 +317,11 @@ class Choices:
 
     def split(
         self, factor: str, digit: int, n: int, sections: tuple[int, ...] = (), padding: int = 0, blocks: int = 1
-    ) -> Strategy | None:  # fmt: skip
+    ) -> Strategy | None:
         """Split a factor at an inner digit (or in sections, or padded) over n ranks; None if it does not divide.
 
-        padding, blocks: as in `Shard`, counted in this factor. What sums a padded factor away gets operands whose padding is zero.
-        """
+        padding, blocks: as in `Shard`, counted in this factor. What sums a padded factor away gets operands whose
+        padding is zero."""
         sig = self.signature
         if padding and (sections or digit % blocks or sig.sizes[factor] % blocks):
             return None
@@ -315,10 +335,14 @@ class Choices:
                 return None
             if not padding:
                 return Shard(dim, major * digit, sections)
-            return Shard(dim, major * digit, (), padding * (v.shape[dim] // (major * sig.sizes[factor])), major * blocks)
+            return Shard(
+                dim, major * digit, (), padding * (v.shape[dim] // (major * sig.sizes[factor])), major * blocks
+            )
 
         ins: list[Placement] = []
-        for i, (v, operand, place) in enumerate(zip(self.call.operands, sig.inputs, self.places[factor][0], strict=True)):
+        for i, (v, operand, place) in enumerate(
+            zip(self.call.operands, sig.inputs, self.places[factor][0], strict=True)
+        ):
             if place is not None:
                 if (placed := shard(v, operand, place)) is None:
                     return None
@@ -370,7 +394,9 @@ class Choices:
         return None
 
     def _padded(self, side: int, i: int, p: Shard, n: int) -> Strategy | None:
-        """The split of the innermost factor that has whole blocks of padding: the same one for all axes that split the dim."""
+        """The split of the innermost factor that has whole blocks of padding: the same one for all axes that split the
+        dim.
+        """
         size, best = (self.call.operands, self.call.results)[side][i].shape[p.dim], None
         for factor, places in self.places.items():
             if (place := places[side][i]) is None or place[0] != p.dim or p.blocks % place[1]:

@@ -15,7 +15,9 @@ aten = torch.ops.aten
 
 
 def into(view: SignatureOf) -> SignatureOf:
-    """x and what a view of x becomes -> x: dims that the view keeps are factors. The arguments are the view's, after the source."""
+    """x and what a view of x becomes -> x: dims that the view keeps are factors. The arguments are the view's, after
+    the source.
+    """
 
     def written(call: Call) -> Signature:
         """Written into a view: dims that the view keeps may be split, in what is written as well."""

@@ -1,7 +1,8 @@
-"""The sharding spec: YAML or a dict -> a frozen `Spec`. Every mistake is reported, with its line and column, all at once.
+"""The sharding spec: YAML or a dict -> a frozen `Spec`. Every mistake is reported, with its line and column, all at
+once.
 
-    spec_yaml.py    text -> values and their places          spec_errors.py   grammar's errors -> where, what, fix
-    spec_form.py    the grammar of every section             spec_check.py    axes, sizes, and what is not built yet
+spec_yaml.py    text -> values and their places          spec_errors.py   grammar's errors -> where, what, fix
+spec_form.py    the grammar of every section             spec_check.py    axes, sizes, and what is not built yet
 """
 
 from __future__ import annotations
@@ -25,8 +26,18 @@ from shardc.spec.patterns import nearest
 from shardc.spec.yaml_reader import Document, Places, say
 
 __all__ = [
-    "ActivationRule", "Batch", "Checkpoint", "Data", "DimShard", "Expert", "Pipeline", "Precision", "Sequence", "ShardRule", "Spec",
-]  # fmt: skip
+    "ActivationRule",
+    "Batch",
+    "Checkpoint",
+    "Data",
+    "DimShard",
+    "Expert",
+    "Pipeline",
+    "Precision",
+    "Sequence",
+    "ShardRule",
+    "Spec",
+]
 
 Style = Literal["column", "row", "vocab", "replicate"]
 
@@ -61,10 +72,12 @@ class ActivationRule:
 
 @dataclass(frozen=True)
 class Spec:
-    """A spec that is right in itself (whether it fits a model is seen later). Equal if it says the same, wherever it was written.
+    """A spec that is right in itself (whether it fits a model is seen later). Equal if it says the same, wherever it
+    was
+    written.
 
-    mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: the other weights are split
-    by this plan, over the axis shard_axis.
+    mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: the other weights
+    are split by this plan, over the axis shard_axis.
     """
 
     mesh: Mesh
@@ -97,7 +110,8 @@ class Spec:
     ) -> Spec:
         """Read a spec from a path, a dict or another Spec.
 
-        mesh: sizes instead of the spec's (`--mesh`). overrides: settings such as "data.zero=3" (`--set`), checked like the rest.
+        mesh: sizes instead of the spec's (`--mesh`). overrides: settings such as "data.zero=3" (`--set`), checked like
+        the rest.
         world: number of ranks, where known: it fills in a size of -1, and has to be what the mesh needs.
         refuse: False lets sections through that no pass carries out yet.
         Raises ShardcError with every mistake.
@@ -107,7 +121,9 @@ class Spec:
         elif isinstance(source, Mapping):
             document = Document(yaml_reader.of_mapping(source), Places())
         else:
-            return cls.parse(_text(source), os.fspath(source), mesh=mesh, overrides=overrides, world=world, refuse=refuse)
+            return cls.parse(
+                _text(source), os.fspath(source), mesh=mesh, overrides=overrides, world=world, refuse=refuse
+            )
         return cls._of(document, Errors(), mesh, overrides, world, refuse)
 
     @classmethod
@@ -188,10 +204,15 @@ class Spec:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, those of data.axis, and those that
-        experts have for themselves."""
+        """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, those of
+        data.axis,
+        and those that experts have for themselves."""
         found = data_axes(self.batch, self.data, self.mesh.names)
-        return found if self.batch.axes is not None else tuple(n for n in self.mesh.names if n in found or n in self.expert_axes)
+        return (
+            found
+            if self.batch.axes is not None
+            else tuple(n for n in self.mesh.names if n in found or n in self.expert_axes)
+        )
 
     @property
     def data_ranks(self) -> int:
@@ -214,7 +235,9 @@ class Spec:
         return frozenset(found)
 
     def where(self, path: tuple[str | int, ...]) -> str:
-        """Place of a key, "spec.yaml:7:3"; of what encloses it if it is not written. For a dict: `spec: shard."*.o_proj"`."""
+        """Place of a key, "spec.yaml:7:3"; of what encloses it if it is not written. For a dict: `spec:
+        shard."*.o_proj"`.
+        """
         return self.places.where(path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,7 +245,9 @@ class Spec:
         out: dict[str, Any] = {"shardc": 1, "mesh": dict(self.mesh.axes)}
         shard: dict[str, Any] = {}
         if self.shard_use:
-            shard["use"] = self.shard_use if self.shard_axis == "tp" else {"plan": self.shard_use, "axis": self.shard_axis}
+            shard["use"] = (
+                self.shard_use if self.shard_axis == "tp" else {"plan": self.shard_use, "axis": self.shard_axis}
+            )
         for r in self.shard:
             shard[r.pattern] = r.written()
         parts: dict[str, Any] = {n: _plain(getattr(self, n)) for n in _SECTIONS}
@@ -240,7 +265,11 @@ class Spec:
                 parts += [line, f"{name}:\n" + "".join(f"  - {yaml_reader.flow(v)}\n" for v in value)]
                 line = ""
             elif name in ("batch", "shard", "activations", "sequence", "pipeline", "data"):
-                parts += [line, f"{name}:\n" + "".join(f"  {yaml_reader.flow(k)}: {yaml_reader.flow(v)}\n" for k, v in value.items())]
+                parts += [
+                    line,
+                    f"{name}:\n"
+                    + "".join(f"  {yaml_reader.flow(k)}: {yaml_reader.flow(v)}\n" for k, v in value.items()),
+                ]
                 line = ""
             else:
                 line += f"{name}: {yaml_reader.flow(value)}\n"
@@ -250,16 +279,34 @@ class Spec:
     def json_schema() -> dict[str, Any]:
         """A JSON Schema (draft 2020-12) of the format, for editors."""
         schema = _tidy(Form.model_json_schema())
-        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "shardc sharding spec, version 1"}
+        return {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            **schema,
+            "title": "shardc sharding spec, version 1",
+        }
 
 
-_SECTIONS = ("batch", "sequence", "pipeline", "data", "experts", "checkpoint", "precision", "batch_norm", "unknown_ops", "uneven", "strict")
+_SECTIONS = (
+    "batch",
+    "sequence",
+    "pipeline",
+    "data",
+    "experts",
+    "checkpoint",
+    "precision",
+    "batch_norm",
+    "unknown_ops",
+    "uneven",
+    "strict",
+)
 
 
 def _tidy(schema: Any) -> Any:
     """Without the titles that pydantic makes of field names, and defaults that no one could write."""
     if isinstance(schema, dict):
-        odd = {k for k, v in schema.items() if k == "title" or (k == "default" and not isinstance(v, (str, int, float)))}
+        odd = {
+            k for k, v in schema.items() if k == "title" or (k == "default" and not isinstance(v, (str, int, float)))
+        }
         return {k: _tidy(v) for k, v in schema.items() if k not in odd}
     return [_tidy(v) for v in schema] if isinstance(schema, list) else schema
 
@@ -280,7 +327,9 @@ def _dims(dims: dict[int, tuple[DimShard, ...]]) -> dict[int, Any]:
 def _resize(document: Document, axis: str, size: object) -> None:
     """Give an axis of the mesh another size. A spec without a mesh takes what it is given."""
     where, sizes = f"--mesh {axis}={size}", document.value.get("mesh")
-    written = isinstance(sizes, dict) and not all(document.places.where(("mesh", a)).startswith("--mesh") for a in sizes)
+    written = isinstance(sizes, dict) and not all(
+        document.places.where(("mesh", a)).startswith("--mesh") for a in sizes
+    )
     if written and axis not in sizes:
         close = nearest(axis, sizes)
         fix = (f"did you mean {close!r}? " if close else "") + f"its axes are {', '.join(map(str, sizes))}"
@@ -307,7 +356,9 @@ def _text(source: object) -> str:
         fix = f"did you mean {str(file.with_name(near))!r}?" if near else "give the path of a YAML file"
         raise ShardcError("there is no such spec file", where=str(source), fix=fix) from None
     except OSError as e:
-        raise ShardcError(f"the spec cannot be read: {e.strerror}", where=str(source), fix="give the path of a YAML file") from None
+        raise ShardcError(
+            f"the spec cannot be read: {e.strerror}", where=str(source), fix="give the path of a YAML file"
+        ) from None
     except UnicodeDecodeError as e:
         before = bytes(e.object[: e.start])
         where = f"{source}:{before.count(10) + 1}:{e.start - before.rfind(10)}"

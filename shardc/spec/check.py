@@ -23,7 +23,9 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
     open_ = [a for a, n in sizes.items() if n == -1]
     for axis in open_[1:]:
         where = places.where(("mesh", axis), value=True)
-        errors.add(f"only one size may be -1, and {open_[0]!r} is already", where=where, fix=f"write the size of {axis}")
+        errors.add(
+            f"only one size may be -1, and {open_[0]!r} is already", where=where, fix=f"write the size of {axis}"
+        )
     if wrong or len(open_) > 1:
         return None
     known = math.prod(n for n in sizes.values() if n > 0)
@@ -37,7 +39,9 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
         if world % known:
             low, high = world // known * known, -(-world // known) * known
             fix = f"run {' or '.join(str(n) for n in (low, high) if n)} ranks, or change the other sizes"
-            errors.add(f"a world of {world} ranks does not divide by the mesh's other sizes ({known})", where=where, fix=fix)
+            errors.add(
+                f"a world of {world} ranks does not divide by the mesh's other sizes ({known})", where=where, fix=fix
+            )
             return None
         return Mesh.of({a: world // known if n == -1 else n for a, n in sizes.items()})
     if world is not None and world != known:
@@ -50,7 +54,9 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
 
 
 def data_axes(batch: Batch, data: Data, names: Iterable[str]) -> tuple[str, ...]:
-    """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, and those of data.axis."""
+    """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, and those of
+    data.axis.
+    """
     if batch.axes is not None:
         return batch.axes
     return tuple(n for n in names if n == "dp" or n.startswith("dp_") or n in data.axis)
@@ -127,11 +133,19 @@ class Check:
                 self.add(path, f"the mesh has no axis {axis!r}", f"did you mean {close!r}? {known}" if close else known)
 
     def default_axis(self) -> None:
-        may_have_experts = EXPERTS_AXIS in self.names or self.form.experts  # a plan has them too: shardc.passes.annotate.model_plan
+        may_have_experts = (
+            EXPERTS_AXIS in self.names or self.form.experts
+        )  # a plan has them too: shardc.passes.annotate.model_plan
         if (use := self.form.shard.use) and use.axis is None and "tp" not in self.names and not may_have_experts:
             fix = self._other_than_tp(f"use: {{plan: {use.plan}, axis: ", "}")
-            self.add(("shard", "use"), f"`use: {use.plan}` splits over the axis 'tp', which the mesh does not have", fix)
-        styled = [(p, r.style) for p, r in self.form.shard.rules.items() if r.style and r.style != "replicate" and r.axis is None]
+            self.add(
+                ("shard", "use"), f"`use: {use.plan}` splits over the axis 'tp', which the mesh does not have", fix
+            )
+        styled = [
+            (p, r.style)
+            for p, r in self.form.shard.rules.items()
+            if r.style and r.style != "replicate" and r.axis is None
+        ]
         if not styled or "tp" in self.names:
             return
         (pattern, style), others = styled[0], len(styled) - 1
@@ -141,7 +155,9 @@ class Check:
 
     def _other_than_tp(self, before: str, after: str) -> str:
         """What to write where the mesh has no tp: an axis that does nothing else, if there is one."""
-        taken = {axis for axis, _, job in self.uses() if job != "weights"} | set(data_axes(self.form.batch, self.form.data, self.names))
+        taken = {axis for axis, _, job in self.uses() if job != "weights"} | set(
+            data_axes(self.form.batch, self.form.data, self.names)
+        )
         free = [n for n in self.names if n not in taken]
         sizes = "".join(f"{n}: {self.form.mesh[n]}, " for n in self.names)
         return f"write {before}{free[-1]}{after}, or add tp to the mesh" if free else f"write mesh: {{{sizes}tp: N}}"
@@ -176,7 +192,9 @@ class Check:
             self.add((*at, "sections"), f"the section of {odd[0]} does not divide by {s.axis}={size}", fix)
 
     def jobs(self) -> None:
-        """Pipeline stages run different programs, so their axis splits nothing else; no axis splits both batch and sequence."""
+        """Pipeline stages run different programs, so their axis splits nothing else; no axis splits both batch and
+        sequence.
+        """
         pipeline = self.form.pipeline
         for axis, path, job in self.uses():
             if pipeline and axis == pipeline.axis and path != ("pipeline", "axis"):
@@ -218,9 +236,17 @@ class Check:
         if data.offload.parameters == "none":
             return
         if data.zero != 3:
-            self.add(path, f"parameters are offloaded at zero: 3 only, not at zero: {data.zero}", "write zero: 3, or parameters: none")
+            self.add(
+                path,
+                f"parameters are offloaded at zero: 3 only, not at zero: {data.zero}",
+                "write zero: 3, or parameters: none",
+            )
         if not data.axis and not any(n == "dp" or n.startswith("dp_") for n in self.names):
-            self.add(path, "the mesh has no data axis over which parameters are gathered", "add dp to the mesh; dp: 1 will do")
+            self.add(
+                path,
+                "the mesh has no data axis over which parameters are gathered",
+                "add dp to the mesh; dp: 1 will do",
+            )
 
     def lists(self) -> None:
         for section, axes in (("batch", self.form.batch.axes or ()), ("data", self.form.data.axis)):
@@ -230,15 +256,21 @@ class Check:
                     self.add((section, key, i), f"axis {axis!r} is listed twice", "list it once")
         for i, c in enumerate(self.form.checkpoint):
             if c.save is not None and c.budget is not None:
-                self.add(("checkpoint", i, "budget"), "`save` and `budget` both say what is kept", "keep one of them", value=False)
+                self.add(
+                    ("checkpoint", i, "budget"),
+                    "`save` and `budget` both say what is kept",
+                    "keep one of them",
+                    value=False,
+                )
 
 
-# --- what is not built yet: an issue that builds one of these deletes its row ---------------------------------------------
+# --- what is not built yet: an issue that builds one of these deletes its row
+# ---------------------------------------------
 
 _OUT = "leave the section out"
 UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
     (("sequence",), lambda f: f.sequence is not None, _OUT),
-)  # fmt: skip
+)
 
 
 def refuse_unbuilt(form: Form, places: Places, errors: Errors) -> None:

@@ -1,4 +1,6 @@
-"""Checks what was written against the grammar, and says in a person's words where and what is wrong and what would be right."""
+"""Checks what was written against the grammar, and says in a person's words where and what is wrong and what would be
+right.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ Field = tuple[str, FieldInfo | None]
 
 _BY_KEY = ("extra_forbidden", "missing", "invalid_key")  # cited by the key's place, the others by the value's
 _MUST = {
-    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number", "bool_type": "true or false",
-    "string_type": "text", "model_type": "a mapping", "dict_type": "a mapping", "tuple_type": "a list",
-}  # fmt: skip
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+}
 
 
 def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path]]:
@@ -79,7 +87,10 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
     if kind == "missing":
         missing = str(details["loc"][-1])
         if missing == "shardc":
-            return "`shardc` is missing: a spec says which version of the format it is in", "write `shardc: 1` as the first line"
+            return (
+                "`shardc` is missing: a spec says which version of the format it is in",
+                "write `shardc: 1` as the first line",
+            )
         return f"{name} needs `{missing}`", f"add e.g. {_example((missing, section.model_fields[missing]))}"
     if kind in ("literal_error", "word"):
         known = list(ctx["expected"]) if kind == "word" else _words(field)
@@ -90,16 +101,24 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
         return f"{name}: a name is text, not {say(got)}", "quote it if it is a name"
     if is_key and kind == "int_type":
         bare = isinstance(got, str) and got.isdecimal()
-        return f"{name}: a dim is a whole number, not {say(got)}", f"write {got} without quotes" if bare else "e.g. {0: tp}"
+        return (
+            f"{name}: a dim is a whole number, not {say(got)}",
+            f"write {got} without quotes" if bare else "e.g. {0: tp}",
+        )
     if is_key and kind == "greater_than_equal":
-        return f"{name}: dims count from 0, and {say(got)} is below", "use a dim >= 0: 0 is the first, the last of n dims is n - 1"
+        return (
+            f"{name}: dims count from 0, and {say(got)} is below",
+            "use a dim >= 0: 0 is the first, the last of n dims is n - 1",
+        )
     if kind in ("greater_than_equal", "less_than_equal"):
         bound = f"at least {ctx['ge']:g}" if "ge" in ctx else f"at most {ctx['le']:g}"
         return f"{name} must be {bound}, not {say(got)}", f"e.g. {_example(field)}"
     if kind == "form":
         return f"{name} must be {ctx['expected']}, not {say(got)}", str(ctx["fix"])
     if kind in ("wrong", "wrong_here"):
-        return (f"{name} " if kind == "wrong_here" else "") + details["msg"], str(ctx["fix"]) or f"e.g. {_example(field)}"
+        return (f"{name} " if kind == "wrong_here" else "") + details["msg"], str(
+            ctx["fix"]
+        ) or f"e.g. {_example(field)}"
     must = _MUST.get(kind)
     return f"{name} must be {must}, not {say(got)}" if must else f"{name}: {details['msg']}", _typed(kind, got, field)
 
@@ -108,7 +127,11 @@ def _typed(kind: str, got: Any, field: Field) -> str:
     """The fix of a value of the wrong type: the value itself, if it only needs other spelling; else an example."""
     if isinstance(got, str) and kind == "bool_type":
         return f"write {'true' if got.lower() in ('yes', 'on', 'y', 'true') else 'false'}"
-    if isinstance(got, str) and kind in ("int_type", "float_type") and isinstance(number := scalar(got.strip()), (int, float)):
+    if (
+        isinstance(got, str)
+        and kind in ("int_type", "float_type")
+        and isinstance(number := scalar(got.strip()), (int, float))
+    ):
         return f"write {number} without quotes"
     return f"e.g. {_example(field)}"
 

@@ -1,4 +1,5 @@
-"""The grammar of a spec, section by section: what may be written (pydantic), from which the JSON Schema for editors is made.
+"""The grammar of a spec, section by section: what may be written (pydantic), from which the JSON Schema for editors is
+made.
 
 A field's `description` and `examples` are shown by editors and in error messages. What is shorter to write than to read
 (`tp` for `{axis: tp}`, one axis for a list of axes) is brought to one form before it is checked.
@@ -11,7 +12,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from typing_extensions import LiteralString
 
@@ -30,11 +40,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-# --- pieces ------------------------------------------------------------------------------------------------------------
+# --- pieces
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _unknown(kind: str, expected: tuple[str, ...], also: str) -> PydanticCustomError:
-    """An error: none of the expected words. kind: what they are ("" = nothing special); also: what else could stand there."""
+    """An error: none of the expected words. kind: what they are ("" = nothing special); also: what else could stand
+    there.
+    """
     return PydanticCustomError("word", "unknown word", {"expected": expected, "kind": kind, "also": also})
 
 
@@ -64,7 +77,9 @@ def _tuple(value: Any) -> Any:
 
 def _name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII):
-        raise _wrong("{value} is no name for an axis", "letters, digits and _, e.g. dp, tp, dp_outer", value=f"'{value}'")
+        raise _wrong(
+            "{value} is no name for an axis", "letters, digits and _, e.g. dp, tp, dp_outer", value=f"'{value}'"
+        )
     return value
 
 
@@ -125,14 +140,17 @@ BatchDims = Annotated[dict[Pattern, Dim | None], WithJsonSchema(_DIM_OR_NULL)]
 _NONE = PlainSerializer(lambda value: "none" if value is None else value)
 
 
-# --- shard and activations ---------------------------------------------------------------------------------------------
+# --- shard and activations
+# ---------------------------------------------------------------------------------------------
 
 
 class DimShard(Section):
     """One axis on one dim: the dim is seen as [split, axis, rest] and the middle digit is spread over the axis."""
 
     axis: Axis = Field(description="mesh axis that splits this dim", examples=["tp"])
-    split: Count = Field(default=1, description="the dim is made of this many equal fused parts, each split", examples=[3])
+    split: Count = Field(
+        default=1, description="the dim is made of this many equal fused parts, each split", examples=[3]
+    )
     sections: Annotated[tuple[Count, ...], BeforeValidator(_tuple)] = Field(
         default=(), description="the dim is made of fused parts of these sizes, each split", examples=[[512, 128, 128]]
     )
@@ -148,17 +166,22 @@ def _dim_shards(value: Any) -> Any:
 
 
 _DIM_SHARD: dict[str, Any] = {
-    "type": "object", "required": ["axis"], "additionalProperties": False,
+    "type": "object",
+    "required": ["axis"],
+    "additionalProperties": False,
     "properties": {
-        "axis": {"type": "string"}, "split": {"type": "integer", "minimum": 1},
+        "axis": {"type": "string"},
+        "split": {"type": "integer", "minimum": 1},
         "sections": {"type": "array", "items": {"type": "integer", "minimum": 1}},
     },
-}  # fmt: skip
+}
 _ONE: dict[str, Any] = {"anyOf": [{"type": "string"}, _DIM_SHARD]}
 _DIMS: dict[str, Any] = {
-    "type": "object", "minProperties": 1, "additionalProperties": False,
+    "type": "object",
+    "minProperties": 1,
+    "additionalProperties": False,
     "patternProperties": {"^[0-9]+$": {"anyOf": [*_ONE["anyOf"], {"type": "array", "minItems": 1, "items": _ONE}]}},
-}  # fmt: skip
+}
 
 
 def _some(value: Any) -> Any:
@@ -170,8 +193,10 @@ def _some(value: Any) -> Any:
 
 
 Dims = Annotated[
-    dict[Dim, Annotated[tuple[DimShard, ...], BeforeValidator(_dim_shards)]], BeforeValidator(_some), WithJsonSchema(_DIMS)
-]  # fmt: skip
+    dict[Dim, Annotated[tuple[DimShard, ...], BeforeValidator(_dim_shards)]],
+    BeforeValidator(_some),
+    WithJsonSchema(_DIMS),
+]
 
 
 def _is_dim(key: object) -> bool:
@@ -212,7 +237,10 @@ def _shard(value: Any) -> Any:
     """`use` is a word of its own in the section; every other key is a pattern."""
     if not isinstance(value, Mapping):
         raise _form("a mapping from pattern to style or dims", 'e.g. "*.o_proj": row')
-    return {" rules": {k: v for k, v in value.items() if k != "use"}, **({"use": value["use"]} if "use" in value else {})}
+    return {
+        " rules": {k: v for k, v in value.items() if k != "use"},
+        **({"use": value["use"]} if "use" in value else {}),
+    }
 
 
 def _use(value: Any) -> Any:
@@ -238,38 +266,58 @@ class ShardForm(Section):
 
 _STYLE: dict[str, Any] = {"enum": list(STYLES)}
 _STYLED: dict[str, Any] = {
-    "type": "object", "required": ["style"], "additionalProperties": False,
+    "type": "object",
+    "required": ["style"],
+    "additionalProperties": False,
     "properties": {"style": _STYLE, "axis": {"type": "string"}},
-}  # fmt: skip
+}
 _SHARD: dict[str, Any] = {
     "type": "object",
-    "properties": {"use": {
-        "description": "start from the model's own plan, or from the structure of its graph; entries beside it override",
-        "anyOf": [{"enum": list(USES)}, {
-            "type": "object", "required": ["plan"], "additionalProperties": False,
-            "properties": {"plan": {"enum": list(USES)}, "axis": {"type": "string"}},
-        }],
-    }},
+    "properties": {
+        "use": {
+            "description": (
+                "start from the model's own plan, or from the structure of its graph; entries beside it override"
+            ),
+            "anyOf": [
+                {"enum": list(USES)},
+                {
+                    "type": "object",
+                    "required": ["plan"],
+                    "additionalProperties": False,
+                    "properties": {"plan": {"enum": list(USES)}, "axis": {"type": "string"}},
+                },
+            ],
+        }
+    },
     "additionalProperties": {"anyOf": [_STYLE, _DIMS, _STYLED]},
-}  # fmt: skip
+}
 
 
 def _boundary(value: str) -> str:
     """A module pattern, with `:in` behind it if its input is meant."""
     name, colon, side = value.partition(":")
     if colon and side != "in":
-        raise _wrong("unknown side {side} of a module", f'"{name}" is its output, "{name}:in" its input', side=f"':{side}'")
+        raise _wrong(
+            "unknown side {side} of a module", f'"{name}" is its output, "{name}:in" its input', side=f"':{side}'"
+        )
     return _pattern(name) + colon + side
 
 
-# --- the other sections ------------------------------------------------------------------------------------------------
+# --- the other sections
+# ------------------------------------------------------------------------------------------------
 
 
 class Batch(Section):
-    """How the global batch is split. dims: glob over input names -> batch dim, None = not split; the first that matches counts."""
+    """How the global batch is split. dims: glob over input names -> batch dim, None = not split; the first that matches
+    counts.
+    """
 
-    dims: BatchDims = Field(default={"*": 0}, description="each input's batch dim; null = not split", examples=[{"*": 0}])
-    axes: Axes | None = Field(default=None, description="axes that split the batch (default: every data axis)", examples=[["dp"]])
+    dims: BatchDims = Field(
+        default={"*": 0}, description="each input's batch dim; null = not split", examples=[{"*": 0}]
+    )
+    axes: Axes | None = Field(
+        default=None, description="axes that split the batch (default: every data axis)", examples=[["dp"]]
+    )
     microbatches: Count = Field(default=1, description="microbatches per step", examples=[8])
 
 
@@ -283,7 +331,9 @@ class Sequence(Section):
 
 
 class Pipeline(Section):
-    """Pipeline stages: a number of them cut by cost, or before the modules `cut`, or by counts of the repeated layers."""
+    """Pipeline stages: a number of them cut by cost, or before the modules `cut`, or by
+    counts of the repeated layers.
+    """
 
     axis: Axis = Field(description="mesh axis of the stages", examples=["pp"])
     stages: Count | None = Field(default=None, description="cut by cost into so many stages", examples=[4])
@@ -306,15 +356,23 @@ class Offload(Section):
 
 
 class Data(Section):
-    """Data parallel and ZeRO. axis: () = the mesh's axes dp and dp_*; [outer, inner] = sharded in inner, replicated over outer."""
+    """Data parallel and ZeRO. axis: () = the mesh's axes dp and dp_*; [outer, inner] = sharded in inner, replicated
+    over outer.
+    """
 
     axis: Axes = Field(default=(), description="data axis; [dp_outer, dp] = HSDP", examples=["dp"])
     zero: Annotated[int, Field(ge=0, le=3)] = Field(
-        default=0, description="0 all-reduced gradients, 1 +optimizer state split, 2 +gradients, 3 +parameters", examples=[2]
+        default=0,
+        description="0 all-reduced gradients, 1 +optimizer state split, 2 +gradients, 3 +parameters",
+        examples=[2],
     )
     bucket_mb: Positive = Field(default=25.0, description="size of a gradient bucket in MB", examples=[25])
-    prefetch: Annotated[int, Field(ge=0)] = Field(default=1, description="at zero 3: buckets gathered ahead of their use", examples=[2])
-    keep: bool = Field(default=False, description="at zero 3: parameters stay whole from a step's first forward to its last backward")
+    prefetch: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="at zero 3: buckets gathered ahead of their use", examples=[2]
+    )
+    keep: bool = Field(
+        default=False, description="at zero 3: parameters stay whole from a step's first forward to its last backward"
+    )
     offload: Offload = Field(default=Offload(), examples=[{"optimizer": "cpu"}])
 
 
@@ -323,24 +381,36 @@ EXPERTS_AXIS = "ep"
 
 
 class Expert(Section):
-    """One kind of expert layer. capacity: None = dropless, else the factor of a fixed capacity, of the global batch or per microbatch."""
+    """One kind of expert layer. capacity: None = dropless, else the factor of a fixed capacity, of the global batch or
+    per microbatch.
+    """
 
     match: Pattern = Field(description="modules that hold experts", examples=["*.mlp.experts"])
     axis: Axis = Field(description="mesh axis over which experts are spread", examples=["ep"])
     capacity: Annotated[float | None, BeforeValidator(_number_or("none")), _NONE, _number_schema("none")] = Field(
-        default=None, description="none = dropless; a factor = fixed capacity, overflow dropped", examples=["none", 1.25]
+        default=None,
+        description="none = dropless; a factor = fixed capacity, overflow dropped",
+        examples=["none", 1.25],
     )
     per: Literal["batch", "microbatch"] = Field(
-        default="batch", description="the tokens that capacity is a share of: batch = exactly the single device's", examples=["microbatch"]
+        default="batch",
+        description="the tokens that capacity is a share of: batch = exactly the single device's",
+        examples=["microbatch"],
     )
 
 
 class Checkpoint(Section):
-    """One kind of recomputed region. save: kinds of results that are kept; budget: the share of bytes to keep, chosen by cost; neither:
-    everything is computed again. every: only each k-th of the modules, from the first."""
+    """One kind of recomputed region. save: kinds of results that are kept; budget: the share of bytes to keep, chosen
+    by
+    cost; neither: everything is computed again. every: only each k-th of the modules, from the first."""
 
     match: Pattern = Field(description="modules that are recomputed", examples=["model.layers.*"])
-    save: Annotated[tuple[Literal["linear", "attention", "collective", "matmul", "conv", "norm"], ...], BeforeValidator(_tuple)] | None = Field(
+    save: (
+        Annotated[
+            tuple[Literal["linear", "attention", "collective", "matmul", "conv", "norm"], ...], BeforeValidator(_tuple)
+        ]
+        | None
+    ) = Field(
         default=None, description="results that are kept; [] = recompute everything", examples=[["linear", "attention"]]
     )
     budget: Annotated[float, Field(ge=0, le=1)] | None = Field(
@@ -360,10 +430,14 @@ class Precision(Section):
         default=None, description="dtype of the stored (master) weights (default: the model's)", examples=["float32"]
     )
     compute: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
-        default=None, description="dtype of products and activations (default: that of the weights)", examples=["bfloat16"]
+        default=None,
+        description="dtype of products and activations (default: that of the weights)",
+        examples=["bfloat16"],
     )
     reduce: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
-        default=None, description="dtype in which gradients are summed over ranks (default: that of the weights)", examples=["float32"]
+        default=None,
+        description="dtype in which gradients are summed over ranks (default: that of the weights)",
+        examples=["float32"],
     )
     loss_scale: Annotated[
         float | str | None, BeforeValidator(_number_or("none", "dynamic")), _NONE, _number_schema("none", "dynamic")
@@ -384,14 +458,18 @@ class Form(Section):
 
     shardc: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="the version of this format")
     mesh: dict[Axis, Annotated[int, _SIZE]] = Field(
-        default={}, description="axis: size, outermost first; one size may be -1: what the world leaves", examples=[{"dp": 2}]
+        default={},
+        description="axis: size, outermost first; one size may be -1: what the world leaves",
+        examples=[{"dp": 2}],
     )
     batch: Batch = Field(default=Batch(), examples=[{"dims": {"*": 0}}])
     shard: Annotated[ShardForm, BeforeValidator(_shard), WithJsonSchema(_SHARD)] = Field(
         default=ShardForm(), description="weights: pattern: style or {dim: axis}; the first match wins"
     )
     activations: dict[Annotated[str, AfterValidator(_boundary)], Dims] = Field(
-        default={}, description='a module\'s output ("name") or input ("name:in"): {dim: axis}', examples=[{"layers.*": {1: "tp"}}]
+        default={},
+        description='a module\'s output ("name") or input ("name:in"): {dim: axis}',
+        examples=[{"layers.*": {1: "tp"}}],
     )
     sequence: Sequence | None = Field(default=None, examples=[{"axis": "cp"}])
     pipeline: Pipeline | None = Field(default=None, examples=[{"axis": "pp", "stages": 4}])
@@ -403,7 +481,11 @@ class Form(Section):
         default=(), examples=[[{"match": "model.layers.*", "save": ["linear"]}]]
     )
     precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
-    batch_norm: Literal["sync", "local"] = Field(default="sync", description="sync = exactly the single device's statistics")
+    batch_norm: Literal["sync", "local"] = Field(
+        default="sync", description="sync = exactly the single device's statistics"
+    )
     unknown_ops: Literal["error", "replicate"] = "error"
-    uneven: Literal["error", "pad"] = Field(default="error", description="sizes that an axis does not divide: pad = the last ranks hold less")
+    uneven: Literal["error", "pad"] = Field(
+        default="error", description="sizes that an axis does not divide: pad = the last ranks hold less"
+    )
     strict: bool = Field(default=False, description="true: a collective that no annotation asked for is an error")

@@ -1,7 +1,7 @@
 """Globs over the model's names: `*` any characters, dots too; `{a,b}` alternatives; everything else stands for itself.
 
-    >>> match("*.{q,k,v}_proj", "model.layers.3.self_attn.k_proj"), match("lm_head", "model.lm_head")
-    (True, False)
+>>> match("*.{q,k,v}_proj", "model.layers.3.self_attn.k_proj"), match("lm_head", "model.lm_head")
+(True, False)
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return ".*".join(map(re.escape, re.sub(r"\*+", "*", text).split("*")))
 
     parts = _GROUP.split(pattern)  # literal, alternatives, literal, ...
-    text = [literal(p) if i % 2 == 0 else "(?:" + "|".join(map(literal, p.split(","))) + ")" for i, p in enumerate(parts)]
+    text = [
+        literal(p) if i % 2 == 0 else "(?:" + "|".join(map(literal, p.split(","))) + ")" for i, p in enumerate(parts)
+    ]
     return re.compile("".join(text), re.DOTALL)
 
 
@@ -87,8 +89,8 @@ def _end(name: str, dots: int, leading: bool) -> str:
 def first_match(patterns: Sequence[str], names: Iterable[str]) -> tuple[dict[str, int], list[int], list[int]]:
     """Which pattern wins each name (the first that matches).
 
-    Returns ({name: index of its pattern}, indices of patterns that match no name, indices of those that match but never win).
-    """
+    Returns ({name: index of its pattern}, indices of patterns that match no name, indices of those that match but never
+    win)."""
     won: dict[str, int] = {}
     hit: set[int] = set()
     for name in names:

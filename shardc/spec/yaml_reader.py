@@ -1,8 +1,9 @@
-"""YAML read safely, with the place of every key and value. Also overrides (`--set data.zero=3`) and specs given as a dict.
+"""YAML read safely, with the place of every key and value. Also overrides (`--set data.zero=3`) and specs given as a
+dict.
 
-Only what a spec needs is YAML here: mappings, lists, text, numbers, true/false and null. Anchors, aliases, tags, merge keys,
-duplicate keys and several documents are errors. Words follow YAML 1.2: `on`, `no` and `012` are text, not surprises.
-"""
+Only what a spec needs is YAML here: mappings, lists, text, numbers, true/false and null. Anchors, aliases, tags, merge
+keys, duplicate keys and several documents are errors. Words follow YAML 1.2: `on`, `no` and `012` are text, not
+surprises."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ _WORDS |= {w: v for text, v in (("true", True), ("false", False)) for w in (text
 
 @dataclass
 class Places:
-    """Where things stand. keys, values: path -> "spec.yaml:7:3" or "--set data.zero=3". Empty for a spec given as a dict."""
+    """Where things stand. keys, values: path -> "spec.yaml:7:3" or "--set data.zero=3". Empty for a spec given as a
+    dict.
+    """
 
     keys: dict[Path, str] = field(default_factory=dict)
     values: dict[Path, str] = field(default_factory=dict)
@@ -66,12 +69,19 @@ def dotted(path: Path) -> str:
         if isinstance(part, int) and i >= items:
             text += f"[{part}]"
         else:
-            name = part if isinstance(part, str) and _PLAIN.fullmatch(part) else f'"{part}"' if isinstance(part, str) else str(part)
+            name = (
+                part
+                if isinstance(part, str) and _PLAIN.fullmatch(part)
+                else f'"{part}"'
+                if isinstance(part, str)
+                else str(part)
+            )
             text += f".{name}" if text else name
     return text
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading
+# -----------------------------------------------------------------------------------------------------------
 
 
 def read(text: str, file: str, errors: Errors) -> Document:
@@ -105,7 +115,9 @@ class _Reader:
         try:
             self.events = yaml.parse(self.text, Loader=yaml.SafeLoader)
             value: Any = None
-            for i, event in enumerate(e for e in self.events if isinstance(e, (yaml.DocumentStartEvent, yaml.StreamEndEvent))):
+            for i, event in enumerate(
+                e for e in self.events if isinstance(e, (yaml.DocumentStartEvent, yaml.StreamEndEvent))
+            ):
                 if isinstance(event, yaml.StreamEndEvent):
                     self.places.keys.setdefault((), self.place(0, 0))
                     self.places.values.setdefault((), self.place(0, 0))
@@ -113,7 +125,11 @@ class _Reader:
                 if i == 0:
                     value = self.node(next(self.events), (), 0)
                     continue
-                self._add(event, "a spec is one YAML document, and here a second one begins", "give each spec a file of its own")
+                self._add(
+                    event,
+                    "a spec is one YAML document, and here a second one begins",
+                    "give each spec a file of its own",
+                )
                 break
         except yaml.MarkedYAMLError as e:
             raise self._syntax(e) from None
@@ -152,7 +168,9 @@ class _Reader:
         self.places.values[path] = self._at(event)
         self.places.keys.setdefault(path, self.places.values[path])
         if depth > DEPTH:
-            raise ShardcError(f"nested more than {DEPTH} deep", where=self._at(event), fix="no section of a spec nests so deep")
+            raise ShardcError(
+                f"nested more than {DEPTH} deep", where=self._at(event), fix="no section of a spec nests so deep"
+            )
         if isinstance(event, yaml.AliasEvent):
             self._add(event, f"YAML aliases are not allowed: *{event.anchor}", "write the value out")
             self.broken.add(path)
@@ -196,9 +214,16 @@ class _Reader:
     def _key(self, event: yaml.Event, found: Mapping[str | int, Any], path: Path) -> tuple[str | int, str, str]:
         """The key, what is wrong with it ("" if nothing) and the fix."""
         if isinstance(event, yaml.AliasEvent):
-            return "", f"YAML aliases are not allowed: *{event.anchor}", f'quote it if it is a pattern: "*{event.anchor}"'
+            return (
+                "",
+                f"YAML aliases are not allowed: *{event.anchor}",
+                f'quote it if it is a pattern: "*{event.anchor}"',
+            )
         if not isinstance(event, yaml.ScalarEvent):
-            what = f"a key is text or a whole number, not {'a list' if isinstance(event, yaml.SequenceStartEvent) else 'a mapping'}"
+            what = (
+                "a key is text or a whole number, not"
+                f" {'a list' if isinstance(event, yaml.SequenceStartEvent) else 'a mapping'}"
+            )
             raise ShardcError(what, where=self._at(event), fix='quote the pattern: "*.{q,k}_proj": column')
         self._check(event)
         plain = event.style is None and event.tag is None
@@ -209,7 +234,11 @@ class _Reader:
             return "", "YAML merge keys (<<) are not allowed", "write the entries out"
         if key in found:
             line = re.search(r":(\d+):\d+$", self.places.keys[(*path, key)])
-            return "", f"duplicate key {say(key)}", "keep one of them" + (f"; the first is in line {line[1]}" if line else "")
+            return (
+                "",
+                f"duplicate key {say(key)}",
+                "keep one of them" + (f"; the first is in line {line[1]}" if line else ""),
+            )
         return key, "", ""
 
 
@@ -244,7 +273,11 @@ def flow(value: Any) -> str:
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
         # what an older YAML would take for something else (on, no, 1:30) is quoted too, for other tools' sake
-        if re.fullmatch(r"[A-Za-z_][\w./-]*", value, re.ASCII) and scalar(value) == value and yaml.safe_load(value) == value:
+        if (
+            re.fullmatch(r"[A-Za-z_][\w./-]*", value, re.ASCII)
+            and scalar(value) == value
+            and yaml.safe_load(value) == value
+        ):
             return value
         return yaml.safe_dump(value, default_style='"', width=1 << 30).strip()
     if isinstance(value, bool) or value is None:
@@ -252,13 +285,16 @@ def flow(value: Any) -> str:
     return repr(value)
 
 
-# --- overrides ---------------------------------------------------------------------------------------------------------
+# --- overrides
+# ---------------------------------------------------------------------------------------------------------
 
 _PART = re.compile(r'"((?:[^"\\]|\\.)*)"|\'([^\']*)\'|([^.="\'\s]+)')
 
 
 def override(document: Document, setting: str, errors: Errors) -> None:
-    """Put a setting such as `data.zero=3` or `shard."*.o_proj"=row` into the document. The value is YAML; null leaves out."""
+    """Put a setting such as `data.zero=3` or `shard."*.o_proj"=row` into the document. The value is YAML; null leaves
+    out.
+    """
     where = f"--set {setting}"
     path: list[str | int] = []
     at = 0
@@ -293,7 +329,9 @@ def put(document: Document, path: Path, value: Any, where: str) -> None:
                 node[part] = value
         elif isinstance(node, list):
             fix = f"use an index from 0 to {len(node) - 1}" if node else f"set {dotted(path[:i])} itself"
-            raise ShardcError(f"{dotted(path[:i])} is a list of {len(node)}, which has no {say(part)}", where=where, fix=fix)
+            raise ShardcError(
+                f"{dotted(path[:i])} is a list of {len(node)}, which has no {say(part)}", where=where, fix=fix
+            )
         else:
             fix = f"set {dotted(path[:i])} itself"
             raise ShardcError(f"{dotted(path[:i])} is {say(node)} and holds no {say(part)}", where=where, fix=fix)

@@ -1,7 +1,8 @@
-"""The numeric check: the compiled program on all ranks of the loopback mesh against the single-device graph, in float64.
+"""The numeric check: the compiled program on all ranks of the loopback mesh against the single-device graph, in
+float64.
 
-Weights and inputs are random. What is compared is what a user would never notice: the loss, every gradient, every buffer.
-"""
+Weights and inputs are random. What is compared is what a user would never notice: the loss, every gradient, every
+buffer."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of `verify`. checked: number of values compared; worst: largest relative difference seen; seconds: duration."""
+    """Result of `verify`. checked: number of values compared; worst: largest relative difference seen; seconds:
+    duration.
+    """
 
     findings: tuple[Finding, ...]
     checked: int
@@ -59,20 +62,23 @@ class Report:
 
 
 def verify(program: Program, *, seed: int = 0) -> Report:
-    """Run one training step both ways and compare loss, gradients and buffers. Dropout stays on: its masks do not know the mesh.
+    """Run one training step both ways and compare loss, gradients and buffers. Dropout stays on: its masks do not know
+    the
+    mesh.
 
-    Needs memory for the model in float64 on every rank of the mesh; a program too large for this machine gives a finding that
-    says so. Nothing is read from or written to disk.
+    Needs memory for the model in float64 on every rank of the mesh; a program too large for this machine gives a
+    finding that says so. Nothing is read from or written to disk.
 
-    Every dtype is widened, the casts of `precision:` too: what is checked is the algebra of the splits, not the rounding of 16 bits.
-    """
+    Every dtype is widened, the casts of `precision:` too: what is checked is the algebra of the splits, not the
+    rounding of 16 bits."""
     start = time.perf_counter()
     need, there = _memory(program), _available()
     if need > there:
         finding = Finding(
-            program.meta.get("model", "program"), f"the check needs about {need / 2**30:.1f} GiB, this machine has {there / 2**30:.1f} free",
+            program.meta.get("model", "program"),
+            f"the check needs about {need / 2**30:.1f} GiB, this machine has {there / 2**30:.1f} free",
             "verify a smaller batch or fewer layers of the same model: rules and spec are the same",
-        )  # fmt: skip
+        )
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
     double = _in_float64(program)
     why = ""
@@ -83,7 +89,9 @@ def verify(program: Program, *, seed: int = 0) -> Report:
         buffers = {b.name: weights[b.fqn] for b in double.buffers if b.constant is None}
         batch = random_inputs(double, seed, fractions=fractions)
         try:
-            loss, news = interpret(double, params, buffers, {i.name: _leaf(batch, i.path) for i in double.inputs}, Rng(seed))
+            loss, news = interpret(
+                double, params, buffers, {i.name: _leaf(batch, i.path) for i in double.inputs}, Rng(seed)
+            )
         except OUTSIDE as e:  # a target that is no probability, a matrix that is not positive definite
             why = f"the model fails on one device ({type(e).__name__}: {str(e).splitlines()[0]})"
             continue
@@ -101,16 +109,28 @@ def verify(program: Program, *, seed: int = 0) -> Report:
     pairs += [(p.fqn, params[p.name].grad, sim.grads.get(p.fqn)) for p in double.params if p.requires_grad]
     pairs += [(b.fqn, news[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
     findings, worst = [], 0.0
-    # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides: measure it
-    # against the whole gradient's size
-    floor = 1e-3 * float(sum((g.double().norm().square() for n, g, _ in pairs[1:] if g is not None), torch.zeros(())).sqrt())
+    # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
+    # measure it against the whole gradient's size
+    floor = 1e-3 * float(
+        sum((g.double().norm().square() for n, g, _ in pairs[1:] if g is not None), torch.zeros(())).sqrt()
+    )
     for name, one, many in pairs:
         off = difference(one, many, 0.0 if name == "loss" else floor)
         worst = max(worst, off)
         if not off <= TOLERANCE:
-            what = "the loss" if name == "loss" else "its gradient" if name in {p.fqn for p in double.params} else "its new value"
+            what = (
+                "the loss"
+                if name == "loss"
+                else "its gradient"
+                if name in {p.fqn for p in double.params}
+                else "its new value"
+            )
             findings.append(
-                Finding(name, f"{what} differs from one device by {off:.1e} relative", "a bug in shardc or in a rule of your own: please report it")
+                Finding(
+                    name,
+                    f"{what} differs from one device by {off:.1e} relative",
+                    "a bug in shardc or in a rule of your own: please report it",
+                )
             )
     return Report(tuple(findings), len(pairs), worst, time.perf_counter() - start)
 
@@ -153,19 +173,22 @@ def _in_float64(program: Program) -> Program:
         return replace(b, dtype=_float64(b.dtype), constant=c)
 
     return replace(
-        program, graph=convert(program.graph), stages=tuple(replace(s, graph=convert(s.graph)) for s in program.stages),
+        program,
+        graph=convert(program.graph),
+        stages=tuple(replace(s, graph=convert(s.graph)) for s in program.stages),
         counts=Stage(convert(program.counts.graph), program.counts.name) if program.counts is not None else None,
-        params=tuple(replace(p, dtype=_float64(p.dtype)) for p in program.params), buffers=tuple(map(constant, program.buffers)),
+        params=tuple(replace(p, dtype=_float64(p.dtype)) for p in program.params),
+        buffers=tuple(map(constant, program.buffers)),
         inputs=tuple(replace(i, dtype=_float64(i.dtype)) for i in program.inputs),
         buckets=tuple(replace(b, dtype=_float64(b.dtype), compute=None) for b in program.buckets),
-    )  # fmt: skip
+    )
 
 
 def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str, Tensor]:
     """Random parameters (scaled as an initialisation would) and buffers, by every FQN they have.
 
-    integers: what buffers of integers and truth values are filled with. Of a causal mask, one of 0 and 1 hides nothing, the other all.
-    """
+    integers: what buffers of integers and truth values are filled with. Of a causal mask, one of 0 and 1 hides nothing,
+    the other all."""
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
     stored: list[Param | Buffer] = [*program.params, *(b for b in program.buffers if b.constant is None)]
@@ -174,7 +197,9 @@ def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str,
             value = torch.full(x.shape, integers, dtype=x.dtype)
         else:
             noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-            middle = 1 if isinstance(x, Param) else 0.5  # gains; variances, and tables of rates whose complement has a root
+            middle = (
+                1 if isinstance(x, Param) else 0.5
+            )  # gains; variances, and tables of rates whose complement has a root
             value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else middle + 0.1 * noise).to(x.dtype)
         state |= dict.fromkeys((x.fqn, *x.aliases), value)
     return state
@@ -207,7 +232,11 @@ def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:
         seen.add(user)
         name = getattr(user.target, "__name__", str(user.target))
         first = user.args[0] if user.args else None
-        shape: tuple[int, ...] = first.meta["value"].shape if isinstance(first, fx.Node) and isinstance(first.meta.get("value"), Value) else ()
+        shape: tuple[int, ...] = (
+            first.meta["value"].shape
+            if isinstance(first, fx.Node) and isinstance(first.meta.get("value"), Value)
+            else ()
+        )
         if name.startswith("embedding") and node is not first:
             yield shape[0]
         elif name == "nll" and node is not first:
@@ -236,7 +265,9 @@ def _leaf(batch: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def _memory(program: Program) -> float:
-    """Bytes in float64: weights and gradients, twice on the reference, once a rank; activations of one device and of the ranks."""
+    """Bytes in float64: weights and gradients, twice on the reference, once a rank; activations of one device and of
+    the ranks.
+    """
     weights = sum(8 * Value(p.shape, torch.float64).nbytes() // 8 for p in program.params)
     local = sum(Value(p.shape, torch.float64, False, p.layout).nbytes(program.mesh) for p in program.params)
     acts = 0

@@ -15,7 +15,18 @@ from shardc.runtime import ops
 #: Ops that make a tensor from nothing. A canonical graph's name no device: it runs wherever the program runs.
 FACTORIES = frozenset(
     getattr(torch.ops.aten, name)
-    for name in ("arange", "full", "zeros", "ones", "empty", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices")
+    for name in (
+        "arange",
+        "full",
+        "zeros",
+        "ones",
+        "empty",
+        "eye",
+        "linspace",
+        "scalar_tensor",
+        "tril_indices",
+        "triu_indices",
+    )
 )
 
 
@@ -51,9 +62,13 @@ def widened(graph: fx.Graph) -> fx.Graph:
 
 
 def interpret(
-    program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor],
-    rng: Any = None, graph: fx.Graph | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    program: Program,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    rng: Any = None,
+    graph: fx.Graph | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Run `graph` (default: the program's global graph) with global tensors, without a mesh.
 
     params, buffers, inputs: tensors by placeholder name or FQN (see `tensors_of`); lifted constants need none.
@@ -62,7 +77,9 @@ def interpret(
     """
     given: list[Any] = [None, rng]
     given += [_find(params, p.name, p.fqn, *p.aliases) for p in program.params]
-    given += [b.constant if b.constant is not None else _find(buffers, b.name, b.fqn, *b.aliases) for b in program.buffers]
+    given += [
+        b.constant if b.constant is not None else _find(buffers, b.name, b.fqn, *b.aliases) for b in program.buffers
+    ]
     given += [_find(inputs, i.name) for i in program.inputs]
     loss, news = fx.GraphModule(nn.Module(), graph or program.graph)(*given)
     return loss, dict(zip((b.name for b in program.buffers if b.updated), news, strict=True))
@@ -75,9 +92,14 @@ def _find(tensors: Mapping[str, Tensor], *names: str) -> Tensor:
     raise KeyError(f"no tensor for {names[0]!r}")
 
 
-def tensors_of(program: Program, model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def tensors_of(
+    program: Program, model: nn.Module, batch: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """(params, buffers, inputs) by placeholder name: the model's own tensors, not copies, and the batch's."""
-    params, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
+    params, buffers = (
+        dict(model.named_parameters(remove_duplicate=False)),
+        dict(model.named_buffers(remove_duplicate=False)),
+    )
     return (
         {p.name: params[p.fqn] for p in program.params},
         {b.name: buffers[b.fqn] for b in program.buffers if b.constant is None},

@@ -13,13 +13,16 @@ from shardc.runtime.mesh import CommRecord
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine, OptimizerOf, adamw
 
-#: How far replicas of one value may lie apart, relative to its largest element: rounding, if ranks add up in another order.
+#: How far replicas of one value may lie apart, relative to its largest element: rounding, if ranks add up in another
+#: order.
 SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
 class Comm:
-    """One collective that rank 0 ran. bytes: of the whole local tensor; direction: "forward", "backward" or "update"."""
+    """One collective that rank 0 ran. bytes: of the whole local tensor; direction:
+    "forward", "backward" or "update".
+    """
 
     kind: str
     axis: str
@@ -32,8 +35,9 @@ class Comm:
 class Simulation:
     """What all ranks together computed, put together again.
 
-    loss: 0-dim, global, of the last step. grads: {fqn: global tensor}, of the last step, before the optimizer; without parameters
-    that no gradient reaches. state: {fqn: global tensor}, parameters and buffers after the last step; tied ones under every name.
+    loss: 0-dim, global, of the last step. grads: {fqn: global tensor}, of the last step, before the optimizer; without
+    parameters that no gradient reaches. state: {fqn: global tensor}, parameters and buffers after the last step; tied
+    ones under every name.
     comms: the collectives of the last step, in order.
     """
 
@@ -63,8 +67,8 @@ def simulate(
     model: holds the weights and is not changed; or a state_dict, or a function that builds the model (see Engine).
     batch: one global batch, used in every step. seed: of dropout.
     optimizer: params -> torch optimizer. None: with steps=1 weights stay as they are, with more AdamW(3e-4) trains.
-    Raises ShardcError for a batch or weights that do not fit. Replicas that come out different are a bug of shardc: AssertionError.
-    """
+    Raises ShardcError for a batch or weights that do not fit. Replicas that come out different are a bug of shardc:
+    AssertionError."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     make = optimizer if optimizer is not None or steps == 1 else adamw
@@ -75,7 +79,9 @@ def simulate(
             mesh.records.clear()
             loss = engine.backward(batch)
             last = step == steps - 1
-            grads = {n: p.grad.clone() if p.grad is not None else None for n, p in engine.params.items()} if last else {}
+            grads = (
+                {n: p.grad.clone() if p.grad is not None else None for n, p in engine.params.items()} if last else {}
+            )
             engine.update()
         records = list(mesh.records)
         wholes = {n: x.clone() for n, x in engine.wholes().items()}
@@ -90,10 +96,14 @@ def simulate(
             continue
         for rank, g in parts.items():
             assert g is not None or not ranks[rank].params[p.name].numel(), f"{p.fqn} has a gradient on some ranks only"
-        there = {i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()}  # without elements, without values
+        there = {
+            i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
+        }  # without elements, without values
         grads |= dict.fromkeys((p.fqn, *p.aliases), _join(program, p, _local(program, p, there), "the gradient of "))
     for p in program.params:
-        whole = _join(program, p, _local(program, p, {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}), "")
+        whole = _join(
+            program, p, _local(program, p, {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}), ""
+        )
         for rank, r in enumerate(ranks):  # what ops see is what was updated
             if p.name in r.wholes:
                 seen = p.layout.local(whole, program.mesh, program.mesh.coords(rank))
@@ -133,7 +143,8 @@ def _check_replica(expected: Tensor, got: Tensor, what: str) -> None:
         return
     wide = torch.promote_types(expected.dtype, torch.float64)
     one, other = expected.to(wide), got.to(wide)
-    # what is zero but for rounding may differ by as much as its own size, hence the floor; NaN in both is the user's, not ours
+    # what is zero but for rounding may differ by as much as its own size, hence the floor; NaN in both is the user's,
+    # not ours
     size = max(float(one.abs().nan_to_num(0.0).max()), 1e-6)
     slack = SLACK.get(expected.dtype, 1e-1) * size if expected.is_floating_point() or expected.is_complex() else 0.0
     close = torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True)

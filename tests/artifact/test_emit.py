@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import report
-from shardc.artifact import emit, parse
+from shardc.artifact import emit, parser
 from shardc.ir.program import Program, Source, Stage
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import example_text, zoo
@@ -59,7 +59,7 @@ def test_texts_are_fixed_points(name: str) -> None:
         given = {n.name: n.meta["value"] for n in graph.nodes if n.op == "placeholder"}
         del given["mesh"], given["rng"]
         text = emit.module(graph, p, "again")
-        back = parse.graph_of(text, p.mesh, given)
+        back = parser.graph_of(text, p.mesh, given)
         assert emit.module(back, p, "again") == text
         for old, new in zip(graph.nodes, back.nodes, strict=True):
             assert (old.op, old.name, old.target) == (new.op, new.name, new.target)
@@ -76,7 +76,9 @@ def test_the_text_of_a_rank_runs_on_a_mesh_as_it_stands(tmp_path: Path) -> None:
     p.save(tmp_path / "out")
     forward, single = (runpy.run_path(str(tmp_path / "out" / f))["forward"] for f in ("stage0.py", "single.py"))
     g = torch.Generator().manual_seed(0)
-    whole = {x.name: torch.randn(x.shape, generator=g, dtype=x.dtype) for x in p.stored} | {"count": torch.tensor(32.0, dtype=torch.float64)}
+    whole = {x.name: torch.randn(x.shape, generator=g, dtype=x.dtype) for x in p.stored} | {
+        "count": torch.tensor(32.0, dtype=torch.float64)
+    }
 
     def work(mesh: LoopbackMesh) -> tuple[Tensor, tuple[Tensor]]:
         parts = [x.layout.local(whole[x.name], p.mesh, p.mesh.coords(mesh.rank)) for x in p.stored]
@@ -112,7 +114,7 @@ def _through(source: Source) -> Source:
     node = next(n for n in graph.nodes if n.name == "square")
     node.meta["source"] = source
     text = emit.module(graph, p, "odd")
-    back = parse.graph_of(text, p.mesh, types(p))
+    back = parser.graph_of(text, p.mesh, types(p))
     assert emit.module(back, p, "odd") == text
     found: Source = next(n for n in back.nodes if n.name == "square").meta["source"]
     return found
@@ -121,10 +123,25 @@ def _through(source: Source) -> Source:
 @pytest.mark.parametrize(
     "argument",
     [
-        None, True, -3, 2.5, -1e-30, float("inf"), float("-inf"), "a # 'b\n'", 1 - 2j, torch.bfloat16, torch.strided, torch.channels_last,
-        torch.device("cuda", 1), [1, [2, -1]], (), (1,), (0, "tp", 1, (3, 4)),
+        None,
+        True,
+        -3,
+        2.5,
+        -1e-30,
+        float("inf"),
+        float("-inf"),
+        "a # 'b\n'",
+        1 - 2j,
+        torch.bfloat16,
+        torch.strided,
+        torch.channels_last,
+        torch.device("cuda", 1),
+        [1, [2, -1]],
+        (),
+        (1,),
+        (0, "tp", 1, (3, 4)),
     ],
-)  # fmt: skip
+)
 def test_arguments_print_and_parse(argument: Any) -> None:
     p = example_text.program()
     graph = p.stages[0].graph
@@ -132,7 +149,7 @@ def test_arguments_print_and_parse(argument: Any) -> None:
     node.args = (node.args[0], argument)
     text = emit.module(graph, p, "arguments")
     compile(text, "text", "exec")
-    back = next(n for n in parse.graph_of(text, p.mesh, types(p)).nodes if n.name == "square").args[1]
+    back = next(n for n in parser.graph_of(text, p.mesh, types(p)).nodes if n.name == "square").args[1]
     assert back == argument
     assert type(back) is type(argument) or isinstance(argument, list)
 
@@ -168,7 +185,12 @@ def test_the_artifact_comes_back_the_same(name: str, tmp_path: Path) -> None:
     again = shardc.load(tmp_path / "out")
     assert str(again) == str(first)
     assert report.before(again) == report.before(first)
-    assert (again.params, again.buffers, again.inputs, again.buckets) == (first.params, first.buffers, first.inputs, first.buckets)
+    assert (again.params, again.buffers, again.inputs, again.buckets) == (
+        first.params,
+        first.buffers,
+        first.inputs,
+        first.buckets,
+    )
     assert again.spec == first.spec
 
 
@@ -319,7 +341,10 @@ def test_every_damaged_file_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "out" / "single.py").unlink()
     with pytest.raises(shardc.ShardcError) as caught:
         shardc.load(tmp_path / "out")
-    assert {e.what for e in caught.value.errors} == {"single.py is missing", "stage0.py was edited after it was written"}
+    assert {e.what for e in caught.value.errors} == {
+        "single.py is missing",
+        "stage0.py was edited after it was written",
+    }
 
 
 def test_edited_tables(tmp_path: Path) -> None:
@@ -349,7 +374,11 @@ def test_constants_come_back(tmp_path: Path) -> None:
         graphs.append(graph)
     replace(p, buffers=(*p.buffers, *more)).save(tmp_path / "out")
     again = shardc.load(tmp_path / "out")
-    assert [b.constant.tolist() for b in again.buffers if b.constant is not None] == [32.0, [0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]
+    assert [b.constant.tolist() for b in again.buffers if b.constant is not None] == [
+        32.0,
+        [0.0, 1.0, 2.0],
+        [1.0, 2.0, 3.0],
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

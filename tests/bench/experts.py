@@ -1,5 +1,6 @@
-"""Writes docs/experts.md: how a layer of experts becomes one op, what is exchanged, and how experts may lie. Everything in it but the
-prose is what shardc prints, or what a run of examples/moe.py sent.
+"""Writes docs/experts.md: how a layer of experts becomes one op, what is exchanged, and how experts may lie. Everything
+in
+it but the prose is what shardc prints, or what a run of examples/moe.py sent.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ MESHES: dict[str, dict[str, Any]] = {
     "dp=2 × ep=2": {"mesh": {"dp": 2, "ep": 2}},
     "dp=4, experts over dp": {"mesh": {"dp": 4}, "experts": [{"match": "moe", "axis": "dp"}]},
     "ep=2 × tp=2": {"mesh": {"ep": 2, "tp": 2}, "shard": {"use": "structure"}},
-    "pp=2 × ep=2, 2 microbatches": {"mesh": {"pp": 2, "ep": 2}, "pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}},
+    "pp=2 × ep=2, 2 microbatches": {
+        "mesh": {"pp": 2, "ep": 2},
+        "pipeline": {"axis": "pp", "stages": 2},
+        "batch": {"microbatches": 2},
+    },
 }
 
 
@@ -38,9 +43,13 @@ def page() -> str:
     program = compiled(MESHES["dp=2 × ep=2"])
     whole, local = emit.function(program.graph, program), emit.function(program.stages[0].graph, program)
     return TEXT.format(
-        source=inspect.getsource(moe.MoE).strip(), whole=experts_of(whole), local=experts_of(local), routes=routes(), sent=sent(program),
+        source=inspect.getsource(moe.MoE).strip(),
+        whole=experts_of(whole),
+        local=experts_of(local),
+        routes=routes(),
+        sent=sent(program),
         meshes=meshes(),
-    )  # fmt: skip
+    )
 
 
 def experts_of(function: str) -> str:
@@ -50,7 +59,9 @@ def experts_of(function: str) -> str:
 
 
 def routes() -> str:
-    """Of each rank's choices, how many go to the experts of each rank: what the router chose for the example's batch, on ep=2."""
+    """Of each rank's choices, how many go to the experts of each rank: what the router chose for the example's batch,
+    on ep=2.
+    """
     model, ranks = moe.model(), 2
     with torch.no_grad():
         index = model.moe.router(model.embed(moe.batch()["ids"])).topk(moe.CHOICES, -1).indices
@@ -59,7 +70,9 @@ def routes() -> str:
     rows = []
     for r, mine in enumerate(index.chunk(ranks)):
         counts = [int((mine // here == to).sum()) for to in range(ranks)]
-        rows.append([f"rank {r}", *(f"{n} {'stay' if to == r else 'go'}" for to, n in enumerate(counts)), str(sum(counts))])
+        rows.append(
+            [f"rank {r}", *(f"{n} {'stay' if to == r else 'go'}" for to, n in enumerate(counts)), str(sum(counts))]
+        )
     return table(head, rows)
 
 
@@ -73,8 +86,12 @@ def sent(program: Program) -> str:
             value = node.meta["value"]
             what = "counts" if isinstance(value, tuple) else f"`{value}`"
             rows.append([node.target.__name__, f"{c.kind}/{c.backward}", "+".join(c.axes), str(c.bytes), what])
-    rows.append(["a run, rank 0, forward", "", "ep", " + ".join(str(c.bytes) for c in ran if c.direction == "forward"), ""])
-    rows.append(["a run, rank 0, backward", "", "ep", " + ".join(str(c.bytes) for c in ran if c.direction == "backward"), ""])
+    rows.append(
+        ["a run, rank 0, forward", "", "ep", " + ".join(str(c.bytes) for c in ran if c.direction == "forward"), ""]
+    )
+    rows.append(
+        ["a run, rank 0, backward", "", "ep", " + ".join(str(c.bytes) for c in ran if c.direction == "backward"), ""]
+    )
     return table(["op", "forward/backward", "axis", "bytes a rank", "of"], rows)
 
 
@@ -83,13 +100,28 @@ def meshes() -> str:
     for name, more in MESHES.items():
         program = compiled(more)
         up, router = program.param("moe.up"), program.param("moe.router.weight")
-        sent = [c for s in program.stages for n in s.graph.nodes if (c := n.meta.get("collective")) and c.kind != "none"]
+        sent = [
+            c for s in program.stages for n in s.graph.nodes if (c := n.meta.get("collective")) and c.kind != "none"
+        ]
         kinds = sorted({f"{c.kind} {'+'.join(c.axes)}" for c in sent})
-        rows.append([
-            name, f"`{up.value}`", f"{100 * up.value.nbytes(program.mesh) // up.value.nbytes()} %", "+".join(up.reduce) or "none",
-            "+".join(router.reduce) or "none", ", ".join(kinds),
-        ])  # fmt: skip
-    head = ["mesh", "moe.up", "of it on a rank", "its gradient is summed over", "the router's over", "collectives of the program"]
+        rows.append(
+            [
+                name,
+                f"`{up.value}`",
+                f"{100 * up.value.nbytes(program.mesh) // up.value.nbytes()} %",
+                "+".join(up.reduce) or "none",
+                "+".join(router.reduce) or "none",
+                ", ".join(kinds),
+            ]
+        )
+    head = [
+        "mesh",
+        "moe.up",
+        "of it on a rank",
+        "its gradient is summed over",
+        "the router's over",
+        "collectives of the program",
+    ]
     return table(head, rows)
 
 
@@ -97,7 +129,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(r) + " |" for r in [head, ["---"] * len(head), *rows])
 
 
-TEXT = '''# Experts
+TEXT = """# Experts
 
 Made by `make table` (tests/bench/experts.py) from examples/moe.py.
 
@@ -170,7 +202,7 @@ Experts' gradients are summed over the ranks that have copies of them only; what
 
 On GPUs that have torch's grouped product (bfloat16, widths of whole 16 bytes) a product of all of a rank's experts is one call; elsewhere
 it is one an expert.
-'''
+"""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Write docs/memory.md: predicted and measured peaks of live tensor bytes, of every model and setting. `make table` runs it.
+"""Write docs/memory.md: predicted and measured peaks of live tensor bytes, of every model and setting. `make table`
+runs
+it.
 
-`--only gpt --setting 'checkpoint*'`: these alone, printed and not written. Exit status 1 if a prediction is off by more than 5 %.
-"""
+`--only gpt --setting 'checkpoint*'`: these alone, printed and not written. Exit status 1 if a prediction is off by more
+than 5 %."""
 
 from __future__ import annotations
 
@@ -47,8 +49,20 @@ What can differ is what a rehearsal cannot see:
 | model | setting | rank | predicted, bytes | measured, bytes | difference | host, predicted | measured | at the peak | where |
 |---|---|---|---:|---:|---:|---:|---:|---|---|
 """
-LAYERS = {"gpt": "h.*", "llama": "model.layers.*", "bert": "*.encoder.layer.*", "t5": "{encoder,decoder}.block.*", "resnet": "blocks.*"}
-NESTED = {"gpt": "h.*", "llama": "model.layers.*", "bert": "*.encoder.layer.*.attention", "t5": "decoder.block.*", "resnet": "blocks.*"}
+LAYERS = {
+    "gpt": "h.*",
+    "llama": "model.layers.*",
+    "bert": "*.encoder.layer.*",
+    "t5": "{encoder,decoder}.block.*",
+    "resnet": "blocks.*",
+}
+NESTED = {
+    "gpt": "h.*",
+    "llama": "model.layers.*",
+    "bert": "*.encoder.layer.*.attention",
+    "t5": "decoder.block.*",
+    "resnet": "blocks.*",
+}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 EXPERTS = {"moe": "moe", "mixtral": "*.mlp.experts"}
 Setting = tuple[str, dict[str, Any], dict[str, Any]]  # its name, the spec, options of Engine
@@ -60,7 +74,10 @@ class Even(nn.Module):
     def __init__(self, hidden: int = 64, count: int = 8) -> None:
         super().__init__()
         self.router = nn.Linear(hidden, count)
-        self.up, self.down = nn.Parameter(torch.randn(count, 4 * hidden, hidden) * 0.1), nn.Parameter(torch.randn(count, hidden, 2 * hidden) * 0.1)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(count, 4 * hidden, hidden) * 0.1),
+            nn.Parameter(torch.randn(count, hidden, 2 * hidden) * 0.1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         p = self.router(x).softmax(-1)
@@ -110,7 +127,10 @@ def _of_layers(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
     one: dict[str, Any] = {"mesh": {"dp": 1}}
     tp = {"mesh": {"tp": 2}, "shard": {"use": "structure"}}
     zero = [{"mesh": {"dp": 2}, "data": {"zero": z, "bucket_mb": 0.1}} for z in range(4)]
-    pp = {s: {"mesh": {"pp": 2}, "batch": {"microbatches": 8}, "pipeline": {"axis": "pp", "schedule": s}} | local for s in SCHEDULES}
+    pp = {
+        s: {"mesh": {"pp": 2}, "batch": {"microbatches": 8}, "pipeline": {"axis": "pp", "schedule": s}} | local
+        for s in SCHEDULES
+    }
     micro = {"batch": {"microbatches": 4}} | local
     yield "one device", one
     yield "tp=2", tp
@@ -120,7 +140,10 @@ def _of_layers(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"pp=2, {s}", spec
     for z, spec in enumerate(zero):
         yield f"dp=2, zero {z}, 4 microbatches", spec | micro
-    yield "dp=2, zero 3, keep, 4 microbatches", {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.1, "keep": True}} | micro
+    yield (
+        "dp=2, zero 3, keep, 4 microbatches",
+        {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.1, "keep": True}} | micro,
+    )
     for what, entries in _checkpoints(model, layers):
         yield what, one | {"checkpoint": entries}
     for name, spec in (("tp=2", tp), ("dp=2, zero 3", zero[3]), ("pp=2, 1f1b", pp["1f1b"]), ("pp=2, zb-v", pp["zb-v"])):
@@ -135,7 +158,10 @@ def _of_layers(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "one device, fp16, loss scale", one | {"precision": {"compute": "float16", "loss_scale": 16.0}}
     for z in range(4):
         yield f"dp=2, zero {z}, optimizer on the host", _away(zero[z], {"optimizer": "cpu"})
-    yield "dp=2, zero 3, optimizer and parameters on the host", _away(zero[3], {"optimizer": "cpu", "parameters": "cpu"})
+    yield (
+        "dp=2, zero 3, optimizer and parameters on the host",
+        _away(zero[3], {"optimizer": "cpu", "parameters": "cpu"}),
+    )
     yield "dp=2, zero 1, bf16, optimizer on the host", _away(zero[1], {"optimizer": "cpu"}) | narrow
 
 
@@ -151,7 +177,10 @@ def _checkpoints(model: str, layers: str) -> Iterator[tuple[str, list[dict[str, 
     yield "checkpoint, every 2", [{"match": layers, "every": 2}]
     yield "checkpoint, nested", [{"match": layers.removesuffix(".*")}, {"match": layers}]
     yield "checkpoint, offload", [{"match": layers, "offload": "cpu"}]
-    yield "checkpoint, save everything, offload", [{"match": layers, "save": ["linear", "attention", "matmul", "conv", "norm"], "offload": "cpu"}]
+    yield (
+        "checkpoint, save everything, offload",
+        [{"match": layers, "save": ["linear", "attention", "matmul", "conv", "norm"], "offload": "cpu"}],
+    )
 
 
 def rows(name: str, model: Any, batch: Any, captured: Any, setting: Setting) -> Iterator[tuple[float, str]]:
@@ -163,11 +192,16 @@ def rows(name: str, model: Any, batch: Any, captured: Any, setting: Setting) -> 
         here = [x for i, x in enumerate(real) if not program.axis or program.mesh.coords(i)[program.axis] == r.at]
         measured, outside = max(x.peak for x in here), max(x.outside_peak for x in here)
         off = r.memory.peak / measured - 1
-        kinds = ", ".join(f"{k} {100 * n / r.memory.peak:.0f} %" for k, n in r.memory.kinds.items() if n > 0.005 * r.memory.peak)
+        kinds = ", ".join(
+            f"{k} {100 * n / r.memory.peak:.0f} %" for k, n in r.memory.kinds.items() if n > 0.005 * r.memory.peak
+        )
         rank, host = f"pp={r.at}" if program.axis else "each", (f"{n or ''}" for n in (r.memory.host, outside))
         at = f"{r.memory.part} {r.memory.op}"
         cells = name, what, rank, str(r.memory.peak), str(measured), f"{100 * off:+.2f} %", *host, kinds, at
-        yield max(abs(off), abs(r.memory.host / outside - 1) if outside else float(r.memory.host > 0)), f"| {' | '.join(cells)} |\n"
+        yield (
+            max(abs(off), abs(r.memory.host / outside - 1) if outside else float(r.memory.host > 0)),
+            f"| {' | '.join(cells)} |\n",
+        )
 
 
 def main() -> int:

@@ -1,7 +1,9 @@
-"""Write docs/models.md: what the test run found of every model on every mesh. Run by `make table`; `--from FILE` renders a run's report.
+"""Write docs/models.md: what the test run found of every model on every mesh. Run by `make table`; `--from FILE`
+renders a
+run's report.
 
-The tests that compare a model on a mesh with one device leave a row in pytest's report (tests/equality.py: `record`). This runs them,
-and makes a table of the rows, with each test's own verdict.
+The tests that compare a model on a mesh with one device leave a row in pytest's report (tests/equality.py: `record`).
+This runs them, and makes a table of the rows, with each test's own verdict.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ def rows(report: Path) -> list[dict[str, Any]]:
     found = []
     for case in ET.parse(report).iter("testcase"):
         passed = case.find("failure") is None and case.find("error") is None
-        found += [json.loads(p.attrib["value"]) | {"equal": passed} for p in case.iter("property") if p.attrib["name"] == "row"]
+        found += [
+            json.loads(p.attrib["value"]) | {"equal": passed}
+            for p in case.iter("property")
+            if p.attrib["name"] == "row"
+        ]
     return found
 
 
@@ -65,7 +71,12 @@ def main(argv: list[str]) -> int:
             status = subprocess.run(command, cwd=ROOT, check=False).returncode
         found = rows(report)
     equal = sum(r["equal"] for r in found)
-    head = HEAD.format(tests=", ".join(Path(t).name for t in tests), equal=equal, all=len(found), models=len({r["model"] for r in found}))
+    head = HEAD.format(
+        tests=", ".join(Path(t).name for t in tests),
+        equal=equal,
+        all=len(found),
+        models=len({r["model"] for r in found}),
+    )
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(head + "".join(map(line, found)), encoding="utf-8")
     print(f"{OUT}: {equal} of {len(found)} rows equal")

@@ -1,4 +1,6 @@
-"""Write docs/spec.md: every key of a spec, from the schema that checks it (`shardc spec --schema`). `make table` runs it."""
+"""Write docs/spec.md: every key of a spec, from the schema that checks it (`shardc spec --schema`). `make table` runs
+it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def kind(form: dict[str, Any]) -> str:
         return f"`{_word(form['const'])}`"
     if form.get("type") == "array":
         return f"list of {kind(form['items'])}" if "items" in form else "list"
-    return {"string": "text", "object": "mapping", "boolean": "`true` \\| `false`"}.get(form.get("type", ""), form.get("type", ""))
+    return {"string": "text", "object": "mapping", "boolean": "`true` \\| `false`"}.get(
+        form.get("type", ""), form.get("type", "")
+    )
 
 
 def _word(x: Any) -> str:

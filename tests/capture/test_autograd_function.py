@@ -1,4 +1,6 @@
-"""Custom autograd Functions keep their own backward: equal to real autograd of the plain model, also where they are split."""
+"""Custom autograd Functions keep their own backward: equal to real autograd of the plain model, also where they are
+split.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Rounded(Fn):
 
 
 class Clamped(Fn):
-    """Straight-through inside of an interval; options as attributes and as arguments; backward in place on a fresh tensor."""
+    """Straight-through inside of an interval; options as attributes and as arguments; backward in place on a fresh
+    tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, limit: float, unused: None) -> Tensor:
@@ -226,7 +230,7 @@ MIDDLES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "softmax": lambda x, m: Layered.apply(x),
     "again": lambda x, m: Again.apply(x),
     "twice": lambda x, m: Gelu.apply(Reversed.apply(Rounded.apply(x), 2.0)),
-}  # fmt: skip
+}
 MESHES: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": 2}},
     "tp": {"mesh": {"dp": 2, "tp": 2}, "shard": {"up": "column", "down": "row"}},
@@ -307,7 +311,10 @@ def test_a_backward_that_is_not_linear_is_refused() -> None:
     with pytest.raises(ShardcError) as e:
         capture(*net(lambda x, m: Clipped.apply(x)))
     assert "test_custom_function.py:" in e.value.where
-    assert "the custom autograd function Clipped has a backward that is not linear in the gradients it gets" in e.value.what
+    assert (
+        "the custom autograd function Clipped has a backward that is not linear in the gradients it gets"
+        in e.value.what
+    )
     assert "clip or change gradients in the optimizer's step" in e.value.fix
 
 

@@ -144,7 +144,9 @@ def test_batches() -> None:
         assert [i.path for i in program.inputs] == paths
         assert all(reach(batch, i.path) is X for i in program.inputs)
         model = Any_()
-        want = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)
+        want = (
+            model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)
+        )
         got, _ = interpret(program, *tensors_of(program, model, batch))
         assert torch.equal(got, want)
     assert [i.name for i in capture(Any_(), (X, X)).inputs] == ["input_0", "input_1"]
@@ -158,9 +160,12 @@ def test_losses() -> None:
             self.loss = loss
 
     for function in (
-        lambda s, y: y.sum(), lambda s, y: Output(y.sum()), lambda s, y: {"loss": y.sum(), "y": y}, lambda s, y: (y.sum(), y),
+        lambda s, y: y.sum(),
+        lambda s, y: Output(y.sum()),
+        lambda s, y: {"loss": y.sum(), "y": y},
+        lambda s, y: (y.sum(), y),
         lambda s, y: y.sum().view(1),
-    ):  # fmt: skip
+    ):
         program = capture(Net(function), X)
         assert next(n for n in program.graph.nodes if n.op == "output").args[0][0].meta["value"].shape == ()
     program = capture(Net(lambda s, y: y), (X,), loss=lambda y, batch: F.mse_loss(y, batch[0]))
@@ -174,7 +179,12 @@ def test_fake_and_meta_models_and_batches() -> None:
     mode = torch_private.fake_mode()
     fake = {n: torch_private.fake_tensor(mode, x) for n, x in batch.items()}
     meta, _ = zoo.llama()
-    for m, b in ((model, fake), (meta.to("meta"), fake), (meta, {n: x.to("meta") for n, x in batch.items()}), (meta, batch)):
+    for m, b in (
+        (model, fake),
+        (meta.to("meta"), fake),
+        (meta, {n: x.to("meta") for n, x in batch.items()}),
+        (meta, batch),
+    ):
         program = capture(m, b)
         assert str(program.graph) == str(want.graph)
         assert program.notes == ()
@@ -190,7 +200,11 @@ def test_sources() -> None:
     assert by_op["linear"].module == "head"
     assert by_op["cross_entropy_loss"].module == ""
     model, batch = zoo.llama()
-    by_op = {op_name(n.target): n.meta["source"] for n in capture(model, batch, prove=False).graph.nodes if n.op == "call_function"}
+    by_op = {
+        op_name(n.target): n.meta["source"]
+        for n in capture(model, batch, prove=False).graph.nodes
+        if n.op == "call_function"
+    }
     assert re.fullmatch(r"model\.layers\.1\.mlp\.act_fn \(\w+\.py:\d+\)", str(by_op["silu"]))
     assert by_op["linear"].line.startswith("modeling_llama.py:")
     assert by_op["linear"].code == "logits = self.lm_head(hidden_states)"
@@ -202,11 +216,17 @@ def test_the_model_is_left_as_it_was() -> None:
 
     def state() -> list[Any]:
         return [
-            *[(n, id(p), p.grad) for n, p in model.named_parameters()], *[(n, id(b)) for n, b in model.named_buffers()],
-            model.config.use_cache, masking.is_tracing, masking.find_packed_sequence_indices, torch.Tensor.register_hook,
-            torch.autograd.Function.__dict__["apply"], torch.fx.proxy.TracerBase.create_node, [m.training for m in model.modules()],
+            *[(n, id(p), p.grad) for n, p in model.named_parameters()],
+            *[(n, id(b)) for n, b in model.named_buffers()],
+            model.config.use_cache,
+            masking.is_tracing,
+            masking.find_packed_sequence_indices,
+            torch.Tensor.register_hook,
+            torch.autograd.Function.__dict__["apply"],
+            torch.fx.proxy.TracerBase.create_node,
+            [m.training for m in model.modules()],
             torch.random.get_rng_state().sum(),
-        ]  # fmt: skip
+        ]
 
     before, weights = state(), {n: p.clone() for n, p in model.named_parameters()}
     capture(model, batch)
@@ -310,7 +330,9 @@ def test_hooks_are_refused() -> None:
     model.fc.bias.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ShardcError) as e:
         capture(model, X)
-    assert [re.sub(r"\d+", "N", x.where) for x in e.value.errors] == [f"{name} (test_capture.py:N)" for name in ("fc", "fc.weight", "fc.bias")]
+    assert [re.sub(r"\d+", "N", x.where) for x in e.value.errors] == [
+        f"{name} (test_capture.py:N)" for name in ("fc", "fc.weight", "fc.bias")
+    ]
     assert "the module has a backward hook" in str(e.value)
     assert "the parameter has a gradient hook" in str(e.value)
 
@@ -359,14 +381,22 @@ def test_data_dependence_is_refused(function: Any, what: str, line: str) -> None
 
 
 def test_losses_that_are_none() -> None:
-    refused(lambda s, y: y, r"the model returns a tensor of shape \[4, 6\] and torch.float32: there is no scalar loss in it")
+    refused(
+        lambda s, y: y, r"the model returns a tensor of shape \[4, 6\] and torch.float32: there is no scalar loss in it"
+    )
     refused(lambda s, y: {"logits": y}, "the model returns a dict: there is no scalar loss in it")
     refused(lambda s, y: "yes", "the model returns a str: there is no scalar loss in it")
     refused(lambda s, y: (None, y), "the model returns a tuple: there is no scalar loss in it")
-    refused(lambda s, y: (y, y.sum(), y.mean()), "the model returns a tuple: there is no scalar loss in it")  # which one?
+    refused(
+        lambda s, y: (y, y.sum(), y.mean()), "the model returns a tuple: there is no scalar loss in it"
+    )  # which one?
     refused(lambda s, y: y, "the loss is a float, not a scalar", loss=lambda y, b: 1.0)
-    refused(lambda s, y: y, r"the loss is a tensor of shape \[4, 6\] and torch.float32, not a scalar", loss=lambda y, b: y)
-    refused(lambda s, y: y, "the loss is a tensor of shape .* and torch.int64, not a scalar", loss=lambda y, b: y.argmax())
+    refused(
+        lambda s, y: y, r"the loss is a tensor of shape \[4, 6\] and torch.float32, not a scalar", loss=lambda y, b: y
+    )
+    refused(
+        lambda s, y: y, "the loss is a tensor of shape .* and torch.int64, not a scalar", loss=lambda y, b: y.argmax()
+    )
     model, batch = zoo.llama()
     with pytest.raises(ShardcError, match="the model returns a CausalLMOutputWithPast: there is no scalar loss in it"):
         capture(model, {"input_ids": batch["input_ids"]})
@@ -375,7 +405,9 @@ def test_losses_that_are_none() -> None:
 def test_errors_of_the_model_itself() -> None:
     text = "the model's forward failed: RuntimeError: a and b must have same reduction dim"
     refused(lambda s, y: y @ y, text, line="refused(lambda s, y: y @ y")
-    refused(lambda s, y: s.missing, "the model's forward failed: AttributeError: 'Net' object has no attribute 'missing'")
+    refused(
+        lambda s, y: s.missing, "the model's forward failed: AttributeError: 'Net' object has no attribute 'missing'"
+    )
     with pytest.raises(ShardcError, match="the batch does not fit the model's forward"):
         capture(Net(), {"nonsense": X})
     with pytest.raises(ShardcError, match=r"the model is a function, not a torch\.nn\.Module"):
@@ -450,7 +482,9 @@ def test_the_proof_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
         capture(Net(lambda s, y: y.sum() * (2 if torch.compiler.is_exporting() else 1)), X)
 
     monkeypatch.setattr(compare_eager, "LIMIT_PARAMS", 10)
-    assert capture(Net(wrong), X).notes == ("capture was checked statically only: the model is too large to run here once",)
+    assert capture(Net(wrong), X).notes == (
+        "capture was checked statically only: the model is too large to run here once",
+    )
     assert capture(Net(wrong), X, prove=False).notes == ()
 
 
@@ -524,9 +558,13 @@ def test_keys_that_only_the_loss_reads() -> None:
         return F.mse_loss(y, batch["labels"])
 
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, loss=loss)
-    assert [n for n in program.notes if "reads" in n] == ["index: neither forward nor the loss reads this key of the batch"]
+    assert [n for n in program.notes if "reads" in n] == [
+        "index: neither forward nor the loss reads this key of the batch"
+    ]
     torch.testing.assert_close(shardc.verify.simulate(program, model, batch).loss, loss(model(batch["x"]), batch))
-    with pytest.raises(ShardcError, match="unexpected keyword argument 'labels'"):  # without a loss all of it is forward's
+    with pytest.raises(
+        ShardcError, match="unexpected keyword argument 'labels'"
+    ):  # without a loss all of it is forward's
         shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}})
     with pytest.raises(ShardcError, match="missing a required argument: 'x'"):
         shardc.compile(model, {"labels": batch["labels"]}, {"shardc": 1, "mesh": {"dp": 2}}, loss=loss)

@@ -1,4 +1,6 @@
-"""What cannot be captured: one message per cause, with the model's line and a way out. And what looks as if it could not, but can."""
+"""What cannot be captured: one message per cause, with the model's line and a way out. And what looks as if it could
+not, but can.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def net(function: Function) -> Net:
     return Net(function)
 
 
-# --- the value of a tensor decides what runs ----------------------------------------------------------------------------
+# --- the value of a tensor decides what runs
+# ----------------------------------------------------------------------------
 
 
 def branch(s: Net, y: Tensor) -> Tensor:
@@ -111,27 +114,56 @@ VALUES: list[tuple[Function, str, str]] = [
     (turns, "the length of a loop depends on a tensor's value (for _ in range", "a fixed number of turns"),
     (experts, "the loop over experts depends on a tensor's value (rows = ", "shardc.nn.experts"),
     (layer_drop, "LayerDrop leaves out layers at random: a branch depends", "set the config's layerdrop to 0"),
-    (lambda s, y: print(f"{y.max().item():.2f}") or y.sum(), "forward writes a tensor's value as text", "print it outside of forward"),
+    (
+        lambda s, y: print(f"{y.max().item():.2f}") or y.sum(),
+        "forward writes a tensor's value as text",
+        "print it outside of forward",
+    ),
     (lambda s, y: y.sum() * y.max().item(), "a tensor becomes a Python number (.item(), int()", "keep it a tensor"),
     (lambda s, y: y.sum() * sum(y[0].tolist()), "a tensor becomes a Python number", "keep it a tensor"),
     (lambda s, y: y[int(y.sum(1).argmax())].sum(), "a tensor becomes a Python number", "index_select"),
     (lambda s, y: y[y.sum(1).argmax()].sum(), "a tensor becomes a Python number", "index_select"),
-    (lambda s, y: y[tuple((y[0] > 0).long())[:2], (0, 1)].sum(), "elements of a tensor are read outside of torch's ops", "unbind(-1)"),
+    (
+        lambda s, y: y[tuple((y[0] > 0).long())[:2], (0, 1)].sum(),
+        "elements of a tensor are read outside of torch's ops",
+        "unbind(-1)",
+    ),
     (lambda s, y: y[y > 0].sum(), "indexing by a condition gives a size that depends", "torch.where(mask, x, 0)"),
-    (lambda s, y: torch.masked_select(y, y > 0).sum(), "indexing by a condition gives a size that depends", "torch.where(mask, x, 0)"),
+    (
+        lambda s, y: torch.masked_select(y, y > 0).sum(),
+        "indexing by a condition gives a size that depends",
+        "torch.where(mask, x, 0)",
+    ),
     (lambda s, y: y[(y > 0).nonzero()[:, 0]].sum(), "nonzero gives a size that depends", "torch.where(mask, x, 0)"),
-    (lambda s, y: y.sum() * torch.unique(y.round()).numel(), "_unique2 gives a size that depends", "torch.where(mask, x, 0)"),
+    (
+        lambda s, y: y.sum() * torch.unique(y.round()).numel(),
+        "_unique2 gives a size that depends",
+        "torch.where(mask, x, 0)",
+    ),
     (lambda s, y: y.sum() * torch.bincount((y[0] > 0).long()).sum(), "bincount gives a size that depends", "mask"),
-    (lambda s, y: torch.repeat_interleave(y, (y[0] > 0).long() + 1, dim=1).sum(), "repeat_interleave gives a size", "output_size=total"),
-    (lambda s, y: (y.sum() * F.one_hot((y[:, 0] > 0).long())).sum(), "the size of the one-hot encoding depends", "num_classes=n"),
+    (
+        lambda s, y: torch.repeat_interleave(y, (y[0] > 0).long() + 1, dim=1).sum(),
+        "repeat_interleave gives a size",
+        "output_size=total",
+    ),
+    (
+        lambda s, y: (y.sum() * F.one_hot((y[:, 0] > 0).long())).sum(),
+        "the size of the one-hot encoding depends",
+        "num_classes=n",
+    ),
     (truncated, "the size of a slice or tensor depends", "keep the size and mask"),
-    (packed_recurrent, "packed sequences have a size that depends on the lengths' values (rows = nn.utils", "pick each row's last step"),
+    (
+        packed_recurrent,
+        "packed sequences have a size that depends on the lengths' values (rows = nn.utils",
+        "pick each row's last step",
+    ),
     (packed, "packed sequences have a size that depends on the lengths' values", "leave padding out of the loss"),
     (labels, "the labels without padding have a size that depends", "F.ctc_loss(...) takes padded labels"),
-]  # fmt: skip
+]
 
 
-# --- the model leaves the graph -----------------------------------------------------------------------------------------
+# --- the model leaves the graph
+# -----------------------------------------------------------------------------------------
 
 
 def penalty(s: Net, y: Tensor) -> Tensor:
@@ -187,35 +219,69 @@ def made_late(s: Net, y: Tensor) -> Tensor:
 LEAVING: list[tuple[Function, str, str]] = [
     (lambda s, y: y.sum() * y.detach().numpy().max(), "the model leaves torch: .numpy()", "write it in torch ops"),
     (lambda s, y: y.sum() * random.random(), "the model draws random numbers from Python or numpy", "draw with torch"),
-    (lambda s, y: y.sum() if np.random.rand() < 2 else y.mean(), "the model draws random numbers from Python or numpy", "draw with torch"),
+    (
+        lambda s, y: y.sum() if np.random.rand() < 2 else y.mean(),
+        "the model draws random numbers from Python or numpy",
+        "draw with torch",
+    ),
     (lambda s, y: y.cuda().sum(), "the model names a device that is not here", "device=x.device"),
     (lambda s, y: y.to("cuda:0").sum(), "the model names a device that is not here", "device=x.device"),
-    (lambda s, y: (y * torch.ones(6, device="cuda")).sum(), "the model names a device that is not here", "device=x.device"),
+    (
+        lambda s, y: (y * torch.ones(6, device="cuda")).sum(),
+        "the model names a device that is not here",
+        "device=x.device",
+    ),
     (lambda s, y: copy.deepcopy(y).sum(), "the model copies a tensor with copy.deepcopy", "x.clone()"),
-    (lambda s, y: torch.func.grad(lambda z: z.square().sum())(y).sum(), "a gradient is computed inside forward by a transform", "autograd.grad"),
-    (lambda s, y: torch.func.jacrev(torch.sin)(y[0]).sum(), "a gradient is computed inside forward by a transform", "use torch.autograd.grad"),
-    (lambda s, y: Gamma(y.exp(), y.exp()).rsample().sum(), "aten._standard_gamma.default draws random numbers", "pass them in with the batch"),
-    (lambda s, y: Beta(y.exp(), y.exp()).rsample().sum(), "aten._sample_dirichlet.default draws random numbers", "pass them in with the batch"),
+    (
+        lambda s, y: torch.func.grad(lambda z: z.square().sum())(y).sum(),
+        "a gradient is computed inside forward by a transform",
+        "autograd.grad",
+    ),
+    (
+        lambda s, y: torch.func.jacrev(torch.sin)(y[0]).sum(),
+        "a gradient is computed inside forward by a transform",
+        "use torch.autograd.grad",
+    ),
+    (
+        lambda s, y: Gamma(y.exp(), y.exp()).rsample().sum(),
+        "aten._standard_gamma.default draws random numbers",
+        "pass them in with the batch",
+    ),
+    (
+        lambda s, y: Beta(y.exp(), y.exp()).rsample().sum(),
+        "aten._sample_dirichlet.default draws random numbers",
+        "pass them in with the batch",
+    ),
     (
         lambda s, y: torch.cond(y.sum() > 0, lambda z: z * 2, lambda z: z, (y,)).sum(),
-        "the model uses control flow or a transform of torch's own (torch.cond", "torch.where",
+        "the model uses control flow or a transform of torch's own (torch.cond",
+        "torch.where",
     ),
     (penalty, "a gradient inside forward goes through aten.dropout.default", "under detach()"),
     (switched, "the forward pass switches a parameter's gradient off", "torch.func.functional_call(m, {n: p.detach()"),
     (backward, "backward() is called inside forward", "torch.autograd.grad(y, x, create_graph=True)"),
     (unused, "a gradient is asked for of a tensor on which nothing depends", "allow_unused=True"),
-    (lambda s, y: torch.sparse.mm(y.to_sparse(), s.fc.weight).sum(), "a sparse tensor (to_sparse) cannot be split", "x.to_dense()"),
+    (
+        lambda s, y: torch.sparse.mm(y.to_sparse(), s.fc.weight).sum(),
+        "to_sparse) cannot be split",
+        "x.to_dense()",
+    ),
     (
         lambda s, y: (y * torch.randn(6, generator=torch.Generator().manual_seed(0))).sum(),
-        "a generator or another object of the model's own stands in the graph", "leave generator= out",
+        "a generator or another object of the model's own stands in the graph",
+        "leave generator= out",
     ),
     (data_written, "the forward pass writes to the parameter 'fc.weight'", "outside of forward"),
     (data_replaced, "the forward pass replaces a tensor's .data", "change parameters outside of forward"),
-    (data_of_activation, "changes an activation in place under no_grad or through .detach(), .data", "compute a new tensor"),
+    (
+        data_of_activation,
+        "changes an activation in place under no_grad or through .detach(), .data",
+        "compute a new tensor",
+    ),
     (leaf_in_place, "a parameter is changed in place while its gradient is recorded", "outside of forward"),
     (made_late, "the forward pass makes 'scale': it does not exist before the first call", "make it in __init__"),
     (lambda s, y: y.detach().sum(), "the loss depends on no trainable parameter", "detached"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("function", "what", "fix"), [*VALUES, *LEAVING])
@@ -235,7 +301,8 @@ def test_every_row_can_be_read() -> None:
         assert cause.raised or cause.op
 
 
-# --- state between calls ------------------------------------------------------------------------------------------------
+# --- state between calls
+# ------------------------------------------------------------------------------------------------
 
 
 def counts(s: Net, y: Tensor) -> Tensor:
@@ -271,7 +338,8 @@ def test_too_large_to_run_it_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "forward sets 'count': the program sees the value of the first call" in capture(net(counts), X).notes
 
 
-# --- what can be captured -----------------------------------------------------------------------------------------------
+# --- what can be captured
+# -----------------------------------------------------------------------------------------------
 
 
 def keeps(s: Net, y: Tensor) -> Tensor:
@@ -329,10 +397,13 @@ def test_batches_of_another_mapping() -> None:
     model, batch = hf.build(hf.FAMILIES["distilbert"])
     program = shardc.compile(model, UserDict(batch), {"shardc": 1, "mesh": {"dp": 2}})
     assert [i.path for i in program.inputs] == [(k,) for k in batch]
-    torch.testing.assert_close(shardc.verify.simulate(program, model, UserDict(batch)).loss, model(**batch).loss.detach())
+    torch.testing.assert_close(
+        shardc.verify.simulate(program, model, UserDict(batch)).loss, model(**batch).loss.detach()
+    )
 
 
-# --- transformers -------------------------------------------------------------------------------------------------------
+# --- transformers
+# -------------------------------------------------------------------------------------------------------
 
 
 def refused(model: nn.Module, batch: Any) -> ShardcError:
@@ -376,14 +447,19 @@ def test_flash_attention_that_is_not_here() -> None:
 def test_settings_that_need_no_care(how: str) -> None:
     model, batch = hf.build(hf.FAMILIES["mistral"], torch.float32)
     given: dict[str, Any] = {
-        "attentions": {"output_attentions": True, "output_hidden_states": True}, "cache": {"use_cache": True}, "tuple": {"return_dict": False},
+        "attentions": {"output_attentions": True, "output_hidden_states": True},
+        "cache": {"use_cache": True},
+        "tuple": {"return_dict": False},
         "packed": {"position_ids": torch.arange(8).repeat(2).expand(8, 16)},
         "packed_uncached": {"position_ids": torch.arange(8).repeat(2).expand(8, 16)},
-    }.get(how, {})  # fmt: skip
+    }.get(how, {})
     if how == "checkpointing":
         model.model.gradient_checkpointing = True
         for layer in model.model.layers:
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, functools.partial(checkpoint, use_reentrant=False)
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = (
+                True,
+                functools.partial(checkpoint, use_reentrant=False),
+            )
     if how == "packed_uncached":
         model.config.use_cache = False
     assert capture(model, {**batch, **given}).notes == ()
@@ -396,12 +472,17 @@ def test_checkpoints_within_one_another() -> None:
     assert program.notes == ()
 
 
-# --- what torch itself says -----------------------------------------------------------------------------------------------
+# --- what torch itself says
+# -----------------------------------------------------------------------------------------------
 
 
 def test_torch_prints_nothing_beside_the_error(capfd: pytest.CaptureFixture[str]) -> None:
     """Its warnings and parts of graphs would stand before the message; the loggers are as before afterwards."""
-    handlers = {h: list(h.filters) for x in (logging.getLogger(n) for n in list(logging.root.manager.loggerDict)) for h in x.handlers}
+    handlers = {
+        h: list(h.filters)
+        for x in (logging.getLogger(n) for n in list(logging.root.manager.loggerDict))
+        for h in x.handlers
+    }
     with pytest.raises(ShardcError, match="a branch depends on a tensor's value"):
         capture(net(branch), X)
     assert capfd.readouterr() == ("", "")
@@ -418,10 +499,14 @@ def test_numbers_that_only_python_sees_are_noted() -> None:
     notes = [n for n in capture(net(prints), X).notes if "Python" in n]
     assert len(notes) == 1  # one a line
     assert notes[0].startswith("test_causes.py:")
-    assert "only Python sees (print(y.mean().item(), y.max().item())): steps of the program do not run this line" in notes[0]
+    assert (
+        "only Python sees (print(y.mean().item(), y.max().item())): steps of the program do not run this line"
+        in notes[0]
+    )
 
 
-# --- the batch does not fit forward ---------------------------------------------------------------------------------------
+# --- the batch does not fit forward
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What Python may ask of traced tensors: constants' values, and whether a check is fine. CTC without reading lengths."""
+"""What Python may ask of traced tensors: constants' values, and whether a check is fine.
+CTC without reading lengths.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def of_lists(x: Tensor) -> Tensor:
 def masked(x: Tensor) -> Tensor:
     mask = torch.tensor([True, False, True, True])
     rows, columns = torch.where(torch.eye(2) > 0)
-    return x[:, mask] * x[rows, columns].repeat_interleave(torch.tensor([2, 1]), dim=0) + torch.masked_select(mask, mask).sum()
+    return (
+        x[:, mask] * x[rows, columns].repeat_interleave(torch.tensor([2, 1]), dim=0)
+        + torch.masked_select(mask, mask).sum()
+    )
 
 
 def padded(x: Tensor) -> Tensor:
@@ -124,7 +129,9 @@ def raises_on_either(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("function", [raises, raises_unless, asserts, lambda x: F.gaussian_nll_loss(x, x.flip(0), x + 1)])
+@pytest.mark.parametrize(
+    "function", [raises, raises_unless, asserts, lambda x: F.gaussian_nll_loss(x, x.flip(0), x + 1)]
+)
 def test_checks_that_only_raise_are_left_out(function: Callable[[Tensor], Tensor]) -> None:
     captured(function)
 
@@ -173,7 +180,7 @@ def clamps(x: Tensor) -> Tensor:
         most = torch.finfo(x.dtype).max - 1000
         x = torch.clamp(x, min=-most, max=most)
     if x.isinf().any() or x.isnan().any():
-        x = x.clamp(-9.0, 9.0)
+        x = x.clamp(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)
     return x
 
 
@@ -191,7 +198,9 @@ def drops(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("function", "op"), [(clamps, aten.clamp.default), (drops, aten.masked_fill.Scalar)])
 def test_branches_that_change_nothing(function: Callable[[Tensor], Tensor], op: Any) -> None:
-    """What is clamped or masked where nothing has to be stays as it is. `drops`: eager runs on tensors that are hidden somewhere."""
+    """What is clamped or masked where nothing has to be stays as it is. `drops`: eager runs on tensors that are hidden
+    somewhere.
+    """
     assert op in [n.target for n in capture(Model(function), (torch.linspace(-2, 3, 8).view(2, 4),)).graph.nodes]
 
 
@@ -222,7 +231,11 @@ def test_ctc_loss(reduction: str, zero_infinity: bool, kind: Any, monkeypatch: p
     """Row 0 cannot be aligned: three symbols in one frame."""
     torch.manual_seed(0)
     x = torch.randn(9, 4, 5, dtype=torch.float64).log_softmax(-1).requires_grad_()
-    targets, frames, lengths = torch.randint(1, 5, (4, 3)), kind(torch.tensor([1, 9, 9, 8])), kind(torch.tensor([3, 2, 1, 3]))
+    targets, frames, lengths = (
+        torch.randint(1, 5, (4, 3)),
+        kind(torch.tensor([1, 9, 9, 8])),
+        kind(torch.tensor([3, 2, 1, 3])),
+    )
     results = []
     for _ in range(2):
         loss = F.ctc_loss(x, targets, frames, lengths, reduction=reduction, zero_infinity=zero_infinity)

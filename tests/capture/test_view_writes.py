@@ -1,4 +1,6 @@
-"""Writes through views: the captured graph is functional, without a second trace, and equal to eager (capture proves it)."""
+"""Writes through views: the captured graph is functional, without a second trace, and equal to eager (capture proves
+it).
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,19 @@ def expanded(s: Net, y: Tensor) -> Tensor:
     return (z[:, :3] * wide).sum()
 
 
-FUNCTIONS = [shifted, overlapping, transposed, reshaped, kept, seen_by_views, diagonal, masked, out, recurrent, expanded]
+FUNCTIONS = [
+    shifted,
+    overlapping,
+    transposed,
+    reshaped,
+    kept,
+    seen_by_views,
+    diagonal,
+    masked,
+    out,
+    recurrent,
+    expanded,
+]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

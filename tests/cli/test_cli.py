@@ -70,7 +70,9 @@ def test_compile_inspect_and_verify_an_artifact(files: Path) -> None:
     assert call("inspect", "out").stdout == call("inspect", "model.py", "spec.yaml").stdout
     assert "gradients, in buckets" in call("inspect", "out", "--comm").stdout
     assert "def single(" in call("inspect", "out", "--before").stdout
-    assert "def single(" in call("inspect", "model.py", "--before").stdout  # what errors of patterns send to: no spec is right yet
+    assert (
+        "def single(" in call("inspect", "model.py", "--before").stdout
+    )  # what errors of patterns send to: no spec is right yet
     assert "ops.all_reduce" in call("inspect", "model.py", "spec.yaml", "--diff", "partition").stdout
     assert call("inspect", "out", "--html", "page.html").exit_code == 0
     assert (files / "page.html").read_text().startswith("<!doctype html>")
@@ -87,12 +89,21 @@ def test_json_is_one_document_and_nothing_else(files: Path, command: str) -> Non
 
 
 def test_overrides(files: Path) -> None:
-    found = json.loads(call("compile", "model.py", "spec.yaml", "--mesh", "dp=4,tp=1", "--set", "data.bucket_mb=1", "--json").stdout)
+    found = json.loads(
+        call("compile", "model.py", "spec.yaml", "--mesh", "dp=4,tp=1", "--set", "data.bucket_mb=1", "--json").stdout
+    )
     assert found["mesh"] == {"dp": 4, "tp": 1}
 
 
 def test_a_transformers_model_from_its_config_alone(files: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
     (files / "config.json").write_text(json.dumps(config))
     (files / "llama.yaml").write_text('shardc: 1\nmesh: {tp: 2}\nshard: {"*.{q,k,v}_proj": column, "*.o_proj": row}\n')
     for ref in ("hf:config.json", "hf:LlamaForCausalLM:config.json"):
@@ -110,7 +121,10 @@ def test_run_trains_saves_and_resumes_on_another_mesh(files: Path) -> None:
 
     def run(*args: str) -> dict[str, object]:
         done = subprocess.run(
-            [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--json", *args], capture_output=True, text=True, cwd=files
+            [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--json", *args],
+            capture_output=True,
+            text=True,
+            cwd=files,
         )
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
@@ -128,11 +142,16 @@ def test_run_trains_saves_and_resumes_on_another_mesh(files: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["compile", "model.py", "spec.yaml", "--mesh", "dp=3"], ["inspect", "model.py", "spec.yaml", "--mesh", "dp=3"], ["verify", "gone"],
-        ["run", "model.py", "spec.yaml", "--mesh", "dp=3"], ["plan", "gone.py", "--devices", "2"], ["rules", "aten.gone"], ["device", "gone"],
+        ["compile", "model.py", "spec.yaml", "--mesh", "dp=3"],
+        ["inspect", "model.py", "spec.yaml", "--mesh", "dp=3"],
+        ["verify", "gone"],
+        ["run", "model.py", "spec.yaml", "--mesh", "dp=3"],
+        ["plan", "gone.py", "--devices", "2"],
+        ["rules", "aten.gone"],
+        ["device", "gone"],
     ],
     ids=lambda c: c[0],
-)  # fmt: skip
+)
 def test_errors_are_json_too(files: Path, command: list[str]) -> None:
     (files / "model.py").write_text(MODEL.replace("        return self", "        print('mine')\n        return self"))
     done = call(*command, "--json")
@@ -144,10 +163,11 @@ def test_errors_are_json_too(files: Path, command: list[str]) -> None:
     if "dp=3" in command:
         assert found == [
             {
-                "where": "--mesh dp=3", "what": "input 'x': the batch of 4 (dim 0) does not divide by dp=3",
+                "where": "--mesh dp=3",
+                "what": "input 'x': the batch of 4 (dim 0) does not divide by dp=3",
                 "fix": "make it 3 or 6, or dp=2 or 4, or set `uneven: pad`",
             }
-        ]  # fmt: skip
+        ]
 
 
 def test_what_the_users_code_prints_is_no_part_of_the_document(files: Path) -> None:
@@ -162,7 +182,9 @@ def test_the_version() -> None:
 
 
 def test_a_rank_that_raises_shows_the_users_line_and_ends_the_run(files: Path) -> None:
-    (files / "model.py").write_text(MODEL + "\ndef data(split):\n    yield batch()\n    raise OSError('the disk is gone')\n")
+    (files / "model.py").write_text(
+        MODEL + "\ndef data(split):\n    yield batch()\n    raise OSError('the disk is gone')\n"
+    )
     command = [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--mesh", "dp=2,tp=1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=files, timeout=120)
     assert done.returncode == 1
@@ -181,7 +203,10 @@ BATCH = "def batch():\n    return {'x': torch.ones(4, 8)}\n"
 
 
 def net(forward: str, init: str = "self.a = nn.Linear(8, 8)") -> str:
-    head = f"{HEAD}class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        {init}\n    def forward(self, x):\n"
+    head = (
+        f"{HEAD}class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        {init}\n    def"
+        " forward(self, x):\n"
+    )
     return f"{head}{forward}\ndef model():\n    return Net()\n{BATCH}"
 
 
@@ -194,32 +219,83 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
     ("misspelt model", HEAD + "def modle():\n    pass\n" + BATCH, "model.py", "no model()", "there is modle()"),
     ("no batch", HEAD + "def model():\n    return nn.Linear(2, 2)\n", "model.py", "no batch()", "define batch()"),
     ("model is no function", HEAD + "model = 3\n" + BATCH, "model.py", "model is a int, not a function", "def model"),
-    ("model raises", HEAD + "def model():\n    return nn.Linear(2, -2)\n" + BATCH, "model.py:4", "model() raises", "run on its own"),
-    ("model returns no module", HEAD + "def model():\n    return 3\n" + BATCH, "model.py", "model() returns a int", "return an nn.Module"),
-    ("batch raises", HEAD + "def model():\n    pass\ndef batch():\n    return missing\n", "model.py:6", "batch() raises NameError", "run on its own"),
-    ("batch returns text", HEAD + "def model():\n    pass\ndef batch():\n    return 'x'\n", "model.py", "batch() returns a str", "return a dict"),
-    ("batch without tensors", net("        return x").replace("torch.ones(4, 8)", "3"), "", "no tensor in it", "give a dict"),
+    (
+        "model raises",
+        HEAD + "def model():\n    return nn.Linear(2, -2)\n" + BATCH,
+        "model.py:4",
+        "model() raises",
+        "run on its own",
+    ),
+    (
+        "model returns no module",
+        HEAD + "def model():\n    return 3\n" + BATCH,
+        "model.py",
+        "model() returns a int",
+        "return an nn.Module",
+    ),
+    (
+        "batch raises",
+        HEAD + "def model():\n    pass\ndef batch():\n    return missing\n",
+        "model.py:6",
+        "batch() raises NameError",
+        "run on its own",
+    ),
+    (
+        "batch returns text",
+        HEAD + "def model():\n    pass\ndef batch():\n    return 'x'\n",
+        "model.py",
+        "batch() returns a str",
+        "return a dict",
+    ),
+    (
+        "batch without tensors",
+        net("        return x").replace("torch.ones(4, 8)", "3"),
+        "",
+        "no tensor in it",
+        "give a dict",
+    ),
     ("loss is no scalar", net("        return self.a(x)"), "", "no scalar loss", "pass loss="),
     ("wrong keyword", net("        return self.a(x).sum()").replace("{'x'", "{'y'"), "", "its keys are y", ""),
     ("shapes do not fit", net("        return self.a(x[:, :4]).sum()"), "model.py:8", "", ""),
     ("branch on values", net("        return self.a(x).sum() if x.sum() > 0 else x.sum()"), "model.py:8", "", ""),
     (
-        "loop over values", net("        y = self.a(x)\n        for i in range(int(x.sum())):\n            y = y + i\n        return y.sum()"),
-        "model.py:9", "", "",
+        "loop over values",
+        net(
+            "        y = self.a(x)\n        for i in range(int(x.sum())):\n            y = y + i\n        return"
+            " y.sum()"
+        ),
+        "model.py:9",
+        "",
+        "",
     ),
     ("item", net("        return self.a(x).sum() * x.max().item()"), "model.py:8", "", ""),
-    ("random op", net("        return (self.a(x) + torch.poisson(x)).sum()"), "model.py:8", "draws random numbers", "pass them in with the batch"),
+    (
+        "random op",
+        net("        return (self.a(x) + torch.poisson(x)).sum()"),
+        "model.py:8",
+        "draws random numbers",
+        "pass them in with the batch",
+    ),
     (
         "custom autograd function",
         net("        return Twice.apply(self.a(x)).sum()").replace(
-            "class Net", "class Twice(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n        return 2 * x\n"
-            "    @staticmethod\n    def backward(ctx, g):\n        return g / g.norm()\nclass Net"
+            "class Net",
+            "class Twice(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n        return 2 * x\n"
+            "    @staticmethod\n    def backward(ctx, g):\n        return g / g.norm()\nclass Net",
         ),
-        "model.py:15", "custom autograd function Twice has a backward that is not linear", "ordinary torch ops",
+        "model.py:15",
+        "custom autograd function Twice has a backward that is not linear",
+        "ordinary torch ops",
     ),
-    ("tensor hook", net("        y = self.a(x)\n        y.register_hook(lambda g: 2 * g)\n        return y.sum()"), "model.py:9", "hook", ""),
+    (
+        "tensor hook",
+        net("        y = self.a(x)\n        y.register_hook(lambda g: 2 * g)\n        return y.sum()"),
+        "model.py:9",
+        "hook",
+        "",
+    ),
     ("numpy", net("        return self.a(x).sum() * x.numpy().max()"), "model.py:8", "", ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "where", "what", "fix"), [pytest.param(*row[1:], id=row[0]) for row in WRONG_MODELS])
@@ -244,7 +320,12 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     ("no spec", ["compile", "model.py"], "no spec given", "model.py spec.yaml"),
     ("no such builder", ["compile", "model.py:big", "spec.yaml"], "the file has no big()", "define big()"),
     ("unknown axis in --mesh", ["compile", "model.py", "spec.yaml", "--mesh", "tq=2"], "tq", ""),
-    ("no size in --mesh", ["compile", "model.py", "spec.yaml", "--mesh", "tp"], "'tp' is no axis=size", "--mesh dp=4,tp=1"),
+    (
+        "no size in --mesh",
+        ["compile", "model.py", "spec.yaml", "--mesh", "tp"],
+        "'tp' is no axis=size",
+        "--mesh dp=4,tp=1",
+    ),
     ("unknown --set", ["compile", "model.py", "spec.yaml", "--set", "data.zerro=1"], "zerro", "zero"),
     ("what is not built", ["compile", "model.py", "spec.yaml", "--set", "sequence.axis=tp"], "not built", ""),
     ("a folder that is no artifact", ["inspect", "."], "is no shardc artifact", "shardc compile -o DIR"),
@@ -252,10 +333,25 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     ("overrides of an artifact", ["inspect", ".", "--mesh", "tp=1"], "has its spec inside", "compile the model again"),
     ("no such pass", ["inspect", "model.py", "spec.yaml", "--diff", "plaice"], "there is no pass plaice", "place"),
     ("no such stage", ["inspect", "model.py", "spec.yaml", "--stage", "3"], "there is no stage 3", "stages 0 to 0"),
-    ("memory of an unknown device", ["inspect", "model.py", "spec.yaml", "--memory", "--device", "h100"], "no device is called", "h100-80g"),
-    ("svg alone", ["inspect", "model.py", "spec.yaml", "--svg", "time.svg"], "--svg draws the schedule, or memory", "add --schedule or --memory"),
+    (
+        "memory of an unknown device",
+        ["inspect", "model.py", "spec.yaml", "--memory", "--device", "h100"],
+        "no device is called",
+        "h100-80g",
+    ),
+    (
+        "svg alone",
+        ["inspect", "model.py", "spec.yaml", "--svg", "time.svg"],
+        "--svg draws the schedule, or memory",
+        "add --schedule or --memory",
+    ),
     ("processes", ["run", "model.py", "spec.yaml", "--nproc", "3"], "", ""),
-    ("nothing to resume", ["run", "model.py", "spec.yaml", "--resume", "gone"], "there is no checkpoint in gone", "--save"),
+    (
+        "nothing to resume",
+        ["run", "model.py", "spec.yaml", "--resume", "gone"],
+        "there is no checkpoint in gone",
+        "--save",
+    ),
     ("batch of a model file", ["compile", "model.py", "spec.yaml", "--batch", "3"], "belong to hf: models", "batch()"),
     ("no such config", ["compile", "hf:gone.json", "spec.yaml"], "cannot read gone.json", "config.json"),
     ("config is no JSON", ["compile", "hf:spec.yaml", "spec.yaml"], "not JSON", "config.json"),

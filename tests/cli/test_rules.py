@@ -28,7 +28,11 @@ def scale(x: Tensor, w: Tensor) -> Tensor:
 def _(x, w):
     return torch.empty_like(x)
 
-scale.register_autograd(lambda ctx, g: (g * ctx.saved_tensors[1], (g * ctx.saved_tensors[0]).sum_to_size(ctx.saved_tensors[1].shape)),
+def backward(ctx, g):
+    x, w = ctx.saved_tensors
+    return g * w, (g * x).sum_to_size(w.shape)
+
+scale.register_autograd(backward,
                         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 shardc.rule(scale, "{notation}", linear="{linear}", samples=[lambda: (torch.randn(4, 12), torch.randn(12))])
@@ -67,8 +71,12 @@ def test_lists_every_rule_with_its_place() -> None:
     assert linear == ["aten.mm.default", "m", "k+,", "k+", "n", "->", "m", "n", "0", "|", "1", "flops"]
     assert place.startswith("shardc/rules/matmul.py:")
     assert {str(op) for op in RULES if str(op).startswith("aten.")} <= set(lines)
-    assert "#   <embedding>: v! d, ... -> ... d." in done.stdout, "what a function makes of a call is said once a family"
-    assert done.stdout.rstrip().endswith("every other op that torch itself tags as elementwise: broadcasting, every dim splits")
+    assert "#   <embedding>: v! d, ... -> ... d." in done.stdout, (
+        "what a function makes of a call is said once a family"
+    )
+    assert done.stdout.rstrip().endswith(
+        "every other op that torch itself tags as elementwise: broadcasting, every dim splits"
+    )
 
 
 def test_the_list_as_json() -> None:
@@ -78,9 +86,13 @@ def test_the_list_as_json() -> None:
     assert linear.pop("samples") > 1
     assert linear.pop("where").partition("matmul.py:")[2].isdigit()
     assert linear == {
-        "op": "aten.linear.default", "notation": "... k+, n k+, n -> ... n", "linear": "<bias_or_not>", "family": "matmul", "extras": ["flops"],
+        "op": "aten.linear.default",
+        "notation": "... k+, n k+, n -> ... n",
+        "linear": "<bias_or_not>",
+        "family": "matmul",
+        "extras": ["flops"],
         "about": {"<bias_or_not>": "Jointly in (input, bias), and in (weight, bias)."},
-    }  # fmt: skip
+    }
 
 
 def test_ops_that_only_torchs_tag_finds_are_listed_by_name() -> None:
@@ -105,7 +117,7 @@ def test_check_of_a_wrong_rule_of_ones_own(files: Path) -> None:
     assert done.exit_code == 1, done.output
     assert "WRONG wrong.scale.default, partial, 2 ranks: result 0: rank 0 differs by" in done.stdout
     assert "call: f64[4, 12], f64[12]" in done.stdout
-    assert "its rule: wrong.py:17" in done.stdout
+    assert "its rule: wrong.py:21" in done.stdout
     assert "1 rules on" in done.stdout, "with --file alone, only the file's"
 
 
@@ -113,7 +125,10 @@ def test_check_tells_what_is_too_strict(files: Path) -> None:
     file = own(files / "strict.py", "strict", "... d!, d! -> ... d!", "0")
     done = call("--check", "--file", file)
     assert done.exit_code == 0, done.output
-    assert "too strict: strict.scale.default, split d: comes out right, but the rule forbids it; call: f64[4, 12], f64[12]" in done.stdout
+    assert (
+        "too strict: strict.scale.default, split d: comes out right, but the rule forbids it; call: f64[4, 12], f64[12]"
+        in done.stdout
+    )
     assert "too strict: strict.scale.default, linear in 1:" in done.stdout
     assert "0 wrong, 2 too strict" in done.stdout
 
@@ -130,8 +145,18 @@ def test_check_as_json(files: Path) -> None:
 def test_own_rules_stand_last_with_their_place(files: Path) -> None:
     file = own(files / "listed.py", "listed")
     assert call("--file", file).stdout.splitlines()[-2:][-1].split() == [
-        "listed.scale.default", "...", "d,", "d", "->", "...", "d", "0", "|", "1", "listed.py:17",
-    ]  # fmt: skip
+        "listed.scale.default",
+        "...",
+        "d,",
+        "d",
+        "->",
+        "...",
+        "d",
+        "0",
+        "|",
+        "1",
+        "listed.py:21",
+    ]
     both = call("aten.mm", "listed.*").stdout
     assert both.index("# matmul") < both.index("# own") < both.index("listed.scale.default")
 
@@ -139,14 +164,21 @@ def test_own_rules_stand_last_with_their_place(files: Path) -> None:
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("args", "what", "fix"), [
-    (["aten.sofmax"], "no rule of an op matches 'aten.sofmax'", "did you mean aten.softmax or"),
-    (["aten.mm.defalt", "--check"], "no rule of an op matches 'aten.mm.defalt'", "did you mean aten.mm.default"),
-    (["nothing.like.*"], "no rule of an op matches 'nothing.like.*'", "`shardc rules` lists all; --file loads yours"),
-    (["--file", "gone.py"], "there is no file gone.py", "name a Python file that registers rules"),
-    (["--file", "empty.py"], "empty.py registers no rule", "shardc.rule(op, ...) where the op is defined"),
-    (["--file", "bad.py"], "the rule '... d -> ... d' has 1", "one part per tensor operand"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "what", "fix"),
+    [
+        (["aten.sofmax"], "no rule of an op matches 'aten.sofmax'", "did you mean aten.softmax or"),
+        (["aten.mm.defalt", "--check"], "no rule of an op matches 'aten.mm.defalt'", "did you mean aten.mm.default"),
+        (
+            ["nothing.like.*"],
+            "no rule of an op matches 'nothing.like.*'",
+            "`shardc rules` lists all; --file loads yours",
+        ),
+        (["--file", "gone.py"], "there is no file gone.py", "name a Python file that registers rules"),
+        (["--file", "empty.py"], "empty.py registers no rule", "shardc.rule(op, ...) where the op is defined"),
+        (["--file", "bad.py"], "the rule '... d -> ... d' has 1", "one part per tensor operand"),
+    ],
+)
 def test_mistakes(files: Path, args: list[str], what: str, fix: str) -> None:
     (files / "empty.py").write_text("import torch\n")
     own(files / "bad.py", "bad", "... d -> ... d", "0")

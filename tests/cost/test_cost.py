@@ -1,4 +1,6 @@
-"""program.cost: the closed forms are the published ones; predicted peaks are measured ones; schedules, devices, errors."""
+"""program.cost: the closed forms are the published ones; predicted peaks are measured
+ones; schedules, devices, errors.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def same(one: Any, other: Any) -> bool:
 def test_a_layer_keeps_what_the_paper_says() -> None:
     forms = cost({"dp": 1}).symbolic
     assert same(forms.papers.layers["h"], s * b * h * (34 + 5 * a * s / h))
-    assert same(forms.layers["h"] - forms.papers.layers["h"], 8 * s * b)  # mean and deviation of two norms in float16: left out there
+    assert same(
+        forms.layers["h"] - forms.papers.layers["h"], 8 * s * b
+    )  # mean and deviation of two norms in float16: left out there
 
 
 def test_tensor_parallel() -> None:
@@ -68,7 +72,8 @@ def test_tensor_parallel() -> None:
 def test_sequence_parallel() -> None:
     forms = cost({"tp": 2}, shard=MEGATRON, activations=SPLIT).symbolic
     assert same(forms.papers.layers["h"], s * b * h * (34 / t + 5 * a * s / (h * t)))
-    # the program keeps the gathered inputs of q, k, v and of fc, which Megatron gathers again in backward: 4 instead of 4 / t
+    # the program keeps the gathered inputs of q, k, v and of fc, which Megatron gathers again in backward: 4 instead of
+    # 4 / t
     assert same(forms.layers["h"], s * b * h * (4 + 30 / t + 5 * a * s / (h * t)) + 8 * s * b / t)
 
 
@@ -93,7 +98,9 @@ def test_gpt3_175b() -> None:
     forms = gpt3_175b().symbolic
     assert forms.value(forms.parameters, layers=96) / 1e9 == pytest.approx(350, rel=0.005)
     for batch, published in ((1, 275e9), (64, 17.6e12), (128, 35.3e12)):
-        assert forms.value(layers * forms.papers.layers["h"], layers=96, batch=batch) == pytest.approx(published, rel=0.005)
+        assert forms.value(layers * forms.papers.layers["h"], layers=96, batch=batch) == pytest.approx(
+            published, rel=0.005
+        )
 
 
 def test_gpt3_175b_as_a_whole_is_what_the_closed_form_says() -> None:
@@ -119,7 +126,9 @@ def zero_of(zero: int) -> Any:
 
 
 def matrices(form: Any) -> Any:
-    """Of one layer, what its matrices have: without biases and norms, of which no copy in 16 bits is kept, or another one."""
+    """Of one layer, what its matrices have: without biases and norms, of which no copy in 16 bits is kept, or another
+    one.
+    """
     return sympy.expand(form).coeff(layers).coeff(h, 2)
 
 
@@ -129,8 +138,9 @@ def state_of(forms: Any) -> Any:
 
 @pytest.mark.parametrize(("zero", "bytes_each"), [(0, 16), (1, 4 + 12 / N), (2, 2 + 14 / N), (3, 16 / N)])
 def test_zero_in_closed_form(zero: int, bytes_each: Any) -> None:
-    """Of each layer's matrices. At ZeRO 3 the paper keeps a rank's part in 16 bits beside the float32 one: 16 / N. Here it is made from
-    that when it is gathered: 14 / N."""
+    """Of each layer's matrices. At ZeRO 3 the paper keeps a rank's part in 16 bits beside the float32 one: 16 / N. Here
+    it
+    is made from that when it is gathered: 14 / N."""
     forms = zero_of(zero)
     elements = matrices(forms.elements)
     assert same(matrices(state_of(forms.papers)), elements * bytes_each)
@@ -150,7 +160,9 @@ def test_zero_of_seven_billion_parameters(zero: int, published: float) -> None:
 
 
 def test_operations_of_a_layer() -> None:
-    """24 b s h^2 (1 + s / 6h) forward (Narayanan et al. 2021), and twice that backward; forward but its last product again, if recomputed."""
+    """24 b s h^2 (1 + s / 6h) forward (Narayanan et al. 2021), and twice that backward; forward but its last product
+    again, if recomputed.
+    """
     forward = 24 * b * s * h**2 + 4 * b * s**2 * h
     assert same(cost({"dp": 1}).symbolic.layer_flops["h"], 3 * forward)
     split = cost({"tp": 2}, shard=MEGATRON).symbolic
@@ -163,7 +175,9 @@ def test_operations_of_a_layer() -> None:
 
 
 def test_what_is_sent_in_closed_form() -> None:
-    """Megatron's two sums of an activation in forward and two in backward, of 2 bytes; ZeRO's 2P and 3P (P in 16 bits)."""
+    """Megatron's two sums of an activation in forward and two in backward, of 2 bytes;
+    ZeRO's 2P and 3P (P in 16 bits).
+    """
     found = cost({"tp": 2}, shard=MEGATRON)
     assert same(found.symbolic.comm["tp", "all_reduce"], 4 * layers * 2 * b * s * h)
     assert found.symbolic.value(found.symbolic.comm["tp", "all_reduce"]) == found.comm["tp", "all_reduce"]
@@ -193,10 +207,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "1f1b": {"mesh": {"pp": 2}, "batch": {"microbatches": 4}, "pipeline": {"axis": "pp", "schedule": "1f1b"}},
     "zb-v": {"mesh": {"pp": 2}, "batch": {"microbatches": 4}, "pipeline": {"axis": "pp", "schedule": "zb-v"}},
     "budget": {"mesh": {"dp": 1}, "checkpoint": [{"match": "h.*", "budget": 0.5}]},
-    "bf16": {"mesh": {"dp": 2}, "data": {"zero": 1, "bucket_mb": 0.1}, "precision": {"compute": "bfloat16"}, "batch": {"microbatches": 2}},
+    "bf16": {
+        "mesh": {"dp": 2},
+        "data": {"zero": 1, "bucket_mb": 0.1},
+        "precision": {"compute": "bfloat16"},
+        "batch": {"microbatches": 2},
+    },
     "loss scale": {"mesh": {"dp": 1}, "precision": {"compute": "float16", "loss_scale": 16.0}},
-    "state on the host": {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.1, "offload": {"optimizer": "cpu", "parameters": "cpu"}}},
-    "activations on the host": {"mesh": {"dp": 1}, "checkpoint": [{"match": "h.*", "save": ["linear"], "offload": "cpu"}]},
+    "state on the host": {
+        "mesh": {"dp": 2},
+        "data": {"zero": 3, "bucket_mb": 0.1, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
+    },
+    "activations on the host": {
+        "mesh": {"dp": 1},
+        "checkpoint": [{"match": "h.*", "save": ["linear"], "offload": "cpu"}],
+    },
 }
 
 
@@ -221,7 +246,9 @@ class Spelling(nn.Module):
         super().__init__()
         self.linear = nn.Linear(64, 32)
 
-    def forward(self, x: torch.Tensor, targets: torch.Tensor, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, targets: torch.Tensor, frames: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
         logits = self.linear(x).log_softmax(-1).transpose(0, 1)
         return torch.nn.functional.ctc_loss(logits, targets, frames, lengths)
 
@@ -236,13 +263,17 @@ def test_alignments_of_the_longest_targets() -> None:
 def test_clipping_gradients() -> None:
     model, batch = zoo.gpt(torch.float32)
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
-    assert program.cost(clip_norm=1.0).memory.peak == pytest.approx(live_bytes.measured(program, model, batch, clip_norm=1.0)[0], rel=0.01)
+    assert program.cost(clip_norm=1.0).memory.peak == pytest.approx(
+        live_bytes.measured(program, model, batch, clip_norm=1.0)[0], rel=0.01
+    )
 
 
 def test_a_gpu_updates_all_parameters_at_once() -> None:
     """What the optimizer makes beside them is as large as they are; on a CPU, as a few of them."""
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
-    program = shardc.compile(model, torch.randn(1, 64), {"shardc": 1, "mesh": {"dp": 1}}, loss=lambda y, x: y.sum(), prove=False)
+    program = shardc.compile(
+        model, torch.randn(1, 64), {"shardc": 1, "mesh": {"dp": 1}}, loss=lambda y, x: y.sum(), prove=False
+    )
     one = 64 * 64 * 4
     cpu = device("h100-80g").model_copy(update={"kind": "cpu"})
     assert program.cost().memory.peak - program.cost(cpu).memory.peak >= 5 * one
@@ -270,7 +301,9 @@ def test_checkpointing_a_stack_shows_the_measured_ratio() -> None:
     batch = torch.randn(512, 32)
 
     def peaks(**spec: Any) -> tuple[int, int]:
-        program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}, **spec}, loss=lambda y, x: y.square().mean(), prove=False)
+        program = shardc.compile(
+            model, batch, {"shardc": 1, "mesh": {"dp": 1}, **spec}, loss=lambda y, x: y.square().mean(), prove=False
+        )
         return program.cost().memory.peak, live_bytes.measured(program, model, batch)[0]
 
     (predicted, measured), (less, measured_less) = peaks(), peaks(checkpoint=[{"match": "{0,1,2,3}"}])
@@ -288,7 +321,9 @@ def test_a_faster_device_takes_less_time() -> None:
     assert one.memory.peak == other.memory.peak
     assert not other.fits
     assert cost({"dp": 1}).fits
-    matmuls = 6 * 5 * 2048 * (other.symbolic.value(other.symbolic.elements) - 12288 * 2048)  # 6 flops a token and parameter
+    matmuls = (
+        6 * 5 * 2048 * (other.symbolic.value(other.symbolic.elements) - 12288 * 2048)
+    )  # 6 flops a token and parameter
     assert other.flops == pytest.approx(matmuls, rel=0.05)
 
 
@@ -341,7 +376,10 @@ def test_devices() -> None:
     assert {"a100-80g", "h100-80g", "h200"} <= set(names())
     assert device("h200").memory > device("h100-80g").memory
     h100 = device("h100-80g")
-    near, far = h100.comm_seconds("all_reduce", 1e9, tuple(range(8))), h100.comm_seconds("all_reduce", 1e9, tuple(range(0, 64, 8)))
+    near, far = (
+        h100.comm_seconds("all_reduce", 1e9, tuple(range(8))),
+        h100.comm_seconds("all_reduce", 1e9, tuple(range(0, 64, 8))),
+    )
     assert near == pytest.approx(2 * 7 / 8 * 1e9 / (450e9 * 0.8), rel=0.05)
     assert far == pytest.approx(2 * 7 / 8 * 1e9 / (50e9 * 0.8), rel=0.05)
     assert h100.comm_seconds("all_gather", 1e9, (3,)) == 0
@@ -356,7 +394,11 @@ def test_a_device_that_is_not_known() -> None:
 def test_a_device_file_that_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(shardc.ShardcError, match="there is no file"):
         device(tmp_path / "none.yaml")
-    for text, what in (("[", "this is no YAML"), ("3", "a device is a mapping"), ("name: x\nmemory: -1", "memory: input should be greater than 0")):
+    for text, what in (
+        ("[", "this is no YAML"),
+        ("3", "a device is a mapping"),
+        ("name: x\nmemory: -1", "memory: input should be greater than 0"),
+    ):
         file = tmp_path / "device.yaml"
         file.write_text(text)
         with pytest.raises(shardc.ShardcError, match=what):

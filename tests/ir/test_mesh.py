@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from shardc.ir.mesh import Mesh
 
-meshes = st.lists(st.integers(1, 4), max_size=4).map(lambda sizes: Mesh(tuple((f"a{i}", n) for i, n in enumerate(sizes))))
+meshes = st.lists(st.integers(1, 4), max_size=4).map(
+    lambda sizes: Mesh(tuple((f"a{i}", n) for i, n in enumerate(sizes)))
+)
 
 
 @given(meshes)

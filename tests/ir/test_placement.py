@@ -13,7 +13,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import DTYPES, REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, chunks, parse, show, trim, unchunk, widen
+from shardc.ir.placement import (
+    DTYPES,
+    REPLICATE,
+    VARYING,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    chunks,
+    parse,
+    show,
+    trim,
+    unchunk,
+    widen,
+)
 
 torch.set_num_threads(1)
 
@@ -22,7 +37,9 @@ Case = tuple[Mesh, tuple[int, ...], Layout]
 
 @st.composite
 def cases(draw: st.DrawFn, marks: bool = False) -> Case:
-    """A mesh of up to three axes, a shape, and a layout that fits: split digits, sections, several axes on one dim, any order."""
+    """A mesh of up to three axes, a shape, and a layout that fits: split digits, sections, several axes on one dim, any
+    order.
+    """
     names = draw(st.permutations(["dp", "tp", "cp"]))[: draw(st.integers(1, 3))]
     mesh = Mesh(tuple((n, draw(st.integers(1, 3))) for n in names))
     dims = draw(st.integers(1, 3))
@@ -43,7 +60,11 @@ def cases(draw: st.DrawFn, marks: bool = False) -> Case:
             digits[a] = split
             split *= mesh.size(a)
         size = split * draw(st.integers(1, 3))
-        padding = draw(st.integers(0, size // blocks - 1)) if any(mesh.size(a) > 1 for a in axes) and draw(st.booleans()) else 0
+        padding = (
+            draw(st.integers(0, size // blocks - 1))
+            if any(mesh.size(a) > 1 for a in axes) and draw(st.booleans())
+            else 0
+        )
         placements |= {a: Shard(d, at, (), padding, blocks if padding else 1) for a, at in digits.items()}
         shape.append(size - blocks * padding)
     if marks:
@@ -101,7 +122,9 @@ def test_boxes_are_as_few_as_can_be(case: Case) -> None:
     for r in range(mesh.world):
         for d in range(len(shape)):
             runs = sorted({box[d] for box in layout.boxes(shape, mesh, mesh.coords(r))})
-            assert all((a[1] + a[2], a[0] + a[2]) != (b[1], b[0]) for a, b in itertools.pairwise(runs)), "neighbours are not merged"
+            assert all((a[1] + a[2], a[0] + a[2]) != (b[1], b[0]) for a, b in itertools.pairwise(runs)), (
+                "neighbours are not merged"
+            )
 
 
 @given(cases(marks=True), st.sampled_from(list(DTYPES)))
@@ -226,8 +249,19 @@ def test_types_print_as_documented(text: str, shape: tuple[int, ...], placements
 @pytest.mark.parametrize(
     "text",
     [
-        "", "f32", "f31[8]", "f32[8", "f32[8] tp", "f32[a]", "f32[8,4]", "f32[8@]", "f32[8, ]", "f32[-8]", "f32[8@tp/0]",
-        "f32[8@tp, 4@tp]", "f32[8@tp] +tp",
+        "",
+        "f32",
+        "f31[8]",
+        "f32[8",
+        "f32[8] tp",
+        "f32[a]",
+        "f32[8,4]",
+        "f32[8@]",
+        "f32[8, ]",
+        "f32[-8]",
+        "f32[8@tp/0]",
+        "f32[8@tp, 4@tp]",
+        "f32[8@tp] +tp",
     ],
 )
 def test_what_is_no_type_is_refused(text: str) -> None:

@@ -1,4 +1,6 @@
-"""Microbatches: a step in parts equals the step at once, whatever the parts share, and however unevenly padding falls on them."""
+"""Microbatches: a step in parts equals the step at once, whatever the parts share, and however unevenly padding falls
+on them.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,14 @@ def means(m: Any, x: Tensor, y: Tensor) -> Tensor:
     h = m.b(torch.tanh(m.a(x)))
     weight = (y > 0).to(x.dtype)
     return (
-        F.mse_loss(h, x) + (h[:, 0] * weight).sum() / weight.sum() + F.cross_entropy(h, y.clamp(0), ignore_index=2)
-        + 1e-2 * (m.a.weight.square().sum() + m.q.norm()) + 3.0 + (2 - F.cosine_similarity(h, x).mean()) + (x.mean() - 1)
-    )  # fmt: skip
+        F.mse_loss(h, x)
+        + (h[:, 0] * weight).sum() / weight.sum()
+        + F.cross_entropy(h, y.clamp(0), ignore_index=2)
+        + 1e-2 * (m.a.weight.square().sum() + m.q.norm())
+        + 3.0
+        + (2 - F.cosine_similarity(h, x).mean())
+        + (x.mean() - 1)
+    )
 
 
 def shared(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -85,7 +92,13 @@ def reference(name: str) -> equality.Reference:
 
 
 def spec(name: str, mesh: dict[str, int], microbatches: int, **more: Any) -> dict[str, Any]:
-    return {"shardc": 1, "mesh": mesh, "shard": SHARD[name] if "tp" in mesh else {}, "batch": {"microbatches": microbatches}, **more}
+    return {
+        "shardc": 1,
+        "mesh": mesh,
+        "shard": SHARD[name] if "tp" in mesh else {},
+        "batch": {"microbatches": microbatches},
+        **more,
+    }
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
@@ -176,7 +189,9 @@ class Normed(nn.Module):
 
 
 def test_statistics_of_a_batch_are_refused() -> None:
-    with pytest.raises(shardc.ShardcError, match=r"takes all rows of the batch, and .* needs it before the step's last microbatch") as e:
+    with pytest.raises(
+        shardc.ShardcError, match=r"takes all rows of the batch, and .* needs it before the step's last microbatch"
+    ) as e:
         shardc.compile(Normed(), rows(6), {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 2}})
     assert "norm" in str(e.value)
     assert "GroupNorm" in str(e.value)
@@ -212,17 +227,26 @@ def product(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def importance(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Shazeer et al. 2017: the squared coefficient of variation of gates' sums, beside losses that are sums; and a buffer that follows."""
+    """Shazeer et al. 2017: the squared coefficient of variation of gates' sums, beside losses that are sums; and a
+    buffer that follows.
+    """
     gates = m.a(x).softmax(-1)
     total = gates.sum(0)
     m.seen.add_(torch.sign(total.detach().mean() - total.detach()[0]))
-    return F.cross_entropy(m.b(x), y.clamp(0)) + 0.1 * total.var() / total.mean().square() + 1e-2 * gates.logsumexp(-1).square().mean() + m.q.sum()
+    return (
+        F.cross_entropy(m.b(x), y.clamp(0))
+        + 0.1 * total.var() / total.mean().square()
+        + 1e-2 * gates.logsumexp(-1).square().mean()
+        + m.q.sum()
+    )
 
 
 @pytest.mark.parametrize("loss", [of_means, squared, product, importance])
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}], ids=str)
 def test_what_is_made_of_sums(loss: Any, mesh: dict[str, int]) -> None:
-    """A forward of all microbatches finds the sums first, in training and in evaluation; gradients go to each one's summand."""
+    """A forward of all microbatches finds the sums first, in training and in evaluation; gradients go to each one's
+    summand.
+    """
     y = torch.randint(-2, 6, (ROWS,), generator=torch.Generator().manual_seed(3))
     one = equality.reference(lambda: (Model(loss), {"x": rows(6), "y": y}))
     seen = float(one.model.get_buffer("seen"))  # after the reference's own step, which the next one repeats

@@ -1,4 +1,6 @@
-"""Experts: on any mesh as on one device, whatever the routing; what is sent is the chosen tokens; what does not fit is said."""
+"""Experts: on any mesh as on one device, whatever the routing; what is sent is the chosen tokens; what does not fit is
+said.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,18 @@ E, H, INNER, V = 8, 16, 12, 32
 
 
 class Routed(nn.Module):
-    """A router of top k over `shardc.nn.experts`, with a balancing loss and a z-loss. skew: added to one expert's logit."""
+    """A router of top k over `shardc.nn.experts`, with a balancing loss and a z-loss. skew: added to one expert's
+    logit.
+    """
 
     def __init__(self, k: int = 1, skew: float = 0.0, activation: Any = "silu", balance: float = 0.1) -> None:
         super().__init__()
         self.k, self.skew, self.activation, self.balance = k, skew, activation, balance
         self.emb, self.router, self.head = nn.Embedding(V, H), nn.Linear(H, E, bias=False), nn.Linear(H, V)
-        self.up, self.down = nn.Parameter(torch.empty(E, INNER if activation == "relu" else 2 * INNER, H)), nn.Parameter(torch.empty(E, H, INNER))
+        self.up, self.down = (
+            nn.Parameter(torch.empty(E, INNER if activation == "relu" else 2 * INNER, H)),
+            nn.Parameter(torch.empty(E, H, INNER)),
+        )
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.emb(ids)
@@ -52,7 +59,11 @@ class Routed(nn.Module):
         if not self.balance:
             return loss
         share = F.one_hot(index[..., 0], E).to(p.dtype).mean((0, 1))
-        return loss + self.balance * E * (share * p.mean((0, 1))).sum() + 1e-2 * torch.logsumexp(logits, -1).square().mean()
+        return (
+            loss
+            + self.balance * E * (share * p.mean((0, 1))).sum()
+            + 1e-2 * torch.logsumexp(logits, -1).square().mean()
+        )
 
     def chosen(self, index: Tensor) -> Tensor:
         return index
@@ -64,7 +75,11 @@ class GShard(nn.Module):
     def __init__(self, capacity: int = 4) -> None:
         super().__init__()
         self.emb, self.gate, self.head = nn.Embedding(V, H), nn.Linear(H, E, bias=False), nn.Linear(H, V)
-        self.wi, self.wo, self.capacity = nn.Parameter(torch.empty(E, H, INNER)), nn.Parameter(torch.empty(E, INNER, H)), capacity
+        self.wi, self.wo, self.capacity = (
+            nn.Parameter(torch.empty(E, H, INNER)),
+            nn.Parameter(torch.empty(E, INNER, H)),
+            capacity,
+        )
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.emb(ids)
@@ -113,7 +128,13 @@ def own(model: nn.Module) -> zoo.Built:
 
 
 def transformers(model: str, **config: Any) -> zoo.Built:
-    common = {"num_experts_per_tok": 2, "num_key_value_heads": 4, "intermediate_size": 32, "moe_intermediate_size": 32, "head_dim": 8}
+    common = {
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+    }
     return hf.build(hf.row(model, **hf.EXPERTS, **(common | {"num_hidden_layers": 1} | config)))
 
 
@@ -123,16 +144,31 @@ MODELS: dict[str, Callable[[], zoo.Built]] = {
     "qwen3_moe": lambda: transformers("Qwen3MoeForCausalLM", num_experts=E, norm_topk_prob=True),
     "olmoe": lambda: transformers("OlmoeForCausalLM", num_experts=E),
     "deepseek_v3": lambda: transformers(
-        "DeepseekV3ForCausalLM", num_hidden_layers=2, n_routed_experts=E, num_experts_per_tok=4, n_group=2, topk_group=1, n_shared_experts=1,
-        first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=8,
+        "DeepseekV3ForCausalLM",
+        num_hidden_layers=2,
+        n_routed_experts=E,
+        num_experts_per_tok=4,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        num_key_value_heads=8,
     ),
     "gpt_oss": lambda: transformers(
-        "GptOssForCausalLM", num_local_experts=E, sliding_window=8, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+        "GptOssForCausalLM",
+        num_local_experts=E,
+        sliding_window=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "switch": lambda: own(Routed(balance=0)),
     "top 2": lambda: own(Routed(k=2, activation="relu", balance=0)),
     "gshard": lambda: own(GShard()),
-}  # fmt: skip
+}
 ROUTED = {
     "balanced mixtral": lambda: transformers("MixtralForCausalLM", num_local_experts=E, output_router_logits=True),
     "balanced switch": lambda: own(Routed(k=2)),
@@ -193,10 +229,22 @@ def test_routing(name: str, mesh: str) -> None:
 
 MICROBATCHES: dict[str, dict[str, Any]] = {
     "zero 3 and checkpoint": {
-        "mesh": {"dp": 2}, "axis": "dp", "data": {"axis": "dp", "zero": 3}, "checkpoint": [{"match": "*"}], "batch": {"microbatches": 2}
+        "mesh": {"dp": 2},
+        "axis": "dp",
+        "data": {"axis": "dp", "zero": 3},
+        "checkpoint": [{"match": "*"}],
+        "batch": {"microbatches": 2},
     },
-    "zero bubbles": {"mesh": {"pp": 2, "ep": 2}, "pipeline": {"axis": "pp", "schedule": "zb-h1"}, "batch": {"microbatches": 2}},
-    "interleaved": {"mesh": {"pp": 2, "ep": 2}, "pipeline": {"axis": "pp", "stages": 4, "schedule": "interleaved"}, "batch": {"microbatches": 2}},
+    "zero bubbles": {
+        "mesh": {"pp": 2, "ep": 2},
+        "pipeline": {"axis": "pp", "schedule": "zb-h1"},
+        "batch": {"microbatches": 2},
+    },
+    "interleaved": {
+        "mesh": {"pp": 2, "ep": 2},
+        "pipeline": {"axis": "pp", "stages": 4, "schedule": "interleaved"},
+        "batch": {"microbatches": 2},
+    },
 }
 
 
@@ -210,16 +258,32 @@ def test_router_losses_over_microbatches(case: str) -> None:
 
 OTHERS: dict[str, dict[str, Any]] = {
     "dp ep": {"mesh": {"dp": 2, "ep": 2}},
-    "style words": {"mesh": {"ep": 2, "tp": 2}, "shard": {"*.experts.gate_up_proj": "column", "*.experts.down_proj": "row"}},
+    "style words": {
+        "mesh": {"ep": 2, "tp": 2},
+        "shard": {"*.experts.gate_up_proj": "column", "*.experts.down_proj": "row"},
+    },
     "two axes": {"mesh": {"dp": 2, "ep": 2}, "shard": {"*.experts.*_proj": {0: "dp"}}},
-    "sequence parallel": {"mesh": {"dp": 2, "tp": 2}, "axis": "dp", "shard": {"use": "model"}, "activations": {"model.layers.*": {1: "tp"}}},
+    "sequence parallel": {
+        "mesh": {"dp": 2, "tp": 2},
+        "axis": "dp",
+        "shard": {"use": "model"},
+        "activations": {"model.layers.*": {1: "tp"}},
+    },
     "tokens whole": {"mesh": {"ep": 2}, "batch": {"axes": []}},
     "padded": {"mesh": {"ep": 3}, "uneven": "pad"},
     "zero 1": {"mesh": {"dp": 2, "ep": 2}, "data": {"axis": "dp", "zero": 1}},
-    "zero 2 over both": {"mesh": {"dp": 2, "ep": 2}, "data": {"axis": ["ep", "dp"], "zero": 2}, "batch": {"microbatches": 2}},
+    "zero 2 over both": {
+        "mesh": {"dp": 2, "ep": 2},
+        "data": {"axis": ["ep", "dp"], "zero": 2},
+        "batch": {"microbatches": 2},
+    },
     "zero 3": {"mesh": {"ep": 2}, "data": {"axis": "ep", "zero": 3}},
     "checkpoint": {"mesh": {"ep": 2}, "checkpoint": [{"match": "model.layers.*"}]},
-    "zero bubbles": {"mesh": {"pp": 2, "ep": 2}, "pipeline": {"axis": "pp", "schedule": "zb-h1"}, "batch": {"microbatches": 2}},
+    "zero bubbles": {
+        "mesh": {"pp": 2, "ep": 2},
+        "pipeline": {"axis": "pp", "schedule": "zb-h1"},
+        "batch": {"microbatches": 2},
+    },
 }
 
 
@@ -242,7 +306,9 @@ def test_routing_is_not_repeated() -> None:
     sim = one("mixtral").on(spec("mixtral", **OTHERS["checkpoint"]))
     sent = collections.Counter(c.direction for c in sim.comms if c.kind == "all_to_all")
     assert sent == {"forward": 2 * 3, "recompute": 2 * 2, "backward": 2 * 2}
-    sim = one("mixtral").on(spec("mixtral", mesh={"ep": 2}, checkpoint=[{"match": "model.layers.*", "save": ["collective"]}]))
+    sim = one("mixtral").on(
+        spec("mixtral", mesh={"ep": 2}, checkpoint=[{"match": "model.layers.*", "save": ["collective"]}])
+    )
     assert not [c for c in sim.comms if c.direction == "recompute" and c.kind == "all_to_all"]
 
 
@@ -258,10 +324,18 @@ def test_bytes(axis: str) -> None:
     counts = E * 8
     planned = [n.meta["collective"] for n in program.stages[0].graph.nodes if "collective" in n.meta]
     exchanged = [c for c in planned if c.kind == "all_to_all"]
-    assert [(c.bytes, c.backward) for c in exchanged] == [(counts, "none"), (rows, "all_to_all"), (rows, "all_to_all")] * 2
+    assert [(c.bytes, c.backward) for c in exchanged] == [
+        (counts, "none"),
+        (rows, "all_to_all"),
+        (rows, "all_to_all"),
+    ] * 2
     assert all("experts '*.mlp.experts'" in c.cause for c in exchanged)
     assert all(c.kind in ("all_to_all", "all_reduce") for c in planned)
-    ran = [c for c in shardc.verify.simulate(program, one(name).model, one(name).batch).comms if c.kind == "all_to_all" and c.bytes != counts]
+    ran = [
+        c
+        for c in shardc.verify.simulate(program, one(name).model, one(name).batch).comms
+        if c.kind == "all_to_all" and c.bytes != counts
+    ]
     assert {c.direction for c in ran} == {"forward", "backward"}
     sent = [c.bytes for c in ran if c.direction == "forward"]
     assert sent[::2] == [rows, rows]  # what came is sent back: on average as much
@@ -281,8 +355,9 @@ def test_precision() -> None:
 
 
 class Dropping(Routed):
-    """The reference: choices above the capacity are dropped by the model, position by position; of each microbatch, that is, of the same
-    rows of every rank."""
+    """The reference: choices above the capacity are dropped by the model, position by position; of each microbatch,
+    that
+    is, of the same rows of every rank."""
 
     def __init__(self, ranks: int, microbatches: int) -> None:
         super().__init__(k=2)
@@ -309,7 +384,10 @@ CAPACITY: dict[str, tuple[int, dict[str, Any]]] = {  # ranks that split the batc
     "dp ep": (4, {"mesh": {"dp": 2, "ep": 2}}),
     "tp ep": (2, {"mesh": {"tp": 2, "ep": 2}}),
     "dp ep, microbatches": (4, {"mesh": {"dp": 2, "ep": 2}, "batch": {"microbatches": 2}}),
-    "pp ep, microbatches": (2, {"mesh": {"pp": 2, "ep": 2}, "batch": {"microbatches": 4}, "pipeline": {"axis": "pp", "stages": 2}}),
+    "pp ep, microbatches": (
+        2,
+        {"mesh": {"pp": 2, "ep": 2}, "batch": {"microbatches": 4}, "pipeline": {"axis": "pp", "stages": 2}},
+    ),
 }
 
 
@@ -336,8 +414,18 @@ def test_capacity(case: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "more", "what", "fix"),
     [
-        ({}, {}, r"capacity 1.5 is a share of the global batch, of which microbatches see a part each", "per: microbatch"),
-        ({"per": "microbatch"}, {"uneven": "pad"}, r"128 tokens are not 6 \(3 ranks of 2 microbatches\)", "a multiple of 6 rows"),
+        (
+            {},
+            {},
+            r"capacity 1.5 is a share of the global batch, of which microbatches see a part each",
+            "per: microbatch",
+        ),
+        (
+            {"per": "microbatch"},
+            {"uneven": "pad"},
+            r"128 tokens are not 6 \(3 ranks of 2 microbatches\)",
+            "a multiple of 6 rows",
+        ),
     ],
 )
 def test_capacity_with_microbatches_is_told(entry: dict[str, Any], more: dict[str, Any], what: str, fix: str) -> None:
@@ -369,7 +457,10 @@ def test_loads(mesh: dict[str, int]) -> None:
     """Counted once over the global batch, whatever ranks have copies; over microbatches too."""
     name = "one expert takes all"
     model, batch = one(name).model, one(name).batch
-    more: dict[str, dict[str, Any]] = {"tp": {"shard": {"head": "row"}}, "pp": {"pipeline": {"axis": "pp", "stages": 2}}}
+    more: dict[str, dict[str, Any]] = {
+        "tp": {"shard": {"head": "row"}},
+        "pp": {"pipeline": {"axis": "pp", "stages": 2}},
+    }
     given = spec(name, mesh=mesh, **{k: v for axis in mesh for k, v in more.get(axis, {}).items()})
     given["experts"][0]["capacity"] = 2.0
     program = one(name).compile(given)
@@ -390,7 +481,15 @@ def test_loads(mesh: dict[str, int]) -> None:
 
 def test_step_line() -> None:
     load = Load("moe", (3, 5), 0.25, 1.5)
-    line = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": None, "tokens_per_second": 1.0, "memory_mb": 1.0, "experts": [dataclasses.asdict(load)]}
+    line = {
+        "step": 1,
+        "loss": 1.0,
+        "grad_norm": 1.0,
+        "lr": None,
+        "tokens_per_second": 1.0,
+        "memory_mb": 1.0,
+        "experts": [dataclasses.asdict(load)],
+    }
     assert worker._text(line).endswith("  experts 3-5 tokens, busiest rank x1.50, 25.0% dropped")
 
 
@@ -416,7 +515,10 @@ def work(rank: int, port: int, folder: str) -> None:
             model, batch = {**MODELS, **ROUTED}[name]()
         program = shardc.load(Path(folder) / name)
         engine = program.engine(model, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
-        found[name] = engine.step(batch), {p.fqn: state.gather(engine.params[p.name].grad, p.layout, engine.mesh) for p in program.params}
+        found[name] = (
+            engine.step(batch),
+            {p.fqn: state.gather(engine.params[p.name].grad, p.layout, engine.mesh) for p in program.params},
+        )
     if rank == 0:
         torch.save(found, Path(folder) / "result.pt")
     engine.close()
@@ -452,7 +554,9 @@ def test_function(activation: Any, m: int, *, transposed: bool) -> None:
     up, down = (real(E, H, m), real(E, INNER, H)) if transposed else (real(E, m, H), real(E, H, INNER))
     up_bias, down_bias = real(E, m), real(E, H)
     leaves = [x, weights, up, down, up_bias, down_bias]
-    y = shardc.nn.experts(x, index, weights, up, down, activation=activation, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
+    y = shardc.nn.experts(
+        x, index, weights, up, down, activation=activation, up_bias=up_bias, down_bias=down_bias, transposed=transposed
+    )
     between = expert_activation.read(shardc.nn.text_of(activation, m, INNER))
     rows = []
     for token, chosen, share in zip(x.flatten(0, 1), index.flatten(0, 1).tolist(), weights.flatten(0, 1), strict=True):
@@ -472,9 +576,14 @@ def test_function(activation: Any, m: int, *, transposed: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_kernel(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, transposed: bool) -> None:
-    """torch's grouped product, which GPUs take, is the same as one product an expert; here on the CPU. Some experts get no row."""
+    """torch's grouped product, which GPUs take, is the same as one product an expert; here on the CPU. Some experts get
+    no row.
+    """
     g = torch.Generator().manual_seed(0)
-    weight, bias = torch.randn(5, 16, 24, generator=g).to(dtype), torch.randn(5, 24 if transposed else 16, generator=g).to(dtype)
+    weight, bias = (
+        torch.randn(5, 16, 24, generator=g).to(dtype),
+        torch.randn(5, 24 if transposed else 16, generator=g).to(dtype),
+    )
     rows = torch.randn(11, 16 if transposed else 24, generator=g).to(dtype)
     called, rtol = 0, 2e-2 if dtype is torch.bfloat16 else 1e-5
 
@@ -488,7 +597,9 @@ def test_kernel(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, transpos
 
     for sizes in ((3, 0, 6, 2, 0), (0, 0, 11, 0, 0)):
         for b in (None, bias):
-            for found, expected in zip(run(at_once=True, sizes=sizes, b=b), run(at_once=False, sizes=sizes, b=b), strict=True):
+            for found, expected in zip(
+                run(at_once=True, sizes=sizes, b=b), run(at_once=False, sizes=sizes, b=b), strict=True
+            ):
                 torch.testing.assert_close(found, expected, rtol=rtol, atol=5 * rtol)
     assert called == 4
     monkeypatch.undo()
@@ -508,9 +619,18 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any], 
     "other way round": (lambda x, i, w, u, d: shardc.nn.experts(x, i, w, u.mT, d), "do not fit x"),
     "choices": (lambda x, i, w, u, d: shardc.nn.experts(x, i[:2], w, u, d), "are not choices of the tokens"),
     "bias": (lambda x, i, w, u, d: shardc.nn.experts(x, i, w, u, d, up_bias=x), "up_bias has shape"),
-    "name": (lambda x, i, w, u, d: shardc.nn.experts(x, i, w, u, d, activation="nope"), "activation='nope' for 24 columns"),
-    "rows": (lambda x, i, w, u, d: shardc.nn.text_of(lambda y: y.softmax(-1)[:, :INNER], 2 * INNER, INNER), "does not look at every element"),
-    "columns": (lambda x, i, w, u, d: shardc.nn.text_of(lambda y: torch.relu(y[:, 1 : INNER + 1]), 2 * INNER, INNER), "no equal part of all"),
+    "name": (
+        lambda x, i, w, u, d: shardc.nn.experts(x, i, w, u, d, activation="nope"),
+        "activation='nope' for 24 columns",
+    ),
+    "rows": (
+        lambda x, i, w, u, d: shardc.nn.text_of(lambda y: y.softmax(-1)[:, :INNER], 2 * INNER, INNER),
+        "does not look at every element",
+    ),
+    "columns": (
+        lambda x, i, w, u, d: shardc.nn.text_of(lambda y: torch.relu(y[:, 1 : INNER + 1]), 2 * INNER, INNER),
+        "no equal part of all",
+    ),
     "nothing": (lambda x, i, w, u, d: shardc.nn.text_of(lambda y: y, INNER, INNER), "computes nothing"),
 }
 
@@ -518,7 +638,13 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any], 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_calls(case: str) -> None:
     call, what = WRONG[case]
-    tensors = torch.randn(5, H), torch.zeros(5, 2, dtype=torch.long), torch.randn(5, 2), torch.randn(E, 2 * INNER, H), torch.randn(E, H, INNER)
+    tensors = (
+        torch.randn(5, H),
+        torch.zeros(5, 2, dtype=torch.long),
+        torch.randn(5, 2),
+        torch.randn(E, 2 * INNER, H),
+        torch.randn(E, H, INNER),
+    )
     with pytest.raises(shardc.ShardcError, match=what):
         call(*tensors)
 
@@ -526,12 +652,32 @@ def test_wrong_calls(case: str) -> None:
 # --- wrong specs ------------------------------------------------------------------------------------------------------
 
 SPECS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str, str]] = {
-    "divides": ({"mesh": {"ep": 3}, "batch": {"axes": []}}, [{"match": "*"}], "the 8 experts of the model do not divide by ep=3", "ep=2 or 4"),
-    "nothing": ({"mesh": {"ep": 2}}, [{"match": "*.mlp"}], r"pattern '\*.mlp' matches no module that holds experts", "experts are in the model"),
-    "no experts": ({"mesh": {"ep": 2}}, [{"match": "head"}], "there are no experts of a form that shardc knows", "shardc.nn.experts"),
+    "divides": (
+        {"mesh": {"ep": 3}, "batch": {"axes": []}},
+        [{"match": "*"}],
+        "the 8 experts of the model do not divide by ep=3",
+        "ep=2 or 4",
+    ),
+    "nothing": (
+        {"mesh": {"ep": 2}},
+        [{"match": "*.mlp"}],
+        r"pattern '\*.mlp' matches no module that holds experts",
+        "experts are in the model",
+    ),
+    "no experts": (
+        {"mesh": {"ep": 2}},
+        [{"match": "head"}],
+        "there are no experts of a form that shardc knows",
+        "shardc.nn.experts",
+    ),
     "twice": ({"mesh": {"ep": 2}}, [{"match": "*"}, {"match": "*"}], "never wins", "delete it"),
-    "split already": ({"mesh": {"ep": 2}, "shard": {"up": {0: "ep"}}}, [{"match": "*"}], "up is split over ep by `shard:` too", "drop that entry"),
-}  # fmt: skip
+    "split already": (
+        {"mesh": {"ep": 2}, "shard": {"up": {0: "ep"}}},
+        [{"match": "*"}],
+        "up is split over ep by `shard:` too",
+        "drop that entry",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", SPECS)
@@ -567,6 +713,8 @@ def test_docs() -> None:
 def test_batch_that_does_not_divide() -> None:
     """Outside of experts the ranks of an axis of their own do the same then, and it is said."""
     program = one("mixtral").compile(spec("mixtral", mesh={"dp": 4, "ep": 4}))
-    assert any("does not divide by 16 ranks: outside of experts the ranks of ep do the same" in n for n in program.notes)
+    assert any(
+        "does not divide by 16 ranks: outside of experts the ranks of ep do the same" in n for n in program.notes
+    )
     sim = shardc.verify.simulate(program, one("mixtral").model, one("mixtral").batch)
     equality.assert_equal(sim, one("mixtral").loss, one("mixtral").grads)

@@ -1,4 +1,6 @@
-"""shardc plan: its prices are those of whole programs, what it chooses changes for the right reasons, its specs compile and verify."""
+"""shardc plan: its prices are those of whole programs, what it chooses changes for the right reasons, its specs compile
+and verify.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ def batch():
 class Block(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
@@ -141,7 +147,12 @@ def test_the_best_candidate_costs_what_its_spec_does() -> None:
 
 def test_time_is_told_by_what_axes_are_for_whatever_their_names() -> None:
     def spent(data: str, tensor: str) -> dict[str, float]:
-        made = {"shardc": 1, "mesh": {data: 2, tensor: 2}, "data": {"axis": data}, "shard": {"use": {"plan": "structure", "axis": tensor}}}
+        made = {
+            "shardc": 1,
+            "mesh": {data: 2, tensor: 2},
+            "data": {"axis": data},
+            "shard": {"use": {"plan": "structure", "axis": tensor}},
+        }
         return dict(price(stacked().library, Spec.load(made), 16).spent)
 
     found = spent("rows", "columns")
@@ -193,7 +204,10 @@ def test_small_memory_makes_it_split_and_recompute() -> None:
 
 def test_estimates_lie_near_exact_prices() -> None:
     q = stacked()
-    for c in (Choice(dp=4, tp=2, sequence_parallel=True, rows=4, microbatches=4), Choice(pp=2, dp=4, rows=2, microbatches=8)):
+    for c in (
+        Choice(dp=4, tp=2, sequence_parallel=True, rows=4, microbatches=4),
+        Choice(pp=2, dp=4, rows=2, microbatches=8),
+    ):
         rough, exact = q.finder.estimates(c), price(q.library, Spec.load(spec(c, q.words)), c.batch)
         assert rough.seconds == pytest.approx(exact.seconds, rel=0.3)
         assert rough.peak == pytest.approx(exact.peak, rel=0.3)
@@ -205,7 +219,7 @@ def test_slow_links_keep_tensor_parallel_in_a_node() -> None:
     assert max(core[0] for core in q.finder.cores(8)) == 2
     inside, across = (
         price(q.library, Spec.load(spec(Choice(dp=8 // t, tp=t, rows=2 * t), q.words)), 16) for t in (2, 4)
-    )  # fmt: skip
+    )
     assert across.spent["tp"] > 5 * inside.spent["tp"]
 
 
@@ -262,7 +276,11 @@ class Convolutions(nn.Module):
 
 def test_a_convolutional_net_gets_plans() -> None:
     found = shardc.plan(
-        Convolutions(), {"x": torch.zeros(8, 3, 8, 8)}, devices=2, loss=lambda y, _: y.logsumexp(1).mean(), precision="float32"
+        Convolutions(),
+        {"x": torch.zeros(8, 3, 8, 8)},
+        devices=2,
+        loss=lambda y, _: y.logsumexp(1).mean(),
+        precision="float32",
     )
     assert found.best.spec.mesh.world == 2
     assert found.best.tokens_per_second is not None or found.asked.sequence is None
@@ -313,14 +331,18 @@ def test_the_longest_sequence_fits_and_the_next_does_not(longest: int, next_is_p
     with torch.device("meta"):
         model, batch = Placed(), {"ids": torch.empty(16, 32, dtype=torch.long)}
     little = H100.model_copy(update={"memory": 2e9})
-    found = shardc.plan(model, batch, device=little, given={"shardc": 1, "mesh": {"dp": 2}}, largest="sequence", precision="float32")
+    found = shardc.plan(
+        model, batch, device=little, given={"shardc": 1, "mesh": {"dp": 2}}, largest="sequence", precision="float32"
+    )
     answer = found.answers["largest sequence"]
     assert answer["value"] % answer["step"] == 0
     assert answer["next"] == answer["value"] + answer["step"]
     assert answer["peak_bytes"] <= found.asked.usable
     assert (answer["next_peak_bytes"] is not None) == next_is_priced
     long = {"ids": torch.empty(16, answer["value"], dtype=torch.long, device="meta")}
-    assert answer["peak_bytes"] == pytest.approx(shardc.compile(model, long, answer["spec"], prove=False).cost(little).memory.peak, rel=0.02)
+    assert answer["peak_bytes"] == pytest.approx(
+        shardc.compile(model, long, answer["spec"], prove=False).cost(little).memory.peak, rel=0.02
+    )
     if next_is_priced:
         assert answer["next_peak_bytes"] > found.asked.usable
     else:
@@ -329,7 +351,13 @@ def test_the_longest_sequence_fits_and_the_next_does_not(longest: int, next_is_p
 
 def test_rows_without_a_sequence_have_no_longest() -> None:
     with pytest.raises(shardc.ShardcError, match="the inputs have no sequence dim in common") as e:
-        shardc.plan(nn.Linear(4, 1), torch.zeros(8, 4), given={"shardc": 1, "mesh": {"dp": 2}}, largest="sequence", loss=lambda y, _: y.sum())
+        shardc.plan(
+            nn.Linear(4, 1),
+            torch.zeros(8, 4),
+            given={"shardc": 1, "mesh": {"dp": 2}},
+            largest="sequence",
+            loss=lambda y, _: y.sum(),
+        )
     assert e.value.fix == "ask for --largest batch"
 
 
@@ -341,7 +369,9 @@ def test_nothing_fits(tmp_path: Path) -> None:
     model, batch = stack(2)
     tiny = H100.model_copy(update={"memory": 1e5})
     found = shardc.plan(model, batch, devices=2, device=tiny)
-    with pytest.raises(shardc.ShardcError, match=r"nothing fits into 95\.0 kB of h100-80g: the nearest .* needs .* too much") as e:
+    with pytest.raises(
+        shardc.ShardcError, match=r"nothing fits into 95\.0 kB of h100-80g: the nearest .* needs .* too much"
+    ) as e:
         _ = found.best
     assert "--fewest" in e.value.fix
 
@@ -462,7 +492,9 @@ def test_a_model_that_counts_its_layers_is_captured_whole() -> None:
 
 def test_a_choice_is_a_spec() -> None:
     words = stacked().words
-    c = Choice(pp=2, dp=2, tp=2, sequence_parallel=True, zero=1, rows=1, microbatches=4, checkpoint="half", schedule="zb-h1")
+    c = Choice(
+        pp=2, dp=2, tp=2, sequence_parallel=True, zero=1, rows=1, microbatches=4, checkpoint="half", schedule="zb-h1"
+    )
     made = Spec.load(spec(c, words, (3, 3)))
     assert made.mesh.world == c.devices == 8
     assert c.batch == 8

@@ -15,7 +15,7 @@ import shardc
 from shardc.cli import app
 from tests import zoo
 
-MODEL = '''
+MODEL = """
 import torch
 from torch import nn
 
@@ -54,7 +54,7 @@ def model():
 
 def batch():
     return {"x": torch.ones(4, 8)}
-'''
+"""
 
 
 @pytest.fixture
@@ -69,9 +69,14 @@ def test_every_kind_is_listed_with_lines(file: Path) -> None:
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("Net: 16 calls of 13 ops; 2 without a rule\n")
     text = done.stdout
-    assert "refused: cannot be compiled\n     1×  aten.poisson.default: aten.poisson.default draws random numbers" in text
+    assert (
+        "refused: cannot be compiled\n     1×  aten.poisson.default: aten.poisson.default draws random numbers" in text
+    )
     assert "no rule: refused by compile, unless the spec says `unknown_ops: replicate`" in text
-    assert "     2×  coverage.odd.default\n         model.py:21 (2×, first in blocks.0): return torch.ops.coverage.odd(self.fc(x))" in text
+    assert (
+        "     2×  coverage.odd.default\n         model.py:21 (2×, first in blocks.0): return"
+        " torch.ops.coverage.odd(self.fc(x))" in text
+    )
     assert "decomposed: " in text
     assert "     1×  aten.pixel_shuffle.default\n         model.py:30: y = nn.functional.pixel_shuffle(" in text
     assert text.index("refused") < text.index("no rule:") < text.index("decomposed:")
@@ -84,9 +89,11 @@ def test_json(file: Path) -> None:
     assert not found["covered"]
     rows = {r["op"]: r for r in found["rows"]}
     assert {op: r["how"] for op, r in rows.items()} == {
-        "aten.poisson.default": "refused", "coverage.odd.default": "no rule", "aten.pixel_shuffle.default": "decomposed",
+        "aten.poisson.default": "refused",
+        "coverage.odd.default": "no rule",
+        "aten.pixel_shuffle.default": "decomposed",
         "aten.linalg_eigvalsh.default": "whole",
-    }  # fmt: skip
+    }
     assert rows["coverage.odd.default"]["lines"] == [
         {"line": "model.py:21", "code": "return torch.ops.coverage.odd(self.fc(x))", "module": "blocks.0", "count": 2}
     ]

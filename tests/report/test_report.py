@@ -39,7 +39,10 @@ def test_the_table_reads_well() -> None:
     assert "axis" in text.splitlines()[0]
     assert "gradients, in buckets" in text
     assert "*.o_proj" in text
-    assert report.comm_table(shardc.compile(*zoo.mlp(), {"shardc": 1, "mesh": {}}, prove=False)) == "no collectives: one rank"
+    assert (
+        report.comm_table(shardc.compile(*zoo.mlp(), {"shardc": 1, "mesh": {}}, prove=False))
+        == "no collectives: one rank"
+    )
 
 
 def test_before_shows_the_model_of_one_device() -> None:
@@ -52,7 +55,9 @@ def test_before_shows_the_model_of_one_device() -> None:
 def test_json_is_json() -> None:
     found = json.loads(json.dumps(report.to_json(program("gpt"))))
     assert found["mesh"] == {"dp": 2, "tp": 2}
-    assert {"name", "type", "kind", "backward", "axes", "bytes", "cause", "module", "line"} <= found["collectives"][0].keys()
+    assert {"name", "type", "kind", "backward", "axes", "bytes", "cause", "module", "line"} <= found["collectives"][
+        0
+    ].keys()
 
 
 def test_html_is_whole_and_needs_nothing_else() -> None:
@@ -81,7 +86,7 @@ def test_html_shows_what_the_program_holds() -> None:
     assert "<h1>&lt;MLP&gt; on dp=2 × tp=2</h1>" in text
     assert "<MLP>" not in text
     assert "<li>new: all_reduce that nobody asked for</li>" in text
-    assert "<td>scale = tied.scale</td><td>f64[6] ~dp</td><td class=\"n\">48 B</td><td>dp</td>" in text
+    assert '<td>scale = tied.scale</td><td>f64[6] ~dp</td><td class="n">48 B</td><td>dp</td>' in text
     assert text.count('<span class="x">') == 4  # its collectives
     assert "<p>None.</p>" in report.html(replace(p, stages=(), buckets=()))
 
@@ -100,7 +105,14 @@ def test_dump_writes_a_text_for_every_pass_and_the_differences(tmp_path: Path) -
     shardc.compile(model, batch, spec_of("gpt", {"dp": 2, "tp": 2}), prove=False, dump=tmp_path)
     names = sorted(x.name for x in tmp_path.iterdir())
     texts = [n for n in names if n.endswith(".txt")]
-    assert texts == ["00-capture.txt", "01-canonical.txt", "02-annotate.txt", "03-place.txt", "04-partition.txt", "05-data.txt"]
+    assert texts == [
+        "00-capture.txt",
+        "01-canonical.txt",
+        "02-annotate.txt",
+        "03-place.txt",
+        "04-partition.txt",
+        "05-data.txt",
+    ]
     assert [n for n in names if n.endswith(".diff")] == [n.replace("txt", "diff") for n in texts[1:]]
     assert "+    x" not in (tmp_path / "03-place.diff").read_text()
     assert "ops.all_reduce" in (tmp_path / "04-partition.txt").read_text()

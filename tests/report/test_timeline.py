@@ -28,7 +28,9 @@ def clock(name: str, ranks: int, m: int, v: int = 1, costs: Costs | None = None)
 @pytest.mark.parametrize("m", [1, 3, 4, 9])
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
 def test_gpipe_and_1f1b(p: int, m: int) -> None:
-    """Activations of m microbatches, and of min(m, p - i) on rank i; (p-1)/(m+p-1) of the time is bubble, on every rank."""
+    """Activations of m microbatches, and of min(m, p - i) on rank i; (p-1)/(m+p-1) of the time is bubble, on every
+    rank.
+    """
     gpipe, one = clock("gpipe", p, m), clock("1f1b", p, m)
     assert gpipe.live == (m,) * p
     assert one.live == tuple(min(m, p - i) for i in range(p))
@@ -50,7 +52,9 @@ def test_interleaved_divides_the_time_of_the_bubble_by_v(p: int, m: int, v: int)
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 3, 2), (4, 9, 2), (4, 5, 3), (3, 7, 2)])
 def test_interleaved_in_rounds_that_are_not_whole(p: int, m: int, v: int) -> None:
-    """No worse than with the microbatches that would fill the last round; better than 1f1b where there are several rounds."""
+    """No worse than with the microbatches that would fill the last round; better than 1f1b where there are several
+    rounds.
+    """
     t = clock("interleaved", p, m, v, Costs.even(p * v, 1 / v, 1 / v, 1 / v))
     assert t.end <= 3 * (-(-m // p) * p) + 3 * (p - 1) / v
     assert max(t.live) <= (v - 1) * p + 2 * (p - 1) + 1
@@ -92,7 +96,12 @@ def test_zero_bubble_with_few_microbatches_is_no_slower_than_1f1b(p: int, m: int
 def test_a_slow_stage_and_slow_links_are_waited_for() -> None:
     made = make("1f1b", stages=2, ranks=2, microbatches=2)
     t = timeline(made, Costs((1, 3), (1, 3), (1, 3), {(0, 1): 0.5}))
-    assert [(str(s.action), s.start, s.end) for s in t.slots[1]] == [("1F0", 1.5, 4.5), ("1B0", 4.5, 10.5), ("1F1", 10.5, 13.5), ("1B1", 13.5, 19.5)]
+    assert [(str(s.action), s.start, s.end) for s in t.slots[1]] == [
+        ("1F0", 1.5, 4.5),
+        ("1B0", 4.5, 10.5),
+        ("1F1", 10.5, 13.5),
+        ("1B1", 13.5, 19.5),
+    ]
     assert [(str(s.action), s.start, s.end) for s in t.slots[0]][-2:] == [("0B0", 11.0, 13.0), ("0B1", 20.0, 22.0)]
     assert t.busy(0) == 6
     assert t.bubble(0) == pytest.approx(16 / 22)
@@ -108,7 +117,9 @@ def test_skips_and_links_without_gradients() -> None:
 
 
 def test_costs_of_a_program() -> None:
-    """Of weights' gradients there are none without weights; a product's backward is twice its forward; each stage has its own."""
+    """Of weights' gradients there are none without weights; a product's backward is twice its forward; each stage has
+    its own.
+    """
     model, batch = zoo.llama()
     spec = {"shardc": 1, "mesh": {"pp": 2}, "pipeline": {"axis": "pp", "schedule": "interleaved"}}
     program = shardc.compile(model, batch, spec)
@@ -125,8 +136,8 @@ def test_costs_of_a_program() -> None:
 
 def test_the_text_of_a_timeline() -> None:
     text = drawn.draw(make("1f1b", stages=3, ranks=3, microbatches=4)).plain
-    assert text == (
-        "1f1b: 3 stages on 3 ranks, 4 microbatches; bubble 33.3 %\n"
+    assert (
+        text == "1f1b: 3 stages on 3 ranks, 4 microbatches; bubble 33.3 %\n"
         "\n"
         "                 time                                                     bubble   live\n"
         "rank 0  stage 0  F0 F1 F2 ............B0--- F3 B1--- ...B2--- ...B3---    33.3 %      3\n"
@@ -177,9 +188,18 @@ def test_svg() -> None:
 def test_json() -> None:
     t = timeline(parse("rank 0: 0F0 0B0", "mine"))
     assert json.loads(json.dumps(drawn.to_json(t))) == {
-        "name": "mine", "stages": 1, "ranks": 1, "microbatches": 1, "placement": [0], "actions": [["0F0", "0B0"]], "live": [1],
-        "bubble": 0.0, "bubbles": [0.0], "end": 3.0, "slots": [[["0F0", 0.0, 1.0], ["0B0", 1.0, 3.0]]],
-    }  # fmt: skip
+        "name": "mine",
+        "stages": 1,
+        "ranks": 1,
+        "microbatches": 1,
+        "placement": [0],
+        "actions": [["0F0", "0B0"]],
+        "live": [1],
+        "bubble": 0.0,
+        "bubbles": [0.0],
+        "end": 3.0,
+        "slots": [[["0F0", 0.0, 1.0], ["0B0", 1.0, 3.0]]],
+    }
 
 
 def test_sends_are_no_part_of_the_timeline() -> None:
@@ -197,7 +217,9 @@ def test_inspect_schedule(files: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "zb-h1: 2 stages on 2 ranks, 1 microbatch; bubble" in done.stdout
     assert "rank 1  stage 1  ." in done.stdout
-    done = call("inspect", "model.py", "pipe.yaml", "--schedule", "--svg", "time.svg", "--set", "pipeline.schedule=gpipe")
+    done = call(
+        "inspect", "model.py", "pipe.yaml", "--schedule", "--svg", "time.svg", "--set", "pipeline.schedule=gpipe"
+    )
     assert flat(done.stdout).strip() == "written to time.svg"
     assert "gpipe" in (files / "time.svg").read_text()
     assert call("inspect", "model.py", "pipe.yaml", "--html", "page.html").exit_code == 0

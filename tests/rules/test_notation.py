@@ -10,16 +10,19 @@ from shardc.rules.notation import parse
 Shapes = list[tuple[int, ...]]
 
 
-@pytest.mark.parametrize(("text", "what"), [
-    ("a b", "exactly one '->'"),
-    ("a -> a -> a", "exactly one '->'"),
-    ("a * -> a", r"cannot read ' \* -> a'"),
-    ("a (b -> a", r"'\(' is not closed"),
-    ("a b) -> a", r"'\)' without '\('"),
-    ("a ... -> a", "'...' must lead"),
-    ("a b -> a", r"factor b is in no or not in every result; mark it b\+ or b!"),
-    ("a -> a, 1", "factor a is in no or not in every result"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("a b", "exactly one '->'"),
+        ("a -> a -> a", "exactly one '->'"),
+        ("a * -> a", r"cannot read ' \* -> a'"),
+        ("a (b -> a", r"'\(' is not closed"),
+        ("a b) -> a", r"'\)' without '\('"),
+        ("a ... -> a", "'...' must lead"),
+        ("a b -> a", r"factor b is in no or not in every result; mark it b\+ or b!"),
+        ("a -> a, 1", "factor a is in no or not in every result"),
+    ],
+)
 def test_errors_show_the_rule_and_what_is_wrong_with_it(text: str, what: str) -> None:
     with pytest.raises(ValueError, match=what) as e:
         parse(text)
@@ -70,14 +73,17 @@ def test_marks_count_wherever_they_stand() -> None:
     assert str(parse("a b!, b -> a b").bind([(2, 3), (3,)], [(2, 3)])) == "a b!, b! -> a b!"
 
 
-@pytest.mark.parametrize(("rule", "inputs", "outputs", "what"), [
-    ("a b -> a b", [(2, 3)], [(2, 4)], r"dim \('b',\) has size 4, not 3"),
-    ("a b -> a b", [(2, 3, 4)], [(2, 3)], "2 dims in the rule, 3 in the tensor"),
-    ("... a b -> ... a b", [(3,)], [(3,)], "2 dims in the rule, 1 in the tensor"),
-    ("a -> a", [(2,), (2,)], [(2,)], "2 operands and 1 results, but the rule has 1 and 1"),
-    ("(a b) -> (a b)", [(6,)], [(6,)], "cannot be told"),
-    ("(3 a) -> (3 a)", [(8,)], [(8,)], "cannot be told"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "inputs", "outputs", "what"),
+    [
+        ("a b -> a b", [(2, 3)], [(2, 4)], r"dim \('b',\) has size 4, not 3"),
+        ("a b -> a b", [(2, 3, 4)], [(2, 3)], "2 dims in the rule, 3 in the tensor"),
+        ("... a b -> ... a b", [(3,)], [(3,)], "2 dims in the rule, 1 in the tensor"),
+        ("a -> a", [(2,), (2,)], [(2,)], "2 operands and 1 results, but the rule has 1 and 1"),
+        ("(a b) -> (a b)", [(6,)], [(6,)], "cannot be told"),
+        ("(3 a) -> (3 a)", [(8,)], [(8,)], "cannot be told"),
+    ],
+)
 def test_shapes_that_do_not_fit_are_refused(rule: str, inputs: Shapes, outputs: Shapes, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         parse(rule).bind(inputs, outputs)

@@ -20,6 +20,7 @@ from shardc.verify.rules import KNOWN, Case, check_op, differs, dual, name_of, p
 
 aten = torch.ops.aten
 
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny tensors: threads inside ops only cost."""
@@ -61,11 +62,18 @@ def test_finds_a_bias_that_is_added_on_every_rank() -> None:
     found = prove(aten.linear.default, SAMPLES[aten.linear.default][0], 3, rule=Rule(aten.linear.default, linear))
     assert {f.strategy.split("/")[0].split(" by")[0] for f in found} == {"split k"}
     assert all("result 0: rank 0 differs" in f.what for f in found)
-    assert prove(aten.linear.default, SAMPLES[aten.linear.default][0], 3, rule=Rule(aten.linear.default, linear, added=(2,))) == []
+    assert (
+        prove(
+            aten.linear.default, SAMPLES[aten.linear.default][0], 3, rule=Rule(aten.linear.default, linear, added=(2,))
+        )
+        == []
+    )
 
 
 def test_finds_a_gradient_that_is_not_reduced() -> None:
-    """The output is right, but every rank has only its part of the whole operand's gradient, and calls it replicated."""
+    """The output is right, but every rank has only its part of the whole operand's
+    gradient, and calls it replicated.
+    """
     forgets = Strategy("forgets to vary", (Shard(0), REPLICATE), (Shard(0),))
     bad = Rule(aten.mul.Tensor, "a b, b -> a b", extra=lambda call, n, available: [forgets])
     (found,) = prove(aten.mul.Tensor, lambda t: call(t.real(4, 12), t.real(12)), 2, rule=bad)
@@ -73,32 +81,45 @@ def test_finds_a_gradient_that_is_not_reduced() -> None:
 
 
 def test_finds_partial_sums_through_what_is_not_linear() -> None:
-    (found,) = prove(aten.exp.default, lambda t: call(t.real(4, 12)), 2, rule=Rule(aten.exp.default, "... -> ...", linear=((0,),)))
+    (found,) = prove(
+        aten.exp.default, lambda t: call(t.real(4, 12)), 2, rule=Rule(aten.exp.default, "... -> ...", linear=((0,),))
+    )
     assert (found.strategy, found.what[:9]) == ("partial", "result 0:")
 
 
 def test_finds_a_result_of_another_shape() -> None:
-    found = prove(aten.one_hot.default, lambda t: call(t.index(12, 4), 12), 2, rule=Rule(aten.one_hot.default, "a -> a c"))
+    found = prove(
+        aten.one_hot.default, lambda t: call(t.index(12, 4), 12), 2, rule=Rule(aten.one_hot.default, "a -> a c")
+    )
     assert [f.strategy for f in found] == ["split c", "split c/2", "split c/3", "split c/6", "split c by sections"]
     assert found[0].what == "result 0: rank 0 has torch.int64[4, 12], not torch.int64[4, 6]"
 
 
 def test_finds_what_an_op_raises_on_parts_that_do_not_fit() -> None:
-    found = prove(aten.mm.default, lambda t: call(t.real(4, 6), t.real(6, 4)), 2, rule=Rule(aten.mm.default, "m k+, j! n -> m n"))
+    found = prove(
+        aten.mm.default, lambda t: call(t.real(4, 6), t.real(6, 4)), 2, rule=Rule(aten.mm.default, "m k+, j! n -> m n")
+    )
     assert {f.strategy for f in found} == {"split k", "split k/3", "split k by sections"}
     assert all(f.what.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied") for f in found)
 
 
-@pytest.mark.parametrize(("op", "args", "notation", "linear", "looser"), [
-    (aten.relu.default, (), "a! b -> a! b", (), "split a"),
-    (aten.neg.default, (), "a b -> a b", (), "linear in 0"),
-    (aten.flip.default, ([0],), "a! b! -> a! c!", ((0,),), "split b = c"),
-    (aten.sum.dim_IntList, ([1],), "a b! -> a", ((0,),), "split b, sum"),
-])  # fmt: skip
-def test_finds_a_rule_that_is_too_strict(op: Any, args: tuple[Any, ...], notation: str, linear: Any, looser: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "args", "notation", "linear", "looser"),
+    [
+        (aten.relu.default, (), "a! b -> a! b", (), "split a"),
+        (aten.neg.default, (), "a b -> a b", (), "linear in 0"),
+        (aten.flip.default, ([0],), "a! b! -> a! c!", ((0,),), "split b = c"),
+        (aten.sum.dim_IntList, ([1],), "a b! -> a", ((0,),), "split b, sum"),
+    ],
+)
+def test_finds_a_rule_that_is_too_strict(
+    op: Any, args: tuple[Any, ...], notation: str, linear: Any, looser: str
+) -> None:
     found = too_strict(op, lambda t: call(t.real(4, 12), *args), rule=Rule(op, notation, linear))
     assert [f.strategy for f in found] == [looser]
-    assert str(found[0]).endswith("comes out right, but the rule forbids it (f64[4, 12]" + "".join(f", {a}" for a in args) + ")")
+    assert str(found[0]).endswith(
+        "comes out right, but the rule forbids it (f64[4, 12]" + "".join(f", {a}" for a in args) + ")"
+    )
 
 
 # --- registering ------------------------------------------------------------------------------------------------------
@@ -126,10 +147,17 @@ def test_pointwise_ops_are_found_by_tag_and_others_are_not() -> None:
 MESH = Mesh((("a", 2), ("b", 3)))
 
 
-@pytest.mark.parametrize("layout", [
-    Layout(), Layout((("a", Shard(0)),)), Layout((("a", PARTIAL), ("b", Shard(1)))), Layout((("a", Shard(1, 2)), ("b", PARTIAL))),
-    Layout((("a", PARTIAL), ("b", PARTIAL))), Layout((("b", Shard(1, 1, (3, 9))),)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout((("a", Shard(0)),)),
+        Layout((("a", PARTIAL), ("b", Shard(1)))),
+        Layout((("a", Shard(1, 2)), ("b", PARTIAL))),
+        Layout((("a", PARTIAL), ("b", PARTIAL))),
+        Layout((("b", Shard(1, 1, (3, 9))),)),
+    ],
+)
 def test_what_is_spread_compares_equal_until_it_is_changed(layout: Layout) -> None:
     generator = torch.Generator().manual_seed(0)
     x = Tensors(0).real(4, 12)
@@ -182,7 +210,9 @@ def shuffled(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 def survives(old: list[int], new: list[int]) -> set[str]:
-    """Check that factors make up both shapes and that any digit can be cut on either side. Returns the factors that are whole."""
+    """Check that factors make up both shapes and that any digit can be cut on either side. Returns the factors that are
+    whole.
+    """
     left, right, sizes, whole = walk(old, new)
     assert [math.prod(sizes[f] for f in dim) for dim in left] == old
     assert [math.prod(sizes[f] for f in dim) for dim in right] == new
@@ -193,7 +223,9 @@ def survives(old: list[int], new: list[int]) -> set[str]:
         outer = [math.prod(sizes[g] for g in dim[: dim.index(f)]) for dim in (a, b)]
         for n in (2, 3, 4):
             for digit in (k for k in range(1, sizes[f] + 1) if sizes[f] % (k * n) == 0):
-                pairs = zip(chunks(x, Shard(d, outer[0] * digit), n), chunks(y, Shard(e, outer[1] * digit), n), strict=True)
+                pairs = zip(
+                    chunks(x, Shard(d, outer[0] * digit), n), chunks(y, Shard(e, outer[1] * digit), n), strict=True
+                )
                 assert all(torch.equal(p.reshape(q.shape), q) for p, q in pairs)
     return whole
 
@@ -210,10 +242,19 @@ def test_any_reshape_keeps_what_it_says(shapes: tuple[list[int], list[int]]) -> 
     survives(*shapes)
 
 
-@pytest.mark.parametrize(("old", "new", "whole"), [
-    ([4, 6], [24], set()), ([24], [2, 3, 4], set()), ([2, 3], [3, 2], {2, 3}), ([4, 9], [6, 6], {2, 3}), ([1, 4, 1], [4], set()),
-    ([2, 15], [3, 10], {2, 3}), ([1], [], set()), ([], [1, 1], set()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "whole"),
+    [
+        ([4, 6], [24], set()),
+        ([24], [2, 3, 4], set()),
+        ([2, 3], [3, 2], {2, 3}),
+        ([4, 9], [6, 6], {2, 3}),
+        ([1, 4, 1], [4], set()),
+        ([2, 15], [3, 10], {2, 3}),
+        ([1], [], set()),
+        ([], [1, 1], set()),
+    ],
+)
 def test_what_of_a_reshape_is_whole(old: list[int], new: list[int], whole: set[int]) -> None:
     names = survives(old, new)
     assert {walk(old, new)[2][f] for f in names} == whole

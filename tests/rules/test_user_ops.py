@@ -1,4 +1,6 @@
-"""`shardc.rule` and `shardc.check_rule`: one line registers a user's op, one line proves it; every mistake is told with its place."""
+"""`shardc.rule` and `shardc.check_rule`: one line registers a user's op, one line proves it; every mistake is told with
+its place.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +67,16 @@ def registry() -> Iterator[None]:
 # --- the proof --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sample", [
-    given, given(), (given(), {"by": 3.0}), lambda: (given(), {"by": 3.0}), lambda t: ((t.real(4, 12), t.real(12)), {"by": 0.5}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sample",
+    [
+        given,
+        given(),
+        (given(), {"by": 3.0}),
+        lambda: (given(), {"by": 3.0}),
+        lambda t: ((t.real(4, 12), t.real(12)), {"by": 0.5}),
+    ],
+)
 def test_a_right_rule_is_proven_on_its_samples(sample: Any) -> None:
     shardc.rule(scaled, "... d, d -> ... d", linear="0 | 1", samples=[sample])
     assert shardc.check_rule(scaled) == []
@@ -93,12 +102,33 @@ def test_what_is_too_strict_is_returned() -> None:
     assert [f.strategy for f in shardc.check_rule(scaled)] == ["split d", "linear in 1"]
 
 
-@pytest.mark.parametrize(("notation", "linear", "sample", "what", "fix"), [
-    ("... d, d -> ... d", "0 1", given, "partial, 2 ranks: result 0: rank 0 differs by", "take the operands out of `linear`"),
-    ("... d, e! -> ... d", "", given, "split d, 2 ranks: ", "mark d! (whole), or d+ if it is summed"),
-    ("a d, d -> a d", "", lambda: (torch.randn(2, 4, 12), torch.randn(12)), "the rule does not fit the call", "make the notation fit this call"),
-    ("... d, d -> ... d", "", lambda: (torch.randn(4, 12), torch.randn(5)), "the sample is no call of the op", "make the notation fit this call"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("notation", "linear", "sample", "what", "fix"),
+    [
+        (
+            "... d, d -> ... d",
+            "0 1",
+            given,
+            "partial, 2 ranks: result 0: rank 0 differs by",
+            "take the operands out of `linear`",
+        ),
+        ("... d, e! -> ... d", "", given, "split d, 2 ranks: ", "mark d! (whole), or d+ if it is summed"),
+        (
+            "a d, d -> a d",
+            "",
+            lambda: (torch.randn(2, 4, 12), torch.randn(12)),
+            "the rule does not fit the call",
+            "make the notation fit this call",
+        ),
+        (
+            "... d, d -> ... d",
+            "",
+            lambda: (torch.randn(4, 12), torch.randn(5)),
+            "the sample is no call of the op",
+            "give the op's own arguments, one by one: check_rule(op, x, w)",
+        ),
+    ],
+)
 def test_a_wrong_rule_is_an_error_at_its_line(notation: str, linear: str, sample: Any, what: str, fix: str) -> None:
     shardc.rule(scaled, notation, linear=linear, samples=[sample])
     line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
@@ -110,14 +140,16 @@ def test_a_wrong_rule_is_an_error_at_its_line(notation: str, linear: str, sample
 
 
 def test_an_op_that_draws_is_told_apart_from_a_wrong_rule() -> None:
-    drawn = torch.library.custom_op("shardc_tests::drawn", lambda x: torch.rand_like(x), mutates_args=(), schema="(Tensor x) -> Tensor")
+    drawn = torch.library.custom_op(
+        "shardc_tests::drawn", lambda x: torch.rand_like(x), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
     shardc.rule(drawn, "... -> ...", samples=[lambda: torch.randn(4, 12)])
     with pytest.raises(ShardcError, match="rules are of ops without randomness and without state"):
         shardc.check_rule(drawn)
 
 
 def test_the_readmes_example(tmp_path: Path) -> None:
-    section = (Path(__file__).parents[1] / "README.md").read_text().partition("## Your own op")[2]
+    section = (Path(__file__).parents[2] / "README.md").read_text().partition("## Your own op")[2]
     code = section.partition("```python")[2].partition("```")[0]
     (tmp_path / "my_rules.py").write_text(code)
     done = CliRunner().invoke(app, ["rules", "--check", "--file", str(tmp_path / "my_rules.py")])
@@ -129,18 +161,51 @@ def test_the_readmes_example(tmp_path: Path) -> None:
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("op", "args", "kwargs", "what", "fix"), [
-    (len, ("... -> ...",), {}, "len is no op", "Python functions are traced through, they need no rule"),
-    (grown, ("... -> ",), {}, "changes its operands", "return what changed as a result"),
-    (scaled, ("... d, d",), {}, "exactly one '->'", 'write it like "... k+, n k+, n -> ... n"'),
-    (scaled, ("... -> ...",), {}, "has 2 tensor operands (x, w), the rule '... -> ...' has 1", "one part per tensor operand"),
-    (scaled, ("a, a -> a, a",), {}, "has 1 results, the rule 'a, a -> a, a' has 2", "one part per result after the arrow"),
-    (scaled, ("a, a -> a",), {"linear": "x"}, "linear='x' cannot be read", 'groups separated by "|"'),
-    (scaled, ("a, a -> a",), {"linear": "2"}, "linear='2' names operand 2, there are 2", "operands count from 0"),
-    (scaled, ("a k+, a k+ -> a",), {"added": (3,)}, "added=(3,) names operand 3, there are 2", "operands count from 0"),
-    (scaled, ("a, a -> a",), {"added": (1,)}, "no factor of 'a, a -> a' is summed", "mark the summed factor with +"),
-    (scaled, ("a, a -> a",), {"samples": ["x"]}, "a sample is a str, not a tuple of arguments", "samples=[lambda: ("),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "what", "fix"),
+    [
+        (len, ("... -> ...",), {}, "len is no op", "Python functions are traced through, they need no rule"),
+        (grown, ("... -> ",), {}, "changes its operands", "return what changed as a result"),
+        (scaled, ("... d, d",), {}, "exactly one '->'", 'write it like "... k+, n k+, n -> ... n"'),
+        (
+            scaled,
+            ("... -> ...",),
+            {},
+            "has 2 tensor operands (x, w), the rule '... -> ...' has 1",
+            "one part per tensor operand",
+        ),
+        (
+            scaled,
+            ("a, a -> a, a",),
+            {},
+            "has 1 results, the rule 'a, a -> a, a' has 2",
+            "one part per result after the arrow",
+        ),
+        (scaled, ("a, a -> a",), {"linear": "x"}, "linear='x' cannot be read", 'groups separated by "|"'),
+        (scaled, ("a, a -> a",), {"linear": "2"}, "linear='2' names operand 2, there are 2", "operands count from 0"),
+        (
+            scaled,
+            ("a k+, a k+ -> a",),
+            {"added": (3,)},
+            "added=(3,) names operand 3, there are 2",
+            "operands count from 0",
+        ),
+        (
+            scaled,
+            ("a, a -> a",),
+            {"added": (1,)},
+            "no factor of 'a, a -> a' is summed",
+            "mark the summed factor with +",
+        ),
+        (
+            scaled,
+            ("a, a -> a",),
+            {"samples": ["x"]},
+            "a sample is a str, not a tuple of arguments",
+            "samples=[lambda: (",
+        ),
+    ],
+)
 def test_mistakes_in_a_rule(op: Any, args: tuple[Any, ...], kwargs: Any, what: str, fix: str) -> None:
     with pytest.raises(ShardcError) as e:
         shardc.rule(op, *args, **kwargs)
@@ -160,7 +225,7 @@ def test_a_second_rule_elsewhere_is_refused_the_same_line_again_is_not() -> None
     for notation in ("... d, d -> ... d", "... d!, d! -> ... d!"):
         shardc.rule(scaled, notation)
     assert find(torch.ops.shardc_tests.scaled.default).text == "... d!, d! -> ... d!"  # type: ignore[union-attr]
-    with pytest.raises(ShardcError, match=r"already has the rule '... d!, d! -> ... d!' \(.*test_rules_own.py:\d+\)"):
+    with pytest.raises(ShardcError, match=r"already has the rule '... d!, d! -> ... d!' \(.*test_user_ops.py:\d+\)"):
         shardc.rule(scaled, "... d, d -> ... d")
 
 

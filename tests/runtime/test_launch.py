@@ -91,12 +91,18 @@ def test_wrong_input_found_by_a_rank_has_exit_status_2(tmp_path: Path, capfd: py
 
 
 def test_a_rank_that_heeds_no_signal_is_killed(tmp_path: Path) -> None:
-    body = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 0:\n    time.sleep(0.5); sys.exit(1)\n" + WAIT
+    body = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 0:\n    time.sleep(0.5);"
+        " sys.exit(1)\n" + WAIT
+    )
     assert launch.launch(script(tmp_path, body), MESH) == 1
     assert not alive(tmp_path)
 
 
-LAUNCHER = "import sys; from shardc.ir.mesh import Mesh; from shardc.runtime import launch; sys.exit(launch.launch(sys.argv[1:], Mesh((('dp', 2),))))"
+LAUNCHER = (
+    "import sys; from shardc.ir.mesh import Mesh; from shardc.runtime import launch;"
+    " sys.exit(launch.launch(sys.argv[1:], Mesh((('dp', 2),))))"
+)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
@@ -175,7 +181,12 @@ def test_worlds_that_others_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_joining_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "node[03-04]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}.items():
+    for name, value in {
+        **SLURM,
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_NODELIST": "node[03-04]",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ShardcError, match="first node is unknown") as caught:

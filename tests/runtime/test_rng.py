@@ -115,7 +115,9 @@ def test_normal_numbers(dtype: torch.dtype) -> None:
         slack = 1e-2 * (dtype == torch.bfloat16) * power
         assert abs(float((x**power).mean()) - mean) < 4 * math.sqrt(variance / N) + slack, power
     assert float(x.abs().max()) < 6.7
-    assert torch.equal(rng.normal(rng.key(7), torch.arange(100), torch.float64), rng.normal(rng.key(7), index(100), torch.float64))
+    assert torch.equal(
+        rng.normal(rng.key(7), torch.arange(100), torch.float64), rng.normal(rng.key(7), index(100), torch.float64)
+    )
 
 
 def test_uniform_in_float32_stays_below_one() -> None:
@@ -125,13 +127,21 @@ def test_uniform_in_float32_stays_below_one() -> None:
     torch.testing.assert_close(u.double(), rng.uniform(rng.key(1), index(), torch.float64), rtol=0, atol=2**-24)
 
 
-# --- masks --------------------------------------------------------------------------------------------------------------
+# --- masks
+# --------------------------------------------------------------------------------------------------------------
 
 SHAPE = (4, 24, 6)
 LAYOUTS: list[dict[str, Shard]] = [
-    {}, {"a": Shard(0)}, {"a": Shard(1)}, {"a": Shard(2)}, {"a": Shard(1, 3)}, {"a": Shard(1, 1, (16, 8))}, {"a": Shard(0), "b": Shard(2)},
-    {"a": Shard(1), "b": Shard(1, 2)}, {"a": Shard(1, 3), "b": Shard(1)},
-]  # fmt: skip
+    {},
+    {"a": Shard(0)},
+    {"a": Shard(1)},
+    {"a": Shard(2)},
+    {"a": Shard(1, 3)},
+    {"a": Shard(1, 1, (16, 8))},
+    {"a": Shard(0), "b": Shard(2)},
+    {"a": Shard(1), "b": Shard(1, 2)},
+    {"a": Shard(1, 3), "b": Shard(1)},
+]
 
 
 @pytest.mark.parametrize("placed", LAYOUTS, ids=str)
@@ -142,7 +152,9 @@ def test_masks_do_not_know_the_mesh(placed: dict[str, Shard]) -> None:
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     whole = rng.dropout(x, 0.4, Rng(seed=3), 5)
     digits = tuple((s.dim, a, s.split, s.sections) for a, s in layout.shards())
-    parts = loopback(mesh, lambda m: rng.dropout(layout.local(x, mesh, mesh.coords(m.rank)), 0.4, Rng(seed=3), 5, m, SHAPE, digits))
+    parts = loopback(
+        mesh, lambda m: rng.dropout(layout.local(x, mesh, mesh.coords(m.rank)), 0.4, Rng(seed=3), 5, m, SHAPE, digits)
+    )
     assert torch.equal(layout.join(lambda coords: parts[mesh.rank(coords)], mesh), whole)
     for rank, part in enumerate(parts):
         assert torch.equal(part, layout.local(whole, mesh, mesh.coords(rank)))

@@ -1,4 +1,6 @@
-"""shardc/spec/explain.py and spec_check.py: what is said about a wrong spec: where, what and fix, every mistake once and at once."""
+"""shardc/spec/explain.py and spec_check.py: what is said about a wrong spec: where, what and fix, every mistake once
+and at once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def errors_of(text: str, **options: Any) -> list[ShardcError]:
     return list(e.value.errors)
 
 
-# --- wrong specs: (text, where, part of what, part of fix) -----------------------------------------------------------------
+# --- wrong specs: (text, where, part of what, part of fix)
+# -----------------------------------------------------------------
 
 WHOLE = [  # the whole text
     ("", "1:1", "`shardc` is missing", "write `shardc: 1`"),
@@ -36,20 +39,40 @@ WHOLE = [  # the whole text
     ("shardc: 1\nmesh: {tp: two}\n", "2:12", "`mesh.tp` must be a whole number, not 'two'", "`mesh: {dp: 2}`"),
     ("shardc: 1\nmesh: {tp: 2.0}\n", "2:12", "must be a whole number, not 2.0", "`mesh: {dp: 2}`"),
     ("shardc: 1\nmesh: {tp: 0}\n", "2:12", "mesh axis 'tp' cannot have size 0", "sizes are >= 1"),
-    ("shardc: 1\nmesh: {dp: -1, tp: -1}\n", "2:20", "only one size may be -1, and 'dp' is already", "write the size of tp"),
+    (
+        "shardc: 1\nmesh: {dp: -1, tp: -1}\n",
+        "2:20",
+        "only one size may be -1, and 'dp' is already",
+        "write the size of tp",
+    ),
     ("shardc: 1\nmesh: {dp: -1, tp: 2}\n", "2:12", "the world's size is not known here", "--mesh dp=N"),
     ("shardc: 1\nmesh: {t-p: 2}\n", "2:8", "'t-p' is no name for an axis", "letters, digits and _"),
     ("shardc: 1\nmesh: {3: 2}\n", "2:8", "`mesh.3`: a name is text, not 3", "quote it"),
     ("shardc: 1\nmesh: {tp: 2, tp: 4}\n", "2:15", "duplicate key 'tp'", "the first is in line 2"),
     ("shardc: 1\nshard:\n  '*.a': row\n", "3:10", "`row` splits over the axis 'tp', which the mesh", "mesh: {tp: N}"),
-    ("shardc: 1\nmesh: {dp: 2}\nshard: {use: model}\n", "3:14", "`use: model` splits over the axis 'tp'", "write mesh: {dp: 2, tp: N}"),
-    ("shardc: 1\nmesh: {mp: 2}\nshard: {a: row, b: column, c: vocab}\n", "3:12", "(and so do 2 more rules)", "{style: row, axis: mp}"),
+    (
+        "shardc: 1\nmesh: {dp: 2}\nshard: {use: model}\n",
+        "3:14",
+        "`use: model` splits over the axis 'tp'",
+        "write mesh: {dp: 2, tp: N}",
+    ),
+    (
+        "shardc: 1\nmesh: {mp: 2}\nshard: {a: row, b: column, c: vocab}\n",
+        "3:12",
+        "(and so do 2 more rules)",
+        "{style: row, axis: mp}",
+    ),
     ("shardc: 1\nstrict: true\n---\nshardc: 1\n", "3:1", "here a second one begins", "a file of its own"),
 ]
 SECTIONS = [  # after HEAD
     ("shrad: {}\n", "3:1", "unknown section 'shrad'", "did you mean 'shard'?"),
     ("qqq: {}\n", "3:1", "unknown section 'qqq'", "one of shardc, mesh, batch"),
-    ("data: {zeor: 1}\n", "3:8", "unknown key 'zeor' in `data`", "did you mean 'zero'? (axis, zero, bucket_mb, prefetch, keep, offload)"),
+    (
+        "data: {zeor: 1}\n",
+        "3:8",
+        "unknown key 'zeor' in `data`",
+        "did you mean 'zero'? (axis, zero, bucket_mb, prefetch, keep, offload)",
+    ),
     ("data: 3\n", "3:7", "`data` must be a mapping, not 3", "`data: {zero: 2}`"),
     ("data: {zero: two}\n", "3:14", "`data.zero` must be a whole number, not 'two'", "`zero: 2`"),
     ("data: {zero: '0'}\n", "3:14", "must be a whole number, not '0'", "write 0 without quotes"),
@@ -57,8 +80,18 @@ SECTIONS = [  # after HEAD
     ("data: {zero: 4}\n", "3:14", "must be at most 3, not 4", "`zero: 2`"),
     ("data: {bucket_mb: 0}\n", "3:19", "must be a number above 0, not 0", "`bucket_mb: 25`"),
     ("data: {offload: cpu}\n", "3:17", "must be a mapping, not 'cpu'", "`offload: {optimizer: cpu}`"),
-    ("data: {zero: 2, offload: {parameters: cpu}}\n", "3:39", "offloaded at zero: 3 only, not at zero: 2", "write zero: 3, or"),
-    ("data: {offload: {optimizer: gpu}}\n", "3:29", "unknown place 'gpu'", "did you mean 'cpu'? (none, cpu, or a directory"),
+    (
+        "data: {zero: 2, offload: {parameters: cpu}}\n",
+        "3:39",
+        "offloaded at zero: 3 only, not at zero: 2",
+        "write zero: 3, or",
+    ),
+    (
+        "data: {offload: {optimizer: gpu}}\n",
+        "3:29",
+        "unknown place 'gpu'",
+        "did you mean 'cpu'? (none, cpu, or a directory",
+    ),
     ("data: {axis: dpp}\n", "3:14", "the mesh has no axis 'dpp'", "did you mean 'dp'?"),
     ("data: {axis: [dp, dp]}\n", "3:19", "axis 'dp' is listed twice", "list it once"),
     ("data: {axis: 3}\n", "3:14", "`data.axis` must be a list, not 3", "`axis: dp`"),
@@ -92,10 +125,25 @@ SECTIONS = [  # after HEAD
     ("shard:\n  a: {0: [tp, tp]}\n", "4:7", "axis 'tp' splits dim 0 twice", "one dim, once"),
     ("shard:\n  a: {0: {split: 3}}\n", "4:7", "`shard.a.0` needs `axis`", "`axis: tp`"),
     ("shard:\n  a: {0: {axis: tp, split: 0}}\n", "4:28", "must be at least 1, not 0", "`split: 3`"),
-    ("shard:\n  a: {0: {axis: tp, sections: [4, 3]}}\n", "4:31", "the section of 3 does not divide by tp=2", "tp=1, or change the sections"),
+    (
+        "shard:\n  a: {0: {axis: tp, sections: [4, 3]}}\n",
+        "4:31",
+        "the section of 3 does not divide by tp=2",
+        "tp=1, or change the sections",
+    ),
     ("shard:\n  a: {0: {axis: tp, sections: [4, x]}}\n", "4:35", "must be a whole number, not 'x'", "sections: [512"),
-    ("shard:\n  a: {0: {axis: tp, sections: [4, 4], split: 2}}\n", "4:7", "both split and sections", "for unequal ones"),
-    ("shard:\n  a: {0: [dp, {axis: tp, sections: [4, 4]}]}\n", "4:7", "split twice, and once by sections", "over one axis only"),
+    (
+        "shard:\n  a: {0: {axis: tp, sections: [4, 4], split: 2}}\n",
+        "4:7",
+        "both split and sections",
+        "for unequal ones",
+    ),
+    (
+        "shard:\n  a: {0: [dp, {axis: tp, sections: [4, 4]}]}\n",
+        "4:7",
+        "split twice, and once by sections",
+        "over one axis only",
+    ),
     ("shard: {use: modle}\n", "3:14", "unknown plan 'modle'", "did you mean 'model'?"),
     ("shard: {use: {plan: modle}}\n", "3:21", "unknown plan 'modle'", "did you mean 'model'?"),
     ("shard: {use: {plan: model, axis: tq}}\n", "3:34", "the mesh has no axis 'tq'", "the mesh's axes are dp, tp"),
@@ -104,7 +152,12 @@ SECTIONS = [  # after HEAD
     ("activations:\n  'a:out': {1: tp}\n", "4:3", "unknown side ':out' of a module", '"a:in" its input'),
     ("activations:\n  a: tp\n", "4:6", "`activations.a` must be a mapping from dim to axis", "{1: tp}"),
     ("activations:\n  a: {1: tpp}\n", "4:10", "the mesh has no axis 'tpp'", "did you mean 'tp'?"),
-    ("sequence: {axis: tp, method: rign}\n", "3:30", "unknown value 'rign' for `sequence.method`", "did you mean 'ring'?"),
+    (
+        "sequence: {axis: tp, method: rign}\n",
+        "3:30",
+        "unknown value 'rign' for `sequence.method`",
+        "did you mean 'ring'?",
+    ),
     ("sequence: {method: ring}\n", "3:1", "`sequence` needs `axis`", "`axis: cp`"),
     ("sequence: {axis: dp}\n", "3:18", "axis 'dp' already splits the batch", "an axis of its own"),
     ("pipeline: {axis: tp, schedule: 1f1c}\n", "3:32", "unknown schedule '1f1c'", "did you mean '1f1b'?"),
@@ -116,19 +169,39 @@ SECTIONS = [  # after HEAD
     ("experts: {match: a}\n", "3:10", "`experts` must be a list, not a mapping", '`experts: [{match: "*.mlp.experts"'),
     ("experts:\n  - {match: a, axis: ep}\n", "4:22", "the mesh has no axis 'ep'", "the mesh's axes are dp, tp"),
     ("experts:\n  - {axis: tp}\n", "4:5", "`experts[0]` needs `match`", '`match: "*.mlp.experts"`'),
-    ("experts:\n  - {match: a, axis: tp, capacity: nnoe}\n", "4:36", "unknown value 'nnoe'", "'none'? (none, or a number)"),
+    (
+        "experts:\n  - {match: a, axis: tp, capacity: nnoe}\n",
+        "4:36",
+        "unknown value 'nnoe'",
+        "'none'? (none, or a number)",
+    ),
     ("checkpoint:\n  - {match: a, save: [linaer]}\n", "4:23", "unknown value 'linaer'", "did you mean 'linear'?"),
     ("checkpoint:\n  - {match: a, budget: 2}\n", "4:24", "must be at most 1, not 2", "`budget: 0.5`"),
-    ("checkpoint:\n  - {match: a, budget: 0.5, save: []}\n", "4:16", "`save` and `budget` both say what is kept", "keep one"),
+    (
+        "checkpoint:\n  - {match: a, budget: 0.5, save: []}\n",
+        "4:16",
+        "`save` and `budget` both say what is kept",
+        "keep one",
+    ),
     ("checkpoint:\n  - {match: a, offload: disk}\n", "4:25", "unknown value 'disk'", "one of none, cpu"),
-    ("precision: {compute: bf16}\n", "3:22", "unknown value 'bf16' for `precision.compute`", "did you mean 'bfloat16'?"),
+    (
+        "precision: {compute: bf16}\n",
+        "3:22",
+        "unknown value 'bf16' for `precision.compute`",
+        "did you mean 'bfloat16'?",
+    ),
     ("precision: {loss_scale: dynamc}\n", "3:25", "unknown value 'dynamc'", "'dynamic'? (none, dynamic, or a number)"),
     ("data: {}\ndata: {}\n", "4:1", "duplicate key 'data'", "the first is in line 3"),
     ("data: &d {}\n", "3:7", "YAML anchors are not allowed: &d", "write the value out"),
     ("data: *d\n", "3:7", "YAML aliases are not allowed: *d", "write the value out"),
     ("shard:\n  *proj : row\n", "4:3", "YAML aliases are not allowed: *proj", '"*proj"'),
     ("<<: {strict: true}\n", "3:1", "YAML merge keys (<<) are not allowed", "write the entries out"),
-    ("strict: !!python/name:os.system x\n", "3:9", "YAML tags are not allowed: !!python/name:os.system", "delete the tag"),
+    (
+        "strict: !!python/name:os.system x\n",
+        "3:9",
+        "YAML tags are not allowed: !!python/name:os.system",
+        "delete the tag",
+    ),
     ("shard:\n  ~: row\n", "4:3", "a key is text or a whole number, not nothing", "quote it"),
     ("shard:\n  {q,k}_proj: row\n", "4:3", "a key is text or a whole number, not a mapping", "quote the pattern"),
     ("shard:\n  *.o_proj: row\n", "4:4", "this is not YAML", 'quote the pattern: "*.o_proj"'),
@@ -186,11 +259,12 @@ def test_one_mistake_is_said_once() -> None:
     assert [e.where for e in errors_of(text)] == ["spec.yaml:2:7"]
 
 
-# --- not built yet -----------------------------------------------------------------------------------------------------
+# --- not built yet
+# -----------------------------------------------------------------------------------------------------
 
 ASKED: dict[str, Any] = {
     "sequence": {"sequence": {"axis": "cp"}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", [dotted(p) for p, _, _ in UNBUILT])
@@ -203,14 +277,25 @@ def test_unbuilt(path: str) -> None:
     assert Spec.parse(str(parsed), refuse=False) == parsed
 
 
-# --- mesh, overrides, files ------------------------------------------------------------------------------------------------
+# --- mesh, overrides, files
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("sizes", "world", "what", "fix"),
     [
-        ("{dp: -1, tp: 4}", 6, r"a world of 6 ranks does not divide by the mesh's other sizes \(4\)", "run 4 or 8 ranks"),
-        ("{dp: 2, tp: 2}", 8, r"the mesh has 4 ranks \(dp=2 × tp=2\), and the world has 8", "run 4 ranks, or write --mesh dp=4"),
+        (
+            "{dp: -1, tp: 4}",
+            6,
+            r"a world of 6 ranks does not divide by the mesh's other sizes \(4\)",
+            "run 4 or 8 ranks",
+        ),
+        (
+            "{dp: 2, tp: 2}",
+            8,
+            r"the mesh has 4 ranks \(dp=2 × tp=2\), and the world has 8",
+            "run 4 ranks, or write --mesh dp=4",
+        ),
         ("{tp: 3}", 4, "the mesh has 3 ranks", "run 3 ranks, or write --mesh tp=4"),
     ],
 )

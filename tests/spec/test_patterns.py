@@ -10,26 +10,48 @@ from hypothesis import strategies as st
 
 from shardc.spec.patterns import expand, faults, first_match, match, nearest
 
-NAMES = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")] + ["lm_head"]
+NAMES = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")] + [
+    "lm_head"
+]
 
 
 @pytest.mark.parametrize(
     ("pattern", "name", "matches"),
     [
-        ("*", "", True), ("*", "a.b.c", True), ("a", "a", True), ("a", "ab", False), ("a", "ba", False),
-        ("*.a", "x.y.a", True), ("*.a", "a", False), ("a.*", "a.", True), ("a.*.c", "a.b.b.c", True), ("a*c", "ac", True),
-        ("{q,k,v}_proj", "k_proj", True), ("{q,k,v}_proj", "o_proj", False), ("*.{q,k}_{a,b}", "x.k_a", True),
-        ("{a*,b}.c", "axyz.c", True), ("a.b", "axb", False), ("a[0]", "a[0]", True), ("a[0]", "a0", False), ("a?", "ab", False),
-        ("(a|b)+", "(a|b)+", True), ("a\\d", "a1", False), ("**.w", "x.w", True), ("{a,}b", "b", True), ("{a", "{a", True),
+        ("*", "", True),
+        ("*", "a.b.c", True),
+        ("a", "a", True),
+        ("a", "ab", False),
+        ("a", "ba", False),
+        ("*.a", "x.y.a", True),
+        ("*.a", "a", False),
+        ("a.*", "a.", True),
+        ("a.*.c", "a.b.b.c", True),
+        ("a*c", "ac", True),
+        ("{q,k,v}_proj", "k_proj", True),
+        ("{q,k,v}_proj", "o_proj", False),
+        ("*.{q,k}_{a,b}", "x.k_a", True),
+        ("{a*,b}.c", "axyz.c", True),
+        ("a.b", "axb", False),
+        ("a[0]", "a[0]", True),
+        ("a[0]", "a0", False),
+        ("a?", "ab", False),
+        ("(a|b)+", "(a|b)+", True),
+        ("a\\d", "a1", False),
+        ("**.w", "x.w", True),
+        ("{a,}b", "b", True),
+        ("{a", "{a", True),
     ],
-)  # fmt: skip
+)
 def test_match(pattern: str, name: str, matches: bool) -> None:
     assert match(pattern, name) is matches
 
 
 @given(st.lists(st.sampled_from(["a", "b", ".", "*", "{a,b.}"]), max_size=6), st.text("ab.", max_size=8))
 def test_match_agrees_with_its_expansion(parts: list[str], name: str) -> None:
-    """A pattern matches what one of its expansions matches; an expansion has only `*`, which a naive search can check."""
+    """A pattern matches what one of its expansions matches; an expansion has only `*`,
+    which a naive search can check.
+    """
 
     def naive(p: str, n: str) -> bool:
         if not p:
@@ -49,7 +71,14 @@ def test_expand() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "fault"),
-    [("", "empty"), ("{a,b", "pair up"), ("a}", "pair up"), ("{a,{b,c}}", "pair up"), ("{a,}", ""), ("*.{q,k}_proj", "")],
+    [
+        ("", "empty"),
+        ("{a,b", "pair up"),
+        ("a}", "pair up"),
+        ("{a,{b,c}}", "pair up"),
+        ("{a,}", ""),
+        ("*.{q,k}_proj", ""),
+    ],
 )
 def test_faults(pattern: str, fault: str) -> None:
     assert re.search(fault, faults(pattern)) if fault else faults(pattern) == ""
@@ -58,13 +87,19 @@ def test_faults(pattern: str, fault: str) -> None:
 @pytest.mark.parametrize(
     ("name", "best"),
     [
-        ("lm_haed", "lm_head"), ("LM_HEAD", "lm_head"), ("zzz", ""),
+        ("lm_haed", "lm_head"),
+        ("LM_HEAD", "lm_head"),
+        ("zzz", ""),
         ("model.layers.0.self_attn.q_prj", "model.layers.0.self_attn.q_proj"),
-        ("*.q_prj", "*.q_proj"), ("*.{q_prj,w}", "*.q_proj"), ("*q_prj", "*q_proj"),
+        ("*.q_prj", "*.q_proj"),
+        ("*.{q_prj,w}", "*.q_proj"),
+        ("*q_prj", "*q_proj"),
         ("model.*.self_atn.o_proj", "model.*.self_attn.o_proj"),
-        ("modle.*.q_proj", ""), ("*.nothing_like_it", ""), ("*.xyz.*", ""),
+        ("modle.*.q_proj", ""),
+        ("*.nothing_like_it", ""),
+        ("*.xyz.*", ""),
     ],
-)  # fmt: skip
+)
 def test_nearest(name: str, best: str) -> None:
     assert nearest(name, NAMES) == best
     if "*" in best:

@@ -1,4 +1,6 @@
-"""shardc/spec/__init__.py: what a spec says, and how it prints back. The grammar is SPEC.md's; wrong specs: test_spec_errors.py."""
+"""shardc/spec/__init__.py: what a spec says, and how it prints back. The grammar is SPEC.md's; wrong specs:
+test_spec_errors.py.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,8 @@ def errors_of(text: str, **options: Any) -> list[ShardcError]:
     return list(e.value.errors)
 
 
-# --- what a spec says --------------------------------------------------------------------------------------------------
+# --- what a spec says
+# --------------------------------------------------------------------------------------------------
 
 
 def test_example() -> None:
@@ -109,7 +112,12 @@ def test_example() -> None:
     assert (spec.sequence.axis, spec.sequence.method, spec.sequence.balance) == ("cp", "ring", "zigzag")
     assert spec.pipeline is not None
     assert (spec.pipeline.stages, spec.pipeline.cut, spec.pipeline.schedule) == (4, None, "1f1b")
-    assert (spec.data.axis, spec.data.zero, spec.data.bucket_mb, spec.data.offload.optimizer) == (("dp",), 2, 25.0, "none")
+    assert (spec.data.axis, spec.data.zero, spec.data.bucket_mb, spec.data.offload.optimizer) == (
+        ("dp",),
+        2,
+        25.0,
+        "none",
+    )
     assert (spec.experts[0].match, spec.experts[0].axis, spec.experts[0].capacity) == ("*.mlp.experts", "ep", None)
     assert spec.checkpoint[0].save == ("linear", "attention", "collective")
     assert (spec.precision.compute, spec.precision.loss_scale) == ("bfloat16", None)
@@ -139,10 +147,14 @@ def test_empty_and_trivial_sections_pass() -> None:
 @pytest.mark.parametrize(
     ("extra", "axes"),
     [
-        ({}, ("dp_outer", "dp")), ({"batch": {"axes": ["dp"]}}, ("dp",)), ({"batch": {"axes": "dp"}}, ("dp",)), ({"batch": {"axes": []}}, ()),
-        ({"data": {"axis": "fsdp"}}, ("dp_outer", "dp", "fsdp")), ({"data": {"axis": ["dp_outer", "dp"]}}, ("dp_outer", "dp")),
+        ({}, ("dp_outer", "dp")),
+        ({"batch": {"axes": ["dp"]}}, ("dp",)),
+        ({"batch": {"axes": "dp"}}, ("dp",)),
+        ({"batch": {"axes": []}}, ()),
+        ({"data": {"axis": "fsdp"}}, ("dp_outer", "dp", "fsdp")),
+        ({"data": {"axis": ["dp_outer", "dp"]}}, ("dp_outer", "dp")),
     ],
-)  # fmt: skip
+)
 def test_data_axes(extra: dict[str, Any], axes: tuple[str, ...]) -> None:
     assert Spec.load({"shardc": 1, "mesh": {"dp_outer": 2, "dp": 2, "fsdp": 2, "tp": 2}, **extra}).data_axes == axes
 
@@ -150,13 +162,21 @@ def test_data_axes(extra: dict[str, Any], axes: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("written", "rule"),
     [
-        ("row", ShardRule("w", "row")), ({"style": "row", "axis": "dp"}, ShardRule("w", "row", "dp")), ({"style": "row"}, ShardRule("w", "row")),
+        ("row", ShardRule("w", "row")),
+        ({"style": "row", "axis": "dp"}, ShardRule("w", "row", "dp")),
+        ({"style": "row"}, ShardRule("w", "row")),
         ({0: "tp"}, ShardRule("w", None, "tp", {0: (DimShard(axis="tp"),)})),
         ({1: ["dp", "tp"]}, ShardRule("w", None, "tp", {1: (DimShard(axis="dp"), DimShard(axis="tp"))})),
-        ({0: ["dp", {"axis": "tp", "split": 3}]}, ShardRule("w", None, "tp", {0: (DimShard(axis="dp"), DimShard(axis="tp", split=3))})),
-        ({0: {"axis": "tp", "sections": (4, 2)}}, ShardRule("w", None, "tp", {0: (DimShard(axis="tp", sections=(4, 2)),)})),
+        (
+            {0: ["dp", {"axis": "tp", "split": 3}]},
+            ShardRule("w", None, "tp", {0: (DimShard(axis="dp"), DimShard(axis="tp", split=3))}),
+        ),
+        (
+            {0: {"axis": "tp", "sections": (4, 2)}},
+            ShardRule("w", None, "tp", {0: (DimShard(axis="tp", sections=(4, 2)),)}),
+        ),
     ],
-)  # fmt: skip
+)
 def test_forms_of_a_rule(written: Any, rule: ShardRule) -> None:
     spec = Spec.load({"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"w": written}})
     assert spec.shard == (rule,)
@@ -186,7 +206,8 @@ def test_a_spec_is_frozen_and_pickles() -> None:
     assert again.where(("data", "zero")) == "spec.yaml:39:3"
 
 
-# --- where things stand ------------------------------------------------------------------------------------------------
+# --- where things stand
+# ------------------------------------------------------------------------------------------------
 
 
 def test_where() -> None:
@@ -204,7 +225,12 @@ def test_where_in_a_dict() -> None:
     assert spec.where(("shard", "*.o_proj")) == 'spec: shard."*.o_proj"'
     assert spec.where(("strict",)) == "--set strict=true"
     assert spec.where(()) == "spec"
-    wrong = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"*.a": {0: "tq"}}, "experts": [{"match": "x", "axis": "tp", "capacity": 0}]}
+    wrong = {
+        "shardc": 1,
+        "mesh": {"tp": 2},
+        "shard": {"*.a": {0: "tq"}},
+        "experts": [{"match": "x", "axis": "tp", "capacity": 0}],
+    }
     with pytest.raises(ShardcError) as e:
         Spec.load(wrong, refuse=False)
     assert [x.where for x in e.value.errors] == ["spec: experts[0].capacity", 'spec: shard."*.a".0']
@@ -217,12 +243,18 @@ def test_dotted() -> None:
     assert dotted(("pipeline", "balance", 2)) == "pipeline.balance[2]"
 
 
-# --- mesh and overrides ------------------------------------------------------------------------------------------------
+# --- mesh and overrides
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("sizes", "world", "axes"),
-    [({"dp": -1, "tp": 2}, 8, (("dp", 4), ("tp", 2))), ({"dp": 2}, 2, (("dp", 2),)), ({"tp": -1}, 1, (("tp", 1),)), ({}, 1, ())],
+    [
+        ({"dp": -1, "tp": 2}, 8, (("dp", 4), ("tp", 2))),
+        ({"dp": 2}, 2, (("dp", 2),)),
+        ({"tp": -1}, 1, (("tp", 1),)),
+        ({}, 1, ()),
+    ],
 )
 def test_world(sizes: dict[str, int], world: int, axes: tuple[tuple[str, int], ...]) -> None:
     spec = Spec.load({"shardc": 1, "mesh": sizes}, world=world)
@@ -234,7 +266,10 @@ def test_mesh_sizes_are_overridden() -> None:
     text = HEAD + "shard: {a: {0: {axis: tp, sections: [6, 6]}}}\n"
     assert Spec.parse(text, mesh={"tp": 3}).mesh.axes == (("dp", 2), ("tp", 3))
     assert Spec.load(Spec.parse(text), mesh={"dp": 1, "tp": 1}).mesh.world == 1
-    assert Spec.load({"shardc": 1}, mesh={"dp": 2, "tp": 2}).mesh.axes == (("dp", 2), ("tp", 2)), "a spec without a mesh takes it whole"
+    assert Spec.load({"shardc": 1}, mesh={"dp": 2, "tp": 2}).mesh.axes == (
+        ("dp", 2),
+        ("tp", 2),
+    ), "a spec without a mesh takes it whole"
     found = errors_of(text, mesh={"tp": 4})
     assert [(e.where, e.what) for e in found] == [("spec.yaml:3:37", "the section of 6 does not divide by tp=4")]
     found = errors_of(text, mesh={"tpp": 4, "dp": 0})
@@ -247,17 +282,32 @@ def test_mesh_sizes_are_overridden() -> None:
 def test_overrides() -> None:
     spec = Spec.parse(
         HEAD + 'shard: {"*.o_proj": row, b: {0: tp}}\nexperts: [{match: a, axis: tp}]\npipeline: {axis: dp}\n',
-        overrides=['shard."*.o_proj"=column', "shard.b.0=[dp, tp]", "shard.'c.w'={1: tp}", "experts.0.capacity=1.5", "data.axis=dp",
-                   "strict=true", "mesh.tp=4", "pipeline=null"],
+        overrides=[
+            'shard."*.o_proj"=column',
+            "shard.b.0=[dp, tp]",
+            "shard.'c.w'={1: tp}",
+            "experts.0.capacity=1.5",
+            "data.axis=dp",
+            "strict=true",
+            "mesh.tp=4",
+            "pipeline=null",
+        ],
         refuse=False,
-    )  # fmt: skip
+    )
     assert [(r.pattern, r.style) for r in spec.shard] == [("*.o_proj", "column"), ("b", None), ("c.w", None)]
     assert spec.shard[1].dims == {0: (DimShard(axis="dp"), DimShard(axis="tp"))}
-    assert (spec.experts[0].capacity, spec.data.axis, spec.strict, spec.mesh.size("tp"), spec.pipeline) == (1.5, ("dp",), True, 4, None)
+    assert (spec.experts[0].capacity, spec.data.axis, spec.strict, spec.mesh.size("tp"), spec.pipeline) == (
+        1.5,
+        ("dp",),
+        True,
+        4,
+        None,
+    )
     assert spec.where(("shard", "*.o_proj")) == '--set shard."*.o_proj"=column'
 
 
-# --- files -------------------------------------------------------------------------------------------------------------
+# --- files
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_file(tmp_path: Path) -> None:
@@ -268,7 +318,8 @@ def test_file(tmp_path: Path) -> None:
     assert (spec.strict, spec.where(("strict",))) == (True, f"{file}:3:1")
 
 
-# --- printing back -----------------------------------------------------------------------------------------------------
+# --- printing back
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_prints_back() -> None:
@@ -276,40 +327,63 @@ def test_prints_back() -> None:
     assert Spec.parse(str(spec), refuse=False) == spec
     assert Spec.load(spec.to_dict(), refuse=False) == spec
     assert Spec.load(spec, refuse=False) == spec
-    assert str(Spec.load({"shardc": 1, "mesh": {"tp": 2}, "shard": {"a": "row"}, "strict": True})) == (
-        "shardc: 1\nmesh: {tp: 2}\n\nshard:\n  a: row\n\nstrict: true\n"
+    assert (
+        str(Spec.load({"shardc": 1, "mesh": {"tp": 2}, "shard": {"a": "row"}, "strict": True}))
+        == "shardc: 1\nmesh: {tp: 2}\n\nshard:\n  a: row\n\nstrict: true\n"
     )
 
 
 WORD = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="{}:"), min_size=1, max_size=8)
 ONE_AXIS = st.sampled_from(["dp", "tp"])
 DIM = st.one_of(
-    ONE_AXIS, st.builds(lambda a, n: {"axis": a, "split": n}, ONE_AXIS, st.integers(1, 9)), st.just(["dp", "tp"]),
-    st.builds(lambda a, s: {"axis": a, "sections": [4 * n for n in s]}, ONE_AXIS, st.lists(st.integers(1, 5), min_size=1, max_size=3)),
-)  # fmt: skip
+    ONE_AXIS,
+    st.builds(lambda a, n: {"axis": a, "split": n}, ONE_AXIS, st.integers(1, 9)),
+    st.just(["dp", "tp"]),
+    st.builds(
+        lambda a, s: {"axis": a, "sections": [4 * n for n in s]},
+        ONE_AXIS,
+        st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    ),
+)
 DIMS = st.dictionaries(st.integers(0, 5), DIM, min_size=1, max_size=1)
 STYLE = st.sampled_from(["column", "row", "vocab", "replicate"])
 NUMBER = st.floats(0.0001, 1e9)
 SPECS = st.fixed_dictionaries(
-    {"shardc": st.just(1), "mesh": st.fixed_dictionaries({"dp": st.sampled_from([1, 2]), "tp": st.sampled_from([1, 4]), "cp": st.just(2)})},
+    {
+        "shardc": st.just(1),
+        "mesh": st.fixed_dictionaries({"dp": st.sampled_from([1, 2]), "tp": st.sampled_from([1, 4]), "cp": st.just(2)}),
+    },
     optional={
         "batch": st.fixed_dictionaries(
-            {}, optional={"dims": st.dictionaries(WORD, st.none() | st.integers(0, 3), max_size=2), "axes": st.just(["dp"])}
+            {},
+            optional={
+                "dims": st.dictionaries(WORD, st.none() | st.integers(0, 3), max_size=2),
+                "axes": st.just(["dp"]),
+            },
         ),
         "shard": st.dictionaries(
-            WORD.filter(lambda w: w != "use"), STYLE | DIMS | st.builds(lambda s, a: {"style": s, "axis": a}, STYLE, ONE_AXIS), max_size=4
+            WORD.filter(lambda w: w != "use"),
+            STYLE | DIMS | st.builds(lambda s, a: {"style": s, "axis": a}, STYLE, ONE_AXIS),
+            max_size=4,
         ),
         "activations": st.dictionaries(WORD | WORD.map(lambda w: w + ":in"), DIMS, max_size=3),
-        "sequence": st.fixed_dictionaries({"axis": st.just("cp")}, optional={"method": st.sampled_from(["ring", "gather"])}),
+        "sequence": st.fixed_dictionaries(
+            {"axis": st.just("cp")}, optional={"method": st.sampled_from(["ring", "gather"])}
+        ),
         "data": st.fixed_dictionaries(
             {}, optional={"axis": ONE_AXIS | st.just(["dp"]), "zero": st.integers(0, 3), "bucket_mb": NUMBER}
         ),
-        "experts": st.lists(st.fixed_dictionaries({"match": WORD, "axis": ONE_AXIS}, optional={"capacity": NUMBER | st.just("none")}), max_size=2),
-        "checkpoint": st.lists(st.fixed_dictionaries({"match": WORD}, optional={"budget": st.floats(0, 1)}), max_size=2),
+        "experts": st.lists(
+            st.fixed_dictionaries({"match": WORD, "axis": ONE_AXIS}, optional={"capacity": NUMBER | st.just("none")}),
+            max_size=2,
+        ),
+        "checkpoint": st.lists(
+            st.fixed_dictionaries({"match": WORD}, optional={"budget": st.floats(0, 1)}), max_size=2
+        ),
         "precision": st.fixed_dictionaries({}, optional={"loss_scale": NUMBER | st.sampled_from(["none", "dynamic"])}),
         "strict": st.booleans(),
     },
-)  # fmt: skip
+)
 
 
 @given(SPECS)
@@ -323,9 +397,14 @@ def test_any_spec_prints_back(written: dict[str, Any]) -> None:
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**17), 10**17) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT | st.integers(-99, 99), inner, max_size=3), max_leaves=8,
-)  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**17), 10**17)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT | st.integers(-99, 99), inner, max_size=3),
+    max_leaves=8,
+)
 
 
 @given(VALUES)
@@ -361,17 +440,37 @@ def test_no_dict_gives_anything_but_a_spec_or_a_user_error(written: dict[str, An
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1", 1), ("-3", -3), ("012", "012"), ("1_000", "1_000"), ("1.5", 1.5), ("1e3", 1000.0), ("1.0e-05", 1e-5), (".5", 0.5), ("1.", 1.0),
-        ("yes", "yes"), ("on", "on"), ("true", True), ("False", False), ("~", None), ("null", None), ("none", "none"), ("1:30", "1:30"),
-        ("2001-01-01", "2001-01-01"), ("0x1f", "0x1f"), ("9" * 5000, "9" * 5000), ("e3", "e3"), (".", "."),
+        ("1", 1),
+        ("-3", -3),
+        ("012", "012"),
+        ("1_000", "1_000"),
+        ("1.5", 1.5),
+        ("1e3", 1000.0),
+        ("1.0e-05", 1e-5),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("true", True),
+        ("False", False),
+        ("~", None),
+        ("null", None),
+        ("none", "none"),
+        ("1:30", "1:30"),
+        ("2001-01-01", "2001-01-01"),
+        ("0x1f", "0x1f"),
+        ("9" * 5000, "9" * 5000),
+        ("e3", "e3"),
+        (".", "."),
     ],
-)  # fmt: skip
+)
 def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
     assert scalar(text) == value
     assert type(scalar(text)) is type(value)
 
 
-# --- the schema for editors --------------------------------------------------------------------------------------------
+# --- the schema for editors
+# --------------------------------------------------------------------------------------------
 
 
 def test_schema() -> None:
@@ -386,11 +485,20 @@ def test_schema() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"shrad": {}}, {"data": {"zero": 4}}, {"shard": {"a": "colum"}}, {"shard": {"a": {"0": {"split": 3}}}}, {"mesh": {"tp": 0}},
-        {"activations": {"a": {"x": "tp"}}}, {"experts": [{"axis": "tp"}]}, {"shard": {"use": "modle"}}, {"strict": "yes"},
-        {"precision": {"loss_scale": "dynamc"}}, {"batch": {"dims": {"*": -1}}}, {"shardc": 2},
+        {"shrad": {}},
+        {"data": {"zero": 4}},
+        {"shard": {"a": "colum"}},
+        {"shard": {"a": {"0": {"split": 3}}}},
+        {"mesh": {"tp": 0}},
+        {"activations": {"a": {"x": "tp"}}},
+        {"experts": [{"axis": "tp"}]},
+        {"shard": {"use": "modle"}},
+        {"strict": "yes"},
+        {"precision": {"loss_scale": "dynamc"}},
+        {"batch": {"dims": {"*": -1}}},
+        {"shardc": 2},
     ],
-)  # fmt: skip
+)
 def test_schema_refuses(wrong: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"shardc": 1, **wrong}, Spec.json_schema())

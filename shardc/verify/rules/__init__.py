@@ -12,6 +12,20 @@ from shardc.verify.rules.strict import KNOWN, too_strict
 from shardc.verify.rules.survey import OpReport, check_op, check_ops
 
 __all__ = [
-    "KNOWN", "PARTS", "Case", "Finding", "NoCallError", "OpReport", "UnfitError", "check_op", "check_ops", "differs", "dual", "name_of",
-    "prove", "prove_pairs", "spread", "too_strict",
-]  # fmt: skip
+    "KNOWN",
+    "PARTS",
+    "Case",
+    "Finding",
+    "NoCallError",
+    "OpReport",
+    "UnfitError",
+    "check_op",
+    "check_ops",
+    "differs",
+    "dual",
+    "name_of",
+    "prove",
+    "prove_pairs",
+    "spread",
+    "too_strict",
+]

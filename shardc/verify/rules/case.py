@@ -1,7 +1,7 @@
 """One sample call: run whole, and as a strategy says, on every rank.
 
-The partition pass writes the local graph of the one op, operands are laid out as the strategy wants them, results must be laid out
-as it promises; so must gradients.
+The partition pass writes the local graph of the one op, operands are laid out as the strategy wants them, results must
+be laid out as it promises; so must gradients.
 """
 
 from __future__ import annotations
@@ -32,11 +32,21 @@ aten = torch.ops.aten
 UNDEFINED = {aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default}
 #: They do not check that their operands fit together: run on what does not, they read and write beside them.
 TRUSTING = {
-    "aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input", "aten.as_strided.default", "aten.put.default",
-    "aten._weight_norm.default", "aten._weight_norm_interface.default", "shardc.ctc_loss.default",
-    "experts", "aten.avg_pool2d_backward.default", "aten.avg_pool3d_backward.default", "aten._adaptive_avg_pool2d_backward.default",
+    "aten.lstm.input",
+    "aten.gru.input",
+    "aten.rnn_tanh.input",
+    "aten.rnn_relu.input",
+    "aten.as_strided.default",
+    "aten.put.default",
+    "aten._weight_norm.default",
+    "aten._weight_norm_interface.default",
+    "shardc.ctc_loss.default",
+    "experts",
+    "aten.avg_pool2d_backward.default",
+    "aten.avg_pool3d_backward.default",
+    "aten._adaptive_avg_pool2d_backward.default",
     "aten._adaptive_avg_pool3d_backward.default",
-}  # fmt: skip
+}
 #: What ops raise for operands that do not fit: a finding, not a fault of the check.
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ShardcError)
 AXIS = "ax"
@@ -44,9 +54,11 @@ AXIS = "ax"
 
 @dataclass(frozen=True)
 class Finding:
-    """From `prove`: a strategy that does not give what the whole op gives. From `too_strict`: one that the rule could allow.
+    """From `prove`: a strategy that does not give what the whole op gives. From `too_strict`: one that the rule could
+    allow.
 
-    strategy: the factor, partial or extra strategy. ranks: how many ranks (parts). what: which result or gradient differs, by how much.
+    strategy: the factor, partial or extra strategy. ranks: how many ranks (parts). what: which result or gradient
+    differs, by how much.
     call: types and arguments of the call. why: for what a rule forbids on purpose, the reason.
     """
 
@@ -109,7 +121,8 @@ class _OneOp(_Writer):
 
 @dataclass
 class Case:
-    """A sample call: a node of a global graph, its tensors, its results, and its gradients under random weights of the results.
+    """A sample call: a node of a global graph, its tensors, its results, and its gradients under random weights of the
+    results.
 
     forward_only: why the op has no backward, if it has none: then only results are compared.
     """
@@ -171,7 +184,9 @@ class Case:
             raise UnfitError(f"{told(e)} ({call_text(call)})") from e
         results = list(made) if isinstance(made, tuple | list) else [made]
         generator = torch.Generator().manual_seed(seed + 1)
-        weights = [torch.randn(y.shape, dtype=y.dtype, generator=generator) if y.requires_grad else None for y in results]
+        weights = [
+            torch.randn(y.shape, dtype=y.dtype, generator=generator) if y.requires_grad else None for y in results
+        ]
         forward_only = ""
         try:
             grads = gradients(results, weights, leaves)
@@ -179,9 +194,16 @@ class Case:
             forward_only, weights, grads = told(e), [None] * len(results), [None] * len(leaves)
         rtol = max((RTOL[x.dtype] for x in (*leaves, *results) if x.dtype in RTOL), default=0.0)
         return cls(
-            node, Choices(found, call, signature), [x.detach() for x in leaves], [y.detach() for y in results],
-            weights, grads, None if op in UNDEFINED else rtol, forward_only, generator,
-        )  # fmt: skip
+            node,
+            Choices(found, call, signature),
+            [x.detach() for x in leaves],
+            [y.detach() for y in results],
+            weights,
+            grads,
+            None if op in UNDEFINED else rtol,
+            forward_only,
+            generator,
+        )
 
     def wrong(self, mesh: Mesh, strategies: dict[str, Strategy]) -> str:
         """Run the call on every rank as the strategies say and compare. Returns what is wrong, "" if nothing."""
@@ -195,7 +217,10 @@ class Case:
                     return f"{side} {i} cannot be laid out: {what}"
         self.node.meta["strategies"] = strategies
         held = [spread(x, layout, mesh, self.generator) for x, layout in zip(self.tensors, ins, strict=True)]
-        weights = [w if w is None else spread(w, dual(o), mesh, self.generator, filled=False) for w, o in zip(self.weights, outs, strict=True)]
+        weights = [
+            w if w is None else spread(w, dual(o), mesh, self.generator, filled=False)
+            for w, o in zip(self.weights, outs, strict=True)
+        ]
 
         def one_rank(rank: int, runtime: Any) -> tuple[list[Tensor], list[Tensor | None]]:
             leaves = [h[rank].requires_grad_(g is not None) for h, g in zip(held, self.grads, strict=True)]
@@ -211,7 +236,9 @@ class Case:
             if what := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol):
                 return f"result {i}: {what}"
         for i, (grad, layout) in enumerate(zip(self.grads, ins, strict=True)):
-            if grad is not None and (what := differs([grads[i] for _, grads in ranks], dual(layout), mesh, grad, self.rtol, gradient=True)):
+            if grad is not None and (
+                what := differs([grads[i] for _, grads in ranks], dual(layout), mesh, grad, self.rtol, gradient=True)
+            ):
                 return f"gradient of operand {i}: {what}"
         return ""
 

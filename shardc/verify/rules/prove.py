@@ -13,7 +13,8 @@ from shardc.rules.registry import Choices, Rule, Strategy
 from shardc.rules.samples import Sample
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, call_text, name_of
 
-#: Numbers of parts. Dims of samples have 12 elements, so that each of them has parts, inner digits and padding somewhere.
+#: Numbers of parts. Dims of samples have 12 elements, so that each of them has parts, inner digits and padding
+#: somewhere.
 PARTS = (2, 3, 4, 6)
 
 
@@ -26,12 +27,17 @@ class Anything(frozenset[Placement]):
 
 def summable(strategy: Strategy, choices: Choices) -> bool:
     """Whether everything that would be partial can be added up: truth values cannot."""
-    pairs = [*zip(strategy.inputs, choices.call.operands, strict=True), *zip(strategy.outputs, choices.call.results, strict=True)]
+    pairs = [
+        *zip(strategy.inputs, choices.call.operands, strict=True),
+        *zip(strategy.outputs, choices.call.results, strict=True),
+    ]
     return not any(p == PARTIAL and v.dtype == torch.bool for p, v in pairs)
 
 
 def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strategy]:
-    """Everything that a rule allows on an axis of n ranks. deep: whole, and every factor at inner digits, in sections and padded, too."""
+    """Everything that a rule allows on an axis of n ranks. deep: whole, and every factor at inner digits, in sections
+    and padded, too.
+    """
     if deep:
         yield choices.replicate
     yield choices.varying
@@ -49,11 +55,13 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
         yield from choices.rule.extra(choices.call, n, [Anything()] * len(choices.call.operands))
 
 
-def prove(op: Any, sample: Sample, *parts: int, seed: int = 0, rule: Rule | None = None, deep: bool = True) -> list[Finding]:
+def prove(
+    op: Any, sample: Sample, *parts: int, seed: int = 0, rule: Rule | None = None, deep: bool = True
+) -> list[Finding]:
     """Every strategy of the op's rule on so many ranks against the whole op: results and gradients.
 
-    rule: instead of the registered one. deep: see `strategies`. A call that the whole op takes but the rule does not is a finding.
-    """
+    rule: instead of the registered one. deep: see `strategies`. A call that the whole op takes but the rule does not is
+    a finding."""
     try:
         case = Case.of(op, sample, seed, rule)
     except (NoCallError, UnfitError) as e:
@@ -77,7 +85,13 @@ def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
 
 
 def prove_pairs(
-    op: Any, sample: Sample, sizes: tuple[int, int] = (2, 2), seed: int = 0, *, deep: bool = True, rule: Rule | None = None
+    op: Any,
+    sample: Sample,
+    sizes: tuple[int, int] = (2, 2),
+    seed: int = 0,
+    *,
+    deep: bool = True,
+    rule: Rule | None = None,
 ) -> list[Finding]:
     """Two strategies at once, on two axes: what a rule's `local` and the digits of shared dims have to get right."""
     case = Case.of(op, sample, seed, rule)
@@ -87,14 +101,25 @@ def prove_pairs(
     for first in firsts:
         for second in seconds:
             trivial = "replicate" in (first.kind, second.kind) or (first.kind, second.kind) == ("varying", "varying")
-            if not trivial and fits(case.choices, mesh, first, second) and (what := case.wrong(mesh, {"a": first, "b": second})):
-                findings.append(Finding(case.name, f"{first} with {second}", mesh.world, what, call_text(case.choices.call)))
+            if (
+                not trivial
+                and fits(case.choices, mesh, first, second)
+                and (what := case.wrong(mesh, {"a": first, "b": second}))
+            ):
+                findings.append(
+                    Finding(case.name, f"{first} with {second}", mesh.world, what, call_text(case.choices.call))
+                )
     return findings
 
 
 def fits(choices: Choices, mesh: Mesh, first: Strategy, second: Strategy) -> bool:
     """Whether two strategies take disjoint digits of every operand and result."""
-    sides = ((first.inputs, second.inputs, choices.call.operands), (first.outputs, second.outputs, choices.call.results))
+    sides = (
+        (first.inputs, second.inputs, choices.call.operands),
+        (first.outputs, second.outputs, choices.call.results),
+    )
     return not any(
-        Layout.of({"a": p, "b": q}, mesh).fits(v.shape, mesh) for ps, qs, vs in sides for p, q, v in zip(ps, qs, vs, strict=True)
+        Layout.of({"a": p, "b": q}, mesh).fits(v.shape, mesh)
+        for ps, qs, vs in sides
+        for p, q, v in zip(ps, qs, vs, strict=True)
     )

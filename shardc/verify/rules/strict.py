@@ -28,7 +28,10 @@ KNOWN = {
     ("aten.zeros_like.default", "linear in 0"): _CONSTANT,
     ("aten.new_zeros.default", "linear in 0"): _CONSTANT,
     ("aten.new_zeros.default", "split x0_0, sum"): _CONSTANT,
-    ("aten.bucketize.Tensor", "split x1_0, sum"): "boundaries are few: counting below a part of them and adding up saves nothing",
+    (
+        "aten.bucketize.Tensor",
+        "split x1_0, sum",
+    ): "boundaries are few: counting below a part of them and adding up saves nothing",
     ("aten.cat.default", "linear in 0"): _EMPTY,
     ("aten.cat.default", "linear in 0 2"): _EMPTY,
     ("aten.index.Tensor", "split d0 = o0"): "a mask makes sizes that depend on data: such graphs are not captured",
@@ -51,7 +54,11 @@ def loosened(sig: Signature) -> Iterator[tuple[str, str, Signature]]:
             yield f"split {f}, sum", f, replace(sig, whole=rest, summed=sig.summed | {f})
         for g in sorted(rest - before):  # a dim of operands and one of results that might be the same
             if f in before and sig.sizes[g] == sig.sizes[f]:
-                yield f"split {f} = {g}", f, replace(sig, whole=rest - {g}, outputs=tuple(_renamed(o, g, f) for o in sig.outputs))
+                yield (
+                    f"split {f} = {g}",
+                    f,
+                    replace(sig, whole=rest - {g}, outputs=tuple(_renamed(o, g, f) for o in sig.outputs)),
+                )
 
 
 def _renamed(operand: Operand, old: str, new: str) -> Operand:
@@ -59,7 +66,9 @@ def _renamed(operand: Operand, old: str, new: str) -> Operand:
 
 
 def unlisted(choices: Choices) -> Iterator[tuple[str, Rule]]:
-    """(what would be allowed, a rule with only it) for groups of operands that might be jointly linear but are not listed."""
+    """(what would be allowed, a rule with only it) for groups of operands that might be jointly linear but are not
+    listed.
+    """
     reals = [i for i, v in enumerate(choices.call.operands) if needs_vary(v)]
     known = {frozenset(g) for g in choices.rule.groups(choices.call)}
     for size in range(1, len(reals) + 1):
@@ -69,7 +78,9 @@ def unlisted(choices: Choices) -> Iterator[tuple[str, Rule]]:
 
 
 def too_strict(op: Any, sample: Sample, seed: int = 0, rule: Rule | None = None) -> list[Finding]:
-    """What a rule forbids though it comes out right on two and on three ranks, as far as sizes divide. rule: as in `prove`."""
+    """What a rule forbids though it comes out right on two and on three ranks, as far as sizes divide. rule: as in
+    `prove`.
+    """
     if op in UNDEFINED or name_of(op) in TRUSTING:
         return []
     case = Case.of(op, sample, seed, rule)
@@ -85,5 +96,14 @@ def too_strict(op: Any, sample: Sample, seed: int = 0, rule: Rule | None = None)
         tried = [(n, s) for n, s in each if s is not None and summable(s, case.choices)]
         if tried and not any(case.on_axis(n, s) for n, s in tried):
             why = KNOWN.get((case.name, what), "")
-            findings.append(Finding(case.name, what, max(n for n, _ in tried), "comes out right, but the rule forbids it", call_text(call), why))
+            findings.append(
+                Finding(
+                    case.name,
+                    what,
+                    max(n for n, _ in tried),
+                    "comes out right, but the rule forbids it",
+                    call_text(call),
+                    why,
+                )
+            )
     return findings

@@ -33,13 +33,19 @@ class OpReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "op": self.op, "calls": self.calls, "seconds": round(self.seconds, 3), "forward_only": self.forward_only,
-            "wrong": [vars(f) for f in self.wrong], "too_strict": [vars(f) for f in self.strict],
-        }  # fmt: skip
+            "op": self.op,
+            "calls": self.calls,
+            "seconds": round(self.seconds, 3),
+            "forward_only": self.forward_only,
+            "wrong": [vars(f) for f in self.wrong],
+            "too_strict": [vars(f) for f in self.strict],
+        }
 
 
 def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None) -> OpReport:
-    """Prove the rule of an op on samples and their variants; every finding once. rule: instead of the registered one."""
+    """Prove the rule of an op on samples and their variants; every finding once. rule:
+    instead of the registered one.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about odd calls that it takes all the same
         return _check_op(op, samples, rule)

@@ -1,7 +1,8 @@
-"""Other calls made from a sample: transposed in memory, dims of size one, dims counted from the end, switches turned, other dtypes.
+"""Other calls made from a sample: transposed in memory, dims of size one, dims counted from the end, switches turned,
+other dtypes.
 
-A variant is a sample too. Whether it is a call of the op at all, the op says: it is run whole first, and left out where it raises.
-"""
+A variant is a sample too. Whether it is a call of the op at all, the op says: it is run whole first, and left out where
+it raises."""
 
 from __future__ import annotations
 
@@ -19,9 +20,27 @@ from shardc.verify.rules.case import MISFIT, TRUSTING, Case, name_of
 DIMS = {"dim", "dims", "dim0", "dim1", "dim2", "start_dim", "end_dim", "axis"}
 #: Switches whose either side is an op of numbers (not of memory, of random state, or with clashing writes).
 SWITCHES = {
-    "keepdim", "descending", "largest", "sorted", "unbiased", "upper", "reverse", "align_corners", "ceil_mode", "count_include_pad",
-    "right", "stable", "is_causal", "approximate", "log_target", "full", "include_self", "left", "unitriangular", "scale_grad_by_freq",
-}  # fmt: skip
+    "keepdim",
+    "descending",
+    "largest",
+    "sorted",
+    "unbiased",
+    "upper",
+    "reverse",
+    "align_corners",
+    "ceil_mode",
+    "count_include_pad",
+    "right",
+    "stable",
+    "is_causal",
+    "approximate",
+    "log_target",
+    "full",
+    "include_self",
+    "left",
+    "unitriangular",
+    "scale_grad_by_freq",
+}
 #: Floating dtypes that rules are proven in, the widest first.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 #: They read memory as if it were contiguous, whole or not; their callers make it so.
@@ -56,7 +75,9 @@ def strided(_: int, x: Tensor) -> Tensor:
 
 
 def narrowed(which: dict[int, list[int]], *, index: bool) -> Callable[[int, Tensor], Tensor]:
-    """The tensors with some dims of some of them cut to size one. index: numbers of places all become 0, a place that is left."""
+    """The tensors with some dims of some of them cut to size one. index: numbers of places all become 0, a place that
+    is left.
+    """
 
     def change(i: int, x: Tensor) -> Tensor:
         for d in which.get(i, ()):
@@ -98,14 +119,17 @@ def rewritten(sample: Sample, position: int, name: str, value: Any) -> Sample:
 def shapes(op: Any, case: Case, sample: Sample) -> Iterator[tuple[str, Sample]]:
     """Each factor of size one, and each dim of each operand alone: broadcasting, where the op allows it.
 
-    Of ops that are not torch's only factors that may be split: a part may have size one. What else they check, nobody knows.
-    """
+    Of ops that are not torch's only factors that may be split: a part may have size one. What else they check, nobody
+    knows."""
     sig = case.choices.signature
     known = name_of(op).startswith("aten.")
     cuts: dict[tuple[tuple[int, int], ...], str] = {}
     for f, size in sig.sizes.items():
         if size > 1 and (known or f in sig.splittable()):
-            cuts.setdefault(tuple((i, d) for i, dims in enumerate(sig.inputs) for d, dim in enumerate(dims) if f in dim), f"{f} of size 1")
+            cuts.setdefault(
+                tuple((i, d) for i, dims in enumerate(sig.inputs) for d, dim in enumerate(dims) if f in dim),
+                f"{f} of size 1",
+            )
     for i, x in enumerate(case.tensors if known else ()):
         for d, size in enumerate(x.shape):
             if size > 1:

@@ -37,7 +37,9 @@ class Attention(nn.Module):
             z = y.view(2, 4, self.kv, 6 // self.kv + 2, 4)
             q, k, v = z[..., :-2, :], z[..., -2, :], z[..., -1, :]
         q, k, v = (a.reshape(2, 4, -1, 4).transpose(1, 2) for a in (q, k, v))
-        out: Tensor = self.o(F.scaled_dot_product_attention(q, k, v, enable_gqa=self.kv < 6).transpose(1, 2).reshape(2, 4, 24))
+        out: Tensor = self.o(
+            F.scaled_dot_product_attention(q, k, v, enable_gqa=self.kv < 6).transpose(1, 2).reshape(2, 4, 24)
+        )
         return out.square().mean()
 
 
@@ -56,10 +58,15 @@ def compiled(how: str, kv: int, tp: int, qkv: dict[str, Any]) -> shardc.Program:
     ],
 )
 @pytest.mark.parametrize("asked", [{"qkv": "column"}, {"qkv.{weight,bias}": {0: "tp"}}])
-def test_gathers_that_nobody_asked_for_name_what_to_write(how: str, kv: int, tp: int, written: Any, asked: dict[str, Any]) -> None:
+def test_gathers_that_nobody_asked_for_name_what_to_write(
+    how: str, kv: int, tp: int, written: Any, asked: dict[str, Any]
+) -> None:
     program = compiled(how, kv, tp, asked)
     assert "needs it whole there, which nobody asked for" in program.notes[0]
-    found = re.fullmatch("fused weights can be split by their parts: write (.*) before the entries that split them otherwise", program.notes[1])
+    found = re.fullmatch(
+        "fused weights can be split by their parts: write (.*) before the entries that split them otherwise",
+        program.notes[1],
+    )
     assert found is not None
     entry = yaml.safe_load("{" + found[1] + "}")
     assert entry == {"qkv.{weight,bias}": written}
@@ -71,9 +78,15 @@ def test_gathers_that_nobody_asked_for_name_what_to_write(how: str, kv: int, tp:
 
 
 def test_parts_that_the_ranks_do_not_divide_name_it_too() -> None:
-    with pytest.raises(ShardcError, match=r"3 \(of \[2, 4, 72\] seen as \[2, 4, 3, 6, 4\]\) does not divide by tp=2") as e:
+    with pytest.raises(
+        ShardcError, match=r"3 \(of \[2, 4, 72\] seen as \[2, 4, 3, 6, 4\]\) does not divide by tp=2"
+    ) as e:
         compiled("view", 6, 2, {"qkv": "column"})
-    assert e.value.fix == 'tp=1 or 3; or write "qkv.{weight,bias}": {0: {axis: tp, split: 3}} before the entries that split a fused weight as one'
+    assert (
+        e.value.fix
+        == 'tp=1 or 3; or write "qkv.{weight,bias}": {0: {axis: tp, split: 3}} before the entries that split a fused'
+        " weight as one"
+    )
 
 
 def test_groups_are_split_as_they_lie() -> None:

@@ -1,4 +1,6 @@
-"""`shard: {use: model}`: every word of transformers' plans, equality and collectives of models that bring one, errors, overrides."""
+"""`shard: {use: model}`: every word of transformers' plans, equality and collectives of models that bring one, errors,
+overrides.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,16 @@ from tests import zoo
 from tests.zoo import HIDDEN, VOCAB, Built
 
 TINY: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GQA = {"num_key_value_heads": 2, "head_dim": 16}
 
 
@@ -46,7 +55,9 @@ def compiled(build: Callable[[], Built], **spec: Any) -> Program:
 def forward(program: Program) -> Counter[str]:
     """Forward's collectives over tp by kind, without the loss's two small ones."""
     found = [n.meta["collective"] for s in program.stages for n in s.graph.nodes if "collective" in n.meta]
-    return Counter(c.kind for c in found if "tp" in c.axes and c.kind != "none" and "loss over split classes" not in c.cause)
+    return Counter(
+        c.kind for c in found if "tp" in c.axes and c.kind != "none" and "loss over split classes" not in c.cause
+    )
 
 
 def check_equal(program: Program) -> None:
@@ -60,7 +71,8 @@ def split(program: Program, name: str) -> Shard | None:
     return found if isinstance(found, Shard) else None
 
 
-# --- models that bring a plan ----------------------------------------------------------------------------------------------
+# --- models that bring a plan
+# ----------------------------------------------------------------------------------------------
 
 MODELS: dict[str, tuple[Callable[[], Built], int]] = {  # all_reduces of forward: the embedding's, and two a layer
     "llama": (causal(transformers.LlamaConfig, **GQA), 5),
@@ -75,7 +87,10 @@ MODELS: dict[str, tuple[Callable[[], Built], int]] = {  # all_reduces of forward
     "mixtral": (causal(transformers.MixtralConfig, num_local_experts=4, **GQA), 5),
     "phi": (causal(transformers.PhiConfig), 3),  # parallel blocks: attention and MLP are summed before they are reduced
     "gpt_neox": (causal(transformers.GPTNeoXConfig), 2),  # as well; its plan leaves the embedding whole
-    "olmo2": (causal(transformers.Olmo2Config, num_key_value_heads=2), 9),  # norms over all heads: two sums of one number a token
+    "olmo2": (
+        causal(transformers.Olmo2Config, num_key_value_heads=2),
+        9,
+    ),  # norms over all heads: two sums of one number a token
 }
 
 
@@ -88,7 +103,9 @@ def test_a_model_with_its_own_plan_is_equal_and_as_good_as_megatron(name: str) -
     check_equal(program)
 
 
-@pytest.mark.parametrize(("name", "pinned"), [("llama", ""), ("phi3", ""), ("gemma2", "model.layers.*.{self_attn,mlp}")])
+@pytest.mark.parametrize(
+    ("name", "pinned"), [("llama", ""), ("phi3", ""), ("gemma2", "model.layers.*.{self_attn,mlp}")]
+)
 def test_sequence_parallel_beside_a_plan(name: str, pinned: str) -> None:
     """Gemma 2 norms what a block puts out before it is added: that it is split there has to be said."""
     activations = {m: {1: "tp"} for m in ("model.embed_tokens", pinned) if m}
@@ -113,10 +130,13 @@ def test_fused_weights_are_split_as_their_use_shows() -> None:
     assert split(program, "model.layers.0.self_attn.qkv_proj.weight") == Shard(0, 1, (64, 32, 32))
     assert split(program, "model.layers.0.mlp.gate_up_proj.weight") == Shard(0, 2)
     assert [line.strip() for line in program.meta["shard"]] == [
-        "model.embed_tokens: vocab", '"model.layers.*.self_attn.o_proj": row',
+        "model.embed_tokens: vocab",
+        '"model.layers.*.self_attn.o_proj": row',
         '"model.layers.*.self_attn.qkv_proj.weight": {0: {axis: tp, sections: [64, 32, 32]}}',
-        '"model.layers.*.mlp.gate_up_proj.weight": {0: {axis: tp, split: 2}}', '"model.layers.*.mlp.down_proj": row', "lm_head: column",
-    ]  # fmt: skip
+        '"model.layers.*.mlp.gate_up_proj.weight": {0: {axis: tp, split: 2}}',
+        '"model.layers.*.mlp.down_proj": row',
+        "lm_head: column",
+    ]
 
 
 def test_causes_cite_the_spec_and_the_plans_entry(tmp_path: Path) -> None:
@@ -139,7 +159,9 @@ def test_experts_go_where_the_models_plan_says(tmp_path: Path) -> None:
     check_equal(program)
     entries = [{"match": "*.mlp.experts", "axis": "ep"}]
     assert compiled(MODELS["mixtral"][0], mesh={"ep": 2, "tp": 2}, experts=entries).param(p.name).layout == p.layout
-    data = compiled(MODELS["mixtral"][0], mesh={"ep": 2, "dp": 2, "tp": 1}, experts=[{"match": "*.mlp.experts", "axis": "dp"}])
+    data = compiled(
+        MODELS["mixtral"][0], mesh={"ep": 2, "dp": 2, "tp": 1}, experts=[{"match": "*.mlp.experts", "axis": "dp"}]
+    )
     assert data.param(p.name).layout.items == (("dp", Shard(0)),)
     used = compiled(MODELS["mixtral"][0], mesh={"ep": 2}, shard={"use": {"plan": "model", "axis": "ep"}})
     assert not used.spec.experts
@@ -149,7 +171,10 @@ def test_experts_go_where_the_models_plan_says(tmp_path: Path) -> None:
 def test_a_mesh_without_tp_takes_what_the_plan_has_for_its_axes(plan: str, tmp_path: Path) -> None:
     """Experts over `ep`, and nothing over the `tp` that is not there; with both axes, both."""
     file = tmp_path / "spec.yaml"
-    for mesh, want in (("dp: 2, ep: 2", (("ep", Shard(0)),)), ("ep: 2, tp: 2", (("ep", Shard(0)), ("tp", Shard(1, 2))))):
+    for mesh, want in (
+        ("dp: 2, ep: 2", (("ep", Shard(0)),)),
+        ("ep: 2, tp: 2", (("ep", Shard(0)), ("tp", Shard(1, 2)))),
+    ):
         file.write_text(f"shardc: 1\nmesh: {{{mesh}}}\nshard: {{use: {plan}}}\n")
         with zoo.Wide():
             program = shardc.compile(*MODELS["mixtral"][0](), file)
@@ -164,11 +189,14 @@ def test_a_plan_that_has_nothing_for_the_meshs_axes() -> None:
     for plan in ("model", "structure"):
         what = f"`use: {plan}` splits weights over 'tp', which the mesh does not have, and finds no experts for 'ep'"
         with pytest.raises(shardc.ShardcError, match=what) as e:
-            shardc.compile(*MODELS["llama"][0](), {"shardc": 1, "mesh": {"dp": 2, "ep": 2}, "shard": {"use": plan}}, prove=False)
+            shardc.compile(
+                *MODELS["llama"][0](), {"shardc": 1, "mesh": {"dp": 2, "ep": 2}, "shard": {"use": plan}}, prove=False
+            )
         assert e.value.fix == f"write use: {{plan: {plan}, axis: ep}}, or add tp to the mesh"
 
 
-# --- words -----------------------------------------------------------------------------------------------------------------
+# --- words
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_every_style_of_transformers_is_known() -> None:
@@ -207,19 +235,32 @@ WORDS = [  # the plan, and the splits it comes to
     ({"embed": "embedding_colwise"}, {"embed.weight": Shard(1)}),
     ({"embed": "replicate", "norm": "sequence_parallel", "up": "mla_kv_a_proj"}, {}),
     ({"down": "rowwise"}, {"down.weight": Shard(1)}),
-    ({"up": "colwise", "down": "rowwise"}, {"up.weight": Shard(0, 2), "up.bias": Shard(0, 2), "down.weight": Shard(1)}),  # chunked
-    ({"up": "packed_colwise", "down": "rowwise"}, {"up.weight": Shard(0, 2), "up.bias": Shard(0, 2), "down.weight": Shard(1)}),
-    ({"up": "colwise_gather_output", "down": "rowwise_split_input"}, {"up.weight": Shard(0, 2), "up.bias": Shard(0, 2), "down.weight": Shard(1)}),
+    (
+        {"up": "colwise", "down": "rowwise"},
+        {"up.weight": Shard(0, 2), "up.bias": Shard(0, 2), "down.weight": Shard(1)},
+    ),  # chunked
+    (
+        {"up": "packed_colwise", "down": "rowwise"},
+        {"up.weight": Shard(0, 2), "up.bias": Shard(0, 2), "down.weight": Shard(1)},
+    ),
+    (
+        {"up": "colwise_gather_output", "down": "rowwise_split_input"},
+        {"up.weight": Shard(0, 2), "up.bias": Shard(0, 2), "down.weight": Shard(1)},
+    ),
     ({"up": "packed_rowwise"}, {"up.weight": Shard(1, 2)}),
     ({"norm": "replicated_with_grad_allreduce", "down": "all_reduce"}, {}),
     ({"*": "rowwise"}, {"table": Shard(1), **{f"{m}.weight": Shard(1) for m in ("embed", "up", "down", "head")}}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("plan", "wanted"), WORDS, ids=[str(p) for p, _ in WORDS])
 def test_words(plan: dict[str, str], wanted: dict[str, Shard]) -> None:
     program = compiled(carrier(**plan))
-    given = {p.fqn: s for p in program.params if isinstance(s := p.layout["tp"], Shard) and "cause" in _placeholder(program, p.name).meta}
+    given = {
+        p.fqn: s
+        for p in program.params
+        if isinstance(s := p.layout["tp"], Shard) and "cause" in _placeholder(program, p.name).meta
+    }
     assert given == wanted
     check_equal(program)
 
@@ -272,15 +313,25 @@ def test_adapters_are_split_like_the_layers_they_stand_around() -> None:
 
     program = compiled(build)
     column, row = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
-    lies = {f"{layer}.{n}": program.param(f"{layer}.{n}").layout["tp"] for layer in (column, row) for n in ("base.weight", "A", "B")}
+    lies = {
+        f"{layer}.{n}": program.param(f"{layer}.{n}").layout["tp"]
+        for layer in (column, row)
+        for n in ("base.weight", "A", "B")
+    }
     assert {n: p for n, p in lies.items() if isinstance(p, Shard)} == {
-        f"{column}.base.weight": Shard(0), f"{column}.B": Shard(0), f"{row}.base.weight": Shard(1), f"{row}.A": Shard(1),
-    }  # fmt: skip
-    assert forward(program) == {"all_reduce": 5}  # as without: B is linear, so what A leaves to be summed waits for the sum of the layer
+        f"{column}.base.weight": Shard(0),
+        f"{column}.B": Shard(0),
+        f"{row}.base.weight": Shard(1),
+        f"{row}.A": Shard(1),
+    }
+    assert forward(program) == {
+        "all_reduce": 5
+    }  # as without: B is linear, so what A leaves to be summed waits for the sum of the layer
     check_equal(program)
 
 
-# --- beside it, and wrong --------------------------------------------------------------------------------------------------
+# --- beside it, and wrong
+# --------------------------------------------------------------------------------------------------
 
 
 def test_entries_beside_a_plan_win() -> None:
@@ -300,7 +351,9 @@ def test_fewer_key_value_heads_than_ranks() -> None:
 
 
 def test_heads_that_do_not_divide() -> None:
-    build = causal(transformers.LlamaConfig, **{**GQA, "num_attention_heads": 6, "hidden_size": 96})  # 6 heads, 2 of keys
+    build = causal(
+        transformers.LlamaConfig, **{**GQA, "num_attention_heads": 6, "hidden_size": 96}
+    )  # 6 heads, 2 of keys
     with pytest.raises(shardc.ShardcError, match="does not divide by tp=4") as e:
         compiled(build, mesh={"tp": 4})
     assert "use: model 'model.layers.*.self_attn.q_proj: colwise'" in str(e.value)
@@ -319,4 +372,3 @@ def test_an_unknown_word() -> None:
     assert "is it 'colwise'? write an entry for it beside `use`" in str(e.value)
     program = compiled(carrier(up="colwize", down="rowwise"), shard={"use": "model", "up": "replicate"})
     assert split(program, "down.weight") == Shard(1)
-

@@ -1,4 +1,6 @@
-"""Sizes that ranks do not divide: padded where the spec says so, equal to one device; else errors with what would fit."""
+"""Sizes that ranks do not divide: padded where the spec says so, equal to one device;
+else errors with what would fit.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,18 @@ def llama(heads: int = 6, kv: int = 6, batch: int = 8) -> zoo.Built:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=ODD, hidden_size=48, intermediate_size=90, num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=kv, head_dim=8
+        vocab_size=ODD,
+        hidden_size=48,
+        intermediate_size=90,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=8,
     )
-    return zoo.ready(LlamaForCausalLM(config), torch.float64), {"input_ids": zoo.tokens(ODD)[:batch], "labels": zoo.labels(ODD)[:batch]}
+    return zoo.ready(LlamaForCausalLM(config), torch.float64), {
+        "input_ids": zoo.tokens(ODD)[:batch],
+        "labels": zoo.labels(ODD)[:batch],
+    }
 
 
 def gpt2(heads: int = 5, batch: int = 8, dropout: float = 0.0) -> zoo.Built:
@@ -35,10 +46,22 @@ def gpt2(heads: int = 5, batch: int = 8, dropout: float = 0.0) -> zoo.Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=ODD, n_positions=64, n_embd=16 * heads, n_layer=2, n_head=heads, resid_pdrop=dropout, embd_pdrop=dropout,
-        attn_pdrop=dropout, bos_token_id=1, eos_token_id=1, loss_type="ForCausalLM",
-    )  # fmt: skip
-    return zoo.ready(GPT2LMHeadModel(config), torch.float64), {"input_ids": zoo.tokens(ODD)[:batch], "labels": zoo.labels(ODD)[:batch]}
+        vocab_size=ODD,
+        n_positions=64,
+        n_embd=16 * heads,
+        n_layer=2,
+        n_head=heads,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=1,
+        eos_token_id=1,
+        loss_type="ForCausalLM",
+    )
+    return zoo.ready(GPT2LMHeadModel(config), torch.float64), {
+        "input_ids": zoo.tokens(ODD)[:batch],
+        "labels": zoo.labels(ODD)[:batch],
+    }
 
 
 def bert(batch: int = 7) -> zoo.Built:
@@ -72,7 +95,9 @@ def test_padded_equals_one_device(case: str) -> None:
 
 
 def test_padding_stays_with_the_batch_where_it_shares_a_dim() -> None:
-    """8 rows on 2 × 2 ranks of 4 microbatches, behind 4 latents in one dim, [4 · (8+8)]: no axis may take it for 4+4 times 8."""
+    """8 rows on 2 × 2 ranks of 4 microbatches, behind 4 latents in one dim, [4 · (8+8)]: no axis may take it for 4+4
+    times 8.
+    """
     one = equality.reference(plain.ALL["perceiver"])
     sim = one.on({"shardc": 1, "mesh": {"dp_outer": 2, "dp": 2}, "batch": {"microbatches": 4}, "uneven": "pad"})
     equality.assert_equal(sim, one.loss, one.grads)
@@ -85,16 +110,23 @@ def test_a_sequence_that_does_not_divide() -> None:
     assert not program.notes
     planned = [n.meta["collective"] for n in program.stages[0].graph.nodes if "collective" in n.meta]
     for kind in ("all_gather", "reduce_scatter"):  # what is sent is padded
-        assert sum(c.bytes for c in planned if c.kind == kind) == sum(c.bytes for c in sim.comms if (c.kind, c.direction) == (kind, "forward"))
+        assert sum(c.bytes for c in planned if c.kind == kind) == sum(
+            c.bytes for c in sim.comms if (c.kind, c.direction) == (kind, "forward")
+        )
 
 
 def test_heads_set_the_grain_of_what_they_share() -> None:
     """96 columns divide by 4, but 6 heads do not: each rank gets whole heads."""
     program, _ = equal(*CASES["6 heads, odd vocabulary and width on 4"])
-    shards = {n: program.param(f"model.layers.0.{n}.weight").layout["tp"] for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")}
+    shards = {
+        n: program.param(f"model.layers.0.{n}.weight").layout["tp"]
+        for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+    }
     assert shards == {
-        "self_attn.q_proj": Shard(0, 1, (), 16), "self_attn.o_proj": Shard(1, 1, (), 16), "mlp.down_proj": Shard(1, 1, (), 2),
-    }  # fmt: skip
+        "self_attn.q_proj": Shard(0, 1, (), 16),
+        "self_attn.o_proj": Shard(1, 1, (), 16),
+        "mlp.down_proj": Shard(1, 1, (), 2),
+    }
     assert "f64[48+16@tp, 48]" in str(program)
 
 
@@ -129,7 +161,9 @@ def test_an_artifact_keeps_paddings(tmp_path: Path) -> None:
     program.save(tmp_path / "p")
     loaded = shardc.load(tmp_path / "p")
     assert str(loaded) == str(program)
-    assert torch.equal(shardc.verify.simulate(loaded, model, batch).loss, shardc.verify.simulate(program, model, batch).loss)
+    assert torch.equal(
+        shardc.verify.simulate(loaded, model, batch).loss, shardc.verify.simulate(program, model, batch).loss
+    )
 
 
 class Net(nn.Module):
@@ -141,11 +175,20 @@ class Net(nn.Module):
         return self.down(torch.relu(self.up(x))).square().mean()
 
 
-@pytest.mark.parametrize(("mesh", "shard", "text"), [
-    ({"tp": 4}, {"up": "column"}, "10 does not divide by tp=4.*make the size 8 or 12, or tp=2 or 5, or set `uneven: pad`"),
-    ({"dp": 4}, {}, r"the batch of 7 \(dim 0\) does not divide by dp=4.*make it 4 or 8.*`uneven: pad`"),
-])  # fmt: skip
-def test_without_the_word_it_is_an_error_with_what_would_fit(mesh: dict[str, int], shard: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "shard", "text"),
+    [
+        (
+            {"tp": 4},
+            {"up": "column"},
+            "10 does not divide by tp=4.*make the size 8 or 12, or tp=2 or 5, or set `uneven: pad`",
+        ),
+        ({"dp": 4}, {}, r"the batch of 7 \(dim 0\) does not divide by dp=4.*make it 4 or 8.*`uneven: pad`"),
+    ],
+)
+def test_without_the_word_it_is_an_error_with_what_would_fit(
+    mesh: dict[str, int], shard: dict[str, Any], text: str
+) -> None:
     with pytest.raises(shardc.ShardcError, match=f"(?s){text}"):
         shardc.compile(Net(), {"x": torch.randn(7, 6)}, {"shardc": 1, "mesh": mesh, "shard": shard})
 
@@ -158,7 +201,9 @@ def test_a_ranks_own_part_does_not_tell_a_padded_batch() -> None:
 
 
 class Poles(nn.Module):
-    """What padding is made of, divided by, and its roots and logarithms taken: each has its pole where a padded weight is zero."""
+    """What padding is made of, divided by, and its roots and logarithms taken: each has its pole where a padded weight
+    is zero.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,8 +213,26 @@ class Poles(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         w = self.up.weight * self.scale
         n, s = w.norm(dim=1), w.square().sum(1)
-        many = s.sqrt() + s.rsqrt() + s.log() + s.log2() + s.log10() + s.reciprocal() + s.pow(0.3) + s**s + s.lgamma() + s.digamma()
-        many = many + torch.atan2(s, n) + torch.hypot(s, n) + torch.xlogy(n, s) + torch.addcdiv(s, n, s) + (s + n).remainder(n)
+        many = (
+            s.sqrt()
+            + s.rsqrt()
+            + s.log()
+            + s.log2()
+            + s.log10()
+            + s.reciprocal()
+            + s.pow(0.3)
+            + s**s
+            + s.lgamma()
+            + s.digamma()
+        )
+        many = (
+            many
+            + torch.atan2(s, n)
+            + torch.hypot(s, n)
+            + torch.xlogy(n, s)
+            + torch.addcdiv(s, n, s)
+            + (s + n).remainder(n)
+        )
         many = many + torch.logit(s / (s + 1)) + torch.special.ndtri(s / (s + 1)) + (s / s.detach() * 2).acosh()
         w = torch._weight_norm(w, n[:, None], 0)
         return (self.down(nn.functional.linear(x, w / n[:, None]) * many.tanh()) ** 2).mean()

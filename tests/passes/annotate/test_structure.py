@@ -1,4 +1,6 @@
-"""`shard: {use: structure}`: what is split is found in the graph, equals one device, and reads as a user would write it."""
+"""`shard: {use: structure}`: what is split is found in the graph, equals one device, and reads as a user would write
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,13 @@ def compiled(build: Callable[[], Built], **spec: Any) -> Program:
 def forward_sums(program: Program) -> Counter[str]:
     """Collectives of forward by kind, without the two small ones of a loss over split classes."""
     found = [n.meta["collective"] for s in program.stages for n in s.graph.nodes if "collective" in n.meta]
-    return Counter(c.kind for c in found if "tp" in c.axes and c.kind != "none" and "loss over split classes" not in c.cause)
+    return Counter(
+        c.kind for c in found if "tp" in c.axes and c.kind != "none" and "loss over split classes" not in c.cause
+    )
 
 
-# --- models beside the zoo's: nothing in them is named as anywhere else ------------------------------------------------------
+# --- models beside the zoo's: nothing in them is named as anywhere else
+# ------------------------------------------------------
 
 
 class ViT(nn.Module):
@@ -42,7 +47,9 @@ class ViT(nn.Module):
         super().__init__()
         self.patch = nn.Conv2d(3, 32, 4, 4)
         self.token, self.place = nn.Parameter(torch.zeros(1, 1, 32)), nn.Parameter(torch.zeros(1, 5, 32))
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, activation="gelu", batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 64, dropout=0.0, activation="gelu", batch_first=True, norm_first=norm_first
+        )
         self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.last = nn.Linear(32, 6)
 
@@ -85,7 +92,11 @@ class Fused(nn.Module):
             y = y.view(b, s, g, h // g + 2, 8)
             q, k, v = y[:, :, :, :-2].flatten(2, 3), y[:, :, :, -2], y[:, :, :, -1]
         elif self.how == "sliced":  # Phi-3: q, then k, then v, cut by slices
-            q, k, v = y[..., :32].view(b, s, h, 8), y[..., 32 : 32 + 8 * g].view(b, s, g, 8), y[..., 32 + 8 * g :].view(b, s, g, 8)
+            q, k, v = (
+                y[..., :32].view(b, s, h, 8),
+                y[..., 32 : 32 + 8 * g].view(b, s, g, 8),
+                y[..., 32 + 8 * g :].view(b, s, g, 8),
+            )
         else:
             q, k, v = (t.view(b, s, h, 8) for t in y.chunk(3, -1))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -131,32 +142,47 @@ SEQ = (4, 8, 32)
 CASES: dict[str, tuple[Callable[[], Built], list[str], Counter[str]]] = {
     "gpt": (
         zoo.gpt,
-        ["wte: vocab", '"h.*.qkv.{weight,bias}": {0: {axis: tp, split: 3}}', '"h.*.{proj,out}": row', '"h.*.fc": column'],
+        [
+            "wte: vocab",
+            '"h.*.qkv.{weight,bias}": {0: {axis: tp, split: 3}}',
+            '"h.*.{proj,out}": row',
+            '"h.*.fc": column',
+        ],
         Counter(all_reduce=5),  # the embedding's, and two a layer
     ),
     "llama": (
         zoo.llama,
         [
-            "model.embed_tokens: vocab", '"model.layers.*.self_attn.{q_proj,k_proj,v_proj}": column', '"model.layers.*.self_attn.o_proj": row',
-            '"model.layers.*.mlp.{gate_proj,up_proj}": column', '"model.layers.*.mlp.down_proj": row', "lm_head: column",
+            "model.embed_tokens: vocab",
+            '"model.layers.*.self_attn.{q_proj,k_proj,v_proj}": column',
+            '"model.layers.*.self_attn.o_proj": row',
+            '"model.layers.*.mlp.{gate_proj,up_proj}": column',
+            '"model.layers.*.mlp.down_proj": row',
+            "lm_head: column",
         ],
         Counter(all_reduce=5),
     ),
     "gpt2": (
         zoo.gpt2,  # Conv1D: weights are stored [in, out]
         [
-            "transformer.wte: vocab", '"transformer.h.*.attn.c_attn.weight": {1: {axis: tp, split: 3}}',
-            '"transformer.h.*.attn.c_attn.bias": {0: {axis: tp, split: 3}}', '"transformer.h.*.attn.c_proj": row',
-            '"transformer.h.*.mlp.c_fc": column', '"transformer.h.*.mlp.c_proj": row',
+            "transformer.wte: vocab",
+            '"transformer.h.*.attn.c_attn.weight": {1: {axis: tp, split: 3}}',
+            '"transformer.h.*.attn.c_attn.bias": {0: {axis: tp, split: 3}}',
+            '"transformer.h.*.attn.c_proj": row',
+            '"transformer.h.*.mlp.c_fc": column',
+            '"transformer.h.*.mlp.c_proj": row',
         ],
         Counter(all_reduce=5),
     ),
     "bert": (
         zoo.bert,
         [
-            "bert.embeddings.word_embeddings: vocab", '"bert.encoder.layer.*.attention.self.{query,key,value}": column',
-            '"bert.encoder.layer.*.attention.output.dense": row', '"bert.encoder.layer.*.intermediate.dense": column',
-            '"bert.encoder.layer.*.output.dense": row', "cls.predictions.bias: {0: tp}",
+            "bert.embeddings.word_embeddings: vocab",
+            '"bert.encoder.layer.*.attention.self.{query,key,value}": column',
+            '"bert.encoder.layer.*.attention.output.dense": row',
+            '"bert.encoder.layer.*.intermediate.dense": column',
+            '"bert.encoder.layer.*.output.dense": row',
+            "cls.predictions.bias: {0: tp}",
         ],
         Counter(all_reduce=5),
     ),
@@ -171,12 +197,14 @@ CASES: dict[str, tuple[Callable[[], Built], list[str], Counter[str]]] = {
                     *(
                         x
                         for a in attn
+                        for bias in [",relative_attention_bias" if a == "Self" else ""]
                         for x in (
-                            f'"{side}.block.*.layer.*.{a}Attention.{{q,k,v{",relative_attention_bias" if a == "Self" else ""}}}": column',
+                            f'"{side}.block.*.layer.*.{a}Attention.{{q,k,v{bias}}}": column',
                             f'"{side}.block.*.layer.*.{a}Attention.o": row',
                         )
                     ),
-                    f'"{side}.block.*.layer.*.DenseReluDense.wi": column', f'"{side}.block.*.layer.*.DenseReluDense.wo": row',
+                    f'"{side}.block.*.layer.*.DenseReluDense.wi": column',
+                    f'"{side}.block.*.layer.*.DenseReluDense.wo": row',
                 )
             ),
         ],
@@ -185,41 +213,61 @@ CASES: dict[str, tuple[Callable[[], Built], list[str], Counter[str]]] = {
     "vit": (
         of(ViT, (4, 3, 8, 8), labels=6),
         [
-            '"body.layers.*.self_attn.{in_proj_weight,in_proj_bias}": {0: {axis: tp, split: 3}}', '"body.layers.*.self_attn.out_proj": row',
-            '"body.layers.*.linear1": column', '"body.layers.*.linear2": row',
+            '"body.layers.*.self_attn.{in_proj_weight,in_proj_bias}": {0: {axis: tp, split: 3}}',
+            '"body.layers.*.self_attn.out_proj": row',
+            '"body.layers.*.linear1": column',
+            '"body.layers.*.linear2": row',
         ],
         Counter(all_reduce=4),
     ),
     "vit, norm last": (
         of(lambda: ViT(norm_first=False), (4, 3, 8, 8), labels=6),
         [
-            '"body.layers.*.self_attn.{in_proj_weight,in_proj_bias}": {0: {axis: tp, split: 3}}', '"body.layers.*.self_attn.out_proj": row',
-            '"body.layers.*.linear1": column', '"body.layers.*.linear2": row',
+            '"body.layers.*.self_attn.{in_proj_weight,in_proj_bias}": {0: {axis: tp, split: 3}}',
+            '"body.layers.*.self_attn.out_proj": row',
+            '"body.layers.*.linear1": column',
+            '"body.layers.*.linear2": row',
         ],
         Counter(all_reduce=4),
     ),
     "mixer": (of(Mixer, (4, 16, 32)), ['"{a,c}": column', '"{b,d}": row'], Counter(all_reduce=2)),
     "mlp": (zoo.ALL["mlp"], ["up: column", "down: row"], Counter(all_reduce=1)),
-    "deep mlp": (of(lambda: Plain(32, 64, 32, 64, 32), (4, 32)), ['"layers.{0,2}": column', '"layers.{1,3}": row'], Counter(all_reduce=2)),
+    "deep mlp": (
+        of(lambda: Plain(32, 64, 32, 64, 32), (4, 32)),
+        ['"layers.{0,2}": column', '"layers.{1,3}": row'],
+        Counter(all_reduce=2),
+    ),
     "convs": (of(Convs, (4, 3, 8, 8)), ["a: column", '"n.{weight,bias}": {0: tp}', "b: row"], Counter(all_reduce=1)),
     "thirds": (
         of(lambda: Fused("thirds"), SEQ),
-        ['"w.{weight,bias}": {0: {axis: tp, split: 3}}', '"{o,d}": row', '"g.{weight,bias}": {0: {axis: tp, split: 2}}'],
+        [
+            '"w.{weight,bias}": {0: {axis: tp, split: 3}}',
+            '"{o,d}": row',
+            '"g.{weight,bias}": {0: {axis: tp, split: 2}}',
+        ],
         Counter(all_reduce=2),
     ),
     "interleaved": (
-        of(lambda: Fused("interleaved"), SEQ), ["w: column", '"{o,d}": row', '"g.{weight,bias}": {0: {axis: tp, split: 2}}'], Counter(all_reduce=2),
+        of(lambda: Fused("interleaved"), SEQ),
+        ["w: column", '"{o,d}": row', '"g.{weight,bias}": {0: {axis: tp, split: 2}}'],
+        Counter(all_reduce=2),
     ),
     "grouped": (
-        of(lambda: Fused("grouped"), SEQ), ["w: column", '"{o,d}": row', '"g.{weight,bias}": {0: {axis: tp, split: 2}}'], Counter(all_reduce=2),
+        of(lambda: Fused("grouped"), SEQ),
+        ["w: column", '"{o,d}": row', '"g.{weight,bias}": {0: {axis: tp, split: 2}}'],
+        Counter(all_reduce=2),
     ),
     "sliced": (
         of(lambda: Fused("sliced"), SEQ),
-        ['"w.{weight,bias}": {0: {axis: tp, sections: [32, 16, 16]}}', '"{o,d}": row', '"g.{weight,bias}": {0: {axis: tp, split: 2}}'],
+        [
+            '"w.{weight,bias}": {0: {axis: tp, sections: [32, 16, 16]}}',
+            '"{o,d}": row',
+            '"g.{weight,bias}": {0: {axis: tp, split: 2}}',
+        ],
         Counter(all_reduce=2),
     ),
     "moe": (zoo.ALL["moe"], ["up: {2: tp}", "down: {1: tp}", "embed: vocab", "head: column"], Counter(all_reduce=2)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -269,18 +317,32 @@ def test_with_data_and_sequence_parallel() -> None:
     program = compiled(zoo.gpt, mesh={"dp": 2, "tp": 2}, activations={"wte": {1: "tp"}})
     report = program.verify()
     assert report.ok, report.findings
-    assert forward_sums(program) == Counter(reduce_scatter=5, all_gather=5)  # the embedding's; two each a layer; the head's
+    assert forward_sums(program) == Counter(
+        reduce_scatter=5, all_gather=5
+    )  # the embedding's; two each a layer; the head's
 
 
 def test_sizes_that_do_not_divide_stay_whole_with_a_note() -> None:
     program = compiled(of(lambda: Plain(32, 63, 32, 64, 32), (4, 32)))
     assert [line.strip() for line in program.meta["shard"]] == ["layers.2: column", "layers.3: row"]
-    assert any("63 (of [63, 32]) does not divide by tp=2; layers.0.weight" in n and "left whole" in n for n in program.notes), program.notes
+    assert any(
+        "layers.*.weight, layers.*.bias are left whole: 63 (of [63, 32]) does not divide by tp=2" in n
+        for n in program.notes
+    ), program.notes
 
 
 def test_nothing_to_split_is_an_error() -> None:
-    with pytest.raises(shardc.ShardcError, match="`use: structure` finds nothing to split: no weight's split can be followed") as e:
-        compiled(of(lambda: nn.Sequential(nn.LayerNorm(8), nn.Flatten(0), nn.LayerNorm(32), nn.Flatten(0), nn.Linear(32, 1)), (4, 8)))
+    with pytest.raises(
+        shardc.ShardcError, match="`use: structure` finds nothing to split: no weight's split can be followed"
+    ) as e:
+        compiled(
+            of(
+                lambda: nn.Sequential(
+                    nn.LayerNorm(8), nn.Flatten(0), nn.LayerNorm(32), nn.Flatten(0), nn.Linear(32, 1)
+                ),
+                (4, 8),
+            )
+        )
     assert "name the weights by patterns" in str(e.value)
 
 

@@ -1,4 +1,6 @@
-"""`batch_norm: local`: statistics of each rank's rows of each microbatch, as eager BatchNorm has them on those chunks."""
+"""`batch_norm: local`: statistics of each rank's rows of each microbatch, as eager
+BatchNorm has them on those chunks.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,20 @@ from tests import zoo
 from tests.passes.pipeline.test_pipeline import spec
 
 
-def eager(model: nn.Module, batch: dict[str, Tensor], ranks: int, microbatches: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """(loss, gradients, buffers) of one step: each rank's chunks one after the other, from the same running statistics; their average."""
+def eager(
+    model: nn.Module, batch: dict[str, Tensor], ranks: int, microbatches: int
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """(loss, gradients, buffers) of one step: each rank's chunks one after the other, from the same running statistics;
+    their average.
+    """
     starts, ends, total = dict(model.named_buffers()), [], torch.zeros((), dtype=torch.float64)
     grads: dict[str, Tensor] = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for rank in range(ranks):
         one = copy.deepcopy(model)
         for i in range(microbatches):
-            loss = one(**{k: x.chunk(ranks)[rank].chunk(microbatches)[i] for k, x in batch.items()}) / (ranks * microbatches)
+            loss = one(**{k: x.chunk(ranks)[rank].chunk(microbatches)[i] for k, x in batch.items()}) / (
+                ranks * microbatches
+            )
             loss.backward()
             total += loss.detach()
         grads = {n: grads[n] + p.grad for n, p in one.named_parameters() if p.grad is not None}
@@ -35,14 +43,22 @@ def eager(model: nn.Module, batch: dict[str, Tensor], ranks: int, microbatches: 
     [
         ({"mesh": {"dp": 2}}, 2, 1),
         ({"mesh": {}, "batch": {"microbatches": 4}}, 1, 4),
-        ({"mesh": {"dp": 2, "tp": 2}, "batch": {"microbatches": 2}, "shard": {"*.conv1": "column", "*.bn1.*": {0: "tp"}, "*.conv2": "row"}}, 2, 2),
+        (
+            {
+                "mesh": {"dp": 2, "tp": 2},
+                "batch": {"microbatches": 2},
+                "shard": {"*.conv1": "column", "*.bn1.*": {0: "tp"}, "*.conv2": "row"},
+            },
+            2,
+            2,
+        ),
         ({"mesh": {"dp_outer": 2, "dp": 2}, "data": {"axis": ["dp_outer", "dp"], "zero": 3}}, 4, 1),
         (spec({"pp": 2}, 4), 1, 4),
         (spec({"pp": 2, "dp": 2}, 2, schedule="zb-v"), 2, 2),
         (spec({"pp": 2}, 2, schedule="interleaved"), 1, 2),
     ],
     ids=lambda x: "",
-)  # fmt: skip
+)
 def test_equals_eager_on_the_same_chunks(asked: dict[str, Any], ranks: int, microbatches: int) -> None:
     model, batch = zoo.resnet_bn()
     loss, grads, buffers = eager(model, batch, ranks, microbatches)
@@ -56,7 +72,9 @@ def test_equals_eager_on_the_same_chunks(asked: dict[str, Any], ranks: int, micr
 
 
 def test_forward_waits_for_no_other_rank() -> None:
-    """What is sent is on its way to the running statistics and the loss, and nothing comes back: gradients of statistics are local."""
+    """What is sent is on its way to the running statistics and the loss, and nothing comes back: gradients of
+    statistics are local.
+    """
     model, batch = zoo.resnet_bn()
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "batch_norm": "local"}, prove=False)
     sim = shardc.verify.simulate(program, model, batch)
@@ -101,10 +119,18 @@ class Normed(nn.Module):
 @pytest.mark.parametrize(
     ("rows", "what", "fix"),
     [
-        (6, "`batch_norm: local` takes statistics of 2 ranks and 2 microbatches: 6 rows are not 4 equal chunks", "a multiple of 4"),
-        (4, "`batch_norm: local` takes statistics of 2 ranks and 2 microbatches: each has one value a channel", "more rows"),
+        (
+            6,
+            "`batch_norm: local` takes statistics of 2 ranks and 2 microbatches: 6 rows are not 4 equal chunks",
+            "a multiple of 4",
+        ),
+        (
+            4,
+            "`batch_norm: local` takes statistics of 2 ranks and 2 microbatches: each has one value a channel",
+            "more rows",
+        ),
     ],
-)  # fmt: skip
+)
 def test_chunks_that_have_no_statistics_are_refused(rows: int, what: str, fix: str) -> None:
     asked = {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 2}, "batch_norm": "local"}
     with pytest.raises(shardc.ShardcError) as e:

@@ -99,14 +99,22 @@ def test_every_node_is_typed_and_has_a_source(name: str) -> None:
 
     params, buffers, inputs = tensors_of(program, model, batch)
     constants = [b.constant if b.constant is not None else buffers[b.name] for b in program.buffers]
-    Checked(torch.fx.GraphModule(nn.Module(), program.graph)).run(None, Rng(0), *params.values(), *constants, *inputs.values())
+    Checked(torch.fx.GraphModule(nn.Module(), program.graph)).run(
+        None, Rng(0), *params.values(), *constants, *inputs.values()
+    )
     for node, result in seen:
         if node.op != "call_function":
             continue
         assert node.meta["source"].line, node
         assert set(node.meta) - {"through"} == {"value", "source"}, node
-        for v, r in zip(*((x if isinstance(x, (tuple, list)) else (x,)) for x in (node.meta["value"], result)), strict=True):
-            assert (v.shape, v.dtype, v.requires_grad) == (tuple(r.shape), r.dtype, r.requires_grad), f"{node.format_node()}: {v}"
+        for v, r in zip(
+            *((x if isinstance(x, (tuple, list)) else (x,)) for x in (node.meta["value"], result)), strict=True
+        ):
+            assert (v.shape, v.dtype, v.requires_grad) == (
+                tuple(r.shape),
+                r.dtype,
+                r.requires_grad,
+            ), f"{node.format_node()}: {v}"
         if node.target not in (ops.nll, ops.dropout, ops.batch_stat, operator.getitem):
             assert isinstance(node.target, OpOverload)
             assert not node.target._schema.is_mutable
@@ -178,7 +186,10 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.fl
         (lambda w: (w.flatten() * w.reshape(-1)).sum(), {"reshape": 2}),
         (lambda w: (w.unflatten(1, (2, -1)).squeeze() ** 2).sum(), {"reshape": 1}),
         (lambda w: (w.unsqueeze(-1).squeeze(-1) ** 2).sum(), {"reshape": 1, "unsqueeze": 1}),
-        (lambda w: (w.expand(4, 6).contiguous().clone().to(torch.float64) ** 2).sum(), {"expand": 0, "clone": 0, "_to_copy": 0}),
+        (
+            lambda w: (w.expand(4, 6).contiguous().clone().to(torch.float64) ** 2).sum(),
+            {"expand": 0, "clone": 0, "_to_copy": 0},
+        ),
         (lambda w: (w.expand(3, -1, -1) ** 2).sum(), {"expand": 1}),
         (lambda w: (w.float().double() ** 2).sum(), {"_to_copy": 2}),
         (lambda w: (w[:, 0:] ** 2).sum(), {"slice": 0}),
@@ -199,15 +210,23 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.fl
         (lambda w: (F.pad(w, (0, 1, 2, 0)) ** 2).sum(), {"constant_pad_nd": 1, "pad": 0}),
         (lambda w: (F.pad(w, (0, 0)) ** 2).sum(), {"constant_pad_nd": 0}),
         (lambda w: (w[torch.arange(4)[:, None], torch.arange(6)] ** 2).sum(), {"index": 0}),
-        (lambda w: (w[torch.arange(4)[None, :, None], torch.arange(6)[None, None, :]] ** 2).sum(), {"index": 0, "reshape": 1}),
+        (
+            lambda w: (w[torch.arange(4)[None, :, None], torch.arange(6)[None, None, :]] ** 2).sum(),
+            {"index": 0, "reshape": 1},
+        ),
         (lambda w: (w[torch.arange(3, -1, -1)] * torch.arange(4)[:, None]).sum(), {"index": 1}),
         (lambda w: (w[torch.arange(4), torch.arange(4)] ** 2).sum(), {"index": 0, "gather": 1}),
         (lambda w: (w[torch.arange(4), w.argmax(-1) - 6] ** 2).sum(), {"index": 0, "gather": 1, "remainder": 1}),
         (lambda w: (w.reshape(4, 3, 2)[torch.arange(4), w[:, 0].gt(0).long()] ** 2).sum(), {"index": 0, "gather": 1}),
         (lambda w: (w[torch.arange(4)[:, None], w[:, :2].argmax(0)] ** 3).sum(), {"index": 0, "gather": 1}),
-        (lambda w: (w.reshape(2, 3, 4)[:, torch.arange(3), w[0, :3].gt(0).long()] ** 3).sum(), {"index": 0, "gather": 1}),
         (
-            lambda w: (w.reshape(2, 3, 4)[torch.arange(2)[:, None], torch.arange(3), w[:2, :3].gt(0).long()] ** 3).sum(),
+            lambda w: (w.reshape(2, 3, 4)[:, torch.arange(3), w[0, :3].gt(0).long()] ** 3).sum(),
+            {"index": 0, "gather": 1},
+        ),
+        (
+            lambda w: (
+                w.reshape(2, 3, 4)[torch.arange(2)[:, None], torch.arange(3), w[:2, :3].gt(0).long()] ** 3
+            ).sum(),
             {"index": 0, "gather": 1},
         ),
         (lambda w: (w[torch.arange(6)[:, None] % 4, torch.arange(6)] ** 2).sum(), {"index": 1}),
@@ -224,7 +243,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.fl
         (lambda w: torch.broadcast_tensors(w, w[:1])[1].sum(), {"expand": 1}),
         (lambda w: (w.detach() * w).sum() + torch.ones(2).detach().sum(), {"detach": 1}),
     ],
-)  # fmt: skip
+)
 def test_rewrites(function: Any, expected: dict[str, int]) -> None:
     found = same(function)
     assert {n: found[n] for n in expected} == expected
@@ -274,7 +293,10 @@ def test_cross_entropy(reduction: str, weight: Tensor | None, smoothing: float) 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 def test_nll_loss(reduction: str, weight: Tensor | None) -> None:
-    assert same(lambda w, t: (F.nll_loss(w.log_softmax(-1), t, weight, reduction=reduction) ** 2).sum(), TARGET)["nll"] == 1
+    assert (
+        same(lambda w, t: (F.nll_loss(w.log_softmax(-1), t, weight, reduction=reduction) ** 2).sum(), TARGET)["nll"]
+        == 1
+    )
     assert same(lambda w, t: (F.nll_loss(w * 2, t, weight, reduction=reduction) ** 2).sum(), TARGET)["gather"] == 1
 
 
@@ -289,7 +311,15 @@ def test_cross_entropy_of_more_dims() -> None:
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize(
     "loss",
-    [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.kl_div, F.soft_margin_loss],
+    [
+        F.mse_loss,
+        F.l1_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+        F.binary_cross_entropy_with_logits,
+        F.kl_div,
+        F.soft_margin_loss,
+    ],
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_elementwise_losses(loss: Any, reduction: str) -> None:
@@ -306,9 +336,12 @@ def test_attention_with_dropout_is_spelled_out(kind: str) -> None:
     mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(2)) > 0.4
     mask[2] = False  # a query that sees nothing
     extra: dict[str, Any] = {
-        "plain": {}, "causal": {"is_causal": True}, "bool": {"attn_mask": mask}, "float": {"attn_mask": mask.double()},
+        "plain": {},
+        "causal": {"is_causal": True},
+        "bool": {"attn_mask": mask},
+        "float": {"attn_mask": mask.double()},
         "grouped": {"enable_gqa": True, "scale": 0.3},
-    }[kind]  # fmt: skip
+    }[kind]
 
     def function(w: Tensor, p: float = 0.25) -> Tensor:
         q = _heads(w)

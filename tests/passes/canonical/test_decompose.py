@@ -49,13 +49,17 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], Any]] = {
     "triplet": (lambda x: F.triplet_margin_loss(x, x.flip(1), x.roll(1, 1)), (4, 6), aten.triplet_margin_loss.default),
     "cosine": (lambda x: F.cosine_similarity(x, x.flip(1), dim=1), (4, 6), aten.cosine_similarity.default),
     "addbmm in parts": (lambda x: torch.addmv(x[0], x, x[0]), (4, 4), aten.addmv.default),
-    "cell": (lambda x: torch.gru_cell(x, x, x.detach().repeat(3, 1)[:12], x.repeat(3, 1)), (4, 4), aten.gru_cell.default),
+    "cell": (
+        lambda x: torch.gru_cell(x, x, x.detach().repeat(3, 1)[:12], x.repeat(3, 1)),
+        (4, 4),
+        aten.gru_cell.default,
+    ),
     "trapezoid": (lambda x: torch.trapezoid(x, dim=1), (4, 6), aten.trapezoid.dx),
     "cross": (lambda x: torch.linalg.cross(x, x.flip(1)), (4, 3), aten.linalg_cross.default),
     "renorm": (lambda x: x.renorm(2, 0, 1.0), (4, 6), aten.renorm.default),
     "index_fill": (lambda x: x.index_fill(1, torch.tensor([0, 2]), 1.5), (4, 6), aten.index_fill.int_Scalar),
     "nansum": (lambda x: x.nansum(1), (4, 6), aten.nansum.default),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,14 +88,18 @@ def test_equal_calls_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(*args)
 
     monkeypatch.setattr(decompose, "traced_functional", counted)
-    program = captured(lambda x: F.cosine_similarity(x, x.flip(1), dim=1) + F.cosine_similarity(x, x + 1, dim=1), 4, 6)[2]
+    program = captured(lambda x: F.cosine_similarity(x, x.flip(1), dim=1) + F.cosine_similarity(x, x + 1, dim=1), 4, 6)[
+        2
+    ]
     Canonical().run(program)
     assert count == 1
 
 
 def without_gradient(x: Tensor, r: int) -> Tensor:
     b, c, h, w = x.shape
-    return x.detach().reshape(b, c // r // r, r, r, h, w).permute(0, 1, 4, 2, 5, 3).reshape(b, c // r // r, h * r, w * r)
+    return (
+        x.detach().reshape(b, c // r // r, r, r, h, w).permute(0, 1, 4, 2, 5, 3).reshape(b, c // r // r, h * r, w * r)
+    )
 
 
 def without_rule(x: Tensor, r: int) -> Tensor:
@@ -100,7 +108,9 @@ def without_rule(x: Tensor, r: int) -> Tensor:
 
 @pytest.mark.parametrize("way", [without_gradient, without_rule])
 def test_what_is_wrong_is_not_taken(way: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decomposition that cuts the gradient, or that needs an op without a rule: the op stays, and compile names it."""
+    """A decomposition that cuts the gradient, or that needs an op without a rule: the op
+    stays, and compile names it.
+    """
     monkeypatch.setattr(decompose, "decompositions", lambda op: [way] if op is aten.pixel_shuffle.default else [])
     model, x, program = captured(lambda x: F.pixel_shuffle(x, 2), 4, 8, 3, 3)
     canonical = Canonical().run(program)

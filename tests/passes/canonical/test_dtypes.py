@@ -1,4 +1,6 @@
-"""Floats made of integers have the dtype of the capture, whatever the default dtype of the process that runs the program."""
+"""Floats made of integers have the dtype of the capture, whatever the default dtype of the process that runs the
+program.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,23 @@ class Integers(nn.Module):
     def forward(self, x: Tensor, i: Tensor) -> Tensor:
         made = torch.empty(4)
         made.copy_(self.steps / 3)
-        rows = i / 3 + 0.5 + torch.where(i > 1, 0.1, 0.2) + torch.where(i > 1, i, 0.3) + torch.where(i > 1, 0.7, i) + (i > 1) * 0.3
+        rows = (
+            i / 3
+            + 0.5
+            + torch.where(i > 1, 0.1, 0.2)
+            + torch.where(i > 1, i, 0.3)
+            + torch.where(i > 1, 0.7, i)
+            + (i > 1) * 0.3
+        )
         rows = rows + (i * 0.1).sqrt() + i.sigmoid() + torch.true_divide(i, self.steps.sum()) + 1 / (i + 1) + i.pow(0.5)
         return F.mse_loss(self.linear(x), rows[:, None] * made)
 
 
 def test_floats_of_integers_do_not_know_the_default_dtype() -> None:
     torch.manual_seed(0)
-    one = equality.reference(lambda: (Integers().double(), (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 4)))  # default: float64
+    one = equality.reference(
+        lambda: (Integers().double(), (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 4))
+    )  # default: float64
     assert torch.get_default_dtype() == torch.float32
     sim = one.on({"shardc": 1, "mesh": {"dp": 2}})  # runs in the default of this process
     equality.assert_equal(sim, one.loss, one.grads)

@@ -1,4 +1,6 @@
-"""Unsort: models that sort rows by expert themselves are equal to one device, and send the chosen rows only; what is not of the form stays."""
+"""Unsort: models that sort rows by expert themselves are equal to one device, and send the chosen rows only; what is
+not of the form stays.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ E, K, H, INNER = 4, 2, 16, 16
 
 
 class Sorted(nn.Module):
-    """A mixture of experts by grouped products. how: what is done with (model, x, weights, index). torch's op takes bfloat16 only."""
+    """A mixture of experts by grouped products. how: what is done with (model, x, weights, index). torch's op takes
+    bfloat16 only.
+    """
 
     def __init__(self, how: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -71,7 +75,9 @@ def added(m: Any, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     """index_select and index_add."""
     order = index.flatten().argsort(stable=True)
     token = torch.div(order, K, rounding_mode="floor")
-    made = torch._grouped_mm(F.relu(torch._grouped_mm(x.index_select(0, token), m.w1.mT, offs=ends(index))), m.w2, offs=ends(index))
+    made = torch._grouped_mm(
+        F.relu(torch._grouped_mm(x.index_select(0, token), m.w1.mT, offs=ends(index))), m.w2, offs=ends(index)
+    )
     return torch.zeros_like(x).index_add(0, token, made * weights.flatten()[order].unsqueeze(-1))
 
 
@@ -110,7 +116,9 @@ def test_equal(how: Any, mesh: str) -> None:
 def other_counts(m: Any, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     """Ends that are not those of the order's experts."""
     order = index.flatten().argsort(stable=True)
-    return torch._grouped_mm(F.relu(torch._grouped_mm(x[order // K], m.w1.mT, offs=ends(E - 1 - index))), m.w2, offs=ends(index))
+    return torch._grouped_mm(
+        F.relu(torch._grouped_mm(x[order // K], m.w1.mT, offs=ends(E - 1 - index))), m.w2, offs=ends(index)
+    )
 
 
 def mixed(m: Any, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:

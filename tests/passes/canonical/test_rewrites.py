@@ -1,4 +1,6 @@
-"""The canonical spelling of recurrent layers, bags of embeddings, variances, norms and writes by index: equal to eager, and splittable."""
+"""The canonical spelling of recurrent layers, bags of embeddings, variances, norms and writes by index: equal to eager,
+and splittable.
+"""
 
 from __future__ import annotations
 
@@ -32,40 +34,91 @@ def chunked_loss(w: Tensor, **options: Any) -> Tensor:
     return F.linear_cross_entropy(w * 2, w, torch.tensor([0, 3, 1, 2]), options=chunks, **options)
 
 
-@pytest.mark.parametrize(("function", "expected"), [
-    (lambda w: bag(w, "sum"), {"embedding": 1, "embedding_bag": 0}),
-    (lambda w: bag(w, "mean"), {"embedding": 1}),
-    (lambda w: bag(w, "max"), {"max": 1}),
-    *((lambda w, kind=kind, more=more: uneven(w, kind, **more), {"embedding": 1, "embedding_bag": 0, "searchsorted": 1})
-      for kind in ("sum", "mean", "max") for more in ({}, {"padding_idx": 0}, {"include_last_offset": True})),
-    (lambda w: uneven(w, "sum", per_sample_weights=w.flatten()[:12]), {"index_add": 1}),
-    (lambda w: bag(w, "sum", padding_idx=0), {"ne": 1}),
-    (lambda w: bag(w, "mean", padding_idx=0), {"clamp_min": 1}),
-    (lambda w: bag(w, "max", padding_idx=0), {"amax": 1}),
-    (lambda w: bag(w, "sum", per_sample_weights=w[:, :3]), {"embedding": 1}),
-    (lambda w: F.bilinear(w, w[:, :3], w.repeat(1, 3).view(4, 3, 6).transpose(1, 2).contiguous(), w[:, 0]).square().sum(), {"einsum": 1}),
-    (lambda w: torch.addbmm(w[:3, :3], w.view(2, 3, 4), w.view(2, 4, 3), beta=0.5, alpha=2).square().sum(), {"einsum": 1, "addbmm": 0}),
-    (lambda w: w.sum().transpose(0, -1) ** 2, {"transpose": 0}),
-    (lambda w: w.std(0).sum() + w.var(0, correction=0).sum() + w.std(), {"std": 0, "var": 0}),
-    (lambda w: w.std(1).sum() + w.var(1, keepdim=True, correction=0).sum(), {"std": 1, "var": 1}),
-    (lambda w: torch.var_mean(w, 0)[0].sum() + sum(torch.std_mean(w, 1, keepdim=True)).sum(), {"var_mean": 0, "var": 0, "std": 1}),
-    (lambda w: w.sum() * ((w > 9).any() | (w > -9).all() & (w > 0).any(0, keepdim=True)[:, 0] & (w * 0 + 1).all(0)[1]), {"any": 0, "all": 0}),
-    (lambda w: w.sum() * (w > -9).all(1).any(0) * w.detach().any(), {"any": 0, "all": 1}),
-    (lambda w: w.norm() + w.norm(1) + w.norm(dim=0).sum() + w.norm(3) + w.norm(dim=1).sum(), {"linalg_vector_norm": 2, "sqrt": 2}),
-    (lambda w: (w * 0).norm() + torch.dist(w, w + 1), {"linalg_vector_norm": 0}),
-    (lambda w: F.binary_cross_entropy(w.sigmoid(), w.detach().gt(0).double(), weight=w.detach()[0].exp()), {"binary_cross_entropy": 1}),
-    (lambda w: chunked_loss(w), {"linear": 1, "nll": 1}),
-    (lambda w: chunked_loss(w, weight=w.detach().exp()[:, 0], ignore_index=1) + chunked_loss(w, reduction="none").square().sum(), {"nll": 2}),
-    (lambda w: F.multilabel_margin_loss(w, torch.tensor([[1, 3, -1, 0, 0, 0]] * 4)), {"multilabel_margin_loss": 1, "mean": 1}),
-    (lambda w: (w * torch.hann_window(6) * w.new_empty_strided((6,), (1,)).fill_(2.0)).sum(), {"hann_window": 1, "new_empty_strided": 0}),
-    (lambda w: torch.empty_permuted((4, 6), (1, 0), dtype=torch.float64).zero_().add(w).square().sum(), {"empty_permuted": 0}),
-    (lambda w: torch.cat(w.split([1, 3])).square().sum(), {"cat": 0, "split_with_sizes": 0}),
-    (lambda w: (torch.cat(list(w)).view(6, 4) * torch.arange(4)).square().sum(), {"cat": 0, "unbind": 0}),
-    (lambda w: (torch.cat(w.unbind(1)).view(6, 4) * torch.arange(4)).square().sum(), {"cat": 0, "transpose": 1}),
-    (lambda w: (torch.stack([w[i] for i in range(4)], 1) * torch.arange(4)).square().sum(), {"stack": 0, "transpose": 1}),
-    (lambda w: (torch.cat(w.split(2)[::-1]) * torch.arange(6)).square().sum(), {"cat": 1}),
-    (lambda w: (torch.cat([w[0], w[1], w[2]]) * torch.arange(18)).square().sum(), {"cat": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda w: bag(w, "sum"), {"embedding": 1, "embedding_bag": 0}),
+        (lambda w: bag(w, "mean"), {"embedding": 1}),
+        (lambda w: bag(w, "max"), {"max": 1}),
+        *(
+            (
+                lambda w, kind=kind, more=more: uneven(w, kind, **more),
+                {"embedding": 1, "embedding_bag": 0, "searchsorted": 1},
+            )
+            for kind in ("sum", "mean", "max")
+            for more in ({}, {"padding_idx": 0}, {"include_last_offset": True})
+        ),
+        (lambda w: uneven(w, "sum", per_sample_weights=w.flatten()[:12]), {"index_add": 1}),
+        (lambda w: bag(w, "sum", padding_idx=0), {"ne": 1}),
+        (lambda w: bag(w, "mean", padding_idx=0), {"clamp_min": 1}),
+        (lambda w: bag(w, "max", padding_idx=0), {"amax": 1}),
+        (lambda w: bag(w, "sum", per_sample_weights=w[:, :3]), {"embedding": 1}),
+        (
+            lambda w: (
+                F.bilinear(w, w[:, :3], w.repeat(1, 3).view(4, 3, 6).transpose(1, 2).contiguous(), w[:, 0])
+                .square()
+                .sum()
+            ),
+            {"einsum": 1},
+        ),
+        (
+            lambda w: torch.addbmm(w[:3, :3], w.view(2, 3, 4), w.view(2, 4, 3), beta=0.5, alpha=2).square().sum(),
+            {"einsum": 1, "addbmm": 0},
+        ),
+        (lambda w: w.sum().transpose(0, -1) ** 2, {"transpose": 0}),
+        (lambda w: w.std(0).sum() + w.var(0, correction=0).sum() + w.std(), {"std": 0, "var": 0}),
+        (lambda w: w.std(1).sum() + w.var(1, keepdim=True, correction=0).sum(), {"std": 1, "var": 1}),
+        (
+            lambda w: torch.var_mean(w, 0)[0].sum() + sum(torch.std_mean(w, 1, keepdim=True)).sum(),
+            {"var_mean": 0, "var": 0, "std": 1},
+        ),
+        (
+            lambda w: (
+                w.sum() * ((w > 9).any() | (w > -9).all() & (w > 0).any(0, keepdim=True)[:, 0] & (w * 0 + 1).all(0)[1])
+            ),
+            {"any": 0, "all": 0},
+        ),
+        (lambda w: w.sum() * (w > -9).all(1).any(0) * w.detach().any(), {"any": 0, "all": 1}),
+        (
+            lambda w: w.norm() + w.norm(1) + w.norm(dim=0).sum() + w.norm(3) + w.norm(dim=1).sum(),
+            {"linalg_vector_norm": 2, "sqrt": 2},
+        ),
+        (lambda w: (w * 0).norm() + torch.dist(w, w + 1), {"linalg_vector_norm": 0}),
+        (
+            lambda w: F.binary_cross_entropy(w.sigmoid(), w.detach().gt(0).double(), weight=w.detach()[0].exp()),
+            {"binary_cross_entropy": 1},
+        ),
+        (lambda w: chunked_loss(w), {"linear": 1, "nll": 1}),
+        (
+            lambda w: (
+                chunked_loss(w, weight=w.detach().exp()[:, 0], ignore_index=1)
+                + chunked_loss(w, reduction="none").square().sum()
+            ),
+            {"nll": 2},
+        ),
+        (
+            lambda w: F.multilabel_margin_loss(w, torch.tensor([[1, 3, -1, 0, 0, 0]] * 4)),
+            {"multilabel_margin_loss": 1, "mean": 1},
+        ),
+        (
+            lambda w: (w * torch.hann_window(6) * w.new_empty_strided((6,), (1,)).fill_(2.0)).sum(),
+            {"hann_window": 1, "new_empty_strided": 0},
+        ),
+        (
+            lambda w: torch.empty_permuted((4, 6), (1, 0), dtype=torch.float64).zero_().add(w).square().sum(),
+            {"empty_permuted": 0},
+        ),
+        (lambda w: torch.cat(w.split([1, 3])).square().sum(), {"cat": 0, "split_with_sizes": 0}),
+        (lambda w: (torch.cat(list(w)).view(6, 4) * torch.arange(4)).square().sum(), {"cat": 0, "unbind": 0}),
+        (lambda w: (torch.cat(w.unbind(1)).view(6, 4) * torch.arange(4)).square().sum(), {"cat": 0, "transpose": 1}),
+        (
+            lambda w: (torch.stack([w[i] for i in range(4)], 1) * torch.arange(4)).square().sum(),
+            {"stack": 0, "transpose": 1},
+        ),
+        (lambda w: (torch.cat(w.split(2)[::-1]) * torch.arange(6)).square().sum(), {"cat": 1}),
+        (lambda w: (torch.cat([w[0], w[1], w[2]]) * torch.arange(18)).square().sum(), {"cat": 1}),
+    ],
+)
 def test_rewrites(function: Any, expected: dict[str, int]) -> None:
     found = same(function)
     assert {n: found[n] for n in expected} == expected
@@ -80,28 +133,37 @@ def put(w: Tensor, *where: Any, to: Any) -> Tensor:
     return (x**2).sum()
 
 
-@pytest.mark.parametrize(("function", "expected"), [
-    (lambda w: put(w, w > 0, to=0.5), {"where": 1, "index_put": 0}),
-    (lambda w: put(w, w[:, 0] > 0, to=w[0]), {"where": 1}),
-    (lambda w: put(w, slice(None), w[0] > 0, to=1.5), {"where": 1}),
-    (lambda w: put(w, ..., slice(None, None, 2), to=w[:, :3]), {"slice_scatter": 1}),
-    (lambda w: torch.diagonal_scatter(w, w[0, :4]).square().sum(), {"diagonal_scatter": 1}),
-    (lambda w: put(w, torch.arange(4), w.argmax(1), to=w[:, 0]), {"scatter": 1, "index_put": 0}),
-    (lambda w: put(w, range(4), w.argmax(1), to=w[:, 0]), {"scatter": 1, "index_put": 0}),
-    (lambda w: (w * 2)[[0, 1, 2, 3], w.argmax(1)].square().sum(), {"gather": 1, "index": 0}),
-    (lambda w: put(w, torch.arange(4)[:, None], w.argsort(1)[:, :2], to=w[:, :2]), {"scatter": 1}),
-    (lambda w: (w * 2).index_put((torch.arange(4), w.argmax(1)), w[:, 0], accumulate=True).square().sum(), {"scatter_add": 1}),
-    (lambda w: put(w, torch.tensor([2, 0]), to=w[:2]), {"index_put": 1}),
-    (lambda w: (w * 2).index_put((w > 0,), w[0, 0], accumulate=True).square().sum(), {"where": 1}),
-    (lambda w: put(w, FEW, to=w[:2] * 3), {"where": 1, "index_select": 1, "index_put": 0}),
-    (lambda w: put(w, FEW, to=w[:2, :1] * 3), {"where": 1, "index_select": 1}),
-    (lambda w: put(w, FEW, to=w[None, 3]), {"where": 1, "index_select": 0}),
-    (lambda w: put(w, slice(None), torch.tensor([True, False, False, True, False, False]), to=w[:, :1]), {"where": 1}),
-    (lambda w: (w * 2).masked_scatter(w > 0, w.flip(0)).square().sum(), {"where": 1, "masked_scatter": 0}),
-    (lambda w: (w * 2).masked_scatter(FEW[:, None], w.view(6, 4)).square().sum(), {"where": 1, "expand": 0}),
-    (lambda w: (w * 2).masked_scatter(FEW[:, None].expand_as(w), w[:2]).square().sum(), {"index_select": 1}),
-    (lambda w: (w[0] * 2).masked_scatter(w > 0, w.flatten()).square().sum(), {"where": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda w: put(w, w > 0, to=0.5), {"where": 1, "index_put": 0}),
+        (lambda w: put(w, w[:, 0] > 0, to=w[0]), {"where": 1}),
+        (lambda w: put(w, slice(None), w[0] > 0, to=1.5), {"where": 1}),
+        (lambda w: put(w, ..., slice(None, None, 2), to=w[:, :3]), {"slice_scatter": 1}),
+        (lambda w: torch.diagonal_scatter(w, w[0, :4]).square().sum(), {"diagonal_scatter": 1}),
+        (lambda w: put(w, torch.arange(4), w.argmax(1), to=w[:, 0]), {"scatter": 1, "index_put": 0}),
+        (lambda w: put(w, range(4), w.argmax(1), to=w[:, 0]), {"scatter": 1, "index_put": 0}),
+        (lambda w: (w * 2)[[0, 1, 2, 3], w.argmax(1)].square().sum(), {"gather": 1, "index": 0}),
+        (lambda w: put(w, torch.arange(4)[:, None], w.argsort(1)[:, :2], to=w[:, :2]), {"scatter": 1}),
+        (
+            lambda w: (w * 2).index_put((torch.arange(4), w.argmax(1)), w[:, 0], accumulate=True).square().sum(),
+            {"scatter_add": 1},
+        ),
+        (lambda w: put(w, torch.tensor([2, 0]), to=w[:2]), {"index_put": 1}),
+        (lambda w: (w * 2).index_put((w > 0,), w[0, 0], accumulate=True).square().sum(), {"where": 1}),
+        (lambda w: put(w, FEW, to=w[:2] * 3), {"where": 1, "index_select": 1, "index_put": 0}),
+        (lambda w: put(w, FEW, to=w[:2, :1] * 3), {"where": 1, "index_select": 1}),
+        (lambda w: put(w, FEW, to=w[None, 3]), {"where": 1, "index_select": 0}),
+        (
+            lambda w: put(w, slice(None), torch.tensor([True, False, False, True, False, False]), to=w[:, :1]),
+            {"where": 1},
+        ),
+        (lambda w: (w * 2).masked_scatter(w > 0, w.flip(0)).square().sum(), {"where": 1, "masked_scatter": 0}),
+        (lambda w: (w * 2).masked_scatter(FEW[:, None], w.view(6, 4)).square().sum(), {"where": 1, "expand": 0}),
+        (lambda w: (w * 2).masked_scatter(FEW[:, None].expand_as(w), w[:2]).square().sum(), {"index_select": 1}),
+        (lambda w: (w[0] * 2).masked_scatter(w > 0, w.flatten()).square().sum(), {"where": 1}),
+    ],
+)
 def test_writes_by_index(function: Any, expected: dict[str, int]) -> None:
     found = same(function)
     assert {n: found[n] for n in expected} == expected
@@ -142,9 +204,14 @@ class Dropped(nn.Module):
         return (self.function(x * self.weight) ** 2).sum()
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: F.dropout1d(x, 0.4), lambda x: F.alpha_dropout(x, 0.4, training=True), lambda x: F.feature_alpha_dropout(x, 0.4, training=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.dropout1d(x, 0.4),
+        lambda x: F.alpha_dropout(x, 0.4, training=True),
+        lambda x: F.feature_alpha_dropout(x, 0.4, training=True),
+    ],
+)
 def test_other_dropouts_do_not_know_the_mesh(function: Any) -> None:
     model, x = Dropped(function), torch.randn(8, 6, 4, dtype=torch.float64)
     one, two, other = (
@@ -161,14 +228,23 @@ def test_alpha_dropout_takes_torchs_two_values() -> None:
     model, x = Dropped(lambda x: F.alpha_dropout(x, 0.25, training=True)), torch.full((1,), 2.0, dtype=torch.float64)
     program = shardc.compile(model, (x,), {"shardc": 1, "mesh": {}})
     found = {round(float(shardc.verify.simulate(program, model, (x,), seed=s).loss), 9) for s in range(16)}
-    assert found == {round(float(v) ** 2, 9) for v in torch.alpha_dropout(torch.full((99,), 2.0, dtype=torch.float64), 0.25, True)}
+    assert found == {
+        round(float(v) ** 2, 9) for v in torch.alpha_dropout(torch.full((99,), 2.0, dtype=torch.float64), 0.25, True)
+    }
 
 
-@pytest.mark.parametrize(("function", "text"), [
-    (lambda w: put(w, w[:, 0] > 0, torch.tensor([1]), to=1.0), "writing to a mask"),
-    (lambda w: torch.native_batch_norm(w, None, None, w.detach()[0].clone(), w.detach()[0].clone(), True, 0.1, 1e-5)[0].sum(),
-     "native_batch_norm.default changes its running statistics unseen"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda w: put(w, w[:, 0] > 0, torch.tensor([1]), to=1.0), "writing to a mask"),
+        (
+            lambda w: torch.native_batch_norm(
+                w, None, None, w.detach()[0].clone(), w.detach()[0].clone(), True, 0.1, 1e-5
+            )[0].sum(),
+            "native_batch_norm.default changes its running statistics unseen",
+        ),
+    ],
+)
 def test_refusals(function: Any, text: str) -> None:
     with pytest.raises(shardc.ShardcError, match=text):
         same(function)

@@ -1,4 +1,6 @@
-"""Checkpoint regions: what is computed again is what was there, bit for bit; what a region does not keep is not there."""
+"""Checkpoint regions: what is computed again is what was there, bit for bit; what a
+region does not keep is not there.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from shardc.runtime.step.recompute import Saved
 from tests import equality, zoo
 from tests.test_equal import spec_of
 
-LAYERS = {"gpt": "h.*", "llama": "model.layers.*", "bert": "bert.encoder.layer.*", "t5": "{encoder,decoder}.block.*", "resnet_bn": "blocks.*"}
+LAYERS = {
+    "gpt": "h.*",
+    "llama": "model.layers.*",
+    "bert": "bert.encoder.layer.*",
+    "t5": "{encoder,decoder}.block.*",
+    "resnet_bn": "blocks.*",
+}
 EVERYTHING = ["linear", "attention", "collective", "matmul", "conv", "norm"]
 
 
@@ -51,9 +59,18 @@ MESHES: dict[str, dict[str, Any]] = {
     "zero 2, bf16": {"mesh": {"dp": 2}, "data": {"zero": 2}, "precision": {"compute": "bfloat16"}},
     "microbatches": {"mesh": {"dp": 2}, "batch": {"microbatches": 2}},
     "padded microbatches": {"mesh": {"dp": 3}, "batch": {"microbatches": 2}, "uneven": "pad"},
-    "zero 3, tp=2, microbatches": spec_of("gpt", {"dp": 2, "tp": 2}) | {"data": {"zero": 3}, "batch": {"microbatches": 2}},
-    "1f1b": {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "schedule": "1f1b", "stages": 2}, "batch": {"microbatches": 4}},
-    "zb-h1, tp=2": spec_of("gpt", {"pp": 2, "tp": 2}) | {"pipeline": {"axis": "pp", "schedule": "zb-h1"}, "batch": {"microbatches": 4}},
+    "zero 3, tp=2, microbatches": (
+        spec_of("gpt", {"dp": 2, "tp": 2}) | {"data": {"zero": 3}, "batch": {"microbatches": 2}}
+    ),
+    "1f1b": {
+        "mesh": {"pp": 2},
+        "pipeline": {"axis": "pp", "schedule": "1f1b", "stages": 2},
+        "batch": {"microbatches": 4},
+    },
+    "zb-h1, tp=2": (
+        spec_of("gpt", {"pp": 2, "tp": 2})
+        | {"pipeline": {"axis": "pp", "schedule": "zb-h1"}, "batch": {"microbatches": 4}}
+    ),
 }
 
 
@@ -94,7 +111,10 @@ def assert_same(one: Any, other: Any) -> None:
 FULL = ("one", "dp=2 tp=2", "zero 3, tp=2, microbatches")
 
 
-@pytest.mark.parametrize(("setting", "mesh"), [(s, m) for m in MESHES for s in SETTINGS if m in FULL or s in ("all", "nested", "budget", "every")])
+@pytest.mark.parametrize(
+    ("setting", "mesh"),
+    [(s, m) for m in MESHES for s in SETTINGS if m in FULL or s in ("all", "nested", "budget", "every")],
+)
 def test_bit_equal_to_the_program_without(setting: str, mesh: str) -> None:
     """Dropout on; two steps, so that masks of the second step are not those of the first."""
     program = compiled("gpt", MESHES[mesh], settings("gpt")[setting])
@@ -105,7 +125,9 @@ def test_bit_equal_to_the_program_without(setting: str, mesh: str) -> None:
 @pytest.mark.parametrize("setting", ["all", "nested", "budget"])
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "resnet_bn"])
 def test_models(name: str, setting: str) -> None:
-    """T5: layers share a bias and the encoder's output. BatchNorm: statistics are updated once, and summed over ranks again."""
+    """T5: layers share a bias and the encoder's output. BatchNorm: statistics are updated once, and summed over ranks
+    again.
+    """
     program = compiled(name, {"mesh": {"dp": 2}}, settings(name)[setting])
     assert_same(two_steps(name, program), two_steps(name, compiled(name, {"mesh": {"dp": 2}}, [])))
 
@@ -123,7 +145,9 @@ def test_evaluation_is_as_without() -> None:
     def work(program: Program) -> Callable[[LoopbackMesh], Tensor]:
         return lambda mesh: Engine(program, model, None, mesh=mesh).evaluate(batch)
 
-    a, b = (loopback(p.mesh, work(p))[0] for p in (compiled("gpt", MESHES["one"], s) for s in ([], settings("gpt")["all"])))
+    a, b = (
+        loopback(p.mesh, work(p))[0] for p in (compiled("gpt", MESHES["one"], s) for s in ([], settings("gpt")["all"]))
+    )
     assert torch.equal(a, b)
 
 
@@ -131,7 +155,9 @@ def test_evaluation_is_as_without() -> None:
 
 
 class Wild(nn.Module):
-    """A module called four times, views of one value saved in several ways, a value used far outside, a result nobody uses, complex numbers."""
+    """A module called four times, views of one value saved in several ways, a value used far outside, a result nobody
+    uses, complex numbers.
+    """
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -143,7 +169,10 @@ class Wild(nn.Module):
             a, b = self.fc(self.norm(x)).chunk(2, -1)
             y = torch.view_as_real(torch.complex(a, b) * torch.complex(a.flip(-1), b)).sum(-1)
             spare = y.softmax(-1)
-            z = self.drop(y.transpose(0, 1)).transpose(0, 1) * self.scale.sigmoid() + torch.einsum("bi,bj->bi", a, b) * 1e-2
+            z = (
+                self.drop(y.transpose(0, 1)).transpose(0, 1) * self.scale.sigmoid()
+                + torch.einsum("bi,bj->bi", a, b) * 1e-2
+            )
             mean = z.mean()
             return self.norm(x + z.tanh()) * (z * 0 + 1) + 0 * spare.sum(), mean
 
@@ -166,15 +195,28 @@ class Wild(nn.Module):
 
 @pytest.mark.parametrize(
     "checkpoint",
-    [[{"match": "layer"}], [{"match": "{layer,again}", "save": ["linear"]}], [{"match": "*", "budget": 0.3}], [{"match": "layer.fc"}],
-     [{"match": "again"}, {"match": "layer"}, {"match": "layer.norm"}, {"match": "layer.drop", "save": []}]],
-)  # fmt: skip
+    [
+        [{"match": "layer"}],
+        [{"match": "{layer,again}", "save": ["linear"]}],
+        [{"match": "*", "budget": 0.3}],
+        [{"match": "layer.fc"}],
+        [{"match": "again"}, {"match": "layer"}, {"match": "layer.norm"}, {"match": "layer.drop", "save": []}],
+    ],
+)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_awkward(checkpoint: list[dict[str, Any]], dp: int) -> None:
     torch.manual_seed(0)
     model, batch = Wild(), (torch.randn(4, 8),)
-    programs = [shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": dp}, "checkpoint": c}, prove=False) for c in ([], checkpoint)]
-    assert_same(*(shardc.verify.simulate(p, model, batch, steps=2, optimizer=lambda q: torch.optim.SGD(q, 0.1)) for p in programs))
+    programs = [
+        shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": dp}, "checkpoint": c}, prove=False)
+        for c in ([], checkpoint)
+    ]
+    assert_same(
+        *(
+            shardc.verify.simulate(p, model, batch, steps=2, optimizer=lambda q: torch.optim.SGD(q, 0.1))
+            for p in programs
+        )
+    )
 
 
 def test_each_call_of_a_module_is_a_region_of_its_own() -> None:
@@ -184,8 +226,11 @@ def test_each_call_of_a_module_is_a_region_of_its_own() -> None:
 
     assert of({"match": "layer"}) == [("layer", ""), ("layer@1", ""), ("layer@2", ""), ("layer@3", "")]
     assert [r for r in of({"match": "layer"}, {"match": "*.norm"}) if r[1]][:4] == [
-        ("layer.norm", "layer"), ("layer.norm@1", "layer"), ("layer.norm@2", "layer@1"), ("layer.norm@3", "layer@1"),
-    ]  # fmt: skip
+        ("layer.norm", "layer"),
+        ("layer.norm@1", "layer"),
+        ("layer.norm@2", "layer@1"),
+        ("layer.norm@3", "layer@1"),
+    ]
 
 
 def test_a_loop_of_ones_own() -> None:
@@ -202,12 +247,16 @@ def test_a_loop_of_ones_own() -> None:
 
         return run
 
-    a, b = (loopback(p.mesh, work(p))[0] for p in (compiled("gpt", MESHES["one"], s) for s in ([], settings("gpt")["all"])))
+    a, b = (
+        loopback(p.mesh, work(p))[0] for p in (compiled("gpt", MESHES["one"], s) for s in ([], settings("gpt")["all"]))
+    )
     assert [n for n in a if not torch.equal(a[n], b[n])] == []
 
 
 def test_backward_twice() -> None:
-    """A graph that is kept can be run backward again; where something wrote to what backward needs, that is said instead of a wrong gradient."""
+    """A graph that is kept can be run backward again; where something wrote to what backward needs, that is said
+    instead of a wrong gradient.
+    """
     model, batch, _ = captured("gpt")
     program = compiled("gpt", MESHES["one"], settings("gpt")["all"])
 
@@ -235,13 +284,22 @@ def test_backward_twice() -> None:
 
 
 def test_collectives_whose_results_are_kept_are_not_repeated() -> None:
-    """One a layer, of two layers: the sum after `proj`. That after `out` makes the layer's result, which nothing in it needs again."""
+    """One a layer, of two layers: the sum after `proj`. That after `out` makes the layer's result, which nothing in it
+    needs again.
+    """
 
     def repeated(setting: str) -> int:
-        sim = shardc.verify.simulate(compiled("gpt", MESHES["dp=2 tp=2"], settings("gpt")[setting]), *captured("gpt")[:2])
+        sim = shardc.verify.simulate(
+            compiled("gpt", MESHES["dp=2 tp=2"], settings("gpt")[setting]), *captured("gpt")[:2]
+        )
         return sum(c.direction == "recompute" for c in sim.comms)
 
-    assert {s: repeated(s) for s in ("all", "save", "save linear", "budget")} == {"all": 2, "save": 0, "save linear": 2, "budget": 0}
+    assert {s: repeated(s) for s in ("all", "save", "save linear", "budget")} == {
+        "all": 2,
+        "save": 0,
+        "save linear": 2,
+        "budget": 0,
+    }
     program = compiled("gpt", MESHES["dp=2 tp=2"], settings("gpt")["all"])
     assert [r.again for r in program.regions] == [1, 1]
     assert [(r.count, r.axes) for r in report.comm_rows(program) if r.direction == "recompute"] == [(2, "tp")]
@@ -273,7 +331,9 @@ def test_the_artifact_keeps_them(setting: str, tmp_path: Path) -> None:
     assert back.regions == program.regions
     assert str(back) == str(program)
     for a, b in zip(program.stages[0].graph.nodes, back.stages[0].graph.nodes, strict=True):
-        assert [a.meta.get(k) for k in ("region", "kept", "again")] == [b.meta.get(k) for k in ("region", "kept", "again")]
+        assert [a.meta.get(k) for k in ("region", "kept", "again")] == [
+            b.meta.get(k) for k in ("region", "kept", "again")
+        ]
     if setting == "nested":
         assert_same(two_steps("gpt", back), plain("gpt", "dp=2 tp=2"))
 
@@ -289,15 +349,23 @@ def test_regions_that_cannot_be_read(text: str, tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_said_with_its_cause(tmp_path: Path) -> None:
-    (tmp_path / "spec.yaml").write_text('shardc: 1\nmesh: {}\ncheckpoint:\n  - match: "h.*"\n    save: [linear]\n    offload: cpu\n')
+    (tmp_path / "spec.yaml").write_text(
+        'shardc: 1\nmesh: {}\ncheckpoint:\n  - match: "h.*"\n    save: [linear]\n    offload: cpu\n'
+    )
     model, batch, graph = captured("gpt")
     program = shardc.compile(model, batch, tmp_path / "spec.yaml", captured=graph)
     text = str(program)
     cause = f"{tmp_path}/spec.yaml:4:5 checkpoint 'h.*'"
     assert program.notes[-1].startswith("h.0 and 1 more like it: keeps 288.0 KiB until backward, computes ")
     assert program.notes[-1].endswith(f" again ({cause})")
-    assert f"# region h.0: keeps 288.0 KiB on the CPU, computes {program.notes[-1].split('computes ')[1].split(' again')[0]} again  {cause}" in text
-    assert 'linear = aten.linear.default(layer_norm, h_0_qkv_weight, h_0_qkv_bias)  # f32[8, 16, 192] grad | region "h.0" kept "h.0"' in text
+    assert (
+        "# region h.0: keeps 288.0 KiB on the CPU, computes"
+        f" {program.notes[-1].split('computes ')[1].split(' again')[0]} again  {cause}" in text
+    )
+    assert (
+        'linear = aten.linear.default(layer_norm, h_0_qkv_weight, h_0_qkv_bias)  # f32[8, 16, 192] grad | region "h.0"'
+        ' kept "h.0"' in text
+    )
     assert 'gelu = aten.gelu.default(linear_2)  # f32[8, 16, 256] grad | region "h.0"\n' in text
 
 
@@ -310,8 +378,16 @@ def test_every() -> None:
     ("entries", "what", "fix"),
     [
         ([{"match": "*.ln1"}], "pattern '.*ln1' matches no module that computes anything", "did you mean '*.ln_1'?"),
-        ([{"match": "qqq"}], "pattern 'qqq' matches no module that computes anything", "shardc inspect model.py --before"),
-        ([{"match": "h.*"}, {"match": "h.0"}], "pattern 'h.0' never wins: earlier entries name all modules", "delete it, or move it up"),
+        (
+            [{"match": "qqq"}],
+            "pattern 'qqq' matches no module that computes anything",
+            "shardc inspect model.py --before",
+        ),
+        (
+            [{"match": "h.*"}, {"match": "h.0"}],
+            "pattern 'h.0' never wins: earlier entries name all modules",
+            "delete it, or move it up",
+        ),
     ],
 )
 def test_patterns_that_name_nothing(entries: list[dict[str, Any]], what: str, fix: str) -> None:
@@ -322,7 +398,9 @@ def test_patterns_that_name_nothing(entries: list[dict[str, Any]], what: str, fi
 
 
 def test_budgets() -> None:
-    """More memory never means more work; all of it means none, and a little is spent on what is dearest for its bytes."""
+    """More memory never means more work; all of it means none, and a little is spent on
+    what is dearest for its bytes.
+    """
     shares = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     for mesh in ("one", "tp=2 sp"):
         found = [compiled("gpt", MESHES[mesh], [{"match": "h.*", "budget": s}]).regions[0] for s in shares]
@@ -384,7 +462,9 @@ class Stack(nn.Module):
 
     def __init__(self, layers: int = 16, width: int = 32) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()) for _ in range(layers)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -427,7 +507,9 @@ def test_what_regions_say_they_keep(name: str) -> None:
 
 @pytest.mark.parametrize("mesh", ["dp=2 tp=2", "zero 3", "1f1b", "zb-h1, tp=2"])
 def test_offload(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU there is nowhere to go; made to go all the same, every activation that is held is a copy, and parameters are not."""
+    """On a CPU there is nowhere to go; made to go all the same, every activation that is held is a copy, and parameters
+    are not.
+    """
     moved: list[torch.Size] = []
 
     def useful(x: Tensor) -> bool:
@@ -438,7 +520,11 @@ def test_offload(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = compiled("gpt", MESHES[mesh], [{"match": "h.*", "save": ["linear"], "offload": "cpu"}])
     assert_same(two_steps("gpt", program), plain("gpt", mesh))
     assert moved
-    rows = 8 // program.mesh.size("dp") // program.microbatches if "dp" in program.mesh.names else 8 // program.microbatches
+    rows = (
+        8 // program.mesh.size("dp") // program.microbatches
+        if "dp" in program.mesh.names
+        else 8 // program.microbatches
+    )
     assert all(s[0] == rows for s in moved)
 
 
@@ -463,6 +549,8 @@ class Speech(nn.Module):
 
 
 def test_an_op_that_looks_at_values_is_taken_to_keep_its_operands() -> None:
-    one = equality.reference(lambda: (Speech(), (torch.randn(4, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),)))
+    one = equality.reference(
+        lambda: (Speech(), (torch.randn(4, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),))
+    )
     sim = one.on({"shardc": 1, "mesh": {"dp": 2}, "checkpoint": [{"match": "vocoder"}]})
     equality.assert_equal(sim, one.loss, one.grads)

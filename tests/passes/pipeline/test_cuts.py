@@ -1,4 +1,6 @@
-"""Where stages are cut: by cost as evenly as can be, before modules, by counts of layers; and every mistake at its line of the spec."""
+"""Where stages are cut: by cost as evenly as can be, before modules, by counts of layers; and every mistake at its line
+of the spec.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def compiled(name: str, ranks: int, asked: str, folder: Path) -> Program:
 
 def modules(program: Program) -> list[list[str]]:
     """The modules whose ops each stage runs, in order."""
-    return [list(dict.fromkeys(n.meta["source"].module for n in s.graph.nodes if n.op == "call_function")) for s in program.stages]
+    return [
+        list(dict.fromkeys(n.meta["source"].module for n in s.graph.nodes if n.op == "call_function"))
+        for s in program.stages
+    ]
 
 
 def places(error: shardc.ShardcError) -> list[str]:
@@ -66,7 +71,9 @@ def cost(of: Ops, cuts: tuple[int, ...]) -> float:
 
 
 def test_no_cuts_are_much_better() -> None:
-    """Against all cuts there are, for small random graphs: up to as many stages as ops, ops without cost, cuts over which much crosses."""
+    """Against all cuts there are, for small random graphs: up to as many stages as ops, ops without cost, cuts over
+    which much crosses.
+    """
     for seed in range(400):
         draw = random.Random(seed)
         length = draw.randint(1, 9)
@@ -111,7 +118,9 @@ def test_a_large_embedding_and_head_weigh_as_much_as_layers(stages: int) -> None
     """8 layers over 4 stages, a vocabulary that costs some layers: the first and last stage have fewer of them."""
     spec = {"shardc": 1, "mesh": {"pp": stages}, "pipeline": {"axis": "pp"}, "batch": {"microbatches": 8}}
     program = shardc.compile(*gpt(16384, 512, 8), spec, prove=False)
-    costs = [sum(Ops.of([n for n in s.graph.nodes if n.op == "call_function"], program.mesh, 8).work) for s in program.stages]
+    costs = [
+        sum(Ops.of([n for n in s.graph.nodes if n.op == "call_function"], program.mesh, 8).work) for s in program.stages
+    ]
     assert max(costs) <= 1.15 * sum(costs) / stages
     layers = [sum(f"h.{i}" in each for i in range(8)) for each in modules(program)]
     assert layers[-1] < max(layers)
@@ -121,8 +130,9 @@ def test_a_large_embedding_and_head_weigh_as_much_as_layers(stages: int) -> None
 
 def test_equal_cuts_are_between_modules(tmp_path: Path) -> None:
     assert [[m for m in each if m.endswith("ln_1")] for each in modules(compiled("gpt", 2, "stages: 2", tmp_path))] == [
-        ["h.0.ln_1", "h.1.ln_1"], ["h.2.ln_1", "h.3.ln_1"],
-    ]  # fmt: skip
+        ["h.0.ln_1", "h.1.ln_1"],
+        ["h.2.ln_1", "h.3.ln_1"],
+    ]
 
 
 def test_no_stage_is_empty(tmp_path: Path) -> None:
@@ -141,11 +151,15 @@ def test_before_modules(tmp_path: Path) -> None:
     assert {m.split(".")[1] for m in second if m} == {"0", "1", "2"}
     assert {m.split(".")[1] for m in third if m} == {"3"}
     assert last[0] == "ln_f"
-    assert 'f64[8, 16, 64] grad | send_recv/send_recv pp 65536 "spec.yaml:3:1 pipeline"' in str(program).replace(str(tmp_path) + "/", "")
+    assert 'f64[8, 16, 64] grad | send_recv/send_recv pp 65536 "spec.yaml:3:1 pipeline"' in str(program).replace(
+        str(tmp_path) + "/", ""
+    )
 
 
 def test_encoder_and_decoder(tmp_path: Path) -> None:
-    """T5: the decoder's stages get the encoder's result, each from the stage that made it; masks and biases are made again."""
+    """T5: the decoder's stages get the encoder's result, each from the stage that made it; masks and biases are made
+    again.
+    """
     program = compiled("t5", 4, "cut: [encoder.block.1, decoder, decoder.block.1]", tmp_path)
     assert [(e.source, e.target, len(e.names)) for e in program.edges] == [(0, 1, 1), (1, 2, 1), (1, 3, 1), (2, 3, 1)]
     for stage in program.stages[1:3]:
@@ -162,20 +176,47 @@ def _shared(program: Program, names: tuple[str, ...]) -> list[str]:
         ("cut: [h2]", 2, [("5:9", "no op of the model runs in a module 'h2'", "is it h.2?")]),
         ("cut: [wte]", 2, [("5:9", "'wte' runs first: nothing is left for the stage before it", "a later module")]),
         ("cut: [h.2, h.1, h.3]", 4, [("5:14", "'h.1' begins before 'h.2' does", "in the order in which they run")]),
-        ("cut: [h.1, h.2, h.2]", 4, [("5:19", "'h.2' is listed twice: nothing is left for the stage between", "leave it out")]),
-        ("cut: [h.1, h.2, h.2.ln_1]", 4, [("5:19", "'h.2.ln_1' begins where 'h.2' does: nothing is left", "a later module")]),
         (
-            "cut: [nope, wte, x]", 4,
-            [("5:9", "in a module 'nope'", "as model.named_modules() does"), ("5:15", "'wte' runs first", ""), ("5:20", "in a module 'x'", "")],
+            "cut: [h.1, h.2, h.2]",
+            4,
+            [("5:19", "'h.2' is listed twice: nothing is left for the stage between", "leave it out")],
+        ),
+        (
+            "cut: [h.1, h.2, h.2.ln_1]",
+            4,
+            [("5:19", "'h.2.ln_1' begins where 'h.2' does: nothing is left", "a later module")],
+        ),
+        (
+            "cut: [nope, wte, x]",
+            4,
+            [
+                ("5:9", "in a module 'nope'", "as model.named_modules() does"),
+                ("5:15", "'wte' runs first", ""),
+                ("5:20", "in a module 'x'", ""),
+            ],
         ),
         ("cut: [h.1, h.2]", 2, [("5:8", "3 stages do not spread evenly over pp=2", "make it 2 or 4 stages")]),
-        ("balance: [2, 3]", 2, [("5:3", "balance counts 5 layers, and the model has h (4)", "make the counts add up to 4")]),
+        (
+            "balance: [2, 3]",
+            2,
+            [("5:3", "balance counts 5 layers, and the model has h (4)", "make the counts add up to 4")],
+        ),
         ("balance: [1, 1, 2]", 4, [("5:12", "3 stages do not spread evenly over pp=4", "make it 4 stages")]),
-        ("stages: 256", 2, [("5:3", "256 stages, and the model has only 84 ops that depend on its input and its weights", "at most 84 stages")]),
+        (
+            "stages: 256",
+            2,
+            [
+                (
+                    "5:3",
+                    "256 stages, and the model has only 84 ops that depend on its input and its weights",
+                    "at most 84 stages",
+                )
+            ],
+        ),
         ("stages: 3", 2, [("5:11", "3 stages do not spread evenly over pp=2", "make it 2 or 4 stages")]),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
-)  # fmt: skip
+)
 def test_mistakes(asked: str, ranks: int, expected: list[tuple[str, str, str]], tmp_path: Path) -> None:
     with pytest.raises(shardc.ShardcError) as e:
         compiled("gpt", ranks, asked, tmp_path)
@@ -190,7 +231,10 @@ def test_mistakes(asked: str, ranks: int, expected: list[tuple[str, str, str]], 
 
 
 def test_counts_of_layers(tmp_path: Path) -> None:
-    layers = [{m.split(".")[1] for m in each if m.startswith("h.")} for each in modules(compiled("gpt", 2, "balance: [1, 3]", tmp_path))]
+    layers = [
+        {m.split(".")[1] for m in each if m.startswith("h.")}
+        for each in modules(compiled("gpt", 2, "balance: [1, 3]", tmp_path))
+    ]
     assert layers == [{"0"}, {"1", "2", "3"}]
 
 
@@ -203,7 +247,9 @@ def test_counts_over_encoder_and_decoder(tmp_path: Path) -> None:
 
 
 def test_counts_that_fit_two_lists_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(shardc.ShardcError, match=r"balance counts 2 layers, and the model has encoder.block \(2\), decoder.block \(2\)") as e:
+    with pytest.raises(
+        shardc.ShardcError, match=r"balance counts 2 layers, and the model has encoder.block \(2\), decoder.block \(2\)"
+    ) as e:
         compiled("t5", 2, "balance: [1, 1]", tmp_path)
     assert e.value.fix == "make the counts add up to 4"
 

@@ -1,4 +1,6 @@
-"""Pipelines are equal to one device: every schedule, with dp and tp, whatever crosses between stages, whatever they share."""
+"""Pipelines are equal to one device: every schedule, with dp and tp, whatever crosses between stages, whatever they
+share.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,22 @@ from tests.zoo import plain, plain_more  # noqa: F401 (its models are in plain.A
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 BUILD: dict[str, Callable[..., zoo.Built]] = {
-    "gpt": functools.partial(zoo.gpt, layers=4), "llama": functools.partial(zoo.llama, layers=4), "t5": functools.partial(zoo.t5, layers=2),
-    **plain.ALL, **{name: build for name, build in zoo.ALL.items() if name not in ("gpt", "llama", "t5")},
-}  # fmt: skip
+    "gpt": functools.partial(zoo.gpt, layers=4),
+    "llama": functools.partial(zoo.llama, layers=4),
+    "t5": functools.partial(zoo.t5, layers=2),
+    **plain.ALL,
+    **{name: build for name, build in zoo.ALL.items() if name not in ("gpt", "llama", "t5")},
+}
 #: A mesh, and microbatches: as many as stages, more, fewer, one, not a multiple.
 MESHES: dict[str, tuple[dict[str, int], int]] = {
-    "pp=2": ({"pp": 2}, 8), "pp=4": ({"pp": 4}, 2), "pp=2 dp=2": ({"pp": 2, "dp": 2}, 4), "pp=2 tp=2": ({"pp": 2, "tp": 2}, 4),
-    "pp=2 tp=2 sp": ({"pp": 2, "tp": 2}, 1), "dp=2 pp=2 tp=2": ({"dp": 2, "pp": 2, "tp": 2}, 2), "pp=3": ({"pp": 3}, 4),
-}  # fmt: skip
+    "pp=2": ({"pp": 2}, 8),
+    "pp=4": ({"pp": 4}, 2),
+    "pp=2 dp=2": ({"pp": 2, "dp": 2}, 4),
+    "pp=2 tp=2": ({"pp": 2, "tp": 2}, 4),
+    "pp=2 tp=2 sp": ({"pp": 2, "tp": 2}, 1),
+    "dp=2 pp=2 tp=2": ({"dp": 2, "pp": 2, "tp": 2}, 2),
+    "pp=3": ({"pp": 3}, 4),
+}
 PLAIN = ("pp=2", "pp=4", "pp=2 dp=2", "pp=3")  # for models without a plan
 
 
@@ -108,7 +118,9 @@ def test_other_models(name: str) -> None:
     check(name, spec({"pp": 2, "dp": 2}, 1, schedule="interleaved"))
 
 
-@pytest.mark.parametrize(("zero", "schedule"), [(1, "zb-v"), (1, "1f1b"), (2, "interleaved"), (2, "zb-h1"), (3, "zb-v"), (3, "zb-h1")])
+@pytest.mark.parametrize(
+    ("zero", "schedule"), [(1, "zb-v"), (1, "1f1b"), (2, "interleaved"), (2, "zb-h1"), (3, "zb-v"), (3, "zb-h1")]
+)
 def test_zero(zero: int, schedule: str) -> None:
     check("gpt", spec({"pp": 2, "dp": 2}, 4, schedule=schedule, data={"axis": "dp", "zero": zero, "bucket_mb": 0.1}))
 
@@ -121,13 +133,21 @@ def pair(build: Callable[[], zoo.Built], asked: dict[str, Any], **options: Any) 
     with zoo.Wide():
         model, batch = build()
         alone = {k: v for k, v in asked.items() if k == "precision"}
-        one = shardc.verify.simulate(shardc.compile(model, batch, {"shardc": 1, "mesh": {}, **alone}, prove=False), model, batch, **options)
+        one = shardc.verify.simulate(
+            shardc.compile(model, batch, {"shardc": 1, "mesh": {}, **alone}, prove=False), model, batch, **options
+        )
         return shardc.verify.simulate(shardc.compile(model, batch, asked, prove=False), model, batch, **options), one
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dropout(schedule: str) -> None:
-    asked = spec({"pp": 2, "tp": 2}, 4, schedule=schedule, shard=SHARD["gpt"], activations={"wte": {1: "tp"}} if schedule == "gpipe" else {})
+    asked = spec(
+        {"pp": 2, "tp": 2},
+        4,
+        schedule=schedule,
+        shard=SHARD["gpt"],
+        activations={"wte": {1: "tp"}} if schedule == "gpipe" else {},
+    )
     sim, one = pair(functools.partial(zoo.gpt, dropout=0.2), asked, seed=7)
     assert_equal(sim, one.loss, one.grads)
 
@@ -141,8 +161,10 @@ def test_dropout(schedule: str) -> None:
         ("zb-v", {"axis": "dp", "zero": 2, "offload": {"optimizer": "cpu"}}, []),
         ("gpipe", {"axis": "dp", "zero": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}, []),
     ],
-)  # fmt: skip
-def test_training_with_dropout_recomputation_zero_and_offload(schedule: str, data: dict[str, Any], checkpoint: list[Any]) -> None:
+)
+def test_training_with_dropout_recomputation_zero_and_offload(
+    schedule: str, data: dict[str, Any], checkpoint: list[Any]
+) -> None:
     """Three steps of AdamW: every parameter and every copy."""
     asked = spec({"pp": 2, "dp": 2}, 2, schedule=schedule, **({"data": data} if data else {}), checkpoint=checkpoint)
     sim, one = pair(functools.partial(zoo.gpt, dropout=0.1), asked, steps=3)
@@ -153,10 +175,11 @@ def test_training_with_dropout_recomputation_zero_and_offload(schedule: str, dat
 @pytest.mark.parametrize(
     ("schedule", "precision"),
     [
-        ("zb-v", {"compute": "bfloat16"}), ("1f1b", {"compute": "bfloat16", "params": "bfloat16", "reduce": "float32"}),
+        ("zb-v", {"compute": "bfloat16"}),
+        ("1f1b", {"compute": "bfloat16", "params": "bfloat16", "reduce": "float32"}),
         ("zb-h1", {"compute": "float16", "loss_scale": "dynamic"}),
     ],
-)  # fmt: skip
+)
 def test_mixed_precision(schedule: str, precision: dict[str, Any]) -> None:
     """What crosses is narrow too. Tolerance: DESIGN section 6."""
     asked = spec({"pp": 2, "dp": 2}, 2, schedule=schedule, precision=precision)
@@ -202,7 +225,9 @@ def crossing() -> zoo.Built:
 
 
 class Shared(nn.Module):
-    """Weights that three stages use; one of them only behind a detach; one that nothing reaches; a frozen one; one that is not used."""
+    """Weights that three stages use; one of them only behind a detach; one that nothing reaches; a frozen one; one that
+    is not used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +271,9 @@ def forked() -> zoo.Built:
 
 
 class Queried(nn.Module):
-    """What a stage in the middle computes of parameters alone, which data meets only in the last; a penalty that no data meets."""
+    """What a stage in the middle computes of parameters alone, which data meets only in the last; a penalty that no
+    data meets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +315,9 @@ def test_every_op_may_be_cut_from_the_next(name: str) -> None:
 
 
 def test_only_what_the_loss_asks_gets_gradients_back() -> None:
-    """Integers, truth values and what is detached where it is used go one way; each stage gets what it uses from where it is made."""
+    """Integers, truth values and what is detached where it is used go one way; each stage gets what it uses from where
+    it is made.
+    """
     program = one_device("crossing").compile(spec({"pp": 3}, cut=CUTS["crossing"]))
     values = {name: v for e in program.edges for name, v in zip(e.names, e.values, strict=True)}
     assert {v.dtype for v in values.values()} == {torch.float64, torch.int64, torch.bool}
@@ -298,7 +327,11 @@ def test_only_what_the_loss_asks_gets_gradients_back() -> None:
     }
     late = one_device("shared").compile(spec({"pp": 4}, cut=CUTS["shared"]))
     assert {(e.source, e.target): e.gradient for e in late.edges}[0, 3] is False
-    sent = [c for c in shardc.verify.simulate(late, *_of("shared")).comms if c.kind == "send_recv" and c.direction == "backward"]
+    sent = [
+        c
+        for c in shardc.verify.simulate(late, *_of("shared")).comms
+        if c.kind == "send_recv" and c.direction == "backward"
+    ]
     assert sent == []  # the first rank sends no gradients at all
 
 
@@ -310,9 +343,14 @@ def _of(name: str) -> tuple[nn.Module, Any]:
 
 
 def test_shared_weights_are_in_the_plan() -> None:
-    """A copy a rank, initialised alike, gradients summed: tied embedding and head; none where one rank has both ends (zb-v)."""
+    """A copy a rank, initialised alike, gradients summed: tied embedding and head; none where one rank has both ends
+    (zb-v).
+    """
     program = one_device("gpt").compile(spec({"pp": 4}))
-    assert program.notes[-1] == "wte.weight is used by stages 0, 3: each rank of pp[0,3] has a copy, and their gradients are summed"
+    assert (
+        program.notes[-1]
+        == "wte.weight is used by stages 0, 3: each rank of pp[0,3] has a copy, and their gradients are summed"
+    )
     (bucket,) = [b for b in program.buckets if b.axes]
     assert (bucket.axes, bucket.params, bucket.late) == (("pp[0,3]",), ("wte_weight",), True)
     assert "#   wte.weight = head.weight  f64[128, 64]  sum over pp[0,3], bucket 0" in str(program)
@@ -322,7 +360,9 @@ def test_shared_weights_are_in_the_plan() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_copies_stay_equal_whatever_reaches_them(zero: int) -> None:
-    """A copy whose stage brings no gradient is updated as the others; what nothing reaches is not updated at all, as on one device."""
+    """A copy whose stage brings no gradient is updated as the others; what nothing reaches is not updated at all, as on
+    one device.
+    """
     asked = spec({"pp": 4, "dp": 2}, 2, cut=CUTS["shared"], **({"data": {"axis": "dp", "zero": zero}} if zero else {}))
     sim, one = pair(shared, asked, steps=3)
     assert set(sim.grads) == set(one.grads)
@@ -334,7 +374,9 @@ def test_copies_stay_equal_whatever_reaches_them(zero: int) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("name", ["resnet_bn", "pointnet", "self_supervised", "spectral"])
 def test_buffers(name: str, schedule: str) -> None:
-    """Running statistics, counters and power iterations; of a module that two stages run, both ranks have the new value."""
+    """Running statistics, counters and power iterations; of a module that two stages run, both ranks have the new
+    value.
+    """
     sim, one = pair(BUILD[name], spec({"pp": 2, "dp": 2}, schedule=schedule), steps=2)
     for fqn, x in one.state.items():
         torch.testing.assert_close(sim.state[fqn], x, rtol=0, atol=1e-9)

@@ -1,4 +1,6 @@
-"""Placement chooses what a good engineer would: sums are done once, where they are smallest, and shared by all that need them."""
+"""Placement chooses what a good engineer would: sums are done once, where they are smallest, and shared by all that
+need them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.test_equal import assert_equal
 N = 32
 
 
-def collectives(model: nn.Module, batch: Any, shard: dict[str, Any], **more: Any) -> tuple[collections.Counter[str], collections.Counter[str]]:
+def collectives(
+    model: nn.Module, batch: Any, shard: dict[str, Any], **more: Any
+) -> tuple[collections.Counter[str], collections.Counter[str]]:
     """What runs forward and backward over tp=2, by kind; equality is checked on the way."""
     model = zoo.ready(model, torch.float64)
     loss = model(batch)
@@ -27,7 +31,9 @@ def collectives(model: nn.Module, batch: Any, shard: dict[str, Any], **more: Any
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": shard, **more})
     sim = shardc.verify.simulate(program, model, batch)
     assert_equal(sim, loss.detach(), grads)
-    forward, backward = (collections.Counter(c.kind for c in sim.comms if c.direction == d) for d in ("forward", "backward"))
+    forward, backward = (
+        collections.Counter(c.kind for c in sim.comms if c.direction == d) for d in ("forward", "backward")
+    )
     return forward, backward
 
 
@@ -164,17 +170,31 @@ def test_one_token_of_a_split_sequence_is_sent_alone() -> None:
 
 @pytest.mark.parametrize("axes", [("tp", "dp"), ("dp", "tp")])
 def test_a_padded_batch_keeps_its_split_whatever_the_order_of_axes(axes: tuple[str, str]) -> None:
-    """4 sequences on 3 ranks, flattened with a sequence that tp splits: the sequence is gathered, and noted; the batch is not."""
+    """4 sequences on 3 ranks, flattened with a sequence that tp splits: the sequence is gathered, and noted; the batch
+    is not.
+    """
     model, batch = zoo.ready(Flat(), torch.float64), values()
-    spec = {"shardc": 1, "mesh": {a: {"tp": 2, "dp": 3}[a] for a in axes}, "shard": {"start": "column", "end": "row"}, "uneven": "pad"}
+    spec = {
+        "shardc": 1,
+        "mesh": {a: {"tp": 2, "dp": 3}[a] for a in axes},
+        "shard": {"start": "column", "end": "row"},
+        "uneven": "pad",
+    }
     program = shardc.compile(model, batch, {**spec, "activations": {"before": {1: "tp"}}})
-    text = f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there, which nobody asked for"
+    text = (
+        f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there, which nobody"
+        " asked for"
+    )
     assert [n.partition(": ")[2] for n in program.notes] == [text]
     sim = shardc.verify.simulate(program, model, batch)
     loss = model(batch)
     loss.backward()
     assert torch.allclose(sim.loss, loss.detach(), rtol=1e-12)
-    assert all(torch.allclose(sim.grads[n], p.grad, rtol=1e-11, atol=1e-14) for n, p in model.named_parameters() if p.grad is not None)
+    assert all(
+        torch.allclose(sim.grads[n], p.grad, rtol=1e-11, atol=1e-14)
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    )
 
 
 class Critic(nn.Module):
@@ -199,11 +219,18 @@ def test_a_new_value_that_comes_split_is_gathered_for_its_buffer() -> None:
     assert all(torch.allclose(sim.state[n], b, rtol=1e-12) for n, b in model.named_buffers())
 
 
-@pytest.mark.parametrize(("mesh", "microbatches"), [({"dp": 2, "tp": 2}, 1), ({"tp": 2, "dp": 2}, 1), ({"tp": 2}, 2), ({"tp": 2, "dp": 2}, 2)])
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"),
+    [({"dp": 2, "tp": 2}, 1), ({"tp": 2, "dp": 2}, 1), ({"tp": 2}, 2), ({"tp": 2, "dp": 2}, 2)],
+)
 def test_an_annotation_splits_what_the_batch_leaves_of_a_dim(mesh: dict[str, int], microbatches: int) -> None:
-    """tp on the batch's dim is the digit below those of dp and microbatches: what follows is computed in parts, dropout's masks as well."""
+    """tp on the batch's dim is the digit below those of dp and microbatches: what follows is computed in parts,
+    dropout's masks as well.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(N, N), nn.Dropout(0.5), nn.GELU(), nn.Linear(N, 1), nn.Flatten(0), nn.Softplus(), Mean()).double()
+    model = nn.Sequential(
+        nn.Linear(N, N), nn.Dropout(0.5), nn.GELU(), nn.Linear(N, 1), nn.Flatten(0), nn.Softplus(), Mean()
+    ).double()
     batch = torch.randn(8, N, dtype=torch.float64)
     spec = {"shardc": 1, "mesh": mesh, "batch": {"microbatches": microbatches}, "activations": {"0": {0: "tp"}}}
     one = shardc.verify.simulate(shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 1}}), model, batch, seed=3)
@@ -218,7 +245,13 @@ class Mean(nn.Module):
 
 
 def test_an_annotation_of_a_dim_that_the_batch_uses_up_is_refused() -> None:
-    model, batch = nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Linear(N, 1), Mean()).double(), torch.randn(4, N, dtype=torch.float64)
-    text = r"(?s)dim 0 of .* is split over dp already, and cannot be split over tp as well: 4 .*fix: name another dim for tp"
+    model, batch = (
+        nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Linear(N, 1), Mean()).double(),
+        torch.randn(4, N, dtype=torch.float64),
+    )
+    text = (
+        r"(?s)dim 0 of .* is split over dp already, and cannot be split over tp as well: 4 .*fix: name another dim"
+        r" for tp"
+    )
     with pytest.raises(shardc.ShardcError, match=text):
         shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2, "dp": 4}, "activations": {"0": {0: "tp"}}})

@@ -1,4 +1,6 @@
-"""Mixed precision: what runs in which dtype, equality with one device, collectives of half the bytes, loss scaling on all ranks alike."""
+"""Mixed precision: what runs in which dtype, equality with one device, collectives of half the bytes, loss scaling on
+all ranks alike.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +34,39 @@ from tests.zoo import plain as plain_zoo
 from tests.zoo import plain_gradients, plain_more  # noqa: F401 (they fill the zoo)
 
 BF16 = {"precision": {"compute": "bfloat16"}}
-#: DESIGN section 6, for the loss and the whole gradient. A single parameter's gradient averages fewer roundings: twice that, and
-#: measured against 5 % of the whole where it nearly cancels.
+#: DESIGN section 6, for the loss and the whole gradient. A single parameter's gradient averages fewer roundings: twice
+#: that, and measured against 5 % of the whole where it nearly cancels.
 RTOL, RTOL_ONE, FLOOR = 1e-2, 2e-2, 0.05
 
 
 def smooth_t5() -> tuple[nn.Module, Any]:
-    """T5 1.1, with gelu: relu's gradient jumps, and 3 % of a small model's gradient is then the rounding that decides on which side of 0
-    a unit lies, in eager bf16 just the same."""
+    """T5 1.1, with gelu: relu's gradient jumps, and 3 % of a small model's gradient is then the rounding that decides
+    on
+    which side of 0 a unit lies, in eager bf16 just the same."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=zoo.VOCAB, d_model=zoo.HIDDEN, d_kv=zoo.HIDDEN // zoo.HEADS, d_ff=4 * zoo.HIDDEN, num_layers=2, num_heads=zoo.HEADS,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, feed_forward_proj="gated-gelu",
-    )  # fmt: skip
-    return zoo.ready(T5ForConditionalGeneration(config), torch.float32), {"input_ids": zoo.tokens(), "labels": zoo.labels()}
+        vocab_size=zoo.VOCAB,
+        d_model=zoo.HIDDEN,
+        d_kv=zoo.HIDDEN // zoo.HEADS,
+        d_ff=4 * zoo.HIDDEN,
+        num_layers=2,
+        num_heads=zoo.HEADS,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        feed_forward_proj="gated-gelu",
+    )
+    return zoo.ready(T5ForConditionalGeneration(config), torch.float32), {
+        "input_ids": zoo.tokens(),
+        "labels": zoo.labels(),
+    }
 
 
 def calm(name: str) -> tuple[nn.Module, Any]:
-    """A model of the zoo in float32, initialised as people do: activations of ordinary size, for which 8 bits of mantissa do."""
+    """A model of the zoo in float32, initialised as people do: activations of ordinary size, for which 8 bits of
+    mantissa do.
+    """
     model, batch = smooth_t5() if name == "t5" else zoo.ALL[name](dtype=torch.float32)
     with torch.no_grad():
         for fqn, p in model.named_parameters():
@@ -92,13 +108,25 @@ def assert_close(loss: Tensor, grads: dict[str, Tensor], to: Simulation, factor:
     off = {n: float((g - to.grads[n]).float().norm()) for n, g in grads.items()}
     assert abs(float(loss - to.loss)) <= RTOL * abs(float(to.loss))
     assert sum(e**2 for e in off.values()) ** 0.5 <= factor * RTOL * whole
-    assert not {n: e for n, e in off.items() if not e <= factor * RTOL_ONE * max(float(to.grads[n].float().norm()), FLOOR * whole)}
+    assert not {
+        n: e
+        for n, e in off.items()
+        if not e <= factor * RTOL_ONE * max(float(to.grads[n].float().norm()), FLOOR * whole)
+    }
 
 
 SEQUENCE = {
-    "gpt": ["h.*"], "llama": ["model.layers.*"], "bert": ["bert.encoder.layer.*"], "t5": ["encoder.block.*", "decoder.block.*"],
-}  # fmt: skip
-MESHES: list[tuple[dict[str, int], bool]] = [({"dp": 2}, False), ({"tp": 2}, False), ({"dp": 2, "tp": 2}, False), ({"dp": 2, "tp": 2}, True)]
+    "gpt": ["h.*"],
+    "llama": ["model.layers.*"],
+    "bert": ["bert.encoder.layer.*"],
+    "t5": ["encoder.block.*", "decoder.block.*"],
+}
+MESHES: list[tuple[dict[str, int], bool]] = [
+    ({"dp": 2}, False),
+    ({"tp": 2}, False),
+    ({"dp": 2, "tp": 2}, False),
+    ({"dp": 2, "tp": 2}, True),
+]
 
 
 def split(name: str, mesh: dict[str, int], sequence: bool = False) -> dict[str, Any]:
@@ -126,7 +154,8 @@ def dtypes_of(program: Program, *names: str) -> set[torch.dtype]:
     return {d for n in names for _, d in found[n]}
 
 
-# --- equality ------------------------------------------------------------------------------------------------------------
+# --- equality
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mesh", "sequence"), MESHES, ids=["dp2", "tp2", "dp2xtp2", "dp2xtp2+sp"])
@@ -143,7 +172,9 @@ def test_follows_one_device_in_bf16(name: str, mesh: dict[str, int], sequence: b
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "bert", "t5", "resnet_bn"])
 def test_follows_autocast(name: str) -> None:
-    """The looser reference: eager torch rounds in other places (its residual sums stay float32), so twice the tolerance."""
+    """The looser reference: eager torch rounds in other places (its residual sums stay float32), so twice the
+    tolerance.
+    """
     single = one(name)
     model, batch = single.model, single.batch
     with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
@@ -163,7 +194,9 @@ def test_weights_after_steps() -> None:
         return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
 
     def after(**spec: Any) -> Simulation:
-        return shardc.verify.simulate(single.compile(**spec, **BF16), single.model, single.batch, steps=5, optimizer=sgd)
+        return shardc.verify.simulate(
+            single.compile(**spec, **BF16), single.model, single.batch, steps=5, optimizer=sgd
+        )
 
     ones, many = after(), after(**split("gpt", {"dp": 2, "tp": 2}))
     before = dict(single.model.named_parameters())
@@ -176,7 +209,9 @@ def test_weights_after_steps() -> None:
     assert float((ones.state["h.0.fc.weight"] - w).abs().max()) < 2**-9 * float(w.abs().max())
 
 
-@pytest.mark.parametrize(("name", "sequence"), [("gpt", False), ("gpt", True), ("llama", False), ("llama", True), ("t5", False)])
+@pytest.mark.parametrize(
+    ("name", "sequence"), [("gpt", False), ("gpt", True), ("llama", False), ("llama", True), ("t5", False)]
+)
 def test_activations_take_half_the_bytes(name: str, sequence: bool) -> None:
     single, spec = one(name), split(name, {"tp": 2}, sequence)
 
@@ -191,7 +226,9 @@ def test_activations_take_half_the_bytes(name: str, sequence: bool) -> None:
     big = zoo.BATCH * zoo.SEQ * zoo.HIDDEN * 4
     assert {k: len(v) for k, v in narrow.items()} == {k: len(v) for k, v in wide.items()}
     assert sum(map(sum, wide.values())) > 8 * big
-    assert {k: [b for b in v if b >= big // 2] for k, v in narrow.items()} == {k: [b // 2 for b in v if b >= big] for k, v in wide.items()}
+    assert {k: [b for b in v if b >= big // 2] for k, v in narrow.items()} == {
+        k: [b // 2 for b in v if b >= big] for k, v in wide.items()
+    }
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -210,10 +247,13 @@ def test_zero_in_bf16(zero: int, mesh: dict[str, int]) -> None:
         sent = sum(c.bytes for c in sim.comms if c.kind == "all_gather" and c.axis == "dp" and c.direction == "forward")
         size = {p.name: p.value.nbytes(program.mesh) // 4 for p in program.params}
         narrow = sum(size[n] for n in low)
-        assert 2 * narrow < sent <= 2 * narrow + 4 * (sum(size.values()) - narrow) + 64 * len(program.buckets)  # and padding
+        assert (
+            2 * narrow < sent <= 2 * narrow + 4 * (sum(size.values()) - narrow) + 64 * len(program.buckets)
+        )  # and padding
 
 
-# --- what runs in which dtype --------------------------------------------------------------------------------------------
+# --- what runs in which dtype
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet_bn"])
@@ -229,7 +269,9 @@ def test_float64_stays_float64() -> None:
     model, batch = zoo.mlp(dtype=torch.float64)
     for precision in ({}, {"loss_scale": 8}):
         program = shardc.compile(model, batch, {"shardc": 1, "precision": precision})
-        assert {v.dtype for n in program.graph.nodes if isinstance(v := n.meta.get("value"), shardc.ir.program.Value)} == {torch.float64}
+        assert {
+            v.dtype for n in program.graph.nodes if isinstance(v := n.meta.get("value"), shardc.ir.program.Value)
+        } == {torch.float64}
 
 
 class Block(nn.Module):
@@ -253,7 +295,10 @@ def test_program(golden: Callable[[str, str], None]) -> None:
     """The casts stand in the program."""
     model, batch = block()
     spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"up": "column", "down": "row"}, **BF16}
-    golden("precision.txt", re.sub(r"\(test_precision.py:\d+\)", "(test_precision.py)", str(shardc.compile(model, batch, spec))))
+    golden(
+        "precision.txt",
+        re.sub(r"\(test_precision.py:\d+\)", "(test_precision.py)", str(shardc.compile(model, batch, spec))),
+    )
 
 
 def test_lists_do_not_contradict_each_other() -> None:
@@ -261,7 +306,9 @@ def test_lists_do_not_contradict_each_other() -> None:
     assert not (LOW | WIDE | LOOKUPS) & MOVES
     assert NARROWED <= WIDE
     ours = {"getitem", "experts"}
-    assert not {n for n in LOW | WIDE | MOVES | LOOKUPS | PROMOTE | CASTS if n not in ours and not hasattr(torch.ops.aten, n)}
+    assert not {
+        n for n in LOW | WIDE | MOVES | LOOKUPS | PROMOTE | CASTS if n not in ours and not hasattr(torch.ops.aten, n)
+    }
     assert is_wide("linalg_solve")
     assert not is_wide("linalg_matmul")
 
@@ -344,7 +391,10 @@ class Foreign(nn.Module):
 def test_foreign_ops_get_what_they_were_captured_with() -> None:
     torch.manual_seed(0)
     model, x = Foreign(), torch.randn(4, 8)
-    plain, sim = (shardc.verify.simulate(shardc.compile(model, x, {"shardc": 1, "unknown_ops": "replicate", **p}), model, x) for p in ({}, BF16))
+    plain, sim = (
+        shardc.verify.simulate(shardc.compile(model, x, {"shardc": 1, "unknown_ops": "replicate", **p}), model, x)
+        for p in ({}, BF16)
+    )
     assert_close(sim.loss, sim.grads, plain)
 
 
@@ -352,11 +402,17 @@ def test_foreign_ops_get_what_they_were_captured_with() -> None:
 def test_quantised_and_with_gradients_inside(name: str) -> None:
     """Fake quantisation has no kernel in 16 bits; gradients inside forward are ops like all others."""
     model, batch = plain_zoo.ALL[name](torch.float32)
-    whole, sim = (shardc.verify.simulate(shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **p}), model, batch) for p in ({}, BF16))
+    whole, sim = (
+        shardc.verify.simulate(shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **p}), model, batch)
+        for p in ({}, BF16)
+    )
     torch.testing.assert_close(sim.loss, whole.loss, rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize(("params", "compute"), [("bfloat16", "float32"), ("float32", "float64"), ("float64", "bfloat16"), ("float16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("params", "compute"),
+    [("bfloat16", "float32"), ("float32", "float64"), ("float64", "bfloat16"), ("float16", "bfloat16")],
+)
 def test_every_pair_of_dtypes(params: str, compute: str) -> None:
     single = one("gpt")
     program = single.compile(**split("gpt", {"dp": 2, "tp": 2}), precision={"params": params, "compute": compute})
@@ -367,7 +423,9 @@ def test_every_pair_of_dtypes(params: str, compute: str) -> None:
 
 
 class Masked(nn.Module):
-    """Masks as people write them: float32's least number, added or filled in, as an operand of attention, with rows that see nothing."""
+    """Masks as people write them: float32's least number, added or filled in, as an operand of attention, with rows
+    that see nothing.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -398,7 +456,10 @@ def test_masks_do_not_overflow(how: str, dtype: str) -> None:
     program = shardc.compile(model, (x, keep), {"shardc": 1, "mesh": {"dp": 2}, "precision": {"compute": dtype}})
     sim = shardc.verify.simulate(program, model, (x, keep))
     assert all(bool(g.isfinite().all()) for g in sim.grads.values())
-    if (how, dtype) != ("operand", "float16"):  # 65504 is so little that the fused op still sees scores beside it in a row that sees nothing
+    if (how, dtype) != (
+        "operand",
+        "float16",
+    ):  # 65504 is so little that the fused op still sees scores beside it in a row that sees nothing
         assert_close(sim.loss, sim.grads, plain)
 
 
@@ -418,7 +479,8 @@ def test_dropout_draws_the_same_masks() -> None:
     assert_close(many.loss, many.grads, ones)
 
 
-# --- stored weights, summed gradients ------------------------------------------------------------------------------------
+# --- stored weights, summed gradients
+# ------------------------------------------------------------------------------------
 
 
 def test_weights_stored_in_bf16() -> None:
@@ -438,7 +500,9 @@ def test_master_weights_of_a_bf16_model() -> None:
     """A model that is bfloat16 itself, trained with float32 weights: its checkpoints and gradients are float32."""
     model, batch = block()
     model.bfloat16()
-    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "precision": {"params": "float32", "compute": "bfloat16"}})
+    program = shardc.compile(
+        model, batch, {"shardc": 1, "mesh": {"dp": 2}, "precision": {"params": "float32", "compute": "bfloat16"}}
+    )
     sim = shardc.verify.simulate(program, model, batch)
     assert {g.dtype for g in sim.grads.values()} == {w.dtype for w in sim.state.values()} == {torch.float32}
     plain = shardc.verify.simulate(shardc.compile(block()[0], batch, {"shardc": 1, **BF16}), model, batch)
@@ -451,8 +515,12 @@ def test_gradients_are_summed_in_reduce(reduce: str) -> None:
     program = single.compile(mesh={"dp": 2}, precision={"reduce": reduce})
     dtype = getattr(torch, reduce)
     assert {b.dtype for b in program.buckets} == {dtype}
-    sim, plain = (shardc.verify.simulate(p, single.model, single.batch) for p in (program, single.compile(mesh={"dp": 2})))
-    assert sum(c.bytes for c in sim.comms if c.direction == "backward") == dtype.itemsize * sum(p.value.nbytes() // 4 for p in program.params)
+    sim, plain = (
+        shardc.verify.simulate(p, single.model, single.batch) for p in (program, single.compile(mesh={"dp": 2}))
+    )
+    assert sum(c.bytes for c in sim.comms if c.direction == "backward") == dtype.itemsize * sum(
+        p.value.nbytes() // 4 for p in program.params
+    )
     assert {g.dtype for g in sim.grads.values()} == {torch.float32}
     assert torch.equal(sim.loss, plain.loss)
     tolerance = RTOL if reduce == "bfloat16" else 1e-6
@@ -480,7 +548,11 @@ def test_gradients_are_added_to_what_was_there() -> None:
 
 def test_artifact_keeps_precision(tmp_path: Path) -> None:
     model, batch = block()
-    spec = {"shardc": 1, "mesh": {"dp": 2}, "precision": {"compute": "float16", "reduce": "float16", "loss_scale": "dynamic"}}
+    spec = {
+        "shardc": 1,
+        "mesh": {"dp": 2},
+        "precision": {"compute": "float16", "reduce": "float16", "loss_scale": "dynamic"},
+    }
     program = shardc.compile(model, batch, spec)
     program.save(tmp_path)
     again = shardc.load(tmp_path)
@@ -492,11 +564,16 @@ def test_artifact_keeps_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt", "llama", "resnet_bn"])
 def test_verify_checks_the_algebra_in_float64(name: str) -> None:
     """`verify` widens every dtype, casts too: what it finds equal to 1e-12 is the splitting, not the rounding."""
-    report = one(name).compile(**split(name, {"dp": 2, "tp": 2}), precision={"compute": "bfloat16", "reduce": "bfloat16"}).verify()
+    report = (
+        one(name)
+        .compile(**split(name, {"dp": 2, "tp": 2}), precision={"compute": "bfloat16", "reduce": "bfloat16"})
+        .verify()
+    )
     assert report.ok, str(report)
 
 
-# --- loss scaling --------------------------------------------------------------------------------------------------------
+# --- loss scaling
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_follows_grad_scaler() -> None:
@@ -538,7 +615,12 @@ class Columns(nn.Module):
         return (self.fc(x) * self.size).sum()
 
 
-SCALED = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"fc": "column"}, "precision": {"compute": "float16", "loss_scale": "dynamic"}}
+SCALED = {
+    "shardc": 1,
+    "mesh": {"tp": 2},
+    "shard": {"fc": "column"},
+    "precision": {"compute": "float16", "loss_scale": "dynamic"},
+}
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
@@ -555,7 +637,12 @@ def test_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
         assert weight.grad is not None
         finite = bool(weight.grad.isfinite().all())
         engine.update()
-        first = {"finite": finite, "kept": torch.equal(weight, before), "factor": engine.scaler.factor, "steps": engine.step_count}
+        first = {
+            "finite": finite,
+            "kept": torch.equal(weight, before),
+            "factor": engine.scaler.factor,
+            "steps": engine.step_count,
+        }
         while engine.scaler.overflow:
             engine.step(x)
         moved = before - weight.detach()
@@ -563,7 +650,12 @@ def test_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
         other = program.engine(model, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), mesh=mesh)
         other.load(tmp_path / "checkpoint")
         assert other.scaler is not None
-        return first | {"moved": moved, "scaler": engine.scaler.state_dict(), "loaded": other.scaler.state_dict(), "norm": engine.grad_norm}
+        return first | {
+            "moved": moved,
+            "scaler": engine.scaler.state_dict(),
+            "loaded": other.scaler.state_dict(),
+            "norm": engine.grad_norm,
+        }
 
     ranks = loopback(program.mesh, work)
     assert [r["finite"] for r in ranks] == [True, False]
@@ -611,7 +703,9 @@ def test_fixed_scale() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(8, 4)
 
     def run(**precision: Any) -> Simulation:
-        program = shardc.compile(model, x, {"shardc": 1, "mesh": {"dp": 2}, "precision": precision}, loss=lambda y, _: y.mean() * 1e-7)
+        program = shardc.compile(
+            model, x, {"shardc": 1, "mesh": {"dp": 2}, "precision": precision}, loss=lambda y, _: y.mean() * 1e-7
+        )
         return shardc.verify.simulate(program, model, x)
 
     plain, lost, kept = run(), run(compute="float16"), run(compute="float16", loss_scale=2.0**16)
@@ -624,7 +718,8 @@ def test_fixed_scale() -> None:
     assert (fixed.factor, fixed.skipped) == (8.0, 1)
 
 
-# --- real processes ------------------------------------------------------------------------------------------------------
+# --- real processes
+# ------------------------------------------------------------------------------------------------------
 
 
 def process(rank: int, world: int, port: int, folder: str) -> None:

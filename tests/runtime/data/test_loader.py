@@ -30,8 +30,14 @@ from shardc.runtime.step.engine import Engine
 from tests import example_program
 
 MESHES: list[dict[str, int]] = [
-    {}, {"dp": 2}, {"dp": 4}, {"dp_outer": 2, "dp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}, {"dp_outer": 2, "tp": 2, "dp": 2},
-]  # fmt: skip
+    {},
+    {"dp": 2},
+    {"dp": 4},
+    {"dp_outer": 2, "dp": 2},
+    {"dp": 2, "tp": 2},
+    {"tp": 4},
+    {"dp_outer": 2, "tp": 2, "dp": 2},
+]
 B = 8
 
 
@@ -93,7 +99,9 @@ def loaders(program: Program, dataset: Any, **options: Any) -> list[Loader]:
 
 
 def whole(program: Program, parts: tuple[Any, ...]) -> list[int]:
-    """The samples of a global batch, from all ranks' parts of it; every input says the same, and every rank has just its part."""
+    """The samples of a global batch, from all ranks' parts of it; every input says the same, and every rank has just
+    its part.
+    """
     mesh, found = program.mesh, []
     for x in program.inputs:
         local = [part[x.path[0]] for part in parts]
@@ -109,7 +117,8 @@ def epoch(program: Program, found: list[Loader]) -> list[list[int]]:
     return [whole(program, parts) for parts in zip(*found, strict=True)]
 
 
-# --- who reads what -----------------------------------------------------------------------------------------------------
+# --- who reads what
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -173,17 +182,24 @@ def test_a_dataset_that_reads_batches_is_given_batches() -> None:
 def test_lists_and_tensors_are_datasets() -> None:
     program = compiled({"dp": 2})
     numbers = Numbers(16)
-    assert epoch(program, loaders(program, [numbers[i] for i in range(16)], shuffle=False)) == [list(range(8)), list(range(8, 16))]
+    assert epoch(program, loaders(program, [numbers[i] for i in range(16)], shuffle=False)) == [
+        list(range(8)),
+        list(range(8, 16)),
+    ]
     rows = torch.arange(16.0)[:, None].expand(16, 3)
 
     def collate(items: list[Tensor]) -> dict[str, Tensor]:
         x = torch.stack(items)
         return {"x": x, "y": x[:, 0]}
 
-    assert epoch(program, loaders(program, rows, shuffle=False, collate_fn=collate)) == [list(range(8)), list(range(8, 16))]
+    assert epoch(program, loaders(program, rows, shuffle=False, collate_fn=collate)) == [
+        list(range(8)),
+        list(range(8, 16)),
+    ]
 
 
-# --- inputs that lie otherwise --------------------------------------------------------------------------------------------
+# --- inputs that lie otherwise
+# --------------------------------------------------------------------------------------------
 
 
 def laid(mesh: Mesh, **inputs: tuple[tuple[int, ...], dict[str, Shard]]) -> Program:
@@ -211,8 +227,11 @@ def test_a_sequence_that_lies_split_is_cut_after_reading() -> None:
     data = [{"pair": Pair(torch.arange(6) + 10 * i, [torch.tensor(i)])} for i in range(4)]
     parts = [next(iter(loader)) for loader in loaders(program, data, shuffle=False)]
     assert [p["pair"].x.tolist() for p in parts] == [
-        [[0, 2, 4], [10, 12, 14]], [[1, 3, 5], [11, 13, 15]], [[20, 22, 24], [30, 32, 34]], [[21, 23, 25], [31, 33, 35]],
-    ]  # fmt: skip
+        [[0, 2, 4], [10, 12, 14]],
+        [[1, 3, 5], [11, 13, 15]],
+        [[20, 22, 24], [30, 32, 34]],
+        [[21, 23, 25], [31, 33, 35]],
+    ]
     assert parts[3]["pair"].y[0].tolist() == [2, 3]
     wrong = Loader(program, Rank(0), [{"pair": Pair(torch.arange(5), [])}] * 4)
     assert next(iter(wrong))["pair"].x.shape == (2, 5)  # the engine's step names it
@@ -233,18 +252,31 @@ def test_several_rows_of_a_sample_and_inputs_without_a_batch_dim() -> None:
     program = shardc.compile(M(), collate([0] * 8), spec)
     parts = [next(iter(loader)) for loader in loaders(program, range(8), shuffle=False, collate_fn=collate)]
     for rank, part in enumerate(parts):
-        assert {k: tuple(x.shape) for k, x in part.items()} == {"x": (4, 3), "labels": (12,), "z": (3, 4), "scale": (5,)}
+        assert {k: tuple(x.shape) for k, x in part.items()} == {
+            "x": (4, 3),
+            "labels": (12,),
+            "z": (3, 4),
+            "scale": (5,),
+        }
         assert part["z"][0].tolist() == [4 * rank + i for i in range(4)]
-    with pytest.raises(ShardcError, match=r"z: its batch dim is 3 long, which is no multiple of the others' 8|no multiple of the others' 3"):
+    with pytest.raises(
+        ShardcError,
+        match=r"z: its batch dim is 3 long, which is no multiple of the others' 8|no multiple of the others' 3",
+    ):
         Loader(laid(Mesh((("dp", 1),)), x=((8, 3), {}), z=((3, 8), {})), Rank(0), range(8))
 
 
-# --- going on -------------------------------------------------------------------------------------------------------------
+# --- going on
+# -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("first", "then"), [({"dp": 2}, {"dp": 4}), ({"dp": 2, "tp": 2}, {}), ({}, {"dp_outer": 2, "dp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("first", "then"), [({"dp": 2}, {"dp": 4}), ({"dp": 2, "tp": 2}, {}), ({}, {"dp_outer": 2, "dp": 2})], ids=str
+)
 @pytest.mark.parametrize("stream", [False, True])
-def test_it_goes_on_in_mid_epoch_on_another_mesh_and_batch_size(first: dict[str, int], then: dict[str, int], stream: bool) -> None:
+def test_it_goes_on_in_mid_epoch_on_another_mesh_and_batch_size(
+    first: dict[str, int], then: dict[str, int], stream: bool
+) -> None:
     data = Endless(40) if stream else Numbers(40)
     one, other = compiled(first), compiled(then, 4)
     found = loaders(one, data, seed=7)
@@ -298,7 +330,8 @@ def test_workers_read_the_same_and_the_state_is_what_was_handed_out(stream: bool
     assert (loader.epoch, loader.consumed) == (plain.epoch, plain.consumed) == (2, 0)
 
 
-# --- draws ------------------------------------------------------------------------------------------------------------------
+# --- draws
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Noisy(Numbers):
@@ -310,7 +343,9 @@ class Noisy(Numbers):
 
 
 def by_sample(found: list[Loader]) -> dict[int, list[float]]:
-    return {int(y): x.tolist() for loader in found for part in loader for x, y in zip(part["x"], part["y"], strict=True)}
+    return {
+        int(y): x.tolist() for loader in found for part in loader for x, y in zip(part["x"], part["y"], strict=True)
+    }
 
 
 def test_what_a_dataset_draws_does_not_know_the_mesh() -> None:
@@ -348,7 +383,8 @@ def test_what_a_collate_function_or_a_stream_draws_is_the_same_on_replicas(strea
     assert seen != list(range(24))
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------------
+# --- streams
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -361,7 +397,8 @@ def test_ranks_take_their_samples_of_a_stream(sizes: dict[str, int]) -> None:
         len(found[0])
 
 
-# --- with an engine -----------------------------------------------------------------------------------------------------------
+# --- with an engine
+# -----------------------------------------------------------------------------------------------------------
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -370,7 +407,13 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def pairs(size: int) -> list[dict[str, Tensor]]:
     g = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(example_program.K, generator=g).double(), "y": torch.randn(example_program.N, generator=g).double()} for _ in range(size)]
+    return [
+        {
+            "x": torch.randn(example_program.K, generator=g).double(),
+            "y": torch.randn(example_program.N, generator=g).double(),
+        }
+        for _ in range(size)
+    ]
 
 
 def endless(loader: Loader) -> Iterator[Any]:
@@ -408,7 +451,9 @@ def test_training_from_a_loader_equals_one_device(dp: int, tp: int) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_checkpoint_knows_where_the_loader_stands(tmp_path: Path, late: bool) -> None:
-    """late: the loader is made after loading. The first run is in the middle of an epoch on dp=2, the next one is on tp=2."""
+    """late: the loader is made after loading. The first run is in the middle of an epoch on dp=2, the next one is on
+    tp=2.
+    """
 
     def first(engine: Engine) -> list[float]:
         loader = engine.loader(pairs(20), seed=2)
@@ -494,23 +539,42 @@ def test_run_reads_a_dataset_and_resumes_it_on_another_mesh(tmp_path: Path) -> N
     assert more["held_out"] == pytest.approx(alone["held_out"], rel=1e-5)
     lines = [json.loads(line) for line in (tmp_path / "log" / "steps.jsonl").read_text().splitlines()]
     assert [line["lr"] for line in lines] == [0.5**i for i in range(6)]
-    (tmp_path / "model.py").write_text(MODEL.replace("return Rows(18)", "return None").replace(' if split == "train" else Rows(8)', ""))
-    command = [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--mesh", "dp=1,tp=1", "--steps", "1"]
+    (tmp_path / "model.py").write_text(
+        MODEL.replace("return Rows(18)", "return None").replace(' if split == "train" else Rows(8)', "")
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "shardc.cli",
+        "run",
+        "model.py",
+        "spec.yaml",
+        "--mesh",
+        "dp=1,tp=1",
+        "--steps",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert "data('train') returns None" in done.stderr
 
 
 def test_a_run_says_that_the_data_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model.py").write_text(MODEL.replace("return Rows(18)", "return [batch()] * 2").replace("Rows(8)", "None"))
+    (tmp_path / "model.py").write_text(
+        MODEL.replace("return Rows(18)", "return [batch()] * 2").replace("Rows(8)", "None")
+    )
     file = model_file.load(str(tmp_path / "model.py"))
     shardc.compile(file.on_meta(), file.batch, {"shardc": 1, "mesh": {"dp": 1}}).save(tmp_path / "program")
     summary = worker.run(worker.Job(str(tmp_path / "program"), str(tmp_path / "model.py"), steps=3, quiet=True))
     assert summary["steps"] == 2
-    assert "note: data('train') ended after 2 batches: 2 of 3 steps were done; let it begin anew" in capsys.readouterr().err
+    assert (
+        "note: data('train') ended after 2 batches: 2 of 3 steps were done; let it begin anew"
+        in capsys.readouterr().err
+    )
 
 
-# --- what a user can get wrong --------------------------------------------------------------------------------------------------
+# --- what a user can get wrong
+# --------------------------------------------------------------------------------------------------
 
 
 class Nothing:
@@ -518,18 +582,43 @@ class Nothing:
 
 
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("too short", Numbers(5), {}, r"loader 'train': the dataset has 5 samples, fewer than one global batch of 8\n  fix: give it more"),
-    ("batch size", Numbers(16), {"batch_size": 4}, r"batch_size is 4, but the program was compiled for global batches of 8 samples\n  fix: leave"),
-    ("a stream's rest", Endless(21), {"drop_last": False}, r"the last batch of an epoch would be what is left over and not 8"),
-    ("shuffled stream", Endless(21), {"shuffle": True}, r"an iterable dataset comes in its own order\n  fix: leave shuffle out"),
-    ("workers of a stream", Endless(21), {"num_workers": 2}, r"2 workers would each read the iterable dataset from its beginning"),
+    (
+        "too short",
+        Numbers(5),
+        {},
+        r"loader 'train': the dataset has 5 samples, fewer than one global batch of 8\n  fix: give it more",
+    ),
+    (
+        "batch size",
+        Numbers(16),
+        {"batch_size": 4},
+        r"batch_size is 4, but the program was compiled for global batches of 8 samples\n  fix: leave",
+    ),
+    (
+        "a stream's rest",
+        Endless(21),
+        {"drop_last": False},
+        r"the last batch of an epoch would be what is left over and not 8",
+    ),
+    (
+        "shuffled stream",
+        Endless(21),
+        {"shuffle": True},
+        r"an iterable dataset comes in its own order\n  fix: leave shuffle out",
+    ),
+    (
+        "workers of a stream",
+        Endless(21),
+        {"num_workers": 2},
+        r"2 workers would each read the iterable dataset from its beginning",
+    ),
     ("sampler", Numbers(16), {"sampler": [1]}, r"sampler is the loader's own"),
     ("a DataLoader", DataLoader(Numbers(16)), {}, r"a DataLoader is no dataset\n  fix: pass its dataset"),
     ("a dict", {"train": Numbers(16)}, {}, r"a dict is no dataset\n  fix: pass one of its entries, such as 'train'"),
     ("an empty dict", {}, {}, r"a dict is no dataset\n  fix: pass a dataset"),
     ("no dataset", Nothing(), {}, r"a Nothing is no dataset: it has neither __getitem__ and __len__, nor __iter__"),
     ("an iterator", iter(Numbers(16)), {}, r"can be read once only\n  fix: pass an object whose __iter__ begins anew"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("data", "options", "text"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
@@ -541,7 +630,9 @@ def test_what_is_wrong_is_said(data: Any, options: dict[str, Any], text: str) ->
 def test_a_rest_needs_the_model() -> None:
     """A program that was read from an artifact is for one batch size."""
     program = replace(compiled({"dp": 2}), resize=None)
-    with pytest.raises(ShardcError, match=r"the last batch of an epoch would be 5 samples and not 8.*\n  fix: leave drop_last out"):
+    with pytest.raises(
+        ShardcError, match=r"the last batch of an epoch would be 5 samples and not 8.*\n  fix: leave drop_last out"
+    ):
         Loader(program, Rank(0), Numbers(21), drop_last=False)
 
 
@@ -553,7 +644,9 @@ def test_a_stream_that_ends_too_early() -> None:
 def test_another_dataset_than_the_checkpoints() -> None:
     program = compiled({})
     state = Loader(program, Rank(0), Numbers(16)).state_dict()
-    with pytest.raises(ShardcError, match=r"is in the middle of 16 samples, and this is 24 samples\n  fix: go on with the same dataset"):
+    with pytest.raises(
+        ShardcError, match=r"is in the middle of 16 samples, and this is 24 samples\n  fix: go on with the same dataset"
+    ):
         Loader(program, Rank(0), Numbers(24)).load_state_dict(state)
     with pytest.raises(ShardcError, match=r"is in the middle of 16 samples, and this is an iterable dataset"):
         Loader(program, Rank(0), Endless(24)).load_state_dict(state)
@@ -562,16 +655,23 @@ def test_another_dataset_than_the_checkpoints() -> None:
 def test_two_loaders_of_one_name() -> None:
     engine = example_program.program().engine(example_program.Model())
     engine.loader(pairs(8))
-    with pytest.raises(ShardcError, match=r"the engine has a loader of the name 'train' already\n  fix: use that one for every epoch"):
+    with pytest.raises(
+        ShardcError, match=r"the engine has a loader of the name 'train' already\n  fix: use that one for every epoch"
+    ):
         engine.loader(pairs(8))
     assert len(engine.loader(pairs(16), name="valid")) == 2
 
 
 def test_inputs_that_no_part_can_be_read_of() -> None:
     pair = Mesh((("dp", 2),))
-    with pytest.raises(ShardcError, match=r"x: its size \[5\] does not divide over the ranks, so the last ones' parts would be filled up"):
+    with pytest.raises(
+        ShardcError,
+        match=r"x: its size \[5\] does not divide over the ranks, so the last ones' parts would be filled up",
+    ):
         Loader(laid(pair, x=((5,), {"dp": Shard(0, padding=1)})), Rank(0), range(8))
-    with pytest.raises(ShardcError, match=r"y: its batch dim is split otherwise than by whole samples that the other inputs have"):
+    with pytest.raises(
+        ShardcError, match=r"y: its batch dim is split otherwise than by whole samples that the other inputs have"
+    ):
         Loader(laid(pair, x=((8,), {"dp": Shard(0)}), y=((8,), {"dp": Shard(0, 2)})), Rank(0), range(8))
     with pytest.raises(ShardcError, match=r"loader 'train': no input of the program has a batch dim"):
         Loader(laid(pair, x=((), {})), Rank(0), range(8))

@@ -1,4 +1,6 @@
-"""The same equality on real processes: GPT and Llama over gloo, 2 and 4 ranks, loaded from the artifact as `shardc run` does."""
+"""The same equality on real processes: GPT and Llama over gloo, 2 and 4 ranks, loaded from the artifact as `shardc run`
+does.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,9 @@ def every_collective(mesh: RankMesh) -> None:
         torch.testing.assert_close(mesh.all_to_all(x, axis), each[:, i], rtol=0, atol=0)
         torch.testing.assert_close(mesh.all_reduce(x, (axis,), op="max"), each.amax(0), rtol=0, atol=0)
         torch.testing.assert_close(x, number(mesh, n, 3), rtol=0, atol=0)  # arguments are left alone
-    total = number(mesh, 4) * mesh.layout.world - 100 * mesh.rank * mesh.layout.world + 100 * sum(range(mesh.layout.world))
+    total = (
+        number(mesh, 4) * mesh.layout.world - 100 * mesh.rank * mesh.layout.world + 100 * sum(range(mesh.layout.world))
+    )
     torch.testing.assert_close(mesh.all_reduce(number(mesh, 2, 2).t(), names), total.reshape(2, 2).t(), rtol=0, atol=0)
     flat = number(mesh, 4)
     mesh.start_all_reduce(flat, names).wait()
@@ -46,15 +48,24 @@ def every_collective(mesh: RankMesh) -> None:
     mesh.barrier()
 
 
-@pytest.mark.parametrize("layout", [Mesh((("a", n),)) for n in (1, 2, 3, 4)] + [GRID, Mesh((("a", 2), ("b", 3), ("c", 2)))], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Mesh((("a", n),)) for n in (1, 2, 3, 4)] + [GRID, Mesh((("a", 2), ("b", 3), ("c", 2)))], ids=str
+)
 def test_loopback_computes_every_collective(layout: Mesh) -> None:
     loopback(layout, every_collective)
 
 
 def gloo(rank: int, folder: str, layout: Mesh) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(layout.world)}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=layout.world)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(layout.world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(layout.world),
+    }
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=layout.world
+    )
     mesh = TorchMesh(layout, [("dp", "tp")], record=True)
     every_collective(mesh)
     assert not mesh.owner
@@ -79,10 +90,12 @@ def test_what_ran_is_recorded_with_the_bytes_of_the_whole_tensor() -> None:
         return mesh.records
 
     want = [
-        CommRecord("all_reduce", ("dp", "tp"), 24, "forward", "sum"), CommRecord("all_gather", ("tp",), 48, "backward", "whole"),
-        CommRecord("reduce_scatter", ("tp",), 24, "forward"), CommRecord("all_to_all", ("dp",), 24, "forward"),
+        CommRecord("all_reduce", ("dp", "tp"), 24, "forward", "sum"),
+        CommRecord("all_gather", ("tp",), 48, "backward", "whole"),
+        CommRecord("reduce_scatter", ("tp",), 24, "forward"),
+        CommRecord("all_to_all", ("dp",), 24, "forward"),
         CommRecord("all_reduce", ("dp",), 24, "backward", "bucket0"),
-    ]  # fmt: skip
+    ]
     assert loopback(GRID, work) == [want] * 4
     assert want[0].axis == "dp+tp"
 
@@ -137,8 +150,8 @@ def test_ranks_in_different_collectives_are_named() -> None:
         mesh.all_gather(x, "tp", tag="here") if mesh.coordinate("tp") else mesh.all_reduce(x, ("tp",), tag="there")
 
     text = str(fails(kinds, Mesh((("tp", 2),))))
-    assert text == (
-        "ranks meet in different collectives: rank 0: all_reduce sum there torch.float32 [2] over tp; "
+    assert (
+        text == "ranks meet in different collectives: rank 0: all_reduce sum there torch.float32 [2] over tp; "
         "rank 1: all_gather here torch.float32 [2] over tp"
     )
     shapes = fails(lambda mesh: mesh.all_reduce(torch.ones(1 + mesh.rank), ("tp",)), Mesh((("tp", 2),)))
@@ -166,16 +179,24 @@ def test_ranks_that_wait_for_each_other_are_an_error() -> None:
         mesh.all_reduce(torch.ones(1), (first,))
         mesh.all_reduce(torch.ones(1), (second,))
 
-    assert "rank 0: all_reduce sum torch.float32 [1] over dp; rank 1: all_reduce sum torch.float32 [1] over tp" in str(fails(work))
+    assert "rank 0: all_reduce sum torch.float32 [1] over dp; rank 1: all_reduce sum torch.float32 [1] over tp" in str(
+        fails(work)
+    )
 
 
 def test_a_mesh_of_another_size_than_the_world_is_refused() -> None:
-    with pytest.raises(ShardcError, match=r"the mesh dp=2 × tp=2 has 4 ranks, but 1 process runs\n  fix: start 4 processes"):
+    with pytest.raises(
+        ShardcError, match=r"the mesh dp=2 × tp=2 has 4 ranks, but 1 process runs\n  fix: start 4 processes"
+    ):
         TorchMesh(GRID)
 
 
 def test_one_process_needs_no_process_group() -> None:
     mesh = TorchMesh(Mesh((("dp", 1),)))
-    assert (mesh.rank, mesh.coordinate("dp"), mesh.device.type) == (0, 0, "cuda" if torch.cuda.is_available() else "cpu")
+    assert (mesh.rank, mesh.coordinate("dp"), mesh.device.type) == (
+        0,
+        0,
+        "cuda" if torch.cuda.is_available() else "cpu",
+    )
     mesh.barrier()
     mesh.close()

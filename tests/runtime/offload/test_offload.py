@@ -1,4 +1,6 @@
-"""Offload: the step is the unoffloaded one bit for bit; what is moved is not in memory; files come and go with their owners."""
+"""Offload: the step is the unoffloaded one bit for bit; what is moved is not in memory; files come and go with their
+owners.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def captured() -> Program:
 
 def program(mesh: dict[str, int], offload: dict[str, str], zero: int = 3, **sections: Any) -> Program:
     data = {"zero": zero, "bucket_mb": BUCKET_MB, "offload": offload, **sections.pop("data", {})}
-    return shardc.compile(model(), batch(), {"shardc": 1, "mesh": mesh, "data": data, **sections}, captured=copy.deepcopy(captured()))
+    return shardc.compile(
+        model(), batch(), {"shardc": 1, "mesh": mesh, "data": data, **sections}, captured=copy.deepcopy(captured())
+    )
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -84,7 +88,9 @@ Result = dict[str, Tensor]
 
 
 def train(p: Program, make: Any = adamw, *, staged: bool = False, clip: float | None = 0.1) -> Result:
-    """Losses, also of evaluations in between, and the state after 3 steps. staged: copies to the device are made, as on a GPU."""
+    """Losses, also of evaluations in between, and the state after 3 steps. staged: copies to the device are made, as on
+    a GPU.
+    """
 
     def work(mesh: LoopbackMesh) -> Result:
         engine = Engine(p, model(), make, mesh=mesh, clip_norm=clip)
@@ -112,10 +118,19 @@ FLOAT16 = {"precision": {"compute": "float16", "loss_scale": "dynamic"}}
 PIPELINE = {"pipeline": {"axis": "pp", "cut": ["frozen"], "schedule": "gpipe"}, "batch": {"microbatches": 2}}
 HYBRID = {"data": {"axis": ["dp_outer", "dp"]}}
 CASES: list[tuple[dict[str, int], int, dict[str, Any]]] = [
-    ({"dp": 2}, 0, {}), ({"dp": 2}, 1, {}), ({"dp": 2}, 2, HALF), ({"dp": 3}, 3, {"uneven": "pad"}), ({"dp": 2}, 3, HALF),
-    ({"dp": 2}, 1, FLOAT16), ({"dp": 2, "tp": 2}, 3, TP), ({"dp_outer": 2, "dp": 2}, 3, HYBRID), ({"dp": 2}, 3, {"batch": {"microbatches": 2}}),
-    ({"tp": 2}, 0, TP), ({"dp": 1}, 0, {}), ({"pp": 2, "dp": 2}, 3, PIPELINE),
-]  # fmt: skip
+    ({"dp": 2}, 0, {}),
+    ({"dp": 2}, 1, {}),
+    ({"dp": 2}, 2, HALF),
+    ({"dp": 3}, 3, {"uneven": "pad"}),
+    ({"dp": 2}, 3, HALF),
+    ({"dp": 2}, 1, FLOAT16),
+    ({"dp": 2, "tp": 2}, 3, TP),
+    ({"dp_outer": 2, "dp": 2}, 3, HYBRID),
+    ({"dp": 2}, 3, {"batch": {"microbatches": 2}}),
+    ({"tp": 2}, 0, TP),
+    ({"dp": 1}, 0, {}),
+    ({"pp": 2, "dp": 2}, 3, PIPELINE),
+]
 
 
 @pytest.mark.parametrize(("mesh", "zero", "sections"), CASES, ids=[f"{m}-{z}-{','.join(s)}" for m, z, s in CASES])
@@ -129,7 +144,9 @@ def test_bit_for_bit(mesh: dict[str, int], zero: int, sections: dict[str, Any], 
     assert list((tmp_path / "x").iterdir()) == []  # closed
 
 
-@pytest.mark.parametrize("offload", [{"optimizer": "cpu"}, {"parameters": "cpu"}, {"optimizer": "cpu", "parameters": "."}])
+@pytest.mark.parametrize(
+    "offload", [{"optimizer": "cpu"}, {"parameters": "cpu"}, {"optimizer": "cpu", "parameters": "."}]
+)
 def test_each_by_itself(offload: dict[str, str], tmp_path: Path) -> None:
     offload = {what: place.replace(".", str(tmp_path)) for what, place in offload.items()}
     want = train(program({"dp": 2}, {}))
@@ -167,8 +184,12 @@ def grouped(params: Any) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
-    grouped, Counting, torch.optim.Adagrad, torch.optim.Adafactor, lambda ps: torch.optim.Adam(ps, lr=1e-2, amsgrad=True, foreach=True),
-]  # fmt: skip
+    grouped,
+    Counting,
+    torch.optim.Adagrad,
+    torch.optim.Adafactor,
+    lambda ps: torch.optim.Adam(ps, lr=1e-2, amsgrad=True, foreach=True),
+]
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -189,10 +210,15 @@ class Normalised(torch.optim.SGD):
 
 def test_optimizers_that_cannot_step_in_pages_are_refused() -> None:
     w = nn.Parameter(torch.ones(4))
-    with pytest.raises(ShardcError, match="the optimizer Normalised updates parameters together, not each by itself") as e:
+    with pytest.raises(
+        ShardcError, match="the optimizer Normalised updates parameters together, not each by itself"
+    ) as e:
         prove_apart(Normalised([w]))
     assert (e.value.errors[0].where, "data.offload" in e.value.errors[0].fix) == ("data.offload", True)
-    with pytest.raises(ShardcError, match=r"LBFGS cannot be tried on a small sample \(.*\), so nothing shows that it may step some parameters"):
+    with pytest.raises(
+        ShardcError,
+        match=r"LBFGS cannot be tried on a small sample \(.*\), so nothing shows that it may step some parameters",
+    ):
         prove_apart(torch.optim.LBFGS([w]))
     assert torch.equal(w, torch.ones(4))
 
@@ -218,7 +244,10 @@ def test_a_step_that_fails_leaves_pages_where_they_belong(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="no luck"):
         engine.step(batch())
     assert all(q.data_ptr() == at for q, at in homes.items())
-    assert [[a is b for a, b in zip(g["params"], m, strict=True)] for g, m in zip(engine.optimizer.param_groups, members, strict=True)]
+    assert [
+        [a is b for a, b in zip(g["params"], m, strict=True)]
+        for g, m in zip(engine.optimizer.param_groups, members, strict=True)
+    ]
     assert all(mapped(x, tmp_path) for s in engine.optimizer.state.values() for x in s.values() if x.dim())
     with pytest.raises(ShardcError, match="an update or a load failed halfway"):
         engine.step(batch())
@@ -245,7 +274,8 @@ def test_gloo_processes(tmp_path: Path) -> None:
     assert list((tmp_path / "x").iterdir()) == []
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------------------
+# --- checkpoints
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -266,7 +296,12 @@ def test_checkpoints_do_not_know_it(staged: bool, tmp_path: Path) -> None:
             losses.append(engine.step(batch()))
             if p is away:
                 assert engine.optimizer is not None
-                assert all(mapped(x, tmp_path) for s in engine.optimizer.state.values() for x in s.values() if x.dim() and x.numel())
+                assert all(
+                    mapped(x, tmp_path)
+                    for s in engine.optimizer.state.values()
+                    for x in s.values()
+                    if x.dim() and x.numel()
+                )
             found = {"losses": torch.stack(losses), **engine.full_state_dict()}
             engine.close()
             return found
@@ -280,7 +315,8 @@ def test_checkpoints_do_not_know_it(staged: bool, tmp_path: Path) -> None:
     same(run(plain, "a", "d"), want)
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------------
+# --- memory
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def stretches(folder: Path) -> list[range]:
@@ -298,8 +334,16 @@ def held(folder: Path, since: set[int]) -> int:
     """Bytes of all tensors that have come since, and are in no file of the folder."""
     gc.collect()
     away = stretches(folder)
-    storages = {x.untyped_storage().data_ptr(): x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and id(x) not in since}
-    return sum(x.untyped_storage().nbytes() for x in storages.values() if x.device.type == "cpu" and not any(x.data_ptr() in r for r in away))
+    storages = {
+        x.untyped_storage().data_ptr(): x
+        for x in gc.get_objects()
+        if type(x) in (Tensor, nn.Parameter) and id(x) not in since
+    }
+    return sum(
+        x.untyped_storage().nbytes()
+        for x in storages.values()
+        if x.device.type == "cpu" and not any(x.data_ptr() in r for r in away)
+    )
 
 
 def test_what_is_moved_is_not_held(tmp_path: Path) -> None:
@@ -319,7 +363,12 @@ def test_what_is_moved_is_not_held(tmp_path: Path) -> None:
         found[name] = round(held(tmp_path, since) / nbytes, 1)
         engine.close()
         del engine
-    assert found == {"nothing": 4.0, "optimizer on the cpu": 4.0, "optimizer in files": 2.0, "optimizer and parameters in files": 1.0}
+    assert found == {
+        "nothing": 4.0,
+        "optimizer on the cpu": 4.0,
+        "optimizer in files": 2.0,
+        "optimizer and parameters in files": 1.0,
+    }
 
 
 def test_at_most_two_pages_are_on_the_device(tmp_path: Path) -> None:
@@ -331,7 +380,11 @@ def test_at_most_two_pages_are_on_the_device(tmp_path: Path) -> None:
     state, real, seen = engine.optimizer.state, engine.optimizer.step, []
 
     def watched() -> None:
-        away = [q for q in state if "exp_avg" in state[q] and state[q]["exp_avg"].dim() and not mapped(state[q]["exp_avg"], tmp_path)]
+        away = [
+            q
+            for q in state
+            if "exp_avg" in state[q] and state[q]["exp_avg"].dim() and not mapped(state[q]["exp_avg"], tmp_path)
+        ]
         assert {id(q) for q in away} == {id(q) for g in engine.optimizer.param_groups for q in g["params"] if q.dim()}  # type: ignore[union-attr]
         seen.append(sum(q.nbytes for q in away))
         real()
@@ -349,10 +402,14 @@ def test_peak_memory_falls_by_what_is_moved(tmp_path: Path) -> None:
     offload = {"optimizer": str(tmp_path), "parameters": str(tmp_path)}
     plain, away = bench.measure(**sizes, offload={}), bench.measure(**sizes, offload=offload)
     assert plain["loss"] == away["loss"]
-    assert plain["peak"] - away["peak"] > 2.5 * plain["params"], (plain, away)  # of 3: parameters and two moments; pages are in work
+    assert plain["peak"] - away["peak"] > 2.5 * plain["params"], (
+        plain,
+        away,
+    )  # of 3: parameters and two moments; pages are in work
 
 
-# --- files ----------------------------------------------------------------------------------------------------------------
+# --- files
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def files(folder: Path) -> list[str]:
@@ -362,7 +419,10 @@ def files(folder: Path) -> list[str]:
 def test_files_go_with_their_owner(tmp_path: Path) -> None:
     """A living owner's file stays; a killed one's is removed by who comes next; what is not ours is left alone."""
     (tmp_path / "notes.txt").touch()
-    script = f"from shardc.runtime.offload.storage import Files; f = Files({str(tmp_path)!r}, 7, ''); print(f.folder, flush=True); input()"
+    script = (
+        f"from shardc.runtime.offload.storage import Files; f = Files({str(tmp_path)!r}, 7, ''); print(f.folder,"
+        " flush=True); input()"
+    )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
@@ -374,7 +434,11 @@ def test_files_go_with_their_owner(tmp_path: Path) -> None:
         other.kill()
     assert len(files(tmp_path)) == 3
     second = Files(str(tmp_path), 1, "")
-    assert [re.sub(".*-([0-9]+-rank[0-9]+)-.*", r"\1", n) for n in files(tmp_path)] == ["notes.txt", f"{os.getpid()}-rank0", f"{os.getpid()}-rank1"]
+    assert [re.sub(".*-([0-9]+-rank[0-9]+)-.*", r"\1", n) for n in files(tmp_path)] == [
+        "notes.txt",
+        f"{os.getpid()}-rank0",
+        f"{os.getpid()}-rank1",
+    ]
     mine.close()
     mine.close()
     del second  # dropped without a word
@@ -388,7 +452,9 @@ def test_a_file_holds_many_slots_and_strides(tmp_path: Path, monkeypatch: pytest
     place = Files(str(tmp_path), 0, "")
     kept = []
     for i in range(9):
-        slot = place.slot(storage.room_of(like := [torch.rand(7, 300 * (i + 1)).t(), torch.rand(3).half(), torch.rand(0)]))
+        slot = place.slot(
+            storage.room_of(like := [torch.rand(7, 300 * (i + 1)).t(), torch.rand(3).half(), torch.rand(0)])
+        )
         for x in like:
             kept.append((slot.take(x).copy_(x), x))
             assert kept[-1][0].stride() == x.stride()
@@ -415,14 +481,17 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     engine = program({"dp": 1}, {"optimizer": str(tmp_path)}).engine(model(), adamw)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ShardcError, match=r"has no room for [\d,]+ bytes more \([\d,]+ are free\): No space left on device") as e:
+    with pytest.raises(
+        ShardcError, match=r"has no room for [\d,]+ bytes more \([\d,]+ are free\): No space left on device"
+    ) as e:
         engine.step(batch())
     assert (e.value.errors[0].where, "larger disk" in e.value.errors[0].fix) == ("data.offload.optimizer", True)
     monkeypatch.undo()
     engine.close()
 
 
-# --- what the user sees ---------------------------------------------------------------------------------------------------
+# --- what the user sees
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_the_program_says_it(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Every conversion against DESIGN 2.3: what it makes of a value, and of a gradient.
 
-A value's placement fixes its gradient's: a shard's is cut alike; a replicated value's is whole on every rank, and a partial's too;
-the gradients of a varying value sum to it. So `lay` and `join` serve both directions.
+A value's placement fixes its gradient's: a shard's is cut alike; a replicated value's is whole on every rank, and a
+partial's too; the gradients of a varying value sum to it. So `lay` and `join` serve both directions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import PARTIAL, REPLICATE, VARYING, Partial, Placement, Replicate, Shard, Varying, chunks, trim, unchunk, widen
+from shardc.ir.placement import (
+    PARTIAL,
+    REPLICATE,
+    VARYING,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Varying,
+    chunks,
+    trim,
+    unchunk,
+    widen,
+)
 from shardc.runtime import ops
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -51,7 +64,11 @@ def join(parts: list[Tensor], placement: Placement, *, gradient: bool) -> Tensor
 
 
 DIGITS = [Shard(0), Shard(1), Shard(2), Shard(1, 3), Shard(2, 2), Shard(1, 1, (24, 12))]
-PADDED = [Shard(0, 1, (), 12), Shard(1, 3, (), 12, 3), Shard(2, 2, (), 12, 2)]  # to sizes that 1, 2, 3 and 4 ranks divide
+PADDED = [
+    Shard(0, 1, (), 12),
+    Shard(1, 3, (), 12, 3),
+    Shard(2, 2, (), 12, 2),
+]  # to sizes that 1, 2, 3 and 4 ranks divide
 WITH_DIGIT: dict[str, tuple[Callable[..., Tensor], Any, Any, str, str]] = {
     # name: (op, placement before, after (SHARD stands for the digit), what runs forward, what runs backward)
     "all_gather": (ops.all_gather, "digit", REPLICATE, "all_gather", ""),
@@ -67,12 +84,31 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], Placement, Placement, str, str]] 
     "unvary": (lambda x, m, tag: ops.unvary(x, m, "a", tag), VARYING, REPLICATE, "", ""),
     "to_partial": (lambda x, m, tag: ops.to_partial(x, m, "a", tag), REPLICATE, PARTIAL, "", ""),
     "varying_to_partial": (lambda x, m, tag: ops.varying_to_partial(x, m, "a", tag), VARYING, PARTIAL, "", ""),
-    "all_to_all": (lambda x, m, tag: ops.all_to_all(x, m, "a", 0, 1, 2, 2, tag=tag), Shard(0), Shard(2, 2), "all_to_all", "all_to_all"),
-    "all_to_all inner": (lambda x, m, tag: ops.all_to_all(x, m, "a", 1, 3, 0, 1, tag=tag), Shard(1, 3), Shard(0), "all_to_all", "all_to_all"),
-}  # fmt: skip
+    "all_to_all": (
+        lambda x, m, tag: ops.all_to_all(x, m, "a", 0, 1, 2, 2, tag=tag),
+        Shard(0),
+        Shard(2, 2),
+        "all_to_all",
+        "all_to_all",
+    ),
+    "all_to_all inner": (
+        lambda x, m, tag: ops.all_to_all(x, m, "a", 1, 3, 0, 1, tag=tag),
+        Shard(1, 3),
+        Shard(0),
+        "all_to_all",
+        "all_to_all",
+    ),
+}
 
 
-def check(op: Callable[[Tensor, LoopbackMesh, str], Tensor], before: Placement, after: Placement, n: int, forward: str, backward: str) -> None:
+def check(
+    op: Callable[[Tensor, LoopbackMesh, str], Tensor],
+    before: Placement,
+    after: Placement,
+    n: int,
+    forward: str,
+    backward: str,
+) -> None:
     x, g = noise(12, 36, 24), noise(12, 36, 24, seed=9)
     xs, gs = lay(x, before, n, gradient=False), lay(g, after, n, gradient=True)
 
@@ -89,7 +125,9 @@ def check(op: Callable[[Tensor, LoopbackMesh, str], Tensor], before: Placement, 
     pads = [p for p in (before, after) if isinstance(p, Shard) and p.padding]
     size = x.nbytes // x.shape[pads[0].dim] * pads[0].padded(x.shape[pads[0].dim]) if pads else x.nbytes
     sent = size // n if forward == "all_to_all" else size
-    want = [CommRecord(k, ("a",), sent, d, "node") for k, d in ((forward, "forward"), (backward, "backward")) if k and n > 1]
+    want = [
+        CommRecord(k, ("a",), sent, d, "node") for k, d in ((forward, "forward"), (backward, "backward")) if k and n > 1
+    ]
     assert all(r == want for r in records)
 
 
@@ -141,13 +179,16 @@ def test_all_reduce_max_has_no_gradient() -> None:
     assert loopback(Mesh((("a", 3),)), work) == [(0.0, False)] * 3
 
 
-# --- local math ---------------------------------------------------------------------------------------------------------
+# --- local math
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (2, 12, 3), (12,)])
 def test_nll_is_cross_entropy(shape: tuple[int, ...]) -> None:
     logits = noise(*shape)
-    target = torch.randint(0, 12, shape[:1] + shape[2:] if len(shape) > 1 else (), generator=torch.Generator().manual_seed(1))
+    target = torch.randint(
+        0, 12, shape[:1] + shape[2:] if len(shape) > 1 else (), generator=torch.Generator().manual_seed(1)
+    )
     target.view(-1)[:1] = -7
     want = F.cross_entropy(logits, target, ignore_index=-7, reduction="none")
     torch.testing.assert_close(ops.nll(logits, target, -7), want)
@@ -188,7 +229,9 @@ def test_the_loss_on_split_classes_saves_one_buffer_of_the_logits_size() -> None
             ops.nll_parts(logits, target, ops.nll_max(logits), mesh, (), logits.shape[1])
         total = ops.nll_parts(logits, target, ops.nll_max(logits), mesh, (), logits.shape[1]).sum()
         total.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # the buffer has become the gradient
+        with pytest.raises(
+            RuntimeError, match="modified by an inplace operation"
+        ):  # the buffer has become the gradient
             total.backward()  # type: ignore[no-untyped-call]
 
     loopback(Mesh((("a", 1),)), work)
@@ -244,8 +287,15 @@ def test_batch_statistics_follow_the_mode() -> None:
 
 def test_every_placement_is_covered() -> None:
     """The table of DESIGN 2.3 has each pair of placements that partition converts in one step."""
-    pairs = {(type(b).__name__ if not isinstance(b, str) else "Shard", type(a).__name__ if not isinstance(a, str) else "Shard")
-             for _, b, a, _, _ in (*WITH_DIGIT.values(), *OTHERS.values())}  # fmt: skip
+    pairs = {
+        (
+            type(b).__name__ if not isinstance(b, str) else "Shard",
+            type(a).__name__ if not isinstance(a, str) else "Shard",
+        )
+        for _, b, a, _, _ in (*WITH_DIGIT.values(), *OTHERS.values())
+    }
     kinds = {Replicate.__name__, Shard.__name__, Partial.__name__, Varying.__name__}
-    assert {(a, b) for a in kinds for b in kinds if a != b} - pairs == {("Partial", "Varying")}  # an all_reduce, then a vary
+    assert {(a, b) for a in kinds for b in kinds if a != b} - pairs == {
+        ("Partial", "Varying")
+    }  # an all_reduce, then a vary
     assert ("Shard", "Shard") in pairs

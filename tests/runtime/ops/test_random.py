@@ -82,7 +82,7 @@ MIDDLES: dict[str, Middle] = {
     "alpha": lambda y: F.feature_alpha_dropout(F.alpha_dropout(y, 0.3).view(ROWS, 4, 4), 0.3).flatten(1),
     "masked": _masked,
     "bool": lambda y: y * (torch.rand(ROWS, 1, 1) < 0.5).view(ROWS, 1),
-}  # fmt: skip
+}
 SPECS: dict[str, dict[str, Any]] = {
     "one": {"mesh": {"dp": 1}},
     "dp": {"mesh": {"dp": 2}},
@@ -123,12 +123,16 @@ MOMENTS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "integers": (lambda x: torch.randint(-1, 3, x.shape).to(x), 0.5, 1.5),
     "bernoulli": (lambda x: torch.bernoulli(x + 0.3), 0.3, 0.3),
     "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.8), 0.8, 0.8),
-    "multinomial": (lambda x: torch.multinomial(torch.tensor([0.1, 0.6, 0.3]), x.numel(), replacement=True).to(x), 1.2, 1.8),
+    "multinomial": (
+        lambda x: torch.multinomial(torch.tensor([0.1, 0.6, 0.3]), x.numel(), replacement=True).to(x),
+        1.2,
+        1.8,
+    ),
     "without": (lambda x: torch.multinomial((x + 1).view(-1, 2), 2)[:, 1].to(x), 0.5, 0.5),
     "permutation": (lambda x: torch.randperm(x.numel()).to(x) / x.numel(), 0.5, 1 / 3),
     "gumbel": (lambda x: F.gumbel_softmax(torch.stack([x, x + math.log(3)], -1), hard=True)[..., 1], 0.75, 0.75),
     "rrelu": (lambda x: F.rrelu(x - 1, 0.25, 0.75, training=True), -0.5, 1 / 4 + 1 / 48),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MOMENTS)
@@ -147,24 +151,34 @@ def test_distributions_are_torchs(name: str) -> None:
     for power, want in ((1, mean), (2, square)):
         program = Canonical().run(capture(Drawn(power), x, prove=False))
         values = {p.name: torch.zeros((), dtype=torch.float64) for p in program.params}
-        found, other = (float(interpret(program, values, {}, {i.name: x for i in program.inputs}, Rng(seed))[0]) for seed in (0, 1))
+        found, other = (
+            float(interpret(program, values, {}, {i.name: x for i in program.inputs}, Rng(seed))[0]) for seed in (0, 1)
+        )
         assert found == pytest.approx(want, abs=0.05 * max(abs(want), 1.0) + 0.02)
         assert found != other or name in ("permutation", "without", "rrelu")
 
 
-# --- one generator for all ----------------------------------------------------------------------------------------------
+# --- one generator for all
+# ----------------------------------------------------------------------------------------------
 
 
 def test_numbers_differ_by_op_step_and_seed(tmp_path: Any) -> None:
-    """Two ops of one kind, two steps and two seeds differ; the same seed gives the same; a saved program draws as before."""
+    """Two ops of one kind, two steps and two seeds differ; the same seed gives the same; a saved program draws as
+    before.
+    """
     model, batch = net(lambda y: y + torch.rand_like(y) - torch.rand_like(y))
     program = shardc.compile(model, batch, {"shardc": 1, **SPECS["both"]})
     losses = [float(shardc.verify.simulate(program, model, batch, seed=seed).loss) for seed in (0, 0, 1)]
     assert losses[0] == losses[1] != losses[2]
-    still = shardc.verify.simulate(program, model, batch, steps=2, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0)).loss
+    still = shardc.verify.simulate(
+        program, model, batch, steps=2, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0)
+    ).loss
     assert float(still) != losses[0]
     program.save(tmp_path)
-    assert "ops.random('uniform', (0.0, 1.0), [8, 16], torch.float64, rng, 1, mesh, " in (tmp_path / "stage0.py").read_text()
+    assert (
+        "ops.random('uniform', (0.0, 1.0), [8, 16], torch.float64, rng, 1, mesh, "
+        in (tmp_path / "stage0.py").read_text()
+    )
     assert float(shardc.verify.simulate(shardc.load(tmp_path), model, batch).loss) == losses[0]
 
 
@@ -193,16 +207,41 @@ def test_padded_and_narrow() -> None:
     assert float(ops.random("uniform", (1.0, 5.0), [100000], torch.bfloat16, Rng(), 0).max()) < 5
 
 
-# --- what cannot be drawn -----------------------------------------------------------------------------------------------
+# --- what cannot be drawn
+# -----------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Middle, str, str]] = [
-    (lambda y: y * torch.poisson(y.exp()), r"aten.poisson.default draws random numbers that would differ", "pass them in with the batch"),
-    (lambda y: y * torch._standard_gamma(y.detach().exp()), r"aten._standard_gamma.default draws random numbers", "rand, randn"),
-    (lambda y: y * torch.binomial(y.detach().exp().round(), y.detach().sigmoid()), r"aten.binomial.default draws random numbers", "rand, randn"),
-    (lambda y: y * torch.randint(0, 2**40, (WIDE,)), r"aten.randint.low draws integers of a range of 1099511627776", "at most 2^31"),
-    (lambda y: y * torch.empty(WIDE, dtype=torch.int64).random_(), r"aten.random.default draws integers of a range that is not given", "randint"),
-    (lambda y: y * torch.randn(WIDE, dtype=torch.complex128).real, r"aten.randn.default draws complex numbers", "torch.complex("),
-]  # fmt: skip
+    (
+        lambda y: y * torch.poisson(y.exp()),
+        r"aten.poisson.default draws random numbers that would differ",
+        "pass them in with the batch",
+    ),
+    (
+        lambda y: y * torch._standard_gamma(y.detach().exp()),
+        r"aten._standard_gamma.default draws random numbers",
+        "rand, randn",
+    ),
+    (
+        lambda y: y * torch.binomial(y.detach().exp().round(), y.detach().sigmoid()),
+        r"aten.binomial.default draws random numbers",
+        "rand, randn",
+    ),
+    (
+        lambda y: y * torch.randint(0, 2**40, (WIDE,)),
+        r"aten.randint.low draws integers of a range of 1099511627776",
+        "at most 2^31",
+    ),
+    (
+        lambda y: y * torch.empty(WIDE, dtype=torch.int64).random_(),
+        r"aten.random.default draws integers of a range that is not given",
+        "randint",
+    ),
+    (
+        lambda y: y * torch.randn(WIDE, dtype=torch.complex128).real,
+        r"aten.randn.default draws complex numbers",
+        "torch.complex(",
+    ),
+]
 
 
 @pytest.mark.parametrize(("middle", "what", "fix"), REFUSED)
@@ -214,7 +253,8 @@ def test_what_cannot_be_drawn_is_refused(middle: Middle, what: str, fix: str) ->
     assert fix in e.value.fix
 
 
-# --- models that draw ---------------------------------------------------------------------------------------------------
+# --- models that draw
+# ---------------------------------------------------------------------------------------------------
 
 
 class VAE(nn.Module):
@@ -263,7 +303,12 @@ def test_models_that_draw(name: str) -> None:
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}})
     report = program.verify()
     assert report.ok, str(report)
-    kinds = {c.kind for s in program.stages for n in s.graph.nodes if (c := n.meta.get("collective")) is not None and "dp" in c.axes}
+    kinds = {
+        c.kind
+        for s in program.stages
+        for n in s.graph.nodes
+        if (c := n.meta.get("collective")) is not None and "dp" in c.axes
+    }
     assert kinds <= {"all_reduce", "none"} or name == "wav2vec2"  # whose negatives come from the whole batch
 
 
@@ -310,4 +355,7 @@ def test_inputs_that_have_to_be_probabilities_are() -> None:
     assert report.ok, str(report)
     report = shardc.compile(Guess(9.0), batch, {"shardc": 1, "mesh": {"dp": 2}}).verify()
     assert not report.ok
-    assert "the model fails on one device (RuntimeError: all elements of target should be between 0 and 1): nothing can be compared" in str(report)
+    assert (
+        "the model fails on one device (RuntimeError: all elements of target should be between 0 and 1): nothing can be"
+        " compared" in str(report)
+    )

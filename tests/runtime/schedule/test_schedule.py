@@ -1,4 +1,6 @@
-"""Schedules of pipelines: complete and legal by construction, proven, read and written; broken ones are refused by name."""
+"""Schedules of pipelines: complete and legal by construction, proven, read and written; broken ones are refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ from shardc.runtime import schedule
 from shardc.runtime.schedule import Action, Link, Schedule, make, parse, prove
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 5), (3, 2), (3, 3), (3, 7), (4, 4), (4, 9), (5, 3)]
-KINDS = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b", 3), ("interleaved", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h1", 2), ("zb-v", 2)]
+KINDS = [
+    ("gpipe", 1),
+    ("gpipe", 2),
+    ("1f1b", 1),
+    ("1f1b", 3),
+    ("interleaved", 1),
+    ("interleaved", 2),
+    ("zb-h1", 1),
+    ("zb-h1", 2),
+    ("zb-v", 2),
+]
 
 
 def skips(stages: int) -> list[Link]:
@@ -54,15 +66,19 @@ def test_every_schedule_is_proven(name: str, v: int, sizes: tuple[int, int]) -> 
 def test_placement_and_texts() -> None:
     assert make("interleaved", stages=6, ranks=3, microbatches=2).placement == (0, 1, 2, 0, 1, 2)
     assert make("zb-v", stages=6, ranks=3, microbatches=2).placement == (0, 1, 2, 2, 1, 0)
-    assert str(make("1f1b", stages=2, ranks=2, microbatches=3)) == (
-        "# 1f1b: 2 stages on 2 ranks, 3 microbatches\n"
-        "rank 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0F2 0SEND_F2>1 0RECV_B1<1 0B1 0RECV_B2<1 0B2 0REDUCE STEP\n"
-        "rank 1: 1RECV_F0<0 1RECV_F1<0 1F0 1B0 1SEND_B0>0 1F1 1RECV_F2<0 1B1 1SEND_B1>0 1F2 1B2 1SEND_B2>0 1REDUCE STEP\n"
+    assert (
+        str(make("1f1b", stages=2, ranks=2, microbatches=3))
+        == "# 1f1b: 2 stages on 2 ranks, 3 microbatches\nrank 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0F2"
+        " 0SEND_F2>1 0RECV_B1<1 0B1 0RECV_B2<1 0B2 0REDUCE STEP\nrank 1: 1RECV_F0<0 1RECV_F1<0 1F0 1B0 1SEND_B0>0"
+        " 1F1 1RECV_F2<0 1B1 1SEND_B1>0 1F2 1B2 1SEND_B2>0 1REDUCE STEP\n"
     )
 
 
 def test_backward_is_whole_where_nobody_waits_for_half_of_it() -> None:
-    kinds = [{a.kind for a in each if a.stage == s} for s, each in enumerate(make("zb-h1", stages=3, ranks=3, microbatches=4).actions)]
+    kinds = [
+        {a.kind for a in each if a.stage == s}
+        for s, each in enumerate(make("zb-h1", stages=3, ranks=3, microbatches=4).actions)
+    ]
     assert ["I" in k for k in kinds] == [False, True, True]
     assert ["B" in k for k in kinds] == [True, False, False]
 
@@ -96,10 +112,11 @@ def test_large_ones_are_proven_in_seconds() -> None:
 
 
 def run(s: Schedule, capacity: int, rng: random.Random) -> None:
-    """All ranks in a random interleaving. A send ends when there is room: capacity 0 asks for a receive that waits for it.
+    """All ranks in a random interleaving. A send ends when there is room: capacity 0 asks for a receive that waits for
+    it.
 
-    Messages of an ordered pair of ranks come in the order in which they were sent; a receive blocks until its message is there.
-    """
+    Messages of an ordered pair of ranks come in the order in which they were sent; a receive blocks until its message
+    is there."""
     queues: dict[tuple[int, int], deque[Action]] = {}
     at = [0] * s.ranks
     done: set[Action] = set()
@@ -110,7 +127,10 @@ def run(s: Schedule, capacity: int, rng: random.Random) -> None:
         a = s.actions[rank][at[rank]]
         at[rank] += 1
         if a.kind in ("SEND_F", "SEND_B"):
-            assert a._replace(kind="F" if a.kind == "SEND_F" else "B", peer=-1) in done or a._replace(kind="I", peer=-1) in done
+            assert (
+                a._replace(kind="F" if a.kind == "SEND_F" else "B", peer=-1) in done
+                or a._replace(kind="I", peer=-1) in done
+            )
             queues.setdefault((rank, s.placement[a.peer]), deque()).append(a)
         elif a.kind in ("RECV_F", "RECV_B"):
             assert queues[s.placement[a.peer], rank].popleft() == a.other_end()
@@ -128,10 +148,23 @@ def _can(s: Schedule, rank: int, at: list[int], queues: dict[tuple[int, int], de
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 9), st.sampled_from([0, 1, 2, 100]), st.integers(0, 999), st.booleans())
-def test_no_deadlock_under_any_buffering(kind: tuple[str, int], ranks: int, m: int, capacity: int, seed: int, skipping: bool) -> None:
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from([0, 1, 2, 100]),
+    st.integers(0, 999),
+    st.booleans(),
+)
+def test_no_deadlock_under_any_buffering(
+    kind: tuple[str, int], ranks: int, m: int, capacity: int, seed: int, skipping: bool
+) -> None:
     name, v = kind
-    run(make(name, stages=ranks * v, ranks=ranks, microbatches=m, edges=skips(ranks * v) if skipping else None), capacity, random.Random(seed))
+    run(
+        make(name, stages=ranks * v, ranks=ranks, microbatches=m, edges=skips(ranks * v) if skipping else None),
+        capacity,
+        random.Random(seed),
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -151,7 +184,13 @@ def test_both_ranks_of_a_pair_see_one_order_in_both_directions(kind: tuple[str, 
 
 _ACTIONS = st.one_of(
     st.builds(Action, st.sampled_from(["F", "B", "I", "W"]), st.integers(0, 11), st.integers(0, 99), st.just(-1)),
-    st.builds(Action, st.sampled_from(["SEND_F", "RECV_F", "SEND_B", "RECV_B"]), st.integers(0, 11), st.integers(0, 99), st.integers(0, 11)),
+    st.builds(
+        Action,
+        st.sampled_from(["SEND_F", "RECV_F", "SEND_B", "RECV_B"]),
+        st.integers(0, 11),
+        st.integers(0, 99),
+        st.integers(0, 11),
+    ),
     st.builds(Action, st.just("REDUCE"), st.integers(0, 11), st.just(-1), st.just(-1)),
     st.just(Action("STEP")),
 )
@@ -216,7 +255,9 @@ BASES = {
     "1f1b": make("1f1b", stages=3, ranks=3, microbatches=4, edges=EDGES),
     "zb-h1": make("zb-h1", stages=3, ranks=3, microbatches=4, edges=EDGES),
     "bare": parse(
-        "rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\nrank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\nrank 2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3\n", "bare"
+        "rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\nrank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\nrank 2: 2F0 2B0 2F1 2B1 2F2"
+        " 2B2 2F3 2B3\n",
+        "bare",
     ),
     "v": parse("rank 0: 0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1\nrank 1: 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1\n", "v"),
 }
@@ -299,16 +340,31 @@ BROKEN: list[tuple[str, str, Edit, str]] = [
     # swapped
     ("backward and forward", "1f1b", swap("2F1", "2B1"), "2B1 comes before 2F1"),
     ("weights and inputs", "zb-h1", swap("2I1", "2W1"), "2W1 comes before 2I1"),
-    ("two receives", "1f1b", swap("2RECV_F0<1", "2RECV_F0<0"), "rank 0 sends 0SEND_F0>2 where rank 2 receives 2RECV_F1<0"),
+    (
+        "two receives",
+        "1f1b",
+        swap("2RECV_F0<1", "2RECV_F0<0"),
+        "rank 0 sends 0SEND_F0>2 where rank 2 receives 2RECV_F1<0",
+    ),
     ("two receives of one pair", "1f1b", swap("1RECV_F0<0", "1RECV_F1<0"), "1RECV_F0<0 comes|receives 1RECV_F1<0"),
     ("two sends of one pair", "bare", swap("2B0", "2B1"), "2B0 comes before|2B1 comes before 2F1"),
     ("two stages of one rank", "v", swap("1F0", "2F0"), "2F0 comes before 1F0"),
     ("backwards of two stages of one rank", "v", swap("2B1", "1B1"), "1B1 comes before 2B1"),
     # crossed
-    ("an action of another rank", "bare", both(drop("1F1"), add("1F1", "2B0")), "1F1 is on rank 2, and stage 1 is rank 1's"),
+    (
+        "an action of another rank",
+        "bare",
+        both(drop("1F1"), add("1F1", "2B0")),
+        "1F1 is on rank 2, and stage 1 is rank 1's",
+    ),
     ("a send of another rank", "1f1b", both(drop("0SEND_F1>1"), add("0SEND_F1>1", "2F1")), "0SEND_F1>1 is on rank 2"),
     ("a send to nobody", "1f1b", add("1SEND_F0>0", "1F0"), "1SEND_F0>0: stage 1 sends no values to stage 0"),
-    ("gradients over a skip that has none", "1f1b", add("2SEND_B0>0", "2B0"), "2SEND_B0>0: stage 2 sends no gradients to stage 0"),
+    (
+        "gradients over a skip that has none",
+        "1f1b",
+        add("2SEND_B0>0", "2B0"),
+        "2SEND_B0>0: stage 2 sends no gradients to stage 0",
+    ),
     ("gradients forward", "1f1b", add("0SEND_B0>1", "0B0"), "0SEND_B0>1: stage 0 sends no gradients to stage 1"),
     ("a send to oneself", "1f1b", add("1SEND_F0>1", "1F0"), "1SEND_F0>1: stage 1 sends no values to stage 1"),
     ("two orders of two ranks", "bare", both(swap("0F0", "0F3"), swap("2B0", "2B1")), "comes before"),
@@ -322,9 +378,24 @@ BROKEN: list[tuple[str, str, Edit, str]] = [
     ("a reduction", "1f1b", early("2REDUCE", "2B3"), "2REDUCE comes before 2B3"),
     ("a reduction before the last weights", "zb-h1", early("2REDUCE", "2W3"), "2REDUCE comes before 2W3"),
     ("a step", "1f1b", early("STEP", "0B3"), "STEP of rank 0 is not its last action"),
-    ("a backward before what it waits for", "bare", early("0B0", "0F1"), "rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1"),
-    ("a backward before the forward that its gradients wait for", "bare", both(early("0B0", "0F1"), early("2F1", "2B0")), "a deadlock: .*0B0"),
-    ("a receive before the send that it waits for", "1f1b", early("0RECV_B0<1", "0SEND_F0>1"), "a deadlock: .*0RECV_B0<1"),
+    (
+        "a backward before what it waits for",
+        "bare",
+        early("0B0", "0F1"),
+        "rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1",
+    ),
+    (
+        "a backward before the forward that its gradients wait for",
+        "bare",
+        both(early("0B0", "0F1"), early("2F1", "2B0")),
+        "a deadlock: .*0B0",
+    ),
+    (
+        "a receive before the send that it waits for",
+        "1f1b",
+        early("0RECV_B0<1", "0SEND_F0>1"),
+        "a deadlock: .*0RECV_B0<1",
+    ),
 ]
 
 
@@ -375,7 +446,12 @@ def test_errors_have_the_place_in_the_file() -> None:
     assert e.value.where == "mine.txt:2:11"
     made = BASES["1f1b"]
     with pytest.raises(ShardcError, match=r"1f1b: rank 2, action 3: .* is there twice"):
-        prove(replace(made, actions=(*made.actions[:2], (*made.actions[2][:2], made.actions[2][1], *made.actions[2][2:]))), EDGES)
+        prove(
+            replace(
+                made, actions=(*made.actions[:2], (*made.actions[2][:2], made.actions[2][1], *made.actions[2][2:]))
+            ),
+            EDGES,
+        )
 
 
 def test_actions_that_cannot_be() -> None:
@@ -425,7 +501,9 @@ def test_a_schedule_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("1f1c", "the schedule 1f1c cannot be read", "gpipe, 1f1b"),
     ],
 )
-def test_files_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, what: str, fix: str) -> None:
+def test_files_that_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, what: str, fix: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("two.txt").write_text("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1\n")
     Path("stages.txt").write_text("rank 0: 0F0 0B0 2F0 2B0\nrank 1: 1F0 1B0\n")

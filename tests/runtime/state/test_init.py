@@ -67,7 +67,9 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 def test_constructor_runs_without_memory_and_gives_the_model_on_meta() -> None:
     model, recipe = record(Zoo)
     plain = Zoo()
-    assert {n: (x.shape, x.dtype) for n, x in named_tensors(model)} == {n: (x.shape, x.dtype) for n, x in named_tensors(plain)}
+    assert {n: (x.shape, x.dtype) for n, x in named_tensors(model)} == {
+        n: (x.shape, x.dtype) for n, x in named_tensors(plain)
+    }
     assert all(x.is_meta for _, x in named_tensors(model))
     assert set(recipe.names) == {n for n, _ in named_tensors(plain)}
     assert model.head.weight is model.emb.weight
@@ -77,7 +79,9 @@ def test_constructor_runs_without_memory_and_gives_the_model_on_meta() -> None:
 
 
 def test_huge_model_is_recorded_and_one_parameter_of_it_computed() -> None:
-    _, recipe = record(lambda: nn.ModuleList([nn.Linear(100_000, 100_000), nn.Linear(3, 4)]))  # the first would take 40 GB
+    _, recipe = record(
+        lambda: nn.ModuleList([nn.Linear(100_000, 100_000), nn.Linear(3, 4)])
+    )  # the first would take 40 GB
     assert recipe.materialise("1.weight", 0).shape == (4, 3)
 
 
@@ -183,7 +187,12 @@ def test_draws_go_by_element_not_by_memory_order_or_chunk(monkeypatch: pytest.Mo
 def _transformers() -> dict[str, Callable[[], nn.Module]]:
     import transformers as t
 
-    small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     ids: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
     gpt2 = t.GPT2Config(n_layer=2, n_embd=32, n_head=4, **ids)
     return {
@@ -191,9 +200,13 @@ def _transformers() -> dict[str, Callable[[], nn.Module]]:
         "from_config": lambda: t.AutoModelForCausalLM.from_config(gpt2, dtype=torch.bfloat16),
         "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small, **ids)),
         "bert": lambda: t.BertForMaskedLM(t.BertConfig(**small, vocab_size=64)),
-        "t5": lambda: t.T5ForConditionalGeneration(t.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, **ids)),
+        "t5": lambda: t.T5ForConditionalGeneration(
+            t.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, **ids)
+        ),
         "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**small, image_size=32, patch_size=8)),
-        "swin": lambda: t.SwinForImageClassification(t.SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[2, 2], image_size=32)),
+        "swin": lambda: t.SwinForImageClassification(
+            t.SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[2, 2], image_size=32)
+        ),
     }
 
 
@@ -208,7 +221,12 @@ def test_transformers_models_get_the_distributions_of_their_own_init(name: str) 
     for n, x in named_tensors(mine):
         y = theirs[n]
         assert (x.shape, x.dtype, x.requires_grad) == (y.shape, y.dtype, y.requires_grad), n
-        if y.unique().numel() <= 2 or not y.is_floating_point() or "inv_freq" in n or n.endswith("relative_coords_table"):
+        if (
+            y.unique().numel() <= 2
+            or not y.is_floating_point()
+            or "inv_freq" in n
+            or n.endswith("relative_coords_table")
+        ):
             assert torch.equal(x, y), n
         elif y.numel() >= 500:
             assert abs(x.float().std() / y.float().std() - 1) < 0.25, n
@@ -220,7 +238,9 @@ def test_transformers_models_get_the_distributions_of_their_own_init(name: str) 
 
 def test_meta_model_is_reset_module_by_module() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.MultiheadAttention(4, 2))
+        model = nn.Sequential(
+            nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.MultiheadAttention(4, 2)
+        )
         model.append(nn.Linear(4, 7, bias=False))
         model[5].weight = model[0].weight
     recipe = record_reset(model)
@@ -239,7 +259,9 @@ def test_meta_module_without_reset_is_named_with_the_fix() -> None:
 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), Scale())
-    with pytest.raises(ShardcError, match=r"(?s)^1: Scale is on the meta device and has no reset_parameters.*builds the model"):
+    with pytest.raises(
+        ShardcError, match=r"(?s)^1: Scale is on the meta device and has no reset_parameters.*builds the model"
+    ):
         record_reset(model)
 
 

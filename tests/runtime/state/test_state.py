@@ -61,7 +61,9 @@ def _node(fqn: str) -> str:
 
 
 def program_of(model: nn.Module, sizes: Sizes, zero: bool = False) -> Program:
-    """A program of the model with the layouts of PLANS; zero: parameters are stored split over dp as well (inner digits)."""
+    """A program of the model with the layouts of PLANS; zero: parameters are stored split over dp as well (inner
+    digits).
+    """
     mesh = Mesh.of(sizes)
 
     def layout(name: str, shape: tuple[int, ...]) -> Layout:
@@ -88,7 +90,15 @@ def program_of(model: nn.Module, sizes: Sizes, zero: bool = False) -> Program:
     )
     kept = set(model.state_dict())
     buffers = [
-        Buffer(_node(n[0]), n[0], tuple(b.shape), b.dtype, tuple(n[1:]), layout(n[0], tuple(b.shape)), persistent=n[0] in kept)
+        Buffer(
+            _node(n[0]),
+            n[0],
+            tuple(b.shape),
+            b.dtype,
+            tuple(n[1:]),
+            layout(n[0], tuple(b.shape)),
+            persistent=n[0] in kept,
+        )
         for n, b in grouped(model.named_buffers(remove_duplicate=False))
     ]
     constant = torch.arange(6.0).view(2, 3)
@@ -103,7 +113,9 @@ def joined(program: Program, ranks: list[Rank], name: str) -> Tensor:
         assert part.shape == x.layout.local_shape(x.shape, program.mesh), f"{name} on rank {r}"
     whole: Tensor = x.layout.join(lambda c: parts[program.mesh.rank(c)], program.mesh)
     for r, part in enumerate(parts):
-        assert torch.equal(part, x.layout.local(whole, program.mesh, program.mesh.coords(r))), f"replicas of {name} differ"
+        assert torch.equal(part, x.layout.local(whole, program.mesh, program.mesh.coords(r))), (
+            f"replicas of {name} differ"
+        )
     return whole
 
 
@@ -247,14 +259,18 @@ def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
-    "adamw": lambda ps: torch.optim.AdamW([{"params": ps[:2], "weight_decay": 0.5}, {"params": ps[2:]}], lr=0.1, betas=(0.8, 0.9)),
+    "adamw": lambda ps: torch.optim.AdamW(
+        [{"params": ps[:2], "weight_decay": 0.5}, {"params": ps[2:]}], lr=0.1, betas=(0.8, 0.9)
+    ),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
     "rprop": lambda ps: torch.optim.Rprop(ps, lr=0.1),
     "tensor_lr": lambda ps: torch.optim.Adam(ps, lr=torch.tensor(0.1)),
 }
 
 
-def _train(program: Program, mesh: Any, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
+def _train(
+    program: Program, mesh: Any, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, steps: range
+) -> None:
     """Steps on gradients that are a function of the global element, so that every mesh takes the same ones."""
     for step in steps:
         for p in program.params:
@@ -276,7 +292,15 @@ def _trained(sizes: Sizes, make: Make, folder: Path | None, steps: int, resume: 
         begin = extra["step"] if extra else 0
         _train(program, mesh, params, optimizer, range(begin, begin + steps))
         if folder:
-            state.save(folder, program, mesh, params, buffers, optimizer, {"step": steps, "seed": 7, "scheduler": {"last": 0.1}})
+            state.save(
+                folder,
+                program,
+                mesh,
+                params,
+                buffers,
+                optimizer,
+                {"step": steps, "seed": 7, "scheduler": {"last": 0.1}},
+            )
         moments = {p.name: optimizer.state.get(params[p.name], {}) for p in program.params}
         return (params, buffers), moments, extra, optimizer.param_groups
 
@@ -370,7 +394,9 @@ def test_save_deletes_nothing_but_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "log.txt").write_text("mine")
     for folder in (tmp_path / "run", tmp_path / "run" / "log.txt"):
-        with pytest.raises(ShardcError, match=r"that is more than a checkpoint: log\.txt\n  fix: name a folder of its own, such as"):
+        with pytest.raises(
+            ShardcError, match=r"that is more than a checkpoint: log\.txt\n  fix: name a folder of its own, such as"
+        ):
             _save(folder, Net(), {"tp": 2})
     assert (tmp_path / "run" / "log.txt").read_text() == "mine"
     _save(tmp_path / "run" / "checkpoint", Net(), {"tp": 2})
@@ -405,7 +431,10 @@ def test_no_checkpoint_and_no_optimizer_state_are_told(tmp_path: Path) -> None:
         _load(tmp_path / "nowhere", model)
     _save(tmp_path / "c", model, {"dp": 1})
     (tmp_path / ".gone.old").mkdir()
-    with pytest.raises(ShardcError, match=r"there is no checkpoint in this folder\n  fix: a save ended between two renames: .*\.gone\.old"):
+    with pytest.raises(
+        ShardcError,
+        match=r"there is no checkpoint in this folder\n  fix: a save ended between two renames: .*\.gone\.old",
+    ):
         _load(tmp_path / "gone", model)
     with pytest.raises(ShardcError, match="the checkpoint has no optimizer state"):
         _load(tmp_path / "c", model, OPTIMIZERS["sgd"])
@@ -445,7 +474,11 @@ def test_full_state_dict_is_the_models_own(sizes: Sizes) -> None:
 
     def work(mesh: LoopbackMesh) -> Any:
         held = state.local_parameters(program, model, mesh, 0)
-        return state.full_state_dict(program, mesh, *held), state.full_state_dict(program, mesh, *held, rank0_only=True), held
+        return (
+            state.full_state_dict(program, mesh, *held),
+            state.full_state_dict(program, mesh, *held, rank0_only=True),
+            held,
+        )
 
     for rank, (full, first, held) in enumerate(loopback(program.mesh, work)):
         expected = model.state_dict()
@@ -484,18 +517,24 @@ def test_exported_safetensors_load_anywhere(sizes: Sizes, form: str, tmp_path: P
     assert "head.weight" not in stored
     assert Net().load_state_dict(stored, strict=False).missing_keys == ["head.weight"]
     again = cut(program, path, base=Net)
-    assert all(torch.equal(joined(program, again, p.name), dict(model.named_parameters())[p.fqn]) for p in program.params)
+    assert all(
+        torch.equal(joined(program, again, p.name), dict(model.named_parameters())[p.fqn]) for p in program.params
+    )
 
 
 def test_exported_transformers_model_comes_back_from_pretrained(tmp_path: Path) -> None:
     import transformers
 
-    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=1, eos_token_id=2)
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=1, eos_token_id=2
+    )
     model = transformers.GPT2LMHeadModel(config)
     program = program_of(model, {"dp": 2})
 
     def work(mesh: LoopbackMesh) -> None:
-        state.export_safetensors(tmp_path, program, mesh, *state.local_parameters(program, model, mesh, 0), max_file_bytes=4000)
+        state.export_safetensors(
+            tmp_path, program, mesh, *state.local_parameters(program, model, mesh, 0), max_file_bytes=4000
+        )
 
     loopback(program.mesh, work)
     config.save_pretrained(tmp_path)
@@ -554,8 +593,10 @@ def test_weights_of_another_model_are_told_in_one_line() -> None:
     errors = Errors()
     check_names(errors, wanted, present, wanted, "the checkpoint c")
     (error,) = errors.found
-    assert error.what == (
-        "the checkpoint c is of another model: of 20 tensors 7 with another shape (h.5.weight, ...), 8 missing (h.12.weight, ...), "
-        "1 unknown to the program (head.weight); h.5.weight has the shape [8, 8] in the checkpoint c, and [4, 4] in the program"
+    assert (
+        error.what
+        == "the checkpoint c is of another model: of 20 tensors 7 with another shape (h.5.weight, ...), 8 missing"
+        " (h.12.weight, ...), 1 unknown to the program (head.weight); h.5.weight has the shape [8, 8] in the"
+        " checkpoint c, and [4, 4] in the program"
     )
     assert error.fix == "compile the model that was saved, with its config"

@@ -1,4 +1,6 @@
-"""The engine, the module and simulate give what one device gives, on a program written by hand (tests/example_program.py)."""
+"""The engine, the module and simulate give what one device gives, on a program written by hand
+(tests/example_program.py).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         torch.testing.assert_close(got[name], x, rtol=1e-12, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}")
 
 
-# --- simulate -----------------------------------------------------------------------------------------------------------
+# --- simulate
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
@@ -53,7 +56,9 @@ def test_a_step_equals_one_device(dp: int, tp: int) -> None:
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_several_steps_equal_one_device(dp: int, tp: int) -> None:
     loss, grads, state = example_program.reference(steps=4, lr=LR)
-    sim = simulate(example_program.program(dp, tp), example_program.Model(), example_program.batch(), steps=4, optimizer=adamw)
+    sim = simulate(
+        example_program.program(dp, tp), example_program.Model(), example_program.batch(), steps=4, optimizer=adamw
+    )
     torch.testing.assert_close(sim.loss, loss, rtol=1e-12, atol=0)
     close(sim.grads, {**grads, "tied.scale": grads["scale"]})
     close(sim.state, state)
@@ -62,25 +67,48 @@ def test_several_steps_equal_one_device(dp: int, tp: int) -> None:
 
 
 def test_dropout_does_not_know_the_mesh() -> None:
-    sims = [simulate(example_program.program(dp, tp, dropout=0.3), example_program.Model(), example_program.batch(), steps=3, optimizer=sgd, seed=5) for dp, tp in MESHES]
+    sims = [
+        simulate(
+            example_program.program(dp, tp, dropout=0.3),
+            example_program.Model(),
+            example_program.batch(),
+            steps=3,
+            optimizer=sgd,
+            seed=5,
+        )
+        for dp, tp in MESHES
+    ]
     for sim in sims[1:]:
         torch.testing.assert_close(sim.loss, sims[0].loss, rtol=1e-12, atol=0)
         close(sim.grads, sims[0].grads)
-    other = simulate(example_program.program(dropout=0.3), example_program.Model(), example_program.batch(), steps=3, optimizer=sgd, seed=6)
+    other = simulate(
+        example_program.program(dropout=0.3),
+        example_program.Model(),
+        example_program.batch(),
+        steps=3,
+        optimizer=sgd,
+        seed=6,
+    )
     assert float((other.loss - sims[0].loss).abs()) > 1e-6
 
 
 def test_the_collectives_that_ran_have_their_causes() -> None:
     sim = simulate(example_program.program(2, 2), example_program.Model(), example_program.batch())
     assert sim.comms == [
-        Comm("all_reduce", "tp", 4 * 4 * 8, "forward", "by hand: z_sum"), Comm("all_reduce", "dp", 8, "forward", "by hand: s_sum"),
+        Comm("all_reduce", "tp", 4 * 4 * 8, "forward", "by hand: z_sum"),
+        Comm("all_reduce", "dp", 8, "forward", "by hand: s_sum"),
         Comm("all_reduce", "dp", 4 * 8, "forward", "by hand: m_sum"),
         Comm("all_reduce", "dp", (4 + 4 * 6) * 8, "backward", "gradients of 2 parameters"),
         Comm("all_reduce", "dp", (6 + 6 * 6) * 8, "backward", "gradients of 2 parameters"),
-    ]  # fmt: skip
+    ]
     assert simulate(example_program.program(), example_program.Model(), example_program.batch()).comms == []
     # an update needs no communication: the gradients' norm is only computed where it is asked for
-    assert all(c.direction != "update" for c in simulate(example_program.program(1, 2), example_program.Model(), example_program.batch(), optimizer=sgd).comms)
+    assert all(
+        c.direction != "update"
+        for c in simulate(
+            example_program.program(1, 2), example_program.Model(), example_program.batch(), optimizer=sgd
+        ).comms
+    )
 
 
 def test_simulate_leaves_the_model_alone_and_takes_a_state_dict() -> None:
@@ -97,18 +125,23 @@ def test_replicas_that_come_out_different_are_noticed() -> None:
     """A program that forgets the gradients' reduction: the second rank's differ."""
     program = example_program.program(2, 1)
     program.buckets = ()
-    with pytest.raises(AssertionError, match=r"the gradient of up\.weight on rank 1 is another value than on its replica, by"):
+    with pytest.raises(
+        AssertionError, match=r"the gradient of up\.weight on rank 1 is another value than on its replica, by"
+    ):
         simulate(program, example_program.Model(), example_program.batch())
     with pytest.raises(ValueError, match="steps must be at least 1, not 0"):
         simulate(program, example_program.Model(), example_program.batch(), steps=0)
 
 
-# --- engine -------------------------------------------------------------------------------------------------------------
+# --- engine
+# -------------------------------------------------------------------------------------------------------------
 
 
 def on_ranks(dp: int, tp: int, work: Any, **options: Any) -> list[Any]:
     program = example_program.program(dp, tp)
-    return loopback(program.mesh, lambda mesh: work(Engine(program, example_program.Model(), adamw, mesh=mesh, **options)))
+    return loopback(
+        program.mesh, lambda mesh: work(Engine(program, example_program.Model(), adamw, mesh=mesh, **options))
+    )
 
 
 def test_the_engine_trains_like_one_device() -> None:
@@ -130,7 +163,11 @@ def test_the_engine_trains_like_one_device() -> None:
 def test_a_ranks_own_part_gives_the_same_step() -> None:
     def work(engine: Engine) -> list[float]:
         part = {k: x.chunk(2)[engine.mesh.coordinate("dp")] for k, x in example_program.batch().items()}
-        return [float(engine.step(part, local=True)), float(engine.evaluate(part, local=True)), float(engine.evaluate(example_program.batch()))]
+        return [
+            float(engine.step(part, local=True)),
+            float(engine.evaluate(part, local=True)),
+            float(engine.evaluate(example_program.batch())),
+        ]
 
     results = on_ranks(2, 2, work)
     assert results == results[:1] * 4
@@ -173,15 +210,35 @@ def test_gradients_are_clipped_by_the_whole_models_norm(dp: int, tp: int) -> Non
 
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("missing", {"x": example_program.batch()["x"]}, r"y: the batch does not have it \(it has x\); the program was compiled for f64\[8, 4\]"),
-    ("shape", {**example_program.batch(), "x": torch.zeros(6, 6).double()}, r"x: the batch gives f64\[6, 6\], but the program was compiled for f64\[8, 6\]"),
-    ("dtype", {**example_program.batch(), "y": torch.zeros(8, 4)}, r"y: the batch gives f32\[8, 4\], but the program was compiled for f64\[8, 4\]"),
+    (
+        "missing",
+        {"x": example_program.batch()["x"]},
+        r"y: the batch does not have it \(it has x\); the program was compiled for f64\[8, 4\]",
+    ),
+    (
+        "shape",
+        {**example_program.batch(), "x": torch.zeros(6, 6).double()},
+        r"x: the batch gives f64\[6, 6\], but the program was compiled for f64\[8, 6\]",
+    ),
+    (
+        "dtype",
+        {**example_program.batch(), "y": torch.zeros(8, 4)},
+        r"y: the batch gives f32\[8, 4\], but the program was compiled for f64\[8, 4\]",
+    ),
     ("no tensor", {**example_program.batch(), "y": None}, r"y: the batch gives NoneType, but"),
-    ("unknown", {**example_program.batch(), "mask": torch.ones(8)}, r"mask: the program was compiled without this input, f32\[8\]\n  fix: leave it out"),
-    ("misspelt", {"x": example_program.batch()["x"], "yy": torch.ones(8)}, r"yy: the program was compiled without this input, f32\[8\]\n  fix: name it 'y'"),
+    (
+        "unknown",
+        {**example_program.batch(), "mask": torch.ones(8)},
+        r"mask: the program was compiled without this input, f32\[8\]\n  fix: leave it out",
+    ),
+    (
+        "misspelt",
+        {"x": example_program.batch()["x"], "yy": torch.ones(8)},
+        r"yy: the program was compiled without this input, f32\[8\]\n  fix: name it 'y'",
+    ),
     ("a tuple", (example_program.batch()["x"],), r"x: the batch does not have it \(it has 0\)"),
     ("a tensor", example_program.batch()["x"], r"x: the batch does not have it \(it has the batch\)"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("batch", "text"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
@@ -200,16 +257,24 @@ def test_a_whole_batch_where_a_part_is_asked_for() -> None:
     def work(engine: Engine) -> None:
         engine.step(example_program.batch(), local=True)
 
-    with pytest.raises(ShardcError, match=r"compiled for f64\[4, 6\] on each rank\n  fix: pass this rank's own part, or the whole batch"):
+    with pytest.raises(
+        ShardcError,
+        match=r"compiled for f64\[4, 6\] on each rank\n  fix: pass this rank's own part, or the whole batch",
+    ):
         on_ranks(2, 1, work)
 
 
 def test_leaves_that_are_no_tensors_are_not_looked_at() -> None:
-    loss = example_program.program().engine(example_program.Model()).step({**example_program.batch(), "flag": True, "name": None})
+    loss = (
+        example_program.program()
+        .engine(example_program.Model())
+        .step({**example_program.batch(), "flag": True, "name": None})
+    )
     torch.testing.assert_close(loss, example_program.reference()[0], rtol=1e-12, atol=0)
 
 
-# --- module -------------------------------------------------------------------------------------------------------------
+# --- module
+# -------------------------------------------------------------------------------------------------------------
 
 
 def loop(module: Any, part: Any, steps: int) -> Tensor:
@@ -319,15 +384,21 @@ def test_a_module_is_called_like_the_model() -> None:
         module(b["x"])
 
 
-# --- processes ----------------------------------------------------------------------------------------------------------
+# --- processes
+# ----------------------------------------------------------------------------------------------------------
 
 
 def train(rank: int, dp: int, tp: int, port: int, out: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(dp * tp), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(dp * tp),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "WORLD_SIZE": str(dp * tp),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(dp * tp),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     engine = example_program.program(dp, tp, dropout=0.2).engine(example_program.Model(), adamw, seed=5, clip_norm=1.0)
     for _ in range(3):
         loss = engine.step(example_program.batch())
@@ -352,4 +423,6 @@ def test_gloo_processes_train_like_one_device(dp: int, tp: int, tmp_path: Path) 
     torch.testing.assert_close(got["loss"], loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(got["norm"], one.grad_norm, rtol=1e-12, atol=0)
     close(got["state"], one.full_state_dict())
-    torch.testing.assert_close(got["loop"], loop(example_program.Model(), example_program.batch(), 3), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        got["loop"], loop(example_program.Model(), example_program.batch(), 3), rtol=1e-12, atol=0
+    )

@@ -1,4 +1,6 @@
-"""Where an engine's memory ends and others' begins: buffers, the batch, what a rank has not; and what a caller may have switched off."""
+"""Where an engine's memory ends and others' begins: buffers, the batch, what a rank has not; and what a caller may have
+switched off.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,16 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def on_ranks(program: Program, model: nn.Module, work: Callable[[Engine], Any], **options: Any) -> list[Any]:
-    return loopback(program.mesh, lambda mesh: work(program.engine(model, **{"optimizer": sgd, "mesh": mesh} | options)))
+    return loopback(
+        program.mesh, lambda mesh: work(program.engine(model, **{"optimizer": sgd, "mesh": mesh} | options))
+    )
 
 
-@pytest.mark.parametrize("spec", [{"mesh": {"dp": 1}}, {"mesh": {"dp": 2}, "data": {"zero": 1}}, {"mesh": {"dp": 2}, "data": {"zero": 3}}], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [{"mesh": {"dp": 1}}, {"mesh": {"dp": 2}, "data": {"zero": 1}}, {"mesh": {"dp": 2}, "data": {"zero": 3}}],
+    ids=str,
+)
 def test_buffers_have_memory_of_their_own(spec: dict[str, Any], tmp_path: Path) -> None:
     """What one got is still there when the parameter, or the user's batch, has changed; and can be loaded."""
     torch.manual_seed(0)
@@ -105,13 +113,17 @@ def test_modes_that_would_make_it_another_program_are_refused(where: str) -> Non
         program, x = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 1}}), batch()
         engine, module = program.engine(Mlp()), program.module(Mlp())
         does: dict[str, Callable[[], Any]] = {
-            "compile": lambda: shardc.compile(Mlp(), x, {"shardc": 1, "mesh": {"dp": 1}}), "engine.step": lambda: engine.step(x),
-            "engine.evaluate": lambda: engine.evaluate(x), "module.forward": lambda: module(**x),
-        }  # fmt: skip
+            "compile": lambda: shardc.compile(Mlp(), x, {"shardc": 1, "mesh": {"dp": 1}}),
+            "engine.step": lambda: engine.step(x),
+            "engine.evaluate": lambda: engine.evaluate(x),
+            "module.forward": lambda: module(**x),
+        }
         with mode:
             does[where]()
 
-    with pytest.raises(ShardcError, match=rf"{where}: torch.autocast is on.*\n  fix: leave it out, and write `precision: "):
+    with pytest.raises(
+        ShardcError, match=rf"{where}: torch.autocast is on.*\n  fix: leave it out, and write `precision: "
+    ):
         run(torch.autocast("cpu", torch.bfloat16))
     if where == "engine.step":
         with pytest.raises(ShardcError, match=r"engine.step: torch.inference_mode is on: nothing can be trained in it"):
@@ -133,7 +145,12 @@ def frozen_first() -> tuple[nn.Module, Program]:
     model = Mlp()
     for p in model.layers[:2].parameters():
         p.requires_grad_(False)
-    spec = {"shardc": 1, "mesh": {"pp": 2}, "pipeline": {"axis": "pp", "cut": ["layers.2"]}, "batch": {"microbatches": 2}}
+    spec = {
+        "shardc": 1,
+        "mesh": {"pp": 2},
+        "pipeline": {"axis": "pp", "cut": ["layers.2"]},
+        "batch": {"microbatches": 2},
+    }
     return model, shardc.compile(model, batch(), spec)
 
 
@@ -173,7 +190,9 @@ def test_a_schedule_goes_on_where_the_first_rank_has_none(tmp_path: Path) -> Non
 
 
 def by_layer(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": [(n, p)], "lr": 0.1 / (1 + int(n.split(".")[1]))} for n, p in params], momentum=0.9)
+    return torch.optim.SGD(
+        [{"params": [(n, p)], "lr": 0.1 / (1 + int(n.split(".")[1]))} for n, p in params], momentum=0.9
+    )
 
 
 def test_groups_that_stages_have_alone_are_saved_as_they_are(tmp_path: Path) -> None:
@@ -197,11 +216,17 @@ def test_groups_that_stages_have_alone_are_saved_as_they_are(tmp_path: Path) -> 
     for program in programs:
         for n, x in on_ranks(program, model, resumed, optimizer=by_layer)[0].items():
             torch.testing.assert_close(x, want[n], rtol=1e-6, atol=1e-7)
-    with pytest.raises(ShardcError, match=r"group 0 were in groups of other settings when this was saved: lr of layers\.0\.weight 0\.1, layers"):
+    with pytest.raises(
+        ShardcError,
+        match=r"group 0 were in groups of other settings when this was saved: lr of layers\.0\.weight 0\.1, layers",
+    ):
         on_ranks(programs[1], model, resumed, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
     model.layers[0].requires_grad_(False)
     frozen = shardc.compile(model, batch(), {"shardc": 1, "mesh": {"dp": 1}})
-    with pytest.raises(ShardcError, match=r"optimizer has layers\.0\.weight, layers\.0\.bias, and this one has not\n  fix: train the same"):
+    with pytest.raises(
+        ShardcError,
+        match=r"optimizer has layers\.0\.weight, layers\.0\.bias, and this one has not\n  fix: train the same",
+    ):
         on_ranks(frozen, model, resumed, optimizer=by_layer)
     on_ranks(frozen, model, lambda engine: engine.load(tmp_path / "saved"), optimizer=None)
 
@@ -228,7 +253,11 @@ def test_the_gradients_norm_is_wide(dtype: torch.dtype) -> None:
             self.w = nn.Parameter(torch.randn(2000, dtype=dtype, generator=torch.Generator().manual_seed(0)))
 
         def forward(self, x: Tensor) -> Tensor:
-            return (x * torch.view_as_real(self.w).sum(-1) if self.w.is_complex() else x.to(self.w.dtype) * self.w).float().sum()
+            return (
+                (x * torch.view_as_real(self.w).sum(-1) if self.w.is_complex() else x.to(self.w.dtype) * self.w)
+                .float()
+                .sum()
+            )
 
     x = torch.randn(4, 2000, generator=torch.Generator().manual_seed(1))
     program = shardc.compile(Weighted(), {"x": x}, {"shardc": 1, "mesh": {"dp": 2}})

@@ -1,4 +1,6 @@
-"""Batches of every structure: dicts, tuples, named tuples, tensors, nested; and calls that look like the model's own."""
+"""Batches of every structure: dicts, tuples, named tuples, tensors, nested; and calls
+that look like the model's own.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ CALLS: list[tuple[list[tuple[str | int, ...]], tuple[Any, ...], dict[str, Any]]]
 
 
 @pytest.mark.parametrize(("paths", "args", "kwargs"), CALLS, ids=lambda x: str(x)[:20])
-def test_calls_look_like_the_models_own(paths: list[tuple[str | int, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_calls_look_like_the_models_own(
+    paths: list[tuple[str | int, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     p = program(*paths)
     batch = inputs.from_call(p, Model(), args, kwargs)
     taken = loopback(p.mesh, lambda mesh: inputs.take(p, batch, mesh, local=True))[0]
@@ -71,7 +75,9 @@ def test_calls_look_like_the_models_own(paths: list[tuple[str | int, ...]], args
 def test_a_call_without_the_tensor_is_named() -> None:
     p = program(())
     batch = inputs.from_call(p, Model(), (), {})
-    with pytest.raises(ShardcError, match=r"the batch: the batch gives NoneType, but the program was compiled for f32\[2\]"):
+    with pytest.raises(
+        ShardcError, match=r"the batch: the batch gives NoneType, but the program was compiled for f32\[2\]"
+    ):
         loopback(p.mesh, lambda mesh: inputs.take(p, batch, mesh, local=True))
 
 
@@ -84,7 +90,10 @@ class Placed(nn.Module):
         return self.head(torch.tanh(self.tokens(ids) + self.places(positions))).square().mean()
 
 
-@pytest.mark.parametrize("more", [{"mesh": {"dp": 2}}, {"mesh": {"dp": 2}, "batch": {"microbatches": 2}}, {"mesh": {"dp": 3}, "uneven": "pad"}])
+@pytest.mark.parametrize(
+    "more",
+    [{"mesh": {"dp": 2}}, {"mesh": {"dp": 2}, "batch": {"microbatches": 2}}, {"mesh": {"dp": 3}, "uneven": "pad"}],
+)
 def test_one_row_that_all_rows_share(more: dict[str, Any]) -> None:
     """Positions i64[1, s] are no batch."""
     torch.manual_seed(0)

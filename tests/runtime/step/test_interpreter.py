@@ -1,4 +1,6 @@
-"""Pipelines as they run: what an engine does around them, checkpoints, artifacts, reports, failures, and real processes."""
+"""Pipelines as they run: what an engine does around them, checkpoints, artifacts, reports, failures, and real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def still(params: Any) -> torch.optim.Optimizer:
 # --- around the step
 
 
-@pytest.mark.parametrize("asked", [spec({"pp": 2}, 2), spec({"pp": 2, "dp": 2}, 2, schedule="zb-v", data={"axis": "dp", "zero": 2})], ids=str)
+@pytest.mark.parametrize(
+    "asked", [spec({"pp": 2}, 2), spec({"pp": 2, "dp": 2}, 2, schedule="zb-v", data={"axis": "dp", "zero": 2})], ids=str
+)
 def test_norms_and_clipping_count_every_parameter_once(asked: dict[str, Any]) -> None:
     """The tied embedding too; ranks agree, and train on as one device does."""
 
@@ -96,8 +100,11 @@ def test_groups_and_schedulers_of_parameters_that_a_rank_does_not_have() -> None
 
     def train(mesh: Any, p: Program) -> tuple[dict[str, Tensor], float]:
         engine = p.engine(
-            model, optimizer, mesh=mesh, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
-        )  # fmt: skip
+            model,
+            optimizer,
+            mesh=mesh,
+            scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+        )
         for _ in range(STEPS):
             engine.step(batch)
         return engine.full_state_dict(), engine.lr or 0.0
@@ -205,16 +212,33 @@ def batch():
 @pytest.mark.parametrize(
     ("name", "body", "said"),
     [
-        ("kill", "os.kill(os.getpid(), signal.SIGKILL)", "rank 1 (pp=1) was killed by SIGKILL at 1F1 of the schedule: stage 1, microbatch 1"),
-        ("raise", "raise ValueError('the culprit')", "rank 1 (pp=1) failed with exit status 1 at 1F1 of the schedule: stage 1, microbatch 1"),
+        (
+            "kill",
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "rank 1 (pp=1) was killed by SIGKILL at 1F1 of the schedule: stage 1, microbatch 1",
+        ),
+        (
+            "raise",
+            "raise ValueError('the culprit')",
+            "rank 1 (pp=1) failed with exit status 1 at 1F1 of the schedule: stage 1, microbatch 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_process_that_fails_ends_all_and_names_where_it_was(name: str, body: str, said: str, tmp_path: Path) -> None:
     """In its second step; whatever its peers say."""
     (tmp_path / "model.py").write_text(MODEL.format(name=name, body=body))
     (tmp_path / "spec.yaml").write_text(str(shardc.Spec.load(spec({"pp": 2}, 4, cut=["two"]))))
     began = time.monotonic()
-    command = [sys.executable, "-m", "shardc.cli", "run", str(tmp_path / "model.py"), str(tmp_path / "spec.yaml"), "--steps", "1000"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardc.cli",
+        "run",
+        str(tmp_path / "model.py"),
+        str(tmp_path / "spec.yaml"),
+        "--steps",
+        "1000",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert f"{said}; all ranks were ended" in done.stderr
@@ -232,10 +256,14 @@ def test_modules_of_ones_own_loop_have_no_stages() -> None:
 # --- checkpoints: any mesh's on any other
 
 MESHES = {
-    "one": ONE, "dp=2": {"shardc": 1, "mesh": {"dp": 2}}, "tp=2": {"shardc": 1, "mesh": {"tp": 2}, "shard": SHARD["gpt"]},
-    "pp=2": spec({"pp": 2}, 2), "pp=4": spec({"pp": 4}, 2, schedule="zb-h1"), "pp=2 zb-v": spec({"pp": 2}, 2, schedule="zb-v"),
+    "one": ONE,
+    "dp=2": {"shardc": 1, "mesh": {"dp": 2}},
+    "tp=2": {"shardc": 1, "mesh": {"tp": 2}, "shard": SHARD["gpt"]},
+    "pp=2": spec({"pp": 2}, 2),
+    "pp=4": spec({"pp": 4}, 2, schedule="zb-h1"),
+    "pp=2 zb-v": spec({"pp": 2}, 2, schedule="zb-v"),
     "pp=2 dp=2 zero 3": spec({"pp": 2, "dp": 2}, 2, data={"axis": "dp", "zero": 3}),
-}  # fmt: skip
+}
 
 
 def trained(name: str, steps: int, *, load: Path | None = None, save: Path | None = None) -> dict[str, Tensor]:
@@ -266,7 +294,9 @@ def test_checkpoints_go_from_any_mesh_to_any_other(source: str, tmp_path: Path) 
     for name in MESHES:
         if name == source or (source == "dp=2" and "pp" not in name):
             continue
-        assert all(torch.equal(x, whole[k]) for k, x in trained(name, 0, load=tmp_path / "there", save=tmp_path / name).items()), name
+        assert all(
+            torch.equal(x, whole[k]) for k, x in trained(name, 0, load=tmp_path / "there", save=tmp_path / name).items()
+        ), name
         for k, x in trained(source, 1, load=tmp_path / name).items():  # and back, with the moments
             assert torch.equal(x, on[k]), (name, k)
 
@@ -300,14 +330,20 @@ def test_export(tmp_path: Path) -> None:
         spec({"pp": 2, "dp": 2}, 4, schedule="interleaved", data={"axis": "dp", "zero": 3}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_the_artifact_is_the_program(asked: dict[str, Any], tmp_path: Path) -> None:
     p = of(asked)
     p.save(tmp_path)
     loaded = shardc.load(tmp_path)
     assert str(loaded) == str(p)
     assert loaded.schedule == p.schedule
-    assert (loaded.edges, loaded.axis, loaded.params, loaded.buffers, loaded.buckets) == (p.edges, p.axis, p.params, p.buffers, p.buckets)
+    assert (loaded.edges, loaded.axis, loaded.params, loaded.buffers, loaded.buckets) == (
+        p.edges,
+        p.axis,
+        p.params,
+        p.buffers,
+        p.buckets,
+    )
     a, b = shardc.verify.simulate(loaded, *small()), shardc.verify.simulate(p, *small())
     assert torch.equal(a.loss, b.loss)
     assert all(torch.equal(g, b.grads[n]) for n, g in a.grads.items())
@@ -346,13 +382,14 @@ def test_inspect(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        spec({"pp": 2, "dp": 2}, 4, cut=["h.1"]), spec({"pp": 2}, 2, schedule="zb-v"),
+        spec({"pp": 2, "dp": 2}, 4, cut=["h.1"]),
+        spec({"pp": 2}, 2, schedule="zb-v"),
         spec({"pp": 2, "tp": 2, "dp": 2}, 2, shard=SHARD["gpt"], data={"axis": "dp", "zero": 2}),
         spec({"pp": 2, "dp": 2}, 2, schedule="interleaved", data={"axis": "dp", "zero": 1}),
         spec({"pp": 2, "dp": 2}, 2, schedule="zb-v", data={"axis": "dp", "zero": 3}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_shown_is_what_is_sent(asked: dict[str, Any]) -> None:
     """All bytes by axis, kind and direction, over the ranks of one pipeline."""
     p = of(asked)

@@ -1,4 +1,6 @@
-"""Gradient buckets: sums start in one order while backward runs, gradients are views of the buffers, nothing is counted twice."""
+"""Gradient buckets: sums start in one order while backward runs, gradients are views of the buffers, nothing is counted
+twice.
+"""
 
 from __future__ import annotations
 
@@ -179,9 +181,11 @@ def test_the_norm_counts_every_parameter_once(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     whole = {n: torch.randn(6, generator=g, dtype=dtype) for n in ("split", "both", "kept", "frozen")}
     layouts = {
-        "split": Layout.of({"tp": Shard(0)}, mesh), "both": Layout.of({"dp": Shard(0), "tp": Shard(0, 2)}, mesh), "kept": Layout(),
+        "split": Layout.of({"tp": Shard(0)}, mesh),
+        "both": Layout.of({"dp": Shard(0), "tp": Shard(0, 2)}, mesh),
+        "kept": Layout(),
         "frozen": Layout(),
-    }  # fmt: skip
+    }
     params = tuple(Param(n, n, (6,), dtype, layout=layouts[n]) for n in whole)
     p = Program(mesh, example_program.program().graph, params, (), ())
 

@@ -1,8 +1,9 @@
-"""What ZeRO keeps and sends: bytes of live tensors are the paper's formulas, and a step sends 2P elements, at ZeRO 3 3P.
+"""What ZeRO keeps and sends: bytes of live tensors are the paper's formulas, and a step sends 2P elements, at ZeRO 3
+3P.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 3 and 7: P parameters in 16 bits,
-gradients in 16 bits, and 12 bytes of optimizer state for each: the float32 copy and Adam's two moments.
-"""
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 3 and 7: P
+parameters in 16 bits, gradients in 16 bits, and 12 bytes of optimizer state for each: the float32 copy and Adam's two
+moments."""
 
 from __future__ import annotations
 
@@ -56,7 +57,14 @@ P = sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
 
 @functools.cache
 def compiled(
-    ranks: int, zero: int, mixed: bool = True, tp: int = 1, microbatches: int = 1, outer: int = 1, keep: bool = False, prefetch: int = 1
+    ranks: int,
+    zero: int,
+    mixed: bool = True,
+    tp: int = 1,
+    microbatches: int = 1,
+    outer: int = 1,
+    keep: bool = False,
+    prefetch: int = 1,
 ) -> Program:
     mesh = {"dp_outer": outer, "dp": ranks, "tp": tp}
     spec: dict[str, Any] = {"shardc": 1, "mesh": {a: n for a, n in mesh.items() if a == "dp" or n > 1}}
@@ -73,7 +81,9 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 def live() -> int:
-    """Bytes of the memory of every tensor that anybody holds, and that was not there before `gc.freeze()`; gradients too."""
+    """Bytes of the memory of every tensor that anybody holds, and that was not there before `gc.freeze()`; gradients
+    too.
+    """
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
@@ -100,7 +110,9 @@ def kept(p: Program) -> tuple[float, list[Engine]]:
 
 
 def slack(p: Program, n: int) -> float:
-    """What padding of the buckets comes to, at most, and what stands once an engine or parameter: counters of steps, a loss."""
+    """What padding of the buckets comes to, at most, and what stands once an engine or parameter: counters of steps, a
+    loss.
+    """
     return len(p.buckets) * 16 * n + len(p.params) * 8 + 256
 
 
@@ -113,7 +125,9 @@ def test_bytes_of_a_rank(n: int) -> None:
         p = compiled(n, zero)
         assert len(p.buckets) > 3
         found, engines = kept(p)
-        assert found == pytest.approx(formula, abs=slack(p, n)), f"zero {zero}: {found / P:.3f} P, not {formula / P:.3f} P"
+        assert found == pytest.approx(formula, abs=slack(p, n)), (
+            f"zero {zero}: {found / P:.3f} P, not {formula / P:.3f} P"
+        )
         part = P if zero == 0 else P / n
         for engine in engines:
             assert engine.optimizer is not None
@@ -136,13 +150,20 @@ def test_bytes_of_a_hybrid_rank() -> None:
     assert kept(p)[0] == pytest.approx(14 * P / 2, abs=slack(p, 2))
 
 
-# --- what is sent -------------------------------------------------------------------------------------------------------
+# --- what is sent
+# -------------------------------------------------------------------------------------------------------
 
-SENT = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # elements that a rank sends, of n: an all_reduce is the other two
+SENT = {
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+}  # elements that a rank sends, of n: an all_reduce is the other two
 
 
 def elements(p: Program, steps: int = 2) -> tuple[float, dict[str, int], set[str]]:
-    """(elements that rank 0 sends in one step over the data axes; how often a bucket is sent, by kind; buckets gathered in backward)."""
+    """(elements that rank 0 sends in one step over the data axes; how often a bucket is sent, by kind; buckets gathered
+    in backward).
+    """
 
     def work(mesh: LoopbackMesh) -> tuple[float, dict[str, int], set[str]]:
         engine = p.engine(net(), adam, mesh=mesh)
@@ -161,7 +182,9 @@ def elements(p: Program, steps: int = 2) -> tuple[float, dict[str, int], set[str
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "float32"])
 def test_elements_of_a_step(zero: int, mixed: bool) -> None:
-    """At ZeRO 3 backward gathers again what it needs: of biases, and of a layer whose input needs no gradient, there is no need."""
+    """At ZeRO 3 backward gathers again what it needs: of biases, and of a layer whose input needs no gradient, there is
+    no need.
+    """
     p = compiled(4, zero, mixed)
     found, kinds, again = elements(p)
     buckets = len(p.buckets)
@@ -207,7 +230,9 @@ def test_microbatches_are_reduced_once(zero: int) -> None:
 
 
 def test_what_is_kept_is_gathered_and_summed_once() -> None:
-    """`keep: true`: whole from a step's first forward to its last backward, and only then; at rest a rank has its part."""
+    """`keep: true`: whole from a step's first forward to its last backward, and only
+    then; at rest a rank has its part.
+    """
     for microbatches in (1, 4):
         p = compiled(2, 3, microbatches=microbatches, keep=True)
         found, kinds, again = elements(p)
@@ -221,7 +246,9 @@ def test_what_is_kept_is_gathered_and_summed_once() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", [{}, {"outer": 2}, {"microbatches": 2}, {"tp": 2}, {"keep": True, "microbatches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"outer": 2}, {"microbatches": 2}, {"tp": 2}, {"keep": True, "microbatches": 2}], ids=str
+)
 def test_the_report_says_what_runs(zero: int, how: dict[str, int]) -> None:
     if "keep" in how and zero < 3:
         how = {k: v for k, v in how.items() if k != "keep"}

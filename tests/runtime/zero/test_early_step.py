@@ -1,4 +1,6 @@
-"""Optimizers that step a bucket while others are still being summed: the same weights, and never where it would not be the same."""
+"""Optimizers that step a bucket while others are still being summed: the same weights, and never where it would not be
+the same.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def batch(step: int) -> Tensor:
 @functools.cache
 def program(zero: int) -> Program:
     """A bucket for each of the six parameters."""
-    return shardc.compile(model(), batch(0), {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": zero, "bucket_mb": 1e-4}})
+    return shardc.compile(
+        model(), batch(0), {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": zero, "bucket_mb": 1e-4}}
+    )
 
 
 class Counted(torch.optim.SGD):
@@ -65,8 +69,12 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 
 
-def run(zero: int, make: Any, step: Callable[[Engine, Tensor], Tensor] = Engine.step, **options: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """(weights after three steps, what rank 0 did in the last one: "sum" when a bucket's came, "step" when an optimizer stepped)."""
+def run(
+    zero: int, make: Any, step: Callable[[Engine, Tensor], Tensor] = Engine.step, **options: Any
+) -> tuple[dict[str, Tensor], list[str]]:
+    """(weights after three steps, what rank 0 did in the last one: "sum" when a bucket's came, "step" when an optimizer
+    stepped).
+    """
 
     def work(mesh: LoopbackMesh) -> tuple[dict[str, Tensor], list[str]]:
         done: list[str] = []
@@ -74,7 +82,9 @@ def run(zero: int, make: Any, step: Callable[[Engine, Tensor], Tensor] = Engine.
         def made(params: Any) -> torch.optim.Optimizer:
             optimizer = make(params)
             kind = type(optimizer)
-            optimizer.__class__ = type("Told", (kind,), {"step": lambda self, *a: done.append("step") or kind.step(self, *a)})
+            optimizer.__class__ = type(
+                "Told", (kind,), {"step": lambda self, *a: done.append("step") or kind.step(self, *a)}
+            )
             return optimizer  # type: ignore[no-any-return]
 
         engine = program(zero).engine(model(), optimizer=made, mesh=mesh, **options)
@@ -99,7 +109,9 @@ def together(engine: Engine, x: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("make", [adamw, lambda ps: torch.optim.SGD(ps, lr=0.5, momentum=0.9), Counted], ids=["adamw", "sgd", "counted"])
+@pytest.mark.parametrize(
+    "make", [adamw, lambda ps: torch.optim.SGD(ps, lr=0.5, momentum=0.9), Counted], ids=["adamw", "sgd", "counted"]
+)
 @pytest.mark.parametrize("zero", range(4))
 def test_buckets_step_as_their_sums_come_and_weights_are_the_same_bit_for_bit(zero: int, make: Any) -> None:
     weights, done = run(zero, make, scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
@@ -120,7 +132,9 @@ def test_an_optimizer_that_looks_at_all_parameters_steps_once() -> None:
     assert done == ["sum"] * 6 + ["step"]
     alone = {n: x.clone() for n, x in model().state_dict().items()}
     for i in range(3):
-        loss = torch.func.functional_call(model(), given := {n: x.requires_grad_() for n, x in alone.items()}, (batch(i),))
+        loss = torch.func.functional_call(
+            model(), given := {n: x.requires_grad_() for n, x in alone.items()}, (batch(i),)
+        )
         grads = torch.autograd.grad(loss, list(given.values()))
         total = nn.utils.get_total_norm(grads)
         alone = {n: (x - g / total).detach() for (n, x), g in zip(given.items(), grads, strict=True)}

@@ -1,4 +1,6 @@
-"""ZeRO where it is hard: odd parameters and buckets, optimizers that need whole parameters, errors in the middle of a step."""
+"""ZeRO where it is hard: odd parameters and buckets, optimizers that need whole parameters, errors in the middle of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LEVELS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
 
 
 class Mixed(nn.Module):
-    """Parameters of several dtypes and sizes: also of none, of one, frozen, complex, tied, and some that no loss reaches."""
+    """Parameters of several dtypes and sizes: also of none, of one, frozen, complex, tied, and some that no loss
+    reaches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,12 +80,15 @@ def test_parameters_of_every_kind(zero: int, ranks: int) -> None:
     for state, reached in loopback(p.mesh, work):
         for name, want in plain.state_dict().items():
             assert state[name].dtype == want.dtype
-            torch.testing.assert_close(state[name], want.detach(), rtol=2e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                state[name], want.detach(), rtol=2e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}"
+            )
         assert "idle" not in reached
         assert torch.equal(state["idle"], model.idle.detach())
 
 
-# --- optimizers ---------------------------------------------------------------------------------------------------------
+# --- optimizers
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Two(nn.Module):
@@ -123,15 +130,24 @@ class Trusted(torch.optim.SGD):
 
 
 ELEMENTWISE: dict[str, Any] = {
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), "Adam": torch.optim.Adam,
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "Adam": torch.optim.Adam,
     "AdamW amsgrad": lambda ps: torch.optim.AdamW(ps, amsgrad=True),
-    "RMSprop": lambda ps: torch.optim.RMSprop(ps, momentum=0.5, centered=True), "Adagrad": torch.optim.Adagrad, "Adadelta": torch.optim.Adadelta,
-    "Adamax": torch.optim.Adamax, "NAdam": torch.optim.NAdam, "RAdam": torch.optim.RAdam, "ASGD": torch.optim.ASGD, "Rprop": torch.optim.Rprop,
-}  # fmt: skip
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, momentum=0.5, centered=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "ASGD": torch.optim.ASGD,
+    "Rprop": torch.optim.Rprop,
+}
 WHOLE: dict[str, Any] = {
-    "Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon,
-    "Whitened": Whitened, "Trusted": lambda ps: Trusted(ps, lr=0.1),
-}  # fmt: skip
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": torch.optim.Muon,
+    "Whitened": Whitened,
+    "Trusted": lambda ps: Trusted(ps, lr=0.1),
+}
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 
 
@@ -208,7 +224,8 @@ def minimise(module: nn.Module, x: Tensor) -> list[float]:
     return losses[:6]
 
 
-# --- errors in the middle -----------------------------------------------------------------------------------------------
+# --- errors in the middle
+# -----------------------------------------------------------------------------------------------
 
 
 class Table(nn.Module):
@@ -292,7 +309,12 @@ def test_an_update_that_fails_halfway_is_not_gone_on_from(zero: int, tmp_path: P
         engine.optimizer.ready = True
         with pytest.raises(OverflowError):
             engine.step(ids)
-        for use in (lambda: engine.step(ids), lambda: engine.evaluate(ids), lambda: engine.save(tmp_path / "other"), engine.update):
+        for use in (
+            lambda: engine.step(ids),
+            lambda: engine.evaluate(ids),
+            lambda: engine.save(tmp_path / "other"),
+            engine.update,
+        ):
             with pytest.raises(shardc.ShardcError, match=r"an update or a load failed halfway.*\n.*load a checkpoint"):
                 use()
         engine.load(tmp_path / "saved")

@@ -1,4 +1,6 @@
-"""Optimizers that need more than a rank has are refused wherever ranks have parts, or other parameters; and nowhere else."""
+"""Optimizers that need more than a rank has are refused wherever ranks have parts, or other parameters; and nowhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -97,17 +99,29 @@ PP = {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "cut": ["b"]}}
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_split_parameters_are_refused_to_what_needs_whole_ones(name: str) -> None:
-    with pytest.raises(ShardcError, match=r"b\.weight: the optimizer .* needs whole parameters.* split over tp\n.*or leave b\.weight whole"):
+    with pytest.raises(
+        ShardcError,
+        match=r"b\.weight: the optimizer .* needs whole parameters.* split over tp\n.*or leave b\.weight whole",
+    ):
         trained(Two(), TP, WHOLE[name])
 
 
 @pytest.mark.parametrize(
-    ("spec", "why"), [(TP, "b.weight is split over tp"), (PP, "each rank along pp has those of its stages"),
-    ({"mesh": {"dp": 2}, "data": {"zero": 1}}, "data.zero: 1 gives each rank a part of them")], ids=["tp", "pp", "zero"],
-)  # fmt: skip
-def test_an_optimizer_that_looks_at_all_parameters_is_refused_where_no_rank_has_all(spec: dict[str, Any], why: str) -> None:
+    ("spec", "why"),
+    [
+        (TP, "b.weight is split over tp"),
+        (PP, "each rank along pp has those of its stages"),
+        ({"mesh": {"dp": 2}, "data": {"zero": 1}}, "data.zero: 1 gives each rank a part of them"),
+    ],
+    ids=["tp", "pp", "zero"],
+)
+def test_an_optimizer_that_looks_at_all_parameters_is_refused_where_no_rank_has_all(
+    spec: dict[str, Any], why: str
+) -> None:
     """Its ranks would each scale by a norm of their own, and drift apart."""
-    with pytest.raises(ShardcError, match=f"Normalised updates a parameter by what others are, and no rank has all of them: {why}"):
+    with pytest.raises(
+        ShardcError, match=f"Normalised updates a parameter by what others are, and no rank has all of them: {why}"
+    ):
         trained(Two(), spec, Normalised)
     for state in trained(Two(), {"mesh": {"dp": 2}}, Normalised):
         for n, x in alone(Two(), Normalised).items():
@@ -126,9 +140,10 @@ def test_what_is_whole_may_be_looked_at_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "spec"), [(Decayed, TP), (Decayed, PP), (torch.optim.Adagrad, {"mesh": {"dp": 2}, "data": {"zero": 1}}), (Lookahead, TP)],
+    ("make", "spec"),
+    [(Decayed, TP), (Decayed, PP), (torch.optim.Adagrad, {"mesh": {"dp": 2}, "data": {"zero": 1}}), (Lookahead, TP)],
     ids=["tp", "pp", "state from the constructor", "counts steps"],
-)  # fmt: skip
+)
 def test_elementwise_optimizers_train_as_on_one_device(make: Any, spec: dict[str, Any]) -> None:
     for state in trained(Unused(), spec, make):
         for n, x in alone(Unused(), make).items():
@@ -136,7 +151,9 @@ def test_elementwise_optimizers_train_as_on_one_device(make: Any, spec: dict[str
 
 
 def test_an_optimizer_that_moves_nothing_of_what_it_is_given_shows_nothing() -> None:
-    with pytest.raises(ShardcError, match=r"Wrapped cannot be tried on a small sample \(ValueError: it moves none of the parameters"):
+    with pytest.raises(
+        ShardcError, match=r"Wrapped cannot be tried on a small sample \(ValueError: it moves none of the parameters"
+    ):
         trained(Two(), {"mesh": {"dp": 2}, "data": {"zero": 1}}, Wrapped)
 
 

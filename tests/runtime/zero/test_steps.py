@@ -1,4 +1,6 @@
-"""ZeRO: five steps with clipping equal one device's, at every level, on every kind of mesh, at once and in microbatches; and what follows steps."""
+"""ZeRO: five steps with clipping equal one device's, at every level, on every kind of mesh, at once and in
+microbatches; and what follows steps.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ State = dict[str, Tensor]
 
 
 class Net(nn.Module):
-    """A tied head; a frozen layer; a layer and a vector that no loss reaches; a scalar; sizes that two, three and four ranks do not divide."""
+    """A tied head; a frozen layer; a layer and a vector that no loss reaches; a scalar; sizes that two, three and four
+    ranks do not divide.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +61,9 @@ def model() -> Net:
 
 
 def batch(step: int) -> Batch:
-    """Row i has i % 5 labels that count, so that ranks and microbatches count different numbers; the first three have none at all."""
+    """Row i has i % 5 labels that count, so that ranks and microbatches count different numbers; the first three have
+    none at all.
+    """
     generator = torch.Generator().manual_seed(100 + step)
     ids, targets = (torch.randint(VOCAB, (ROWS, TOKENS), generator=generator) for _ in range(2))
     for i in range(ROWS):
@@ -102,7 +108,9 @@ def reference(optimizer: str) -> tuple[list[float], list[float], State]:
 def spec(mesh: dict[str, int], zero: int, microbatches: int = 1, **data: Any) -> dict[str, Any]:
     shard = {"embed": "vocab", "up": "column", "down": "row"} if "tp" in mesh else {}
     found = {"shardc": 1, "mesh": mesh, "shard": shard, "batch": {"microbatches": microbatches}}
-    return found | {"data": {"zero": zero, "bucket_mb": 0.001, **data}}  # 131 numbers: many buckets, and weights larger than one
+    return found | {
+        "data": {"zero": zero, "bucket_mb": 0.001, **data}
+    }  # 131 numbers: many buckets, and weights larger than one
 
 
 def program(mesh: dict[str, int], zero: int, microbatches: int = 1, **data: Any) -> Program:
@@ -193,7 +201,10 @@ def test_prefetch_stands_in_the_program() -> None:
 
 def test_words_about_gathers_need_parameters_that_are_gathered() -> None:
     for said in ({"keep": True}, {"prefetch": 2}):
-        with pytest.raises(shardc.ShardcError, match=f"`{next(iter(said))}` is about parameters that are gathered, and at zero: 2 none are"):
+        with pytest.raises(
+            shardc.ShardcError,
+            match=f"`{next(iter(said))}` is about parameters that are gathered, and at zero: 2 none are",
+        ):
             program({"dp": 2}, 2, **said)
 
 
@@ -203,7 +214,9 @@ def test_recomputation(zero: int, keep: bool) -> None:
     """Forward runs again in backward, on parameters that are gathered for it."""
     if zero == 2 and keep:
         zero = 3
-    made = spec({"dp": 2}, zero, 3, **({"keep": True} if keep else {})) | {"checkpoint": [{"match": "{up,odd,norm}", "save": []}]}
+    made = spec({"dp": 2}, zero, 3, **({"keep": True} if keep else {})) | {
+        "checkpoint": [{"match": "{up,odd,norm}", "save": []}]
+    }
     p = shardc.compile(model(), batch(0), made, captured=copy.deepcopy(captured()))
     assert len(p.regions) == 3
     train(p, "adamw")
@@ -227,7 +240,9 @@ def test_variants_of_an_optimizer(fused: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_loop_of_ones_own(zero: int) -> None:
-    """`program.module`: the optimizer works on stretches; weights that were updated, or loaded, are what the next forward uses."""
+    """`program.module`: the optimizer works on stretches; weights that were updated, or loaded, are what the next
+    forward uses.
+    """
     p = program({"dp": 2}, zero)
     half = ROWS // 2
 
@@ -287,12 +302,16 @@ def test_evaluation_changes_nothing(zero: int) -> None:
 
 #: (mesh, zero, microbatches) of the run that saves, and of the one that goes on
 MOVES = [
-    (({"dp": 4}, 3, 1), ({"dp": 2, "tp": 2}, 1, 3)), (({"dp": 2, "tp": 2}, 2, 1), ({"dp": 3}, 3, 2)),
-    (({"dp_outer": 2, "dp": 2}, 3, 1), ({"dp": 1}, 0, 4)), (({"dp": 2}, 0, 1), ({"dp_outer": 2, "dp": 2}, 2, 1)),
-]  # fmt: skip
+    (({"dp": 4}, 3, 1), ({"dp": 2, "tp": 2}, 1, 3)),
+    (({"dp": 2, "tp": 2}, 2, 1), ({"dp": 3}, 3, 2)),
+    (({"dp_outer": 2, "dp": 2}, 3, 1), ({"dp": 1}, 0, 4)),
+    (({"dp": 2}, 0, 1), ({"dp_outer": 2, "dp": 2}, 2, 1)),
+]
 
 
-@pytest.mark.parametrize(("first", "second"), MOVES, ids=lambda m: f"zero {m[1]} on {','.join(f'{a}{n}' for a, n in m[0].items())}")
+@pytest.mark.parametrize(
+    ("first", "second"), MOVES, ids=lambda m: f"zero {m[1]} on {','.join(f'{a}{n}' for a, n in m[0].items())}"
+)
 def test_checkpoints_go_from_any_level_to_any(first: Any, second: Any, tmp_path: Path) -> None:
     """Two steps here, three there: the weights are those of five steps on one device, momentum and all."""
 
@@ -313,7 +332,8 @@ def test_checkpoints_go_from_any_level_to_any(first: Any, second: Any, tmp_path:
         check(state, "adamw")
 
 
-# --- real processes -----------------------------------------------------------------------------------------------------
+# --- real processes
+# -----------------------------------------------------------------------------------------------------
 
 REAL: dict[str, tuple[dict[str, int], int, int, dict[str, Any]]] = {
     "zero 1 dp2 microbatches": ({"dp": 2}, 1, 4, {}),
@@ -326,7 +346,12 @@ def process(rank: int, port: int, folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     for i, name in enumerate(names):
         p = shardc.load(Path(folder) / name)
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(p.mesh.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port + i)}
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(p.mesh.world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port + i),
+        }
         engine = p.engine(model(), adamw, clip_norm=CLIP)
         for step in range(STEPS):
             engine.step(batch(step))

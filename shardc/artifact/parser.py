@@ -1,4 +1,6 @@
-"""Read a program's text (shardc.artifact.emit) back into its graph. The text is straight-line Python: nothing in it is executed here."""
+"""Read a program's text (shardc.artifact.emit) back into its graph. The text is straight-line Python: nothing in it is
+executed here.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.placement import parse as parse_type
 from shardc.ir.program import Collective, Source, Value
 from shardc.runtime import ops
+from shardc.runtime.ops import torch_library  # noqa: F401 (it registers torch.ops.shardc.*)
 from shardc.torch_private import OpOverload
 
 _SOURCE = re.compile(r"# (.+?) \((.*?)\)(?:: (.*))?$")
@@ -29,10 +32,13 @@ _REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d+
 _PREAMBLE = [ast.unparse(s) for s in ast.parse(HEADER).body]
 
 
-def graph_of(text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "program", *, piped: bool = False) -> fx.Graph:
+def graph_of(
+    text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "program", *, piped: bool = False
+) -> fx.Graph:
     """The graph of the one function in a text.
 
-    types: of params, buffers and inputs, in order, by name (from the artifact's layouts); what the text says of them has to agree.
+    types: of params, buffers and inputs, in order, by name (from the artifact's layouts); what the text says of them
+    has to agree.
     piped: the function is a pipeline's stage: it takes some of them, and after them values of other stages.
     Raises ShardcError with file and line for anything that `shardc.artifact.emit` would not have written.
     """
@@ -50,7 +56,9 @@ class _Reader:
         self.targets: dict[tuple[str, ...], Any] = {}
 
     def wrong(self, line: int, what: str) -> ShardcError:
-        return ShardcError(what, where=f"{self.file}:{line}", fix="keep to the form in which shardc writes programs, or compile again")
+        return ShardcError(
+            what, where=f"{self.file}:{line}", fix="keep to the form in which shardc writes programs, or compile again"
+        )
 
     def unreadable(self, node: ast.AST, line: int, what: str = "") -> ShardcError:
         return self.wrong(line, f"cannot read {what}{ast.unparse(node)[:60]!r}")
@@ -107,8 +115,13 @@ class _Reader:
             names = [n for n in names if n in taken] + [n for n in taken if n not in names]
         if a.posonlyargs or a.vararg or a.kwonlyargs or a.kwarg or a.defaults or [x.arg for x in a.args] != names:
             found = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
-            off = [f"no {n!r}" for n in names if n not in found] + [f"{n!r} too much" for n in sorted(found - set(names))]
-            raise self.wrong(function.lineno, f"the function does not take what the layouts list: {', '.join(off[:5]) or 'another order or form'}")
+            off = [f"no {n!r}" for n in names if n not in found] + [
+                f"{n!r} too much" for n in sorted(found - set(names))
+            ]
+            raise self.wrong(
+                function.lineno,
+                f"the function does not take what the layouts list: {', '.join(off[:5]) or 'another order or form'}",
+            )
         for x in a.args:
             self.env[x.arg] = node = self.graph.placeholder(x.arg)
             node.meta = {"value": self.types.get(x.arg), "source": Source()}
@@ -117,7 +130,9 @@ class _Reader:
                 continue
             said = self._behind(x).removeprefix(",").strip().removeprefix("# ").partition("  ")[0]
             if said and x.arg in self.types and said != value_text(self.types[x.arg]):
-                raise self.wrong(x.lineno, f"{x.arg} is {said} here, but {value_text(self.types[x.arg])} in the layouts")
+                raise self.wrong(
+                    x.lineno, f"{x.arg} is {said} here, but {value_text(self.types[x.arg])} in the layouts"
+                )
         return function
 
     def _received(self, node: fx.Node, comment: str, line: int) -> None:
@@ -191,7 +206,9 @@ class _Reader:
     def _types(self, text: str, line: int) -> Value | tuple[Value, ...]:
         if text not in self.seen:
             try:
-                self.seen[text] = tuple(map(self._type, text[1:-1].split(" ; "))) if text.startswith("(") else self._type(text)
+                self.seen[text] = (
+                    tuple(map(self._type, text[1:-1].split(" ; "))) if text.startswith("(") else self._type(text)
+                )
             except ValueError as e:
                 raise self.wrong(line, str(e)) from None
         return self.seen[text]
@@ -204,7 +221,9 @@ class _Reader:
         return Value(shape, dtype, bare != text, Layout.of(placements, self.mesh))
 
     def _target(self, func: ast.expr) -> Any:
-        """The op that `aten.add.Tensor`, `torch.ops.lib.op.default` or `ops.all_reduce` names. Nothing else is ever called."""
+        """The op that `aten.add.Tensor`, `torch.ops.lib.op.default` or `ops.all_reduce` names. Nothing else is ever
+        called.
+        """
         path: tuple[str, ...] = ()
         at = func
         while isinstance(at, ast.Attribute):
@@ -229,10 +248,18 @@ class _Reader:
         except AttributeError:
             if path[2] == "aten":
                 raise self.wrong(func.lineno, f"there is no op {text} in this version of torch") from None
-            fix = "import the module that registers it before shardc.load; on the command line, give model.py and the spec, which does"
-            raise ShardcError(f"nothing has registered the op {text} in this process", where=f"{self.file}:{func.lineno}", fix=fix) from None
+            fix = (
+                "import the module that registers it before shardc.load; on the command line, give model.py and the"
+                " spec, which does"
+            )
+            raise ShardcError(
+                f"nothing has registered the op {text} in this process", where=f"{self.file}:{func.lineno}", fix=fix
+            ) from None
         if not isinstance(found, OpOverload):
-            raise self.wrong(func.lineno, f"{text} is no op that programs call: name an op with its overload, such as aten.add.Tensor")
+            raise self.wrong(
+                func.lineno,
+                f"{text} is no op that programs call: name an op with its overload, such as aten.add.Tensor",
+            )
         return found
 
     def _arg(self, a: ast.expr) -> Any:
@@ -254,7 +281,9 @@ class _Reader:
                 found = getattr(torch, name, None)
                 if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
                     return found
-            case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "-inf" | "nan" as text)], keywords=[]):
+            case ast.Call(
+                func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "-inf" | "nan" as text)], keywords=[]
+            ):
                 return float(text)
             case ast.Call(func=func, args=[ast.Constant(value=str(text))], keywords=[]):
                 make: Any = {"complex": complex, "torch.device": torch.device}.get(ast.unparse(func))
