@@ -105,7 +105,12 @@ def unnoticed(program: Program) -> list[str]:
     for node in program.graph.nodes:
         for axis, n in program.mesh.axes if node.op == "call_function" and "strategies" in node.meta else ():
             strategy = node.meta["strategies"].get(axis)
-            if n == 1 or strategy is None or strategy.kind not in ("replicate", "varying") or node.meta.get("asked"):
+            if (
+                n == 1
+                or strategy is None
+                or strategy.kind not in ("replicate", "partial_grad")
+                or node.meta.get("asked")
+            ):
                 continue
             split = [x for x in tensors(node) if isinstance(_lies(x, axis), Shard)]
             places = {str(user.meta.get("source") or user.name) for x in split for user in x.users}

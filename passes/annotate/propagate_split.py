@@ -20,7 +20,7 @@ from torch import fx
 from shardc.ir.placement import Partial, Placement, Shard
 from shardc.ir.program import Program, Value
 from shardc.rules.calls import choices_of, result, tensors, values
-from shardc.rules.registry import Choices, Strategy, needs_vary
+from shardc.rules.registry import Choices, Strategy, needs_sum_grad
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
 _SAME = 1  # ranks: any factor divides by one, so that what is found does not depend on the mesh
@@ -48,7 +48,7 @@ class Region:
     def bytes(self) -> float:
         """Bytes that are summed or gathered, forward and backward, up to a factor that is the same for every region."""
         total = sum(2 * _value(k).nbytes() for k in self.exits) + sum(_value(k).nbytes() for k in self.gathers)
-        return total + sum(2 * _value(k).nbytes() for k in self.entries if needs_vary(_value(k)))
+        return total + sum(2 * _value(k).nbytes() for k in self.entries if needs_sum_grad(_value(k)))
 
 
 @dataclass(frozen=True)

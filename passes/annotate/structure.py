@@ -25,7 +25,7 @@ from shardc.passes.annotate import kv_heads
 from shardc.passes.annotate.plan import Plan
 from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, Region, uses
 from shardc.rules.calls import result, tensors, values
-from shardc.rules.registry import needs_vary
+from shardc.rules.registry import needs_sum_grad
 from shardc.spec.patterns import of_every_layer
 
 aten = torch.ops.aten
@@ -150,7 +150,9 @@ def _vocabulary(follower: Follower, node: fx.Node) -> bool:
 
 def _story(region: Region) -> str:
     """A region in a few words: from the modules that begin it to those that end it."""
-    reads = (u for key in region.entries if needs_vary(values(key[0])[key[1]]) for u, _ in uses(key) if u in region.ops)
+    reads = (
+        u for key in region.entries if needs_sum_grad(values(key[0])[key[1]]) for u, _ in uses(key) if u in region.ops
+    )
     ins = dict.fromkeys(_module(u) for u in reads)
     outs = dict.fromkeys(_module(node) for node, _ in region.exits)
     return f"{_few(ins, 'input')} -> {_few(outs, 'loss')}"

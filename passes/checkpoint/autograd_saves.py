@@ -80,12 +80,12 @@ _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
 }
 #: Those whose result is their operand, seen differently, on some rank at least.
 _VIEWS = (
-    ops.vary,
-    ops.unvary,
+    ops.sum_grad,
+    ops.first_grad,
     ops.shard,
-    ops.shard_varying,
+    ops.shard_partial_grad,
     ops.to_partial,
-    ops.varying_to_partial,
+    ops.partial_grad_to_partial,
     ops.fill_padding,
     ops.select_partial,
 )

@@ -109,8 +109,7 @@ class Param:
     """A trainable or frozen parameter. Tied parameters are one Param with several names.
 
     name: its placeholder in the graphs. fqn: the first of its names in the model; aliases: the others.
-    shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed (the `vary` lifted
-    out).
+    shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed.
     order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 =
     none.
     stages: of a pipeline: those that use it, whose ranks have it.

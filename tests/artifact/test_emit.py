@@ -19,6 +19,7 @@ import shardc
 from shardc import report
 from shardc.artifact import emit, parser
 from shardc.ir.program import Program, Source, Stage
+from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import example_text, zoo
 from tests.test_equal import spec_of
@@ -333,6 +334,15 @@ def test_a_trusted_edit_is_what_runs(tmp_path: Path) -> None:
     file.write_text(text.replace(f"    return ({name[1]}, ", extra))
     one, two = (shardc.verify.simulate(x, model, batch).loss for x in (p, shardc.load(tmp_path / "out", trust=True)))
     torch.testing.assert_close(two, 2 * one)
+
+
+@pytest.mark.parametrize(("old", "new"), parser._RENAMED.items())
+def test_programs_that_call_ops_by_former_names_load(tmp_path: Path, old: str, new: str) -> None:
+    p = example_text.program()
+    p.save(tmp_path / "out")
+    damaged(tmp_path / "out", "stage0.py", "ops.sum_grad", f"ops.{old}")
+    (stage,) = shardc.load(tmp_path / "out", trust=True).stages
+    assert getattr(ops, new) in {n.target for n in stage.graph.nodes}
 
 
 def test_every_damaged_file_is_told_at_once(tmp_path: Path) -> None:
