@@ -390,8 +390,7 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     own = {m for n in nodes for m in _parents(n.meta.get("source", Source()).module)}
     modules = sorted(own.union(*(n.meta.get("through", ()) for n in nodes)))
-    shared: list[list[str]] = program.meta.get("shared_modules", [])
-    also = {m: names for names in shared for m in modules if m in names}
+    also = {m: names for names in program.shared_modules for m in modules if m in names}
     pinned: dict[fx.Node, tuple[Layout, str]] = {}
     todo: list[tuple[fx.Node, set[fx.Node] | None, Layout, str, str]] = []
     claimed: set[tuple[str, str]] = set()

@@ -121,8 +121,7 @@ class Checkpoint:
             for n in stage.graph.nodes:
                 for m in _parents(n.meta.get("source", Source()).module):
                     first.setdefault(m, len(first))
-        shared: list[list[str]] = program.meta.get("shared_modules", [])
-        also = {m: names for names in shared for m in first if m in names}
+        also = {m: names for names in program.shared_modules for m in first if m in names}
         found: dict[str, tuple[int, Asked]] = {}
         for i, entry in enumerate(self.spec.checkpoint):
             matched = {m for m in first if any(match(entry.match, name) for name in also.get(m, [m]))}

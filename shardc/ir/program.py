@@ -28,7 +28,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
@@ -282,6 +282,24 @@ class Edge:
         return tuple((n, v) for n, v in zip(self.names, self.values, strict=True) if v.requires_grad)
 
 
+@dataclass(frozen=True)
+class OffloadPlaces:
+    """Where a rank keeps what it is not working with: "none" (on its device), "cpu", or a directory for files.
+
+    optimizer: the optimizer's state; parameters: at zero 3, this rank's parts of them; page_mb: how much of the
+    optimizer's state is brought to the device at a time."""
+
+    optimizer: str = "none"
+    parameters: str = "none"
+    page_mb: float = 25.0
+
+    @property
+    def used(self) -> dict[str, str]:
+        """{what: place} of what is kept off the device."""
+        places = {"optimizer": self.optimizer, "parameters": self.parameters}
+        return {kind: place for kind, place in places.items() if place != "none"}
+
+
 @dataclass
 class Program:
     """See the module docstring. `graph` is the global graph; `stages` is empty until partition has run.
@@ -304,12 +322,14 @@ class Program:
     counts: Stage | None = None
     spec: Spec | None = None
     notes: tuple[str, ...] = ()  # what a user should know: gathers nobody asked for, replicated ops, ...
-    meta: dict[str, Any] = field(
-        default_factory=dict
-    )  # JSON-able facts for the manifest: model name, versions, seconds
+    #: JSON-able facts for people and reports: model name, versions, seconds. Nothing acts on them.
+    meta: dict[str, Any] = field(default_factory=dict)
     axis: str = ""
     schedule: Schedule | None = None
     regions: tuple[Region, ...] = ()  # outer ones before those in them
+    shared_modules: tuple[tuple[str, ...], ...] = ()  # names of one module object: a node's Source carries just one
+    loss_scale: float | Literal["dynamic"] | None = None  # what the engine multiplies the loss by before backward
+    offload: OffloadPlaces = OffloadPlaces()
     resize: Callable[[Program, Any], Program] | None = field(
         default=None, compare=False, repr=False
     )  # for a batch of fewer rows; not saved

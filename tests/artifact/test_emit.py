@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import shardc
 from shardc import report
 from shardc.artifact import emit, parser
-from shardc.ir.program import Program, Source, Stage
+from shardc.ir.program import OffloadPlaces, Program, Source, Stage
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import example_text, zoo
@@ -193,6 +193,25 @@ def test_the_artifact_comes_back_the_same(name: str, tmp_path: Path) -> None:
         first.buckets,
     )
     assert again.spec == first.spec
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["today", "among the facts, as they once were"])
+def test_what_the_engine_acts_on_comes_back(earlier: bool, tmp_path: Path) -> None:
+    fields = {
+        "shared_modules": (("a", "b"),),
+        "loss_scale": "dynamic",
+        "offload": OffloadPlaces(optimizer="cpu", page_mb=2.0),
+    }
+    first = replace(example_text.program(), **fields)
+    first.save(tmp_path / "out")
+    if earlier:
+        file = tmp_path / "out" / "manifest.json"
+        manifest = json.loads(file.read_text())
+        manifest["meta"] |= {key: manifest.pop(key) for key in fields}
+        file.write_text(json.dumps(manifest))
+    again = shardc.load(tmp_path / "out")
+    assert {key: getattr(again, key) for key in fields} == fields
+    assert again.meta == first.meta
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet_bn"])
