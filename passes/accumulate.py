@@ -39,12 +39,13 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
+from shardc.ir.graph import operands_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Shard
 from shardc.ir.program import Collective, Input, Program, Source, Stage, Value
 from shardc.ir.types import behind
 from shardc.rules import registry
-from shardc.rules.calls import call_of, tensors, values
+from shardc.rules.calls import call_of
 from shardc.runtime import ops
 from shardc.spec import Spec
 
@@ -158,11 +159,11 @@ def _one(value: Value, mesh: Mesh) -> Value:
 
 def _alike(node: fx.Node) -> bool:
     """Is what a node computes the same in all microbatches, if no microbatches had but a summand of it?"""
-    return all(v.layout[AXIS] in (REPLICATE, PARTIAL_GRAD) for v in values(node))
+    return all(v.layout[AXIS] in (REPLICATE, PARTIAL_GRAD) for v in values_of(node))
 
 
 def _trained(node: fx.Node) -> bool:
-    return any(v.requires_grad for v in values(node))
+    return any(v.requires_grad for v in values_of(node))
 
 
 @dataclass
@@ -320,7 +321,7 @@ class _Writer:
         """An op on summands gives summands if it is linear in them, and all else that it takes is alike in all
         microbatches.
         """
-        operands = tensors(node)
+        operands = operands_of(node)
         at = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.apart}
         if node in self.summands:
             return
@@ -347,7 +348,7 @@ class _Writer:
             if x in self.known or not self._sum(x, node):
                 self._refuse(x, node)
                 return
-        self._whole(node, tensors(node))
+        self._whole(node, operands_of(node))
 
     # --- sums that are needed whole
 

@@ -18,12 +18,13 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
+from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
 from shardc.ir.program import Collective, Program, Source, Stage, Value
 from shardc.passes.annotate import fused_weights
 from shardc.rules import registry
-from shardc.rules.calls import call_of, result, tensors, values
+from shardc.rules.calls import call_of
 from shardc.rules.pointwise import poles
 from shardc.rules.registry import LocalCall, Strategy, needs_sum_grad
 from shardc.runtime import ops
@@ -99,7 +100,7 @@ class _Writer:
 
     def _output(self, node: fx.Node) -> None:
         """The loss is whole on every rank; new buffers lie as the old ones are stored."""
-        loss, *news = tensors(node)
+        loss, *news = operands_of(node)
         stored = [b.layout for b in self.program.buffers if b.updated]
         made = tuple(self._get(new, layout, node) for new, layout in zip(news, stored, strict=True))
         self.graph.output((self._get(loss, Layout(), node), made))
@@ -115,13 +116,13 @@ class _Writer:
 
     def _pin(self, node: fx.Node) -> None:
         layout = Layout.of({a: s.outputs[0] for a, s in node.meta["strategies"].items()}, self.mesh)
-        self.made[node, 0] = {layout: self._get(tensors(node)[0], layout, node)}
+        self.made[node, 0] = {layout: self._get(operands_of(node)[0], layout, node)}
 
     def _call(self, node: fx.Node) -> None:
         strategies: dict[str, Strategy] = node.meta["strategies"]
-        operands = tensors(node)
+        operands = operands_of(node)
         need = [self._layout({a: s.inputs[i] for a, s in strategies.items()}) for i in range(len(operands))]
-        out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values(node)))]
+        out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values_of(node)))]
         order = iter(range(len(operands)))
         at_poles, away = poles(node.target, node.args)
 
@@ -135,7 +136,7 @@ class _Writer:
         args = fx.node.map_arg(node.args, put)
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), put))
         rule = registry.find(node.target)
-        typed = tuple(replace(v, layout=layout) for v, layout in zip(values(node), out, strict=True))
+        typed = tuple(replace(v, layout=layout) for v, layout in zip(values_of(node), out, strict=True))
         last = typed[0] if not isinstance(node.meta["value"], tuple) else typed
 
         def emit(
@@ -166,7 +167,7 @@ class _Writer:
         if isinstance(node.meta["value"], tuple):
             for user in node.users:
                 if user.target is operator.getitem:
-                    _, i = result(user)
+                    _, i = producer_of(user)
                     if not any(k == (node, i) for k in self.made):
                         item = self._emit(operator.getitem, (new, i), {}, typed[i], user, None)
                         self.made[node, i] = {out[i]: item}
@@ -214,8 +215,8 @@ class _Writer:
 
     def _filled(self, node: fx.Node, local: fx.Node, layout: Layout, paddings: Sequence[Shard], fill: float) -> fx.Node:
         """The local node of a value with a number in the padding of some dims."""
-        op, index = result(node)
-        value = replace(values(op)[index], layout=layout)
+        op, index = producer_of(node)
+        value = replace(values_of(op)[index], layout=layout)
         for s in paddings:
 
             def emit(
@@ -238,22 +239,22 @@ class _Writer:
         """A parameter, or a view of one: its padding is zero."""
         while (
             node.op == "call_function"
-            and len(tensors(node)) == 1
+            and len(operands_of(node)) == 1
             and (rule := registry.find(node.target))
             and rule.linear == ((0,),)
         ):
-            (node,) = tensors(node)
+            (node,) = operands_of(node)
         return node.name in {p.name for p in self.program.params}
 
     # --- conversions
 
     def _get(self, node: fx.Node, need: Layout, user: fx.Node) -> fx.Node:
         """The local node of a value as `need` wants it, converted step by step; every step is kept for other users."""
-        key = result(node)
+        key = producer_of(node)
         have = self.made[key]
         if need in have:
             return have[need]
-        value = values(key[0])[key[1]]
+        value = values_of(key[0])[key[1]]
         if not needs_sum_grad(value):
             need = Layout(tuple((a, p) for a, p in need.items if p != PARTIAL_GRAD))
             if need in have:

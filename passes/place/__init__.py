@@ -22,12 +22,13 @@ from typing import Any
 
 from torch import fx
 
+from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
 from shardc.passes.place.transfer_cost import FLOPS_PER_BYTE, TOUCH, UNDO, transfer
-from shardc.rules.calls import choices_of, result, tensors, values
+from shardc.rules.calls import choices_of
 from shardc.rules.registry import Choices, Strategy, needs_sum_grad
 
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
@@ -96,7 +97,9 @@ class Axis:
                 if self.name in node.meta.get("shared", ()):
                     self.shared.add(node)
             elif node.op == "call_function":
-                sources = [source for source, _ in self.operands[node]] if node in self.operands else [result(node)[0]]
+                sources = (
+                    [source for source, _ in self.operands[node]] if node in self.operands else [producer_of(node)[0]]
+                )
                 if all(s in constant for s in sources):
                     constant.add(node)
                 elif all(s in constant or s in self.derived for s in sources):
@@ -234,7 +237,7 @@ class Axis:
         if (known := self.nbytes.get(operand)) is not None:
             return known
         node, i = operand
-        v = values(node)[i]
+        v = values_of(node)[i]
         cut = 1
         for axis, s in node.meta.get("strategies", {}).items():
             if i < len(s.outputs) and isinstance(s.outputs[i], Shard):
@@ -250,7 +253,7 @@ class Axis:
         if need in have:
             return 0.0
         node, i = operand
-        v, nbytes = values(node)[i], self._bytes(operand)
+        v, nbytes = values_of(node)[i], self._bytes(operand)
         free = need == PARTIAL_GRAD or (isinstance(need, Shard) and node in self.weights)
         if node in self.derived and have[0] in (REPLICATE, PARTIAL_GRAD) and free:
             return (
@@ -323,7 +326,7 @@ class Axis:
         """
         if wanted == chosen.outputs[0] or (other := self._making(node, wanted)) is None:
             return chosen
-        now = transfer(values(node)[0], chosen.outputs[0], wanted, self.n, self._bytes((node, 0)))
+        now = transfer(values_of(node)[0], chosen.outputs[0], wanted, self.n, self._bytes((node, 0)))
         return other if self._change(node, other, chosen, depth=8) <= now else chosen
 
     def _change(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
@@ -383,12 +386,12 @@ class Axis:
         """Move `sum_grad` from the uses of what derives from parameters up to the parameters: their gradients' sum."""
         for node in reversed(list(self._nodes())):
             plain = node in self.derived and self.chosen[node].kind == "replicate"
-            if plain and any(PARTIAL_GRAD in self._needs(node, i) for i in range(len(values(node)))):
+            if plain and any(PARTIAL_GRAD in self._needs(node, i) for i in range(len(values_of(node)))):
                 self.chosen[node] = self.choices[node].partial_grad
         for node, placement in self.stored.items():
             if node in self.derived and placement == REPLICATE:
                 needs = self._needs(node)
-                v = values(node)[0]
+                v = values_of(node)[0]
                 if len(needs) == 1 and isinstance(p := next(iter(needs)), Shard) and not self._collides(node, p):
                     self.stored[node] = p
                 elif PARTIAL_GRAD in needs and needs_sum_grad(v):
@@ -411,7 +414,7 @@ class Axis:
 
     def _collides(self, node: fx.Node, placement: Shard) -> bool:
         layout = {p.name: p.layout for p in self.program.stored}[node.name]
-        return bool(layout.replace(self.name, placement, self.mesh).fits(values(node)[0].shape, self.mesh))
+        return bool(layout.replace(self.name, placement, self.mesh).fits(values_of(node)[0].shape, self.mesh))
 
     def _explain(self) -> None:
         """For every op the annotation that its strategy goes back to: a weight's first, else that of the operand it
@@ -447,7 +450,7 @@ def place(program: Program, mesh: Mesh) -> Program:
         if node.op == "call_function" and node.target is not operator.getitem
     }
     operands = {
-        node: [result(t) for t in tensors(node)]
+        node: [producer_of(t) for t in operands_of(node)]
         for node in program.graph.nodes
         if node in choices or node.op == "output"
     }
