@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from shardc.artifact.emit import plural
 from shardc.ir.program import Buffer, Param, Program, Stage, Value
+from shardc.ir.types import OUTSIDE_DOMAIN
 from shardc.runtime.rng import Rng
 from shardc.verify.reference import interpret
 from shardc.verify.simulate import simulate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from shardc.cost.device import device
 from shardc.ir import machine
@@ -11,7 +10,7 @@ from shardc.ir import machine
 
 def test_it_is_the_h100_of_the_cost_model() -> None:
     h100 = device("h100-80g")
-    assert h100.flops[torch.bfloat16] == machine.PEAK_FLOPS
+    assert h100.flops["bfloat16"] == machine.PEAK_FLOPS
     assert h100.bandwidth == machine.MEMORY
     assert (h100.within.bandwidth, h100.between.bandwidth) == (machine.NVLINK, machine.NETWORK)
 
