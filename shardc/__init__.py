@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
     from shardc.plan import plan as plan
     from shardc.report.coverage import Coverage as Coverage
     from shardc.report.coverage import coverage as coverage
-    from shardc.rules.user_ops import check_rule as check_rule
     from shardc.rules.user_ops import rule as rule
     from shardc.runtime.step.param_groups import groups as groups
     from shardc.spec import Spec as Spec
+    from shardc.verify.rules.user_op import check_rule as check_rule
     from shardc.verify.simulate import Simulation as Simulation
     from shardc.verify.simulate import simulate as simulate
 
@@ -36,7 +36,7 @@ _MODULES = {
     "ShardcError": "shardc.errors",
     "Simulation": "shardc.verify.simulate",
     "Spec": "shardc.spec",
-    "check_rule": "shardc.rules.user_ops",
+    "check_rule": "shardc.verify.rules.user_op",
     "compile": "shardc.compile",
     "coverage": "shardc.report.coverage",
     "groups": "shardc.runtime.step.param_groups",

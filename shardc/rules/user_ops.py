@@ -1,4 +1,4 @@
-"""Rules of users' ops: registered with all mistakes told by place, and proven as shardc's own are.
+"""Rules of users' ops: registered here with every mistake named by its line; proven as shardc's own are.
 
 @torch.library.custom_op("mylib::scale", mutates_args=())
 def scale(x: Tensor, w: Tensor) -> Tensor: ...
@@ -12,7 +12,7 @@ def test_scale():
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardc.errors import Errors, ShardcError
 from shardc.rules import registry
@@ -21,9 +21,6 @@ from shardc.rules.registry import RULES, Call, ExtraOf, LocalOf, Rule, Signature
 from shardc.rules.samples.make import SAMPLES
 from shardc.rules.samples.own import Given, as_sample
 from shardc.torch_private import OpOverload, overload_of
-
-if TYPE_CHECKING:
-    from shardc.verify.rules import Finding
 
 
 def rule(
@@ -57,7 +54,7 @@ def rule(
     an op that has a rule already. The same line run again (a module imported twice, a notebook's cell) replaces its
     rule."""
     where = registry.caller(__file__)
-    overload = _overload(op, where)
+    overload = resolve_op(op, where)
     given = [as_sample(s, where) for s in samples]
     _check(overload, notation, linear, added, where)
     old = next(
@@ -76,60 +73,15 @@ def rule(
     return new
 
 
-def check_rule(op: Any, *args: Any, **kwargs: Any) -> list[Finding]:
-    """Prove the rule of an op: on this call (the op's own arguments), or on the samples that the rule was registered
-    with.
-
-    The whole op is compared with 2, 3, 4 and 6 parts at every factor, partial sums, two splits at once: results and
-    gradients, in float64 (1e-10 of the largest number) where the op takes it, in float32 (1e-5) and bfloat16 (5e-2),
-    with operands transposed in memory, with factors of size one. Runs on the CPU in well under a second per call.
-
-    Returns what the rule forbids though it comes out right (a hint, no fault). Raises ShardcError that lists everything
-    that is wrong."""
-    from shardc.verify.rules import check_op
-
-    where = registry.caller(__file__)
-    overload = _overload(op, where)
-    found = registry.find(overload)
-    if found is None:
-        raise ShardcError(
-            f"{overload} has no rule", where=where, fix=f"shardc.rule({overload}, ...) where the op is defined"
-        )
-    samples = [as_sample((args, kwargs), where)] if args or kwargs else SAMPLES.get(overload, [])
-    if not samples:
-        fix = "shardc.check_rule(op, *arguments), or shardc.rule(..., samples=[...])"
-        raise ShardcError(f"there is no call of {overload} to check", where=where, fix=fix)
-    errors = Errors()
-    report = check_op(overload, samples)
-    for f in report.wrong:
-        errors.add(str(f), where=found.where, fix=_fix(f))
-    errors.raise_any()
-    return report.strict
-
-
-def _fix(finding: Finding) -> str:
-    if finding.strategy.startswith("replicate"):
-        return (
-            "the op gives other results when it is called again: rules are of ops without randomness and without state"
-        )
-    if finding.strategy.startswith("split"):
-        name = finding.strategy.split()[1].partition("/")[0].rstrip(",")
-        return f"mark {name}! (whole), or {name}+ if it is summed; `local` can change a rank's call"
-    if finding.strategy.startswith("partial"):
-        return "take the operands out of `linear`: the op is not linear in them"
-    if "no call of the op" in finding.what:
-        return "give the op's own arguments, one by one: check_rule(op, x, w)"
-    return "make the notation fit this call"
-
-
-def _overload(op: Any, where: str) -> OpOverload:
+def resolve_op(op: Any, where: str) -> OpOverload:
+    """The overload that a user means by an op. Raises ShardcError for a Python function, and for an op that writes."""
     found = overload_of(op)
     if found is None:
         fix = (
             "give what torch.library.custom_op returned, or torch.ops.mylib.myop.default; Python functions are traced"
             " through, they need no rule"
         )
-        raise ShardcError(f"{getattr(op, '__name__', op)!s} is no op", where=where, fix=fix)
+        raise ShardcError(f"{getattr(op, '__name__', op)!s} is not an op", where=where, fix=fix)
     if found._schema.is_mutable:
         fix = "return what changed as a result, and copy it into the operand outside of the op"
         raise ShardcError(f"{found} changes its operands", where=where, fix=fix)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from shardc.ir.graph import copy_graph
 from shardc.ir.program import Program
 from shardc.runtime import ops
 
@@ -32,32 +32,10 @@ FACTORIES = frozenset(
 
 def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
     """A copy of a canonical graph whose factory ops make their tensors on `device`."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
+    copy = copy_graph(graph)
     for node in copy.nodes:
         if getattr(node.target, "overloadpacket", None) in FACTORIES or node.target is ops.random:
             node.kwargs = {**node.kwargs, "device": torch.device(device)}
-    return copy
-
-
-def widened(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph in which float32 is float64, to compare a float32 program without rounding noise.
-
-    Run it with float64 tensors. Casts, factories and the nodes' types change.
-    """
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-
-    def wide(x: Any) -> Any:
-        return torch.float64 if x is torch.float32 else x
-
-    for node in copy.nodes:
-        node.args, node.kwargs = fx.node.map_aggregate(node.args, wide), fx.node.map_aggregate(node.kwargs, wide)
-        value = node.meta.get("value")
-        if isinstance(value, tuple):
-            node.meta["value"] = tuple(v and replace(v, dtype=wide(v.dtype)) for v in value)
-        elif value is not None:
-            node.meta["value"] = replace(value, dtype=wide(value.dtype))
     return copy
 
 

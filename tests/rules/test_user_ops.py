@@ -164,7 +164,7 @@ def test_the_readmes_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("op", "args", "kwargs", "what", "fix"),
     [
-        (len, ("... -> ...",), {}, "len is no op", "Python functions are traced through, they need no rule"),
+        (len, ("... -> ...",), {}, "len is not an op", "Python functions are traced through, they need no rule"),
         (grown, ("... -> ",), {}, "changes its operands", "return what changed as a result"),
         (scaled, ("... d, d",), {}, "exactly one '->'", 'write it like "... k+, n k+, n -> ... n"'),
         (

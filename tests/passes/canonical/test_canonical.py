@@ -20,7 +20,8 @@ from shardc.runtime import ops
 from shardc.runtime.rng import Rng
 from shardc.spec import Spec
 from shardc.torch_private import OpOverload
-from shardc.verify.reference import interpret, on_device, tensors_of, widened
+from shardc.verify.reference import interpret, on_device, tensors_of
+from shardc.verify.widen import widen_graph
 from tests import zoo
 
 torch.set_num_threads(1)
@@ -360,7 +361,7 @@ def test_a_float32_program_can_be_run_in_float64() -> None:
     model, batch = zoo.llama(dtype=torch.float32)
     program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
     model.double()
-    loss, _ = interpret(program, *tensors_of(program, model, batch), graph=widened(program.graph))
+    loss, _ = interpret(program, *tensors_of(program, model, batch), graph=widen_graph(program.graph))
     with zoo.Wide():
         want = model(**batch).loss
     assert loss.dtype == torch.float64

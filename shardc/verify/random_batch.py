@@ -1,0 +1,86 @@
+"""Random weights and a random batch that a program accepts: what is compared needs no checkpoint and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir.graph import placeholders
+from shardc.ir.program import Buffer, Param, Program, Value
+
+
+def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str, Tensor]:
+    """Random parameters (scaled as an initialisation would) and buffers, by every FQN they have.
+
+    integers: what buffers of integers and truth values are filled with. Of a causal mask, one of 0 and 1 hides nothing,
+    the other all."""
+    generator = torch.Generator().manual_seed(seed)
+    state: dict[str, Tensor] = {}
+    stored: list[Param | Buffer] = [*program.params, *(b for b in program.buffers if b.constant is None)]
+    for x in stored:
+        if not x.dtype.is_floating_point:
+            value = torch.full(x.shape, integers, dtype=x.dtype)
+        else:
+            noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            middle = (
+                1 if isinstance(x, Param) else 0.5
+            )  # gains; variances, and tables of rates whose complement has a root
+            value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else middle + 0.1 * noise).to(x.dtype)
+        state |= dict.fromkeys((x.fqn, *x.aliases), value)
+    return state
+
+
+def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> Any:
+    """A random batch in the user's own structure. Integers stay in the range that the graph looks them up in.
+
+    fractions: numbers between 0 and 1, as probabilities are, instead of normal ones.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    nodes = placeholders(program.graph)
+    leaves: dict[tuple[str | int, ...], Tensor] = {}
+    for x in program.inputs:
+        if x.dtype.is_floating_point:
+            draw = torch.rand if fractions else torch.randn
+            leaves[x.path] = draw(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+        else:
+            bound = min(_bounds(nodes[x.name]), default=2)
+            leaves[x.path] = torch.randint(0, max(bound, 1), x.shape, generator=generator).to(x.dtype)
+    return _nest(leaves)
+
+
+def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:
+    """Sizes of what an integer value is used to look up: rows of an embedding, classes of a loss."""
+    seen = seen if seen is not None else set()
+    for user in node.users:
+        if user in seen or user.op != "call_function":
+            continue
+        seen.add(user)
+        name = getattr(user.target, "__name__", str(user.target))
+        first = user.args[0] if user.args else None
+        shape: tuple[int, ...] = (
+            first.meta["value"].shape
+            if isinstance(first, fx.Node) and isinstance(first.meta.get("value"), Value)
+            else ()
+        )
+        if name.startswith("embedding") and node is not first:
+            yield shape[0]
+        elif name == "nll" and node is not first:
+            yield shape[1 if len(shape) > 1 else 0]
+        elif name.startswith("one_hot"):
+            yield user.meta["value"].shape[-1]
+        elif isinstance(user.meta.get("value"), Value) and not user.meta["value"].dtype.is_floating_point:
+            yield from _bounds(user, seen)
+
+
+def _nest(leaves: dict[tuple[str | int, ...], Tensor]) -> Any:
+    if set(leaves) == {()}:
+        return leaves[()]
+    heads: dict[str | int, dict[tuple[str | int, ...], Tensor]] = {}
+    for path, leaf in leaves.items():
+        heads.setdefault(path[0], {})[path[1:]] = leaf
+    if all(isinstance(k, int) for k in heads):
+        return tuple(_nest(heads[k]) for k in sorted(heads, key=int))
+    return {k: _nest(v) for k, v in heads.items()}

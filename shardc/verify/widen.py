@@ -1,0 +1,51 @@
+"""A graph, or a whole program, in float64: a difference from one device cannot hide in rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import copy_graph, map_value
+from shardc.ir.program import Buffer, Program
+
+
+def _wide(x: Any) -> Any:
+    return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
+
+
+def widen_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy in which every floating dtype is float64: of casts, of factories, of the nodes' types. Run it with float64
+    tensors.
+    """
+    new = copy_graph(graph)
+    for node in new.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate(node.args, _wide), fx.node.map_aggregate(node.kwargs, _wide)
+        if "value" in node.meta:
+            node.meta["value"] = map_value(lambda v: replace(v, dtype=_wide(v.dtype)), node.meta["value"])
+    return new
+
+
+def widen(program: Program) -> Program:
+    """The same program with every floating dtype float64."""
+
+    def typed(x: Any) -> Any:
+        return replace(x, dtype=_wide(x.dtype))
+
+    def buffer(b: Buffer) -> Any:
+        c = b.constant
+        return replace(typed(b), constant=c.double() if c is not None and c.is_floating_point() else c)
+
+    first = program.prologue
+    return replace(
+        program,
+        graph=widen_graph(program.graph),
+        stages=tuple(replace(s, graph=widen_graph(s.graph)) for s in program.stages),
+        prologue=first and replace(first, graph=widen_graph(first.graph)),
+        params=tuple(map(typed, program.params)),
+        buffers=tuple(map(buffer, program.buffers)),
+        inputs=tuple(map(typed, program.inputs)),
+        buckets=tuple(replace(typed(b), compute=None) for b in program.buckets),
+    )
