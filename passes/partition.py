@@ -27,7 +27,8 @@ from shardc.passes.base import Pass
 from shardc.rules import registry
 from shardc.rules.calls import call_of
 from shardc.rules.pointwise import poles
-from shardc.rules.registry import LocalCall, Strategy, needs_sum_grad
+from shardc.rules.registry import LocalCall
+from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 

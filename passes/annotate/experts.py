@@ -23,7 +23,8 @@ from shardc.ir.program import Program, Source
 from shardc.passes import divisibility
 from shardc.passes.annotate.propagate_split import uses
 from shardc.rules import registry
-from shardc.rules.calls import call_of, choices_of
+from shardc.rules.calls import call_of
+from shardc.rules.choices import choices_of
 from shardc.rules.experts import UP
 from shardc.runtime import ops
 from shardc.spec import Spec

@@ -20,8 +20,8 @@ from torch import fx
 from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.placement import Partial, Placement, Shard
 from shardc.ir.program import Program, Value
-from shardc.rules.calls import choices_of
-from shardc.rules.registry import Choices, Strategy, needs_sum_grad
+from shardc.rules.choices import Choices, choices_of
+from shardc.rules.strategy import Strategy, needs_sum_grad
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
 _SAME = 1  # ranks: any factor divides by one, so that what is found does not depend on the mesh

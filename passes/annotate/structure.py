@@ -25,7 +25,7 @@ from shardc.ir.program import Program, Source
 from shardc.passes.annotate import kv_heads
 from shardc.passes.annotate.plan import Plan
 from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, Region, uses
-from shardc.rules.registry import needs_sum_grad
+from shardc.rules.strategy import needs_sum_grad
 from shardc.spec.patterns import of_every_layer
 
 aten = torch.ops.aten

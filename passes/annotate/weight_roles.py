@@ -11,8 +11,8 @@ from shardc.ir.placement import Shard
 from shardc.passes.annotate.propagate_split import uses
 from shardc.rules import registry
 from shardc.rules.calls import call_of
+from shardc.rules.choices import Choices
 from shardc.rules.experts import DOWN
-from shardc.rules.registry import Choices
 from shardc.runtime import ops
 
 aten = torch.ops.aten

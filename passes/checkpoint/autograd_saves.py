@@ -24,8 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.program import Program, Value
-from shardc.rules.calls import call_of
-from shardc.rules.registry import Call, Operand
+from shardc.rules.calls import Call, Operand, call_of
 from shardc.runtime import ops
 from shardc.torch_private import DATA_DEPENDENT, FakeTensorMode, OpOverload
 

@@ -30,8 +30,8 @@ from shardc.ir.program import Program
 from shardc.passes.base import Pass
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
 from shardc.passes.place.transfer_cost import TOUCH, UNDO, transfer
-from shardc.rules.calls import choices_of
-from shardc.rules.registry import Choices, Strategy, needs_sum_grad
+from shardc.rules.choices import Choices, choices_of
+from shardc.rules.strategy import Strategy, needs_sum_grad
 
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
 SWEEPS = 4

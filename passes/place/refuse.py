@@ -14,7 +14,7 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes import divisibility
 from shardc.passes.annotate import fused_weights
-from shardc.rules.registry import Choices
+from shardc.rules.choices import Choices
 from shardc.rules.views import reshape
 
 _TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.alias.default}

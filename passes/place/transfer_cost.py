@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
 from shardc.ir.program import Value
-from shardc.rules.registry import needs_sum_grad
+from shardc.rules.strategy import needs_sum_grad
 
 # Touching memory weighs little: it only breaks ties.
 TOUCH = 0.01

@@ -1,4 +1,4 @@
-"""Rules: one line an op, in factor notation (DESIGN 2.2). Importing this package registers all of them."""
+"""Rules: one line an op, in factor notation (docs/algebra.md). Importing this package registers all of them."""
 
 from shardc.rules import (
     attention,
@@ -18,7 +18,10 @@ from shardc.rules import (
     views,
     writes,
 )
-from shardc.rules.registry import RULES, Call, Choices, LocalCall, Operand, Rule, Strategy, find, rule
+from shardc.rules.calls import Call, Operand
+from shardc.rules.choices import Choices
+from shardc.rules.registry import RULES, LocalCall, Rule, find, rule
+from shardc.rules.strategy import Strategy
 
 __all__ = [
     "RULES",

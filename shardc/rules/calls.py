@@ -1,17 +1,45 @@
-"""What a rule is given of a node of a graph: the `Call`, without the graph, and the choices that its rule offers."""
+"""What a rule gets to see of a node: the op, the types of its operands and results, its arguments; not the graph."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from shardc.ir.graph import values_of
 from shardc.ir.program import Value
-from shardc.ir.types import typed_key
-from shardc.rules import registry
-from shardc.rules.index import all_whole
-from shardc.rules.registry import Call, Choices, Operand
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op, without the graph: the types of its tensor operands and results, and its arguments.
+
+    args, kwargs: the arguments, with `Operand(i)` in the place of the i-th tensor operand.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument given by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return dict(self.kwargs).get(name, default)
+
+    def dim(self, d: int, operand: int = 0) -> int:
+        """A dim >= 0 of an operand from one that may be negative."""
+        return d % max(len(self.operands[operand].shape), 1)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Stands for the i-th tensor operand in `Call.args`."""
+
+    index: int
 
 
 def call_of(node: fx.Node) -> Call:
@@ -28,15 +56,3 @@ def call_of(node: fx.Node) -> Call:
     args = fx.node.map_arg(node.args, put)
     kwargs = fx.node.map_arg(dict(sorted(node.kwargs.items())), put)
     return Call(node.target, tuple(args), tuple(kwargs.items()), tuple(operands), values_of(node))
-
-
-def choices_of(node: fx.Node, cache: dict[Any, Choices]) -> Choices:
-    """The call's choices; calls that look alike (repeated layers) share them."""
-    key = (node.target, typed_key(node.args), typed_key(dict(sorted(node.kwargs.items()))), node.meta["value"])
-    if key not in cache:
-        call = call_of(node)
-        rule = registry.find(call.target)
-        if rule is None:  # unknown_ops: replicate; `check_rules` has refused it otherwise
-            rule = registry.Rule(call.target, all_whole)
-        cache[key] = Choices(rule, call, rule.signature(call))
-    return cache[key]

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from shardc.rules.calls import Call
 from shardc.rules.notation import Dim, Signature
-from shardc.rules.registry import Call, LocalCall, LocalOf, rule
+from shardc.rules.registry import LocalCall, LocalOf, rule
 
 aten = torch.ops.aten
 

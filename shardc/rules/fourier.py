@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from shardc.rules.calls import Call
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.pointwise import broadcast
-from shardc.rules.registry import Call, rule
+from shardc.rules.registry import rule
 
 aten = torch.ops.aten
 

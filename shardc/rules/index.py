@@ -11,8 +11,10 @@ import torch
 from torch import fx
 
 from shardc.ir.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardc.rules.calls import Call, Operand
 from shardc.rules.notation import Dim, Signature, parse
-from shardc.rules.registry import Call, LocalCall, Operand, Strategy, rule
+from shardc.rules.registry import LocalCall, rule
+from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 
 aten = torch.ops.aten

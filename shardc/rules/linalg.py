@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from shardc.rules.calls import Call
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Dim, Operand, Signature
-from shardc.rules.registry import Call, SignatureOf, rule
+from shardc.rules.registry import SignatureOf, rule
 
 aten = torch.ops.aten
 

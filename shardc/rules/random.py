@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from shardc.rules.calls import Call
 from shardc.rules.notation import Signature
 from shardc.rules.pointwise import broadcast
-from shardc.rules.registry import Call, LocalCall, rule
+from shardc.rules.registry import LocalCall, rule
 from shardc.runtime import ops
 from shardc.runtime.rng import Digits, Paddings
 

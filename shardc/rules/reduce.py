@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.rules.calls import Call
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Dim, Signature
-from shardc.rules.registry import Call, LocalCall, find, rule
+from shardc.rules.registry import LocalCall, find, rule
 from shardc.rules.views import every_operand, whole_dims
 from shardc.runtime import ops
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from shardc.errors import Errors, ShardcError
 from shardc.rules import registry
+from shardc.rules.calls import Call
 from shardc.rules.notation import Notation, parse
-from shardc.rules.registry import RULES, Call, ExtraOf, LocalOf, Rule, SignatureOf
+from shardc.rules.registry import RULES, ExtraOf, LocalOf, Rule, SignatureOf
 from shardc.rules.samples.make import SAMPLES
 from shardc.rules.samples.own import Given, as_sample
 from shardc.torch_private import OpOverload, overload_of

@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from shardc.ir.placement import PARTIAL, Placement, Shard
+from shardc.rules.calls import Call
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.pointwise import local_size
-from shardc.rules.registry import Call, LocalCall, Strategy, rule
+from shardc.rules.registry import LocalCall, rule
+from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 
 aten = torch.ops.aten

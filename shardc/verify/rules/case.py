@@ -21,9 +21,11 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.types import of_tensor, typed
 from shardc.passes.partition import _Writer
-from shardc.rules.calls import call_of
-from shardc.rules.registry import Call, Choices, Operand, Rule, Strategy, find
+from shardc.rules.calls import Call, Operand, call_of
+from shardc.rules.choices import Choices
+from shardc.rules.registry import Rule, find
 from shardc.rules.samples import RNG, Sample, Tensors
+from shardc.rules.strategy import Strategy
 from shardc.runtime.rng import Rng
 from shardc.verify.rules.compare import RTOL, continuous, differs, dual, gradients, on_ranks, run_nodes, spread
 

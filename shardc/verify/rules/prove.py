@@ -9,8 +9,10 @@ import torch
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, Layout, Placement
-from shardc.rules.registry import Choices, Rule, Strategy
+from shardc.rules.choices import Choices
+from shardc.rules.registry import Rule
 from shardc.rules.samples import Sample
+from shardc.rules.strategy import Strategy
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, call_text, name_of
 
 #: Numbers of parts. Dims of samples have 12 elements, so that each of them has parts, inner digits and padding

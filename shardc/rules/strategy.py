@@ -1,0 +1,35 @@
+"""One way to run an op on one mesh axis. `Choices` (choices.py) lists those that the op's rule allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardc.ir.placement import Placement
+from shardc.ir.program import Value
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an op on one axis: what every operand must be, what every result then is.
+
+    kind: "replicate" | "partial_grad" | "partial" | "split" | the name of an extra strategy.
+    factor, digit: for "split": the factor and the product of the major digits within it.
+    """
+
+    kind: str
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    factor: str = ""
+
+    @property
+    def base(self) -> str:
+        """The factor alone, without the digit ("f/2") or the sections ("f by sections") of it that are split."""
+        return self.factor.partition(" ")[0].partition("/")[0]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.factor}".strip()
+
+
+def needs_sum_grad(v: Value) -> bool:
+    """Whether replicated and partial-grad differ for a value: only where a gradient flows."""
+    return v.requires_grad and (v.dtype.is_floating_point or v.dtype.is_complex)
