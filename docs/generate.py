@@ -8,6 +8,7 @@ compares every block. The prose around the blocks is written by hand.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import json
 import os
@@ -61,6 +62,17 @@ def inside(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
+def module(name: str) -> Any:
+    """A file of examples/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[name] = found  # dataclasses and inspect look there
+    spec.loader.exec_module(found)
+    return found
+
+
 # --- README's example, which architecture.md follows through the passes
 
 
@@ -111,9 +123,23 @@ def algebra() -> Blocks:
     each = {r["op"]: r for r in json.loads(found.stdout)}
     rows = []
     for op in RULES:
-        about = "; ".join(dict.fromkeys(each[op]["about"].values()))
+        about = "; ".join(dict.fromkeys(filter(None, each[op]["about"].values())))
         rows.append([f"`{op}`", f"`{each[op]['notation']}`", (f"`{each[op]['linear']}`" if each[op]["linear"] else "").replace("|", "\\|"), about])
-    return {"rules": table(["op", "rule", "linear in", "the function says"], rows)}
+    return {"rules": table(["op", "rule", "linear in", "the function says"], rows), "tensor": mlp("gpt"), "sequence": mlp("gpt-sp")}
+
+
+def mlp(spec: str) -> str:
+    """One MLP of examples/gpt.py, without comments and `del`, from the program of a ready spec."""
+    import shardc
+
+    with inside(ROOT):
+        gpt = module("gpt")
+        program = shardc.compile(gpt.model(), gpt.batch(), f"specs/{spec}.yaml", prove=False)
+    lines = str(program).splitlines()
+    begin = next(i for i, line in enumerate(lines) if "# blocks.0.norm2 " in line)
+    end = next(i for i, line in enumerate(lines) if "# blocks.1" in line)
+    kept = [line.strip() for line in lines[begin:end] if not line.strip().startswith(("#", "del "))]
+    return fenced("\n".join(kept), "python")
 
 
 # --- experts.md, from examples/moe.py
@@ -131,17 +157,10 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def experts() -> Blocks:
     """How a layer of experts becomes one op, what is exchanged, and how experts may be placed."""
-    import importlib.util
-
     import shardc
     from shardc import emit
 
-    spec = importlib.util.spec_from_file_location("moe", ROOT / "examples" / "moe.py")
-    assert spec is not None
-    assert spec.loader is not None
-    moe = importlib.util.module_from_spec(spec)
-    sys.modules["moe"] = moe  # inspect.getsource looks there
-    spec.loader.exec_module(moe)
+    moe = module("moe")
 
     def compiled(more: dict[str, Any]) -> Any:
         return shardc.compile(moe.model(), moe.batch(), {"shardc": 1, "experts": EXPERTS, **more}, prove=False)

@@ -1,0 +1,56 @@
+"""What CONTRIBUTING adds to the code, added and tried."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shardc.cli import app
+from shardc.rules import RULES
+from shardc.rules.core import find, rule
+from shardc.rules.samples import SAMPLES
+from shardc.rules.samples.make import call, sample
+from shardc.runtime import schedule
+from tests.docs.pages import CONTRIBUTING
+
+OP = torch.ops.aten.vdot.default
+
+
+def noted(note: str) -> str:
+    return next(b.text for b in CONTRIBUTING.blocks("python", "console") if any(n.startswith(note) for n in b.notes))
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    yield
+    for table in (RULES, SAMPLES):
+        table.pop(OP, None)
+    find.cache_clear()
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_rule() -> None:
+    assert find(OP) is None
+    find.cache_clear()
+    names: dict[str, Any] = {"aten": torch.ops.aten, "rule": rule, "sample": sample, "call": call}
+    exec(noted("rule"), names)
+    exec(noted("sample"), names)
+    command, _, output = noted("tried by").removeprefix("$ shardc ").partition("\n")
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 0, done.output
+    assert re.sub(r"in \d+ s", "in 0 s", done.output) == output
+
+
+@pytest.mark.parametrize(("stages", "ranks", "microbatches"), [(1, 1, 3), (2, 2, 1), (4, 2, 3), (4, 4, 8)])
+def test_the_schedule(stages: int, ranks: int, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {}
+    exec(noted("schedule"), names)
+    monkeypatch.setitem(schedule.SCHEDULES, "serial", schedule.Maker(names["serial"]))
+    made = schedule.make("serial", stages=stages, ranks=ranks, microbatches=microbatches)
+    edges = [(i, i + 1) for i in range(stages - 1)]
+    assert max(schedule.prove(made, edges).live) == stages // ranks  # one microbatch at a time
