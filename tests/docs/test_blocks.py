@@ -28,13 +28,13 @@ GROUP = typer.main.get_command(app)
 @pytest.mark.parametrize("page", [p for p in PAGES if p.blocks("python")], ids=str)
 def test_python(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page in one namespace, with a model, a batch and a spec.yaml there. README has a test of its own, and
-    what CONTRIBUTING adds to the code is tried in test_contributing.py."""
+    what is added to the code is tried in test_contributing.py."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {tp: 1}\nshard: {use: structure}\n")
     model, batch = zoo.mlp()
     names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": F, "Tensor": torch.Tensor, "shardc": shardc, "model": model, "batch": batch}
     for block in page.blocks("python"):
-        if page is README or block.skipped or any("tried by" in note or note in ("rule", "sample") for note in block.notes):
+        if page is README or block.skipped or any("tried by" in note or note in ("rule", "sample", "own op") for note in block.notes):
             continue
         code = compile("\n" * block.line + block.text, str(page), "exec")
         exec(code, names)

@@ -1,9 +1,10 @@
-"""What CONTRIBUTING adds to the code, added and tried."""
+"""What the documentation adds to the code, added and tried."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from shardc.rules.core import find, rule
 from shardc.rules.samples import SAMPLES
 from shardc.rules.samples.make import call, sample
 from shardc.runtime import schedule
-from tests.docs.pages import CONTRIBUTING
+from tests.docs.pages import CONTRIBUTING, ROOT, Page
 
 OP = torch.ops.aten.vdot.default
 
@@ -27,10 +28,23 @@ def noted(note: str) -> str:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
+    """Rules that a test registers are gone after it."""
     yield
     for table in (RULES, SAMPLES):
-        table.pop(OP, None)
+        for op in [op for op in table if op is OP or str(op).startswith("mylib")]:
+            del table[op]
     find.cache_clear()
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_rule_for_an_op_of_ones_own(tmp_path: Path) -> None:
+    """The file of docs/rules.md."""
+    page = Page(ROOT / "docs" / "rules.md")
+    (tmp_path / "my_rules.py").write_text(next(b.text for b in page.blocks("python") if "own op" in b.notes))
+    done = CliRunner().invoke(app, ["rules", "--check", "--file", str(tmp_path / "my_rules.py")])
+    assert done.exit_code == 0, done.output
+    assert "1 rules on" in done.stdout
+    assert "0 wrong, 0 too strict" in done.stdout
 
 
 @pytest.mark.usefixtures("registry")
