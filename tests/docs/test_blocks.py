@@ -11,13 +11,11 @@ import pytest
 import torch
 import typer
 import yaml
-from torch.nn import functional as F
 
 import shardc
-import shardc.nn
+from docs import generate
 from shardc.cli import app
 from shardc.spec import Spec
-from tests import zoo
 from tests.docs.pages import PAGES, README, Block, Page
 
 # Sections of the documentation's fragments name axes of a mesh that the page shows elsewhere, or not at all.
@@ -27,12 +25,14 @@ GROUP = typer.main.get_command(app)
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.blocks("python")], ids=str)
 def test_python(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page in one namespace, with a model, a batch and a spec.yaml there. README has a test of its own, and
-    what is added to the code is tried in test_contributing.py."""
+    """All blocks of a page in one namespace, with README's model, its batch, and a spec.yaml for one rank. README has a test of its
+    own, and what is added to the code is tried in test_contributing.py."""
     monkeypatch.chdir(tmp_path)
+    generate.example(tmp_path)
     (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {tp: 1}\nshard: {use: structure}\n")
-    model, batch = zoo.mlp()
-    names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": F, "Tensor": torch.Tensor, "shardc": shardc, "model": model, "batch": batch}
+    names: dict[str, Any] = {"torch": torch, "shardc": shardc}
+    exec(compile((tmp_path / "model.py").read_text(), str(tmp_path / "model.py"), "exec"), names)
+    names |= {"model": names["model"](), "batch": names["batch"]()}
     for block in page.blocks("python"):
         if page is README or block.skipped or any("tried by" in note or note in ("rule", "sample", "own op") for note in block.notes):
             continue
@@ -62,7 +62,7 @@ def test_commands_exist(page: Page) -> None:
         for command in commands:
             words = shlex.split(command, comments=True)
             if words[0] == "make":
-                assert [w for w in words[1:] if "=" not in w][0] in targets, f"{block}: {command}"
+                assert next(w for w in words[1:] if "=" not in w) in targets, f"{block}: {command}"
             if "shardc" not in words:
                 continue
             name, *rest = words[words.index("shardc") + 1 :]
