@@ -29,8 +29,7 @@ lint: $(READY) types
 # mypy cannot follow the package-dir map of an editable install, so it checks a tree of links that looks like the installed package.
 types: $(READY)
 	@rm -rf build/mypy && mkdir -p build/mypy/shardc
-	@for f in shardc/*.py; do ln -s ../../../$$f build/mypy/$$f; done
-	@for d in rules report cost plan; do ln -s ../../../shardc/$$d build/mypy/shardc/$$d; done
+	@for f in shardc/*.py shardc/*/; do ln -s ../../../$${f%/} build/mypy/$${f%/}; done
 	@for d in passes runtime specs; do ln -s ../../../$$d build/mypy/shardc/$$d; done
 	cd build/mypy && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache shardc
 

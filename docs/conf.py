@@ -18,7 +18,7 @@ nitpicky = True
 
 
 def _readme_links(app: Any, name: str, source: list[str]) -> None:
-    """CONTRIBUTING.md and README.md lie outside of this folder: links to them go to their pages of the site, or to the front page."""
+    """CONTRIBUTING.md and README.md are outside this folder: links to them go to a page of the site."""
     source[0] = re.sub(r"\]\(\.\./CONTRIBUTING\.md", "](contributing.md", source[0])
     source[0] = re.sub(r"\]\(\.\./README\.md", "](index.md", source[0])
 

@@ -1,8 +1,8 @@
 """Fill the generated blocks of the documentation: `make table`, or `.venv/bin/python docs/generate.py`.
 
-A block is the text between `<!-- NAME:begin -->` and `<!-- NAME:end -->` in a page. What stands there is what shardc prints for a
-program that is compiled here, or a table of data that the code reads, so a page cannot disagree with the code: tests/docs/test_generated.py
-compares every block. The prose around the blocks is written by hand.
+A block is the text between `<!-- NAME:begin -->` and `<!-- NAME:end -->` in a page: what shardc prints for a program
+that is compiled here, or a table of data that the code reads. So a page cannot disagree with the code:
+tests/docs/test_generated.py compares every block. The prose around the blocks is written by hand.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def module(name: str) -> Any:
 
 def example(folder: Path) -> None:
     """Write README's model.py and spec.yaml into a folder."""
-    found = re.findall(r"^`(model\.py|spec\.yaml)`[^\n]*\n\n```\w+\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    block = re.compile(r"^`(model\.py|spec\.yaml)`[^\n]*\n\n```\w+\n(.*?)```", re.DOTALL | re.MULTILINE)
+    found = block.findall((ROOT / "README.md").read_text())
     assert [name for name, _ in found] == ["model.py", "spec.yaml"], found
     for name, text in found:
         (folder / name).write_text(text)
@@ -114,18 +115,45 @@ def architecture() -> Blocks:
 # --- algebra.md: real rules
 
 
-RULES = ["aten.linear.default", "aten.mm.default", "aten.bmm.default", "aten.mul.Tensor", "aten.sum.dim_IntList", "aten._softmax.default",
-         "aten.layer_norm.default", "aten.embedding.default", "aten.view.default", "aten.scaled_dot_product_attention.default"]  # fmt: skip
+RULES = [
+    "aten.linear.default",
+    "aten.mm.default",
+    "aten.bmm.default",
+    "aten.mul.Tensor",
+    "aten.sum.dim_IntList",
+    "aten._softmax.default",
+    "aten.layer_norm.default",
+    "aten.embedding.default",
+    "aten.view.default",
+    "aten.scaled_dot_product_attention.default",
+]
 
 
 def algebra() -> Blocks:
-    found = subprocess.run([sys.executable, "-m", "shardc.cli", "rules", *RULES, "--json"], cwd=ROOT, check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-m", "shardc.cli", "rules", *RULES, "--json"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     each = {r["op"]: r for r in json.loads(found.stdout)}
     rows = []
     for op in RULES:
         about = "; ".join(dict.fromkeys(filter(None, each[op]["about"].values())))
-        rows.append([f"`{op}`", f"`{each[op]['notation']}`", (f"`{each[op]['linear']}`" if each[op]["linear"] else "").replace("|", "\\|"), about])
-    return {"rules": table(["op", "rule", "linear in", "the function says"], rows), "tensor": mlp("gpt"), "sequence": mlp("gpt-sp")}
+        rows.append(
+            [
+                f"`{op}`",
+                f"`{each[op]['notation']}`",
+                (f"`{each[op]['linear']}`" if each[op]["linear"] else "").replace("|", "\\|"),
+                about,
+            ]
+        )
+    return {
+        "rules": table(["op", "rule", "linear in", "the function says"], rows),
+        "tensor": mlp("gpt"),
+        "sequence": mlp("gpt-sp"),
+    }
 
 
 def mlp(spec: str) -> str:
@@ -151,14 +179,18 @@ MESHES: dict[str, dict[str, Any]] = {
     "dp=2 × ep=2": {"mesh": {"dp": 2, "ep": 2}},
     "dp=4, experts over dp": {"mesh": {"dp": 4}, "experts": [{"match": "moe", "axis": "dp"}]},
     "ep=2 × tp=2": {"mesh": {"ep": 2, "tp": 2}, "shard": {"use": "structure"}},
-    "pp=2 × ep=2, 2 microbatches": {"mesh": {"pp": 2, "ep": 2}, "pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}},
+    "pp=2 × ep=2, 2 microbatches": {
+        "mesh": {"pp": 2, "ep": 2},
+        "pipeline": {"axis": "pp", "stages": 2},
+        "batch": {"microbatches": 2},
+    },
 }
 
 
 def experts() -> Blocks:
     """How a layer of experts becomes one op, what is exchanged, and how experts may be placed."""
     import shardc
-    from shardc import emit
+    from shardc.artifact import emit
 
     moe = module("moe")
 
@@ -180,7 +212,7 @@ def experts() -> Blocks:
 
 
 def _routes(moe: Any) -> str:
-    """Of each rank's choices, how many go to the experts of each rank: what the router chose for the example's batch, on ep=2."""
+    """How many of each rank's choices go to the experts of each rank, by the router of the example's model, on ep=2."""
     import torch
 
     model, ranks = moe.model(), 2
@@ -191,7 +223,9 @@ def _routes(moe: Any) -> str:
     rows = []
     for r, mine in enumerate(index.chunk(ranks)):
         counts = [int((mine // here == to).sum()) for to in range(ranks)]
-        rows.append([f"rank {r}", *(f"{n} {'stay' if to == r else 'go'}" for to, n in enumerate(counts)), str(sum(counts))])
+        rows.append(
+            [f"rank {r}", *(f"{n} {'stay' if to == r else 'go'}" for to, n in enumerate(counts)), str(sum(counts))]
+        )
     return table(head, rows)
 
 
@@ -218,11 +252,29 @@ def _meshes(compiled: Callable[[dict[str, Any]], Any]) -> str:
     for name, more in MESHES.items():
         program = compiled(more)
         up, router = program.param("moe.up"), program.param("moe.router.weight")
-        sent = [c for s in program.stages for n in s.graph.nodes if (c := n.meta.get("collective")) and c.kind != "none"]
+        sent = [
+            c for s in program.stages for n in s.graph.nodes if (c := n.meta.get("collective")) and c.kind != "none"
+        ]
         kinds = sorted({f"{c.kind} {'+'.join(c.axes)}" for c in sent})
         share = 100 * up.value.nbytes(program.mesh) // up.value.nbytes()
-        rows.append([name, f"`{up.value}`", f"{share} %", "+".join(up.reduce) or "none", "+".join(router.reduce) or "none", ", ".join(kinds)])
-    head = ["mesh", "moe.up", "of it on a rank", "its gradient is summed over", "the router's over", "collectives of the program"]
+        rows.append(
+            [
+                name,
+                f"`{up.value}`",
+                f"{share} %",
+                "+".join(up.reduce) or "none",
+                "+".join(router.reduce) or "none",
+                ", ".join(kinds),
+            ]
+        )
+    head = [
+        "mesh",
+        "moe.up",
+        "of it on a rank",
+        "its gradient is summed over",
+        "the router's over",
+        "collectives of the program",
+    ]
     return table(head, rows)
 
 
@@ -257,7 +309,9 @@ def _kind(form: dict[str, Any]) -> str:
         return f"`{_word(form['const'])}`"
     if form.get("type") == "array":
         return f"list of {_kind(form['items'])}" if "items" in form else "list"
-    return {"string": "text", "object": "mapping", "boolean": "`true` \\| `false`"}.get(form.get("type", ""), form.get("type", ""))
+    return {"string": "text", "object": "mapping", "boolean": "`true` \\| `false`"}.get(
+        form.get("type", ""), form.get("type", "")
+    )
 
 
 def _word(x: Any) -> str:
@@ -285,7 +339,12 @@ def _section(form: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any] | Non
 
 
 #: page of docs/ -> what makes its blocks
-PAGES: dict[str, Callable[[], Blocks]] = {"architecture.md": architecture, "algebra.md": algebra, "experts.md": experts, "spec.md": spec}
+PAGES: dict[str, Callable[[], Blocks]] = {
+    "architecture.md": architecture,
+    "algebra.md": algebra,
+    "experts.md": experts,
+    "spec.md": spec,
+}
 
 
 if __name__ == "__main__":

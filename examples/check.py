@@ -55,7 +55,12 @@ def main() -> int:
     summary = json.loads((out / "summary.json").read_text())
 
     print(f"\nthe same on one process, {args.compare} steps", flush=True)
-    one = subprocess.run(shardc("--mesh", "dp=1,tp=1", "--steps", str(args.compare), "--json"), check=True, capture_output=True, text=True)
+    one = subprocess.run(
+        shardc("--mesh", "dp=1,tp=1", "--steps", str(args.compare), "--json"),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     alone = json.loads(one.stdout)["losses"]
     print("step   4 processes   1 process    difference")
     for line, loss in zip(four, alone, strict=False):
@@ -63,10 +68,17 @@ def main() -> int:
     equal = all(abs(line["loss"] - loss) < 1e-4 * loss for line, loss in zip(four, alone, strict=False))
 
     plain = held_out()
-    print(f"\nheld-out loss: {summary['held_out']:.5f} nats/byte on 4 processes, {plain:.5f} in the plain model with the saved weights")
+    print(
+        f"\nheld-out loss: {summary['held_out']:.5f} nats/byte on 4 processes, {plain:.5f} in the plain model with the"
+        " saved weights"
+    )
     same = abs(plain - summary["held_out"]) < 1e-5 * plain
     low = plain < GOAL
-    checks = ((equal, "losses of 4 processes and 1 are equal"), (same, "held-out losses are equal"), (low, f"held-out loss is below {GOAL}"))
+    checks = (
+        (equal, "losses of 4 processes and 1 are equal"),
+        (same, "held-out losses are equal"),
+        (low, f"held-out loss is below {GOAL}"),
+    )
     for good, what in checks:
         print(f"{'yes' if good else 'NO '}  {what}")
     return 0 if equal and same and low else 1

@@ -1,6 +1,7 @@
-"""A byte-level GPT, trained on the source text of Python's own standard library. Ordinary PyTorch: nothing here knows of shardc.
+"""A byte-level GPT, trained on the source text of Python's own standard library.
 
-`model`, `batch`, `data` and `optimizer` are the names that `shardc run` looks for in a model file.
+Ordinary PyTorch: nothing here knows of shardc. `model`, `batch`, `data` and `optimizer` are the names
+that `shardc run` looks for in a model file.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def text(split: str) -> Tensor:
-    """The library's sources as u8[n]. Every 20th file of a fixed shuffle is held out: "valid" has files that "train" never sees."""
+    """The library's sources as u8[n]. Every 20th file of a fixed shuffle is held out: "valid" has files that "train"
+    never sees.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
     files = sorted(f for f in root.rglob("*.py") if not skip.intersection(f.relative_to(root).parts))
@@ -136,7 +139,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def data(split: str) -> Iterable[dict[str, Tensor]] | Windows:
-    """"train": samples, to be read in an order of the run's; "valid": 20 global batches spread over the held-out files."""
+    """Of "train" samples, which the run reads in an order of its own; of "valid" 20 global batches over all held-out files."""
     windows = Windows(text(split))
     if split == "train":
         return windows

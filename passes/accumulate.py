@@ -1,7 +1,8 @@
-"""Accumulate: a step in microbatches, one after the other, exactly as if it were run at once (`batch: {microbatches: m}`).
+"""Accumulate: a step in microbatches, one after the other, exactly as if it were run at once (`batch: {microbatches:
+m}`).
 
-Microbatches are placed as one more axis, the innermost that splits the batch. What placement then asks for tells what a step needs of
-*all* its rows, and each kind is carried out without anybody to talk to:
+Microbatches are placed as one more axis, the innermost that splits the batch. What placement then asks for tells what a
+step needs of *all* its rows, and each kind is carried out without anybody to talk to:
 
     before   n   = sum(labels != -100)                       +microbatch +dp         known from the batch alone
              n_s = all_reduce(n, ("dp", "microbatch"))
@@ -12,19 +13,21 @@ Microbatches are placed as one more axis, the innermost that splits the batch. W
              s_s = all_reduce(s, ("dp",))                    this microbatch's summand
              loss = s_s / n_s                                the losses of the microbatches add up to the step's
 
-So means weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are those of the whole batch.
-What is gathered of the batch (all labels, to be counted on each rank) comes from `counts` too: the sum of parts among zeros.
+So means weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are those
+of the whole batch. What is gathered of the batch (all labels, to be counted on each rank) comes from `counts` too: the
+sum of parts among zeros.
 
-A sum that something else than sums is made of (a router's balance of experts: a product of two) takes a forward of all microbatches first:
+A sum that something else than sums is made of (a router's balance of experts: a product of two) takes a forward of all
+microbatches first:
 
     before   loss = mul(f_s, p_s)                            f_s, p_s: sums of each microbatch's summands
     after    f = summed(f_s, mesh, 1); p = summed(p_s, mesh, 2)      their sums over all microbatches; backward: identity
              loss = to_partial(mul(f, p), mesh, "microbatch")        in the first microbatch; its gradient goes to every microbatch's summands
 
 which is exact as long as nothing but the loss is made of it, or no gradient goes through it.
-Gradients add up in the parameters, and a buffer's new value, where each microbatch has a summand of it (a moving average of sums over rows,
-`batch_norm: local`), in the interpreter. Anything else that needs all rows at once (BatchNorm's statistics, contrastive losses) is refused, by name.
-"""
+Gradients add up in the parameters, and a buffer's new value, where each microbatch has a summand of it (a moving
+average of sums over rows, `batch_norm: local`), in the interpreter. Anything else that needs all rows at once
+(BatchNorm's statistics, contrastive losses) is refused, by name."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -35,29 +38,45 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.calls import call_of, tensors, values
 from shardc.errors import ShardcError
-from shardc.mesh import Mesh
-from shardc.placement import REPLICATE, VARYING, Layout, Shard
-from shardc.price import MICROBATCH
-from shardc.program import Collective, Input, Program, Source, Stage, Value
-from shardc.rules import core
+from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.placement import REPLICATE, VARYING, Layout, Shard
+from shardc.ir.program import Collective, Input, Program, Source, Stage, Value
+from shardc.ir.types import behind
+from shardc.rules import registry
+from shardc.rules.calls import call_of, tensors, values
 from shardc.runtime import ops
 from shardc.spec import Spec
-from shardc.values import behind
 
 AXIS = MICROBATCH
-#: Conversions of what all microbatches have alike: they only look at which microbatch it is. The step's loss is the sum of the
-#: microbatches' losses, so the step's gradient is the sum of theirs, if each op's backward is the plain derivative of what it does here.
+#: Conversions of what all microbatches have alike: they only look at which microbatch it is. The step's loss is the sum
+#: of the microbatches' losses, so the step's gradient is the sum of theirs, if each op's backward is the plain
+#: derivative of what it does here.
 _ALONE: dict[Any, Any] = {
-    ops.shard: ops.shard_varying, ops.shard_varying: ops.shard_varying, ops.to_partial: ops.varying_to_partial,
-    ops.varying_to_partial: ops.varying_to_partial, ops.unshard_partial: ops.unshard_partial,
-}  # fmt: skip
+    ops.shard: ops.shard_varying,
+    ops.shard_varying: ops.shard_varying,
+    ops.to_partial: ops.varying_to_partial,
+    ops.varying_to_partial: ops.varying_to_partial,
+    ops.unshard_partial: ops.unshard_partial,
+}
 #: Linear in their first operand, and blind to the axis: of a summand they give a summand.
 _LINEAR = {
-    operator.getitem, ops.all_reduce, ops.vary, ops.unvary, ops.shard, ops.shard_varying, ops.unshard_partial, ops.to_partial,
-    ops.varying_to_partial, ops.all_gather, ops.all_gather_varying, ops.reduce_scatter, ops.all_to_all, ops.partial_mean, ops.select_partial,
-}  # fmt: skip
+    operator.getitem,
+    ops.all_reduce,
+    ops.vary,
+    ops.unvary,
+    ops.shard,
+    ops.shard_varying,
+    ops.unshard_partial,
+    ops.to_partial,
+    ops.varying_to_partial,
+    ops.all_gather,
+    ops.all_gather_varying,
+    ops.reduce_scatter,
+    ops.all_to_all,
+    ops.partial_mean,
+    ops.select_partial,
+}
 #: A tensor and a number, added.
 _PLUS = {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
 
@@ -72,7 +91,9 @@ def widened(spec: Spec) -> Spec:
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Makes the program of one microbatch from one in which microbatches are an axis. where: the spec line that asked for them."""
+    """Makes the program of one microbatch from one in which microbatches are an axis. where: the spec line that asked
+    for them.
+    """
 
     where: str = "batch.microbatches"
 
@@ -90,9 +111,15 @@ class Accumulate:
         updated = iter(writer.adding)
         buffers = tuple(replace(b, adds=b.updated and next(updated)) for b in program.buffers)
         return replace(
-            program, mesh=rest, buffers=buffers, inputs=inputs, microbatches=mesh.size(AXIS), stages=(Stage(graph, stage.name),),
-            counts=Stage(counts, "counts") if counts is not None else None, notes=(*program.notes, *writer.notes),
-        )  # fmt: skip
+            program,
+            mesh=rest,
+            buffers=buffers,
+            inputs=inputs,
+            microbatches=mesh.size(AXIS),
+            stages=(Stage(graph, stage.name),),
+            counts=Stage(counts, "counts") if counts is not None else None,
+            notes=(*program.notes, *writer.notes),
+        )
 
 
 def stage_inputs(graph: fx.Graph, program: Program) -> list[Input]:
@@ -151,9 +178,13 @@ class _Writer:
         self.refused: dict[str, ShardcError] = {}  # by the place in the model
         self.known = self._known()
         self.summands: set[fx.Node] = set()
-        self.apart: set[tuple[fx.Node, fx.Node]] = set()  # (user, summand): where parts of a sum are added to others, to be summed later
+        self.apart: set[tuple[fx.Node, fx.Node]] = (
+            set()
+        )  # (user, summand): where parts of a sum are added to others, to be summed later
         self.totals: list[fx.Node] = []
-        self.sums: dict[fx.Node, fx.Node] = {}  # summand -> its sum over all microbatches, which a forward of all finds first
+        self.sums: dict[
+            fx.Node, fx.Node
+        ] = {}  # summand -> its sum over all microbatches, which a forward of all finds first
         self.wholes: set[fx.Node] = set()  # made of such sums, and the same in all microbatches; gradients go through
         self.mesh_node = next(n for n in self.graph.nodes if n.name == "mesh")
         for node in list(self.graph.nodes):
@@ -175,14 +206,19 @@ class _Writer:
     def notes(self) -> tuple[str, ...]:
         """That a step takes a forward more, and for what."""
         what = dict.fromkeys(str(x.meta.get("source", Source())) or x.name for x in self.sums)
-        twice = f"{self.where}: a step runs forward of all microbatches once more before, for what is made of sums over the whole batch:"
+        twice = (
+            f"{self.where}: a step runs forward of all microbatches once more before, for what is made of sums over the"
+            " whole batch:"
+        )
         return (f"{twice} {', '.join(what)}",) if what else ()
 
     def _known(self) -> set[fx.Node]:
         """What follows from the batch and buffers alone, before any parameter is looked at."""
         found: set[fx.Node] = set()
         for n in self.graph.nodes:
-            if (n.op == "placeholder" and n.name not in self.params) or (n.op == "call_function" and all(u in found for u in n.all_input_nodes)):
+            if (n.op == "placeholder" and n.name not in self.params) or (
+                n.op == "call_function" and all(u in found for u in n.all_input_nodes)
+            ):
                 found.add(n)
         return found
 
@@ -260,13 +296,17 @@ class _Writer:
         if dtype != value.dtype:
             x = self._before(node, cast, (x,), f"{x.name}_counted", replace(x.meta["value"], dtype=dtype), dtype=dtype)
         whole = replace(value, dtype=dtype)
-        total = self._total(node, self._before(node, ops.unshard_partial, (x, *node.args[1:]), f"{x.name}_among", whole))
+        total = self._total(
+            node, self._before(node, ops.unshard_partial, (x, *node.args[1:]), f"{x.name}_among", whole)
+        )
         if dtype != value.dtype:
             total = self._before(node, cast, (total,), f"{total.name}_found", value, dtype=value.dtype)
         node.replace_all_uses_with(total)
         self.graph.erase_node(node)
 
-    def _before(self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, value: Value, **kwargs: Any) -> fx.Node:
+    def _before(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, value: Value, **kwargs: Any
+    ) -> fx.Node:
         """A new op before a node, known from the batch alone."""
         with self.graph.inserting_before(node):
             new = self.graph.create_node("call_function", target, args, kwargs, name=name)
@@ -277,7 +317,9 @@ class _Writer:
     # --- sums over the microbatches, of which each has a summand
 
     def _propagate(self, node: fx.Node) -> None:
-        """An op on summands gives summands if it is linear in them, and all else that it takes is alike in all microbatches."""
+        """An op on summands gives summands if it is linear in them, and all else that it takes is alike in all
+        microbatches.
+        """
         operands = tensors(node)
         at = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.apart}
         if node in self.summands:
@@ -286,10 +328,12 @@ class _Writer:
             self._whole(node, operands)
             return
         if all(_alike(x) for x in (node, *(x for i, x in enumerate(operands) if i not in at))):
-            if at == {0} and (node.target in _LINEAR or (node.target is ops.fill_padding and (len(node.args) < 8 or not node.args[7]))):
+            if at == {0} and (
+                node.target in _LINEAR or (node.target is ops.fill_padding and (len(node.args) < 8 or not node.args[7]))
+            ):
                 self.summands.add(node)
                 return
-            rule = core.find(node.target)
+            rule = registry.find(node.target)
             for group in sorted(rule.groups(call_of(node)) if rule is not None else (), key=len):
                 if at <= set(group) and not any(x in self.wholes for i, x in enumerate(operands) if i not in group):
                     for x in dict.fromkeys(operands[i] for i in group if i not in at):
@@ -308,14 +352,21 @@ class _Writer:
     # --- sums that are needed whole
 
     def _sum(self, x: fx.Node, user: fx.Node) -> bool:
-        """A user gets the sum of x over all microbatches. False: x itself depends on such a sum, so one forward does not find it."""
+        """A user gets the sum of x over all microbatches. False: x itself depends on such a sum, so one forward does
+        not find it.
+        """
         if x not in self.sums:
             if any(n.target is ops.summed for n in behind([x])):
                 return False
             with self.graph.inserting_after(x):
-                new = self.graph.create_node("call_function", ops.summed, (x, self.mesh_node, 0), {}, name=f"{x.name}_summed")
+                new = self.graph.create_node(
+                    "call_function", ops.summed, (x, self.mesh_node, 0), {}, name=f"{x.name}_summed"
+                )
             value = x.meta["value"]
-            new.meta = {"value": replace(value, layout=_without(value.layout)), "source": x.meta.get("source", Source())}
+            new.meta = {
+                "value": replace(value, layout=_without(value.layout)),
+                "source": x.meta.get("source", Source()),
+            }
             self.sums[x] = new
             if _trained(x):
                 self.wholes.add(new)
@@ -323,8 +374,8 @@ class _Writer:
         return True
 
     def _whole(self, node: fx.Node, operands: list[fx.Node]) -> None:
-        """An op on sums over all microbatches. The loss's gradient with respect to them is whole in every microbatch as long as each
-        computes the same of them, and of nothing else that is trained."""
+        """An op on sums over all microbatches. The loss's gradient with respect to them is whole in every microbatch as
+        long as each computes the same of them, and of nothing else that is trained."""
         wholes = [x for x in operands if x in self.wholes]
         if not wholes or not _trained(node):
             return
@@ -336,13 +387,21 @@ class _Writer:
     def _plus(self, node: fx.Node) -> None:
         """A number that is added to a sum is added in the first microbatch."""
         x, number, value = node.args[0], node.args[1], node.meta["value"]
-        full = self._before(node, torch.ops.aten.full.default, ([], number), f"{node.name}_number", replace(value, shape=()), dtype=value.dtype)
+        full = self._before(
+            node,
+            torch.ops.aten.full.default,
+            ([], number),
+            f"{node.name}_number",
+            replace(value, shape=()),
+            dtype=value.dtype,
+        )
         node.args = (x, self._once(node, full), *node.args[2:])
         self.summands.add(node)
 
     def _once(self, user: fx.Node, x: fx.Node) -> fx.Node:
-        """x in the first microbatch, zeros in the others: what is added to a sum is added once. Gradients of sums over all microbatches
-        go to each."""
+        """x in the first microbatch, zeros in the others: what is added to a sum is added once. Gradients of sums over
+        all
+        microbatches go to each."""
         once = ops.to_partial if x in self.wholes else ops.varying_to_partial
         with self.graph.inserting_before(user):
             new = self.graph.create_node("call_function", once, (x, self.mesh_node, AXIS), {}, name=f"{x.name}_once")
@@ -361,12 +420,16 @@ class _Writer:
         value, source = total.meta["value"], user.meta.get("source", Source())
         shown = value[0] if isinstance(value, tuple) else value
         found = ShardcError(
-            f"{source}: {total.name}, {replace(shown, layout=_without(shown.layout))}, takes all rows of the batch, and "
-            f"{getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: statistics of a batch, as BatchNorm's, "
-            f"are not those of its microbatches, and a gradient of every row goes through them",
-            where=self.where, fix="write microbatches: 1, or batch_norm: local (each rank and microbatch has its own), "
-            "or use a layer that looks at each row by itself (LayerNorm, GroupNorm)",
-        )  # fmt: skip
+            f"{source}: {total.name}, {replace(shown, layout=_without(shown.layout))}, takes all rows of the batch, and"
+            f" {getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: statistics"
+            " of a batch, as BatchNorm's, are not those of its microbatches, and a gradient of every row goes through"
+            " them",
+            where=self.where,
+            fix=(
+                "write microbatches: 1, or batch_norm: local (each rank and microbatch has its own), "
+                "or use a layer that looks at each row by itself (LayerNorm, GroupNorm)"
+            ),
+        )
         self.refused.setdefault(source.module or source.line, found)
 
     def _refusal(self) -> ShardcError:
@@ -381,7 +444,9 @@ class _Writer:
     # --- what runs first
 
     def _counts(self) -> fx.Graph:
-        """The graph that computes each total's summand of one microbatch: the same placeholders, output ((summands), ())."""
+        """The graph that computes each total's summand of one microbatch: the same placeholders, output ((summands),
+        ()).
+        """
         needed = behind(self.totals)
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
@@ -398,4 +463,6 @@ class _Writer:
                 if value is not None:
                     node.meta["value"] = replace(value, layout=_without(value.layout))
             elif value is not None:
-                node.meta["value"] = tuple(_one(v, self.mesh) for v in value) if isinstance(value, tuple) else _one(value, self.mesh)
+                node.meta["value"] = (
+                    tuple(_one(v, self.mesh) for v in value) if isinstance(value, tuple) else _one(value, self.mesh)
+                )

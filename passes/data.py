@@ -1,10 +1,13 @@
-"""Data: the gradients that are summed over ranks, in buckets, in the order in which backward finishes them; and what ZeRO keeps cut.
+"""Data: the gradients that are summed over ranks, in buckets, in the order in which backward finishes them; and what
+ZeRO
+    keeps cut.
 
     before   wte.weight  reduce (dp)    order 2        h.0.qkv.weight  reduce (dp)   order 1       ln_f.weight  reduce (dp, tp)  order 0
     after    bucket 0 over (dp, tp): ln_f.weight       bucket 1 over (dp): h.0.qkv.weight, wte.weight
 
-A parameter's gradient is finished when backward has run the op that used it *first* in forward, which the graph tells; so there
-is no warm-up step and no rebuilding (compare torch's DDP: Li et al. 2020, "PyTorch Distributed", section 3.2.3).
+A parameter's gradient is finished when backward has run the op that used it *first* in forward, which the graph tells;
+so there is no warm-up step and no rebuilding (compare torch's DDP: Li et al. 2020, "PyTorch Distributed", section
+3.2.3).
 
 At zero >= 1 a bucket's flat buffer is cut over the data axis, and ops take its parameters where they are whole:
 
@@ -13,7 +16,7 @@ At zero >= 1 a bucket's flat buffer is cut over the data axis, and ops take its 
              bucket1_whole = ops.gather_wait(bucket1)                                before the first use; the end of its last use frees it
              wte_weight_whole = bucket1_whole[0]
     zero 1-2 bucket1_whole = ops.updated((wte_weight, h_0_qkv_weight), 'bucket1')    waits for the gather that followed the last update
-"""
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from shardc.mesh import Mesh
-from shardc.placement import Shard, Varying
-from shardc.program import Bucket, Collective, Param, Program, Source, Value
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Shard, Varying
+from shardc.ir.program import Bucket, Collective, Param, Program, Source, Value
 from shardc.runtime import ops
 from shardc.spec import Spec
 
@@ -35,9 +38,11 @@ from shardc.spec import Spec
 class Data:
     """Lifts the parameters' `vary` out into bucketed gradient reductions, and cuts the buckets over a data axis.
 
-    bucket_mb: size of a bucket in MiB. The last bucket to finish is the one nobody can overlap with, so it is kept small.
+    bucket_mb: size of a bucket in MiB. The last bucket to finish is the one nobody can overlap with, so it is kept
+    small.
     reduce: dtype in which gradients are summed; None: each parameter's own.
-    zero: what is kept cut (shardc.program.Bucket). axes: data axes, outermost first: cut over the last, replicated over the others.
+    zero: what is kept cut (shardc.ir.program.Bucket). axes: data axes, outermost first: cut over the last, replicated
+    over the others.
     prefetch: buckets that are gathered ahead of their use.
     keep: they are kept until the step's last backward has used them. cause: the spec line that asked for it.
     offload: parameters lie outside of the device, so that a data axis of one rank is worth a gather too.
@@ -63,17 +68,22 @@ class Data:
 
     def run(self, program: Program, mesh: Mesh) -> Program:
         uses = _Uses(program)
-        if program.buckets:  # they are another program's (shardc.passes.alike)
+        if program.buckets:  # they are another program's (shardc.passes.match_layouts)
             return self._with_gathers(program, uses)
         finish = sorted(program.params, key=lambda p: -uses.first.get(p.name, -uses.end))
         order = {p.name: i for i, p in enumerate(finish)}
         axis = self.axes[-1] if self.axes and (mesh.size(self.axes[-1]) > 1 or self.offload) else ""
         notes = program.notes
         if self.zero and not axis:
-            notes = (*notes, f"zero: {self.zero} splits nothing: the mesh {mesh} has no data axis of more than one rank")
+            notes = (
+                *notes,
+                f"zero: {self.zero} splits nothing: the mesh {mesh} has no data axis of more than one rank",
+            )
 
         def reduced(p: Param) -> Param:
-            axes = tuple(a for a, placement in p.layout.items if isinstance(placement, Varying)) if p.requires_grad else ()
+            axes = (
+                tuple(a for a, placement in p.layout.items if isinstance(placement, Varying)) if p.requires_grad else ()
+            )
             shared = program.sharing(p) if p.requires_grad else ""
             return replace(p, reduce=mesh.collapse(axes) + ((shared,) if shared else ()), order=order[p.name])
 
@@ -102,29 +112,58 @@ class Data:
             dtype = self.reduce if self.reduce is not None and p.dtype.is_floating_point else p.dtype
             size = max(replace(p.value, dtype=dtype).nbytes(mesh), p.value.nbytes(mesh))
             compute = uses.dtype(p.name) if zero else None
-            # parameters of one dtype together; where they are gathered, not with those that are needed at other times or not at all
-            key = (p.reduce, p.dtype, zero, compute, p.stages, zero == 3 and (p.requires_grad, p.name in uses.first, uses.far(p.name)))
+            # parameters of one dtype together; where they are gathered, not with those that are needed at other times
+            # or not at all
+            key = (
+                p.reduce,
+                p.dtype,
+                zero,
+                compute,
+                p.stages,
+                zero == 3 and (p.requires_grad, p.name in uses.first, uses.far(p.name)),
+            )
             at, filled = open_at.get(key, (-1, 0))
             if at < 0 or filled + size > self.bucket_mb * 2**20:
                 at, filled = len(buckets), 0
                 late = any("[" in a for a in p.reduce)
                 keep = zero == 3 and self.keep
-                buckets.append(Bucket(p.reduce, dtype, (), axis if zero else "", zero, compute, self.prefetch, p.stages or (0,), late, keep))
+                buckets.append(
+                    Bucket(
+                        p.reduce,
+                        dtype,
+                        (),
+                        axis if zero else "",
+                        zero,
+                        compute,
+                        self.prefetch,
+                        p.stages or (0,),
+                        late,
+                        keep,
+                    )
+                )
             buckets[at] = replace(buckets[at], params=(*buckets[at].params, p.name))
             open_at[key] = (at, filled + size)
         return buckets
 
     def _zero(self, p: Param, uses: _Uses, axis: str, mesh: Mesh) -> int:
-        """What is kept cut of a parameter. One that is split over the data axis, or a digit of it, already is not cut again."""
+        """What is kept cut of a parameter. One that is split over the data axis, or a digit of it, already is not cut
+        again.
+        """
         parts = mesh.parts(axis) if axis else ()
-        if not axis or any(isinstance(p.layout[part], Shard) for part in parts) or (set(p.reduce) & set(parts) and axis not in p.reduce):
+        if (
+            not axis
+            or any(isinstance(p.layout[part], Shard) for part in parts)
+            or (set(p.reduce) & set(parts) and axis not in p.reduce)
+        ):
             return 0
         return self.zero if self.zero == 3 or (p.requires_grad and p.name in uses.first) else 0
 
     # --- where parameters are whole
 
     def _whole(self, stage: int, program: Program, uses: _Uses) -> fx.Graph:
-        """A copy of a stage's graph in which ops take the parameters of cut buckets from `gather_wait` and `updated`."""
+        """A copy of a stage's graph in which ops take the parameters of cut buckets from
+        `gather_wait` and `updated`.
+        """
         copy = fx.Graph()
         copy.output(copy.graph_copy(program.stages[stage].graph, {}))
         nodes = {n.name: n for n in copy.nodes}
@@ -143,7 +182,9 @@ class Data:
 
         for at, (user, i) in enumerate(used):
             b = program.buckets[i]
-            before = copy.create_node("call_function", operator.pos, (), {})  # holds the place: users that are casts go away
+            before = copy.create_node(
+                "call_function", operator.pos, (), {}
+            )  # holds the place: users that are casts go away
             user.prepend(before)
             with copy.inserting_before(before):
                 if b.zero == 3:
@@ -170,7 +211,9 @@ class Data:
         b = program.buckets[i]
         given = tuple(nodes[n] for n in b.params)
         name = f"bucket{i}" if b.zero == 3 else f"bucket{i}_whole"
-        node = _node(graph, ops.gather_start if b.zero == 3 else ops.updated, (given, f"bucket{i}"), name, _types(program, b))
+        node = _node(
+            graph, ops.gather_start if b.zero == 3 else ops.updated, (given, f"bucket{i}"), name, _types(program, b)
+        )
         if b.zero == 3:
             n = program.mesh.size(b.shard)
             count = sum(v.nbytes(program.mesh) // v.dtype.itemsize for v in _types(program, b))
@@ -180,7 +223,9 @@ class Data:
         return node
 
 
-def _node(graph: fx.Graph, target: object, args: tuple[object, ...], name: str, value: Value | tuple[Value, ...]) -> fx.Node:
+def _node(
+    graph: fx.Graph, target: object, args: tuple[object, ...], name: str, value: Value | tuple[Value, ...]
+) -> fx.Node:
     node = graph.create_node("call_function", target, args, {}, name=name)  # type: ignore[arg-type]
     node.meta |= {"value": value, "source": Source()}
     return node
@@ -192,7 +237,9 @@ def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
 
 
 class _Uses:
-    """Where parameters are used in the stages' graphs, one after the other. first: position of a parameter's first user; end: after all."""
+    """Where parameters are used in the stages' graphs, one after the other. first: position of a parameter's first
+    user; end: after all.
+    """
 
     def __init__(self, program: Program) -> None:
         self.first: dict[str, int] = {}
@@ -207,7 +254,11 @@ class _Uses:
                     self.first.setdefault(used.name, self.end)
                     self._last[used.name] = self.end
                     self._first_user.setdefault((i, used.name), node.name)
-                    cast = node.kwargs.get("dtype") if node.target is torch.ops.aten._to_copy.default and len(node.kwargs) == 1 else None
+                    cast = (
+                        node.kwargs.get("dtype")
+                        if node.target is torch.ops.aten._to_copy.default and len(node.kwargs) == 1
+                        else None
+                    )
                     self._casts.setdefault(used.name, set()).add(cast if isinstance(cast, torch.dtype) else None)
                 self.end += 1
 

@@ -1,10 +1,10 @@
 """Partition: placements turn into collectives, sizes turn local. From here on it is one rank's program.
 
-    before   x = linear(h, w)                     h: f32[8, 64]         w: f32[256, 64@tp]   (k is split)
-             y = gelu(x)
-    after    x   = linear(h_s, w)                 x: f32[8, 256] +tp    w: f32[256, 64@tp]
-             x_r = all_reduce(x, mesh, ("tp",))   x_r: f32[8, 256]
-             y   = gelu(x_r)
+before   x = linear(h, w)                     h: f32[8, 64]         w: f32[256, 64@tp]   (k is split)
+         y = gelu(x)
+after    x   = linear(h_s, w)                 x: f32[8, 256] +tp    w: f32[256, 64@tp]
+         x_r = all_reduce(x, mesh, ("tp",))   x_r: f32[8, 256]
+         y   = gelu(x_r)
 """
 
 from __future__ import annotations
@@ -17,23 +17,33 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.calls import call_of, result, tensors, values
 from shardc.errors import Errors
-from shardc.mesh import Mesh
-from shardc.passes import parts
-from shardc.placement import REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, Varying
-from shardc.program import Collective, Program, Source, Stage, Value
-from shardc.rules import core
-from shardc.rules.core import LocalCall, Strategy, needs_vary
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, Varying
+from shardc.ir.program import Collective, Program, Source, Stage, Value
+from shardc.passes.annotate import fused_weights
+from shardc.rules import registry
+from shardc.rules.calls import call_of, result, tensors, values
 from shardc.rules.pointwise import poles
+from shardc.rules.registry import LocalCall, Strategy, needs_vary
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
 # how a converted value is called: after the value and what became of it
 SUFFIX = {
-    "all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole", "all_gather_varying": "whole", "shard": "cut", "shard_varying": "cut",
-    "all_to_all": "turned", "vary": "each", "unvary": "one", "to_partial": "once", "varying_to_partial": "once", "unshard_partial": "padded",
-}  # fmt: skip
+    "all_reduce": "sum",
+    "reduce_scatter": "part",
+    "all_gather": "whole",
+    "all_gather_varying": "whole",
+    "shard": "cut",
+    "shard_varying": "cut",
+    "all_to_all": "turned",
+    "vary": "each",
+    "unvary": "one",
+    "to_partial": "once",
+    "varying_to_partial": "once",
+    "unshard_partial": "padded",
+}
 
 
 @dataclass(frozen=True)
@@ -50,8 +60,11 @@ class Partition:
         graph = writer.run()
         if self.strict:
             refuse_unasked(graph)
-        better = dict.fromkeys(how for axis in sorted(writer.gathered) if (how := parts.instead(program, axis)))
-        fused = (f"fused weights can be split by their parts: write {how} before the entries that split them otherwise" for how in better)
+        better = dict.fromkeys(how for axis in sorted(writer.gathered) if (how := fused_weights.instead(program, axis)))
+        fused = (
+            f"fused weights can be split by their parts: write {how} before the entries that split them otherwise"
+            for how in better
+        )
         return replace(program, mesh=mesh, stages=(Stage(graph),), notes=(*program.notes, *writer.notes, *fused))
 
 
@@ -121,13 +134,22 @@ class _Writer:
 
         args = fx.node.map_arg(node.args, put)
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), put))
-        rule = core.find(node.target)
+        rule = registry.find(node.target)
         typed = tuple(replace(v, layout=layout) for v, layout in zip(values(node), out, strict=True))
         last = typed[0] if not isinstance(node.meta["value"], tuple) else typed
 
-        def emit(target: Any, a: tuple[Any, ...], k: dict[str, Any], *, value: Any = None, collective: Collective | None = None) -> fx.Node:
+        def emit(
+            target: Any,
+            a: tuple[Any, ...],
+            k: dict[str, Any],
+            *,
+            value: Any = None,
+            collective: Collective | None = None,
+        ) -> fx.Node:
             if collective is not None and not collective.cause:
-                why = [node.meta.get("why", {}).get(part, "") for axis in collective.axes for part in self.mesh.parts(axis)]
+                why = [
+                    node.meta.get("why", {}).get(part, "") for axis in collective.axes for part in self.mesh.parts(axis)
+                ]
                 cause = "; ".join(dict.fromkeys(filter(None, why)))
                 collective = replace(collective, cause=cause, asked=bool(cause))
             return self._emit(target, a, k, last if value is None else value, node, collective)
@@ -135,7 +157,9 @@ class _Writer:
         split = any(s.kind not in ("replicate", "varying", "partial") for s in strategies.values())
         if rule is not None and rule.local is not None and split:
             assert self.mesh_node is not None
-            call = LocalCall(call_of(node), self.mesh, strategies, tuple(need), tuple(out), tuple(args), kwargs, self.mesh_node, emit)
+            call = LocalCall(
+                call_of(node), self.mesh, strategies, tuple(need), tuple(out), tuple(args), kwargs, self.mesh_node, emit
+            )
             new = rule.local(call)
         else:
             new = emit(node.target, tuple(args), kwargs)
@@ -157,7 +181,14 @@ class _Writer:
         return self.layouts[key]
 
     def _emit(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, cause: fx.Node, collective: Collective | None, name: str = ""
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        value: Any,
+        cause: fx.Node,
+        collective: Collective | None,
+        name: str = "",
     ) -> fx.Node:
         new = self.graph.create_node("call_function", target, args, kwargs, name=name or cause.name)
         if collective is not None or "tag" in kwargs:
@@ -167,9 +198,15 @@ class _Writer:
         new.meta |= {"value": value, "source": cause.meta.get("source", Source())}
         return new
 
-    def _summable(self, node: fx.Node, local: fx.Node, i: int, layout: Layout, strategies: dict[str, Strategy]) -> fx.Node:
+    def _summable(
+        self, node: fx.Node, local: fx.Node, i: int, layout: Layout, strategies: dict[str, Strategy]
+    ) -> fx.Node:
         """Operand i with zeros in the padding of dims that the op sums away. Weights have them already."""
-        sums = {s.inputs[i] for s in strategies.values() if s.kind == "split" and any(isinstance(o, Partial) for o in s.outputs)}
+        sums = {
+            s.inputs[i]
+            for s in strategies.values()
+            if s.kind == "split" and any(isinstance(o, Partial) for o in s.outputs)
+        }
         if not any(isinstance(s, Shard) and s.padding for s in sums) or self._is_weight(node):
             return local
         dims = {p.dim for p in sums if isinstance(p, Shard)}
@@ -181,18 +218,30 @@ class _Writer:
         value = replace(values(op)[index], layout=layout)
         for s in paddings:
 
-            def emit(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, value: Value, named: str = f"{local.name}_filled") -> fx.Node:
+            def emit(
+                target: Any,
+                args: tuple[Any, ...],
+                kwargs: dict[str, Any],
+                *,
+                value: Value,
+                named: str = f"{local.name}_filled",
+            ) -> fx.Node:
                 return self._emit(target, args, kwargs, value, node, None, named)
 
             if (local, s, fill) not in self.cleaned:
                 assert self.mesh_node is not None
-                self.cleaned[local, s, fill] = core.fill_padding(emit, local, value, s.dim, self.mesh_node, fill)
+                self.cleaned[local, s, fill] = registry.fill_padding(emit, local, value, s.dim, self.mesh_node, fill)
             local = self.cleaned[local, s, fill]
         return local
 
     def _is_weight(self, node: fx.Node) -> bool:
         """A parameter, or a view of one: its padding is zero."""
-        while node.op == "call_function" and len(tensors(node)) == 1 and (rule := core.find(node.target)) and rule.linear == ((0,),):
+        while (
+            node.op == "call_function"
+            and len(tensors(node)) == 1
+            and (rule := registry.find(node.target))
+            and rule.linear == ((0,),)
+        ):
             (node,) = tensors(node)
         return node.name in {p.name for p in self.program.params}
 
@@ -238,7 +287,9 @@ class _Writer:
         return cost
 
     def _steps(self, old: Layout, new: Layout) -> list[tuple[str, tuple[str, ...]]]:
-        """The order of conversions: cut first, so that less is sent; reductions over several axes as one; gathers last."""
+        """The order of conversions: cut first, so that less is sent; reductions over
+        several axes as one; gathers last.
+        """
         kinds: dict[str, list[str]] = {}
         for axis in self.mesh.names:
             match old[axis], new[axis]:
@@ -275,9 +326,20 @@ class _Writer:
                 case _:
                     kinds.setdefault("to_partial", []).append(axis)
         order = (
-            "shard", "shard_varying", "reduce_scatter", "all_to_all", "all_reduce", "unvary", "all_gather", "shard again",
-            "all_gather_varying", "unshard_partial", "vary", "to_partial", "varying_to_partial",
-        )  # fmt: skip
+            "shard",
+            "shard_varying",
+            "reduce_scatter",
+            "all_to_all",
+            "all_reduce",
+            "unvary",
+            "all_gather",
+            "shard again",
+            "all_gather_varying",
+            "unshard_partial",
+            "vary",
+            "to_partial",
+            "varying_to_partial",
+        )
         steps: list[tuple[str, tuple[str, ...]]] = []
         for kind in order:
             axes = kinds.get(kind, [])
@@ -293,13 +355,23 @@ class _Writer:
         for axis in dict.fromkeys(a.partition(".")[0] for a in axes):
             digits = [a for a in axes if a.partition(".")[0] == axis]
             together = digits == list(self.mesh.parts(axis)) and all(
-                Layout.of({axis: layout[digits[0]]}, self.mesh) == Layout(tuple(i for i in layout.items if i[0] in digits)) for layout in (old, new)
+                Layout.of({axis: layout[digits[0]]}, self.mesh)
+                == Layout(tuple(i for i in layout.items if i[0] in digits))
+                for layout in (old, new)
             )
             found += [axis] if together else digits
         return found
 
     def _step(
-        self, kind: str, axes: tuple[str, ...], old: Layout, need: Layout, x: fx.Node, v: Value, producer: fx.Node, user: fx.Node
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        old: Layout,
+        need: Layout,
+        x: fx.Node,
+        v: Value,
+        producer: fx.Node,
+        user: fx.Node,
     ) -> tuple[Layout, fx.Node]:
         mesh, axis = self.mesh_node, axes[0]
         digit = self.mesh.parts(axis)[0]  # the outermost of an axis that is converted as one
@@ -325,24 +397,33 @@ class _Writer:
             assert isinstance(was, Shard)
             assert isinstance(will, Shard)
             splits = old.local_split(digit, self.mesh), new.local_split(digit, self.mesh)
-            pads: tuple[int, ...] = (*self._padding(was, new), *self._padding(will, old)) if was.padding or will.padding else ()
+            pads: tuple[int, ...] = (
+                (*self._padding(was, new), *self._padding(will, old)) if was.padding or will.padding else ()
+            )
             target, args = ops.all_to_all, (x, mesh, axis, was.dim, splits[0], will.dim, splits[1], *pads)
         else:
             cut = old if isinstance(old[digit], Shard) else new
             s = cut[digit]
             assert isinstance(s, Shard)
             pads = self._padding(s, new if cut is old else old) if s.padding else ()
-            target, args = getattr(ops, kind), (x, mesh, axis, s.dim, cut.local_split(digit, self.mesh), s.sections, *pads)
+            target, args = (
+                getattr(ops, kind),
+                (x, mesh, axis, s.dim, cut.local_split(digit, self.mesh), s.sections, *pads),
+            )
         whole = old if kind in ("all_reduce", "reduce_scatter", "vary", "shard", "to_partial") else new
         nbytes = replace(v, layout=whole).nbytes(self.mesh)
         for s in old.paddings() or new.paddings():  # what is sent is padded
             if not whole.shards(s.dim):
                 nbytes = nbytes // v.shape[s.dim] * s.padded(v.shape[s.dim])
         runs = {  # kind -> what runs forward, backward
-            "all_reduce": ("all_reduce", "none"), "vary": ("none", "all_reduce"), "all_gather": ("all_gather", "none"),
-            "all_gather_varying": ("all_gather", "reduce_scatter"), "reduce_scatter": ("reduce_scatter", "all_gather"),
-            "shard": ("none", "all_gather"), "all_to_all": ("all_to_all", "all_to_all"),
-        }.get(kind, ("none", "none"))  # fmt: skip
+            "all_reduce": ("all_reduce", "none"),
+            "vary": ("none", "all_reduce"),
+            "all_gather": ("all_gather", "none"),
+            "all_gather_varying": ("all_gather", "reduce_scatter"),
+            "reduce_scatter": ("reduce_scatter", "all_gather"),
+            "shard": ("none", "all_gather"),
+            "all_to_all": ("all_to_all", "all_to_all"),
+        }.get(kind, ("none", "none"))
         forward, backward = runs[0], runs[1] if grad else "none"
         collective = None
         why = self._why(kind, axes, producer, user)
@@ -351,11 +432,13 @@ class _Writer:
             if not why and forward == "all_gather":
                 self.gathered.add(axis)
                 self.notes.append(
-                    f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)} needs it whole there, "
-                    f"which nobody asked for{_in_parts(user, axis)}"
+                    f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)}"
+                    f" needs it whole there, which nobody asked for{_in_parts(user, axis)}"
                 )
         cause = producer if kind in ("all_reduce", "reduce_scatter") else user
-        local = self._emit(target, args, {}, replace(v, layout=new), cause, collective, f"{producer.name}_{SUFFIX.get(kind, kind)}")
+        local = self._emit(
+            target, args, {}, replace(v, layout=new), cause, collective, f"{producer.name}_{SUFFIX.get(kind, kind)}"
+        )
         return new, local
 
     def _padding(self, s: Shard, whole: Layout) -> tuple[int, int]:
@@ -370,7 +453,9 @@ class _Writer:
         found: list[str] = []
         for axis in (part for a in axes for part in self.mesh.parts(a)):
             strategy = user.meta.get("strategies", {}).get(axis)
-            if kind.startswith("all_gather") and (strategy is None or strategy.kind in ("replicate", "varying", "partial")):
+            if kind.startswith("all_gather") and (
+                strategy is None or strategy.kind in ("replicate", "varying", "partial")
+            ):
                 continue  # the op cannot be split: no annotation asked for that
             for n in (first, second):
                 why = n.meta.get("why", {}).get(axis, "")
@@ -381,7 +466,9 @@ class _Writer:
 
 
 def needing(user: fx.Node) -> str:
-    """What needs a value: `aten.mm.default`, a function's name, or the step's end, which keeps new values of buffers as they are stored."""
+    """What needs a value: `aten.mm.default`, a function's name, or the step's end, which keeps new values of buffers as
+    they are stored.
+    """
     if user.op == "output":
         return "the buffer that it is the new value of"
     target: Any = user.target
@@ -394,7 +481,10 @@ def _in_parts(user: fx.Node, axis: str) -> str:
         return ""
     sizes: Any = user.args[1]
     how = f"split: {len(sizes)}" if len(set(sizes)) == 1 else f"sections: {list(sizes)}"
-    return f"; of a fused weight each part can be split: {{0: {{axis: {axis.partition('.')[0]}, {how}}}}} instead of `column`"
+    return (
+        f"; of a fused weight each part can be split: {{0: {{axis: {axis.partition('.')[0]}, {how}}}}} instead of"
+        " `column`"
+    )
 
 
 def refuse_unasked(graph: fx.Graph) -> None:
@@ -403,9 +493,13 @@ def refuse_unasked(graph: fx.Graph) -> None:
     for node in graph.nodes:
         c: Collective | None = node.meta.get("collective")
         if c is not None and not c.asked:
-            runs = " and ".join(f"{k} in {d}" for k, d in ((c.kind, "forward"), (c.backward, "backward")) if k != "none")
+            runs = " and ".join(
+                f"{k} in {d}" for k, d in ((c.kind, "forward"), (c.backward, "backward")) if k != "none"
+            )
             errors.add(
-                f"{runs} over {', '.join(c.axes)} of {node.meta['value']} was asked for by no annotation (strict: true)",
-                where=str(node.meta["source"]), fix="annotate the value or the weights around it, or set `strict: false`",
-            )  # fmt: skip
+                f"{runs} over {', '.join(c.axes)} of {node.meta['value']} was asked for by no annotation (strict:"
+                " true)",
+                where=str(node.meta["source"]),
+                fix="annotate the value or the weights around it, or set `strict: false`",
+            )
     errors.raise_any()

@@ -1,4 +1,6 @@
-"""Runs the passes: times them, lints what comes out, checks that graph and tables agree, and dumps a numbered text of each."""
+"""Runs the passes: times them, lints what comes out, checks that graph and tables agree, and dumps a numbered text of
+each.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ from pathlib import Path
 
 from torch import fx
 
-from shardc.program import Program
+from shardc.ir.program import Program
 
 
 @dataclass
 class Runner:
-    """dump: folder that gets `NN-pass.txt` and `NN-pass.diff`; on_pass: told each pass' name. seconds: by pass, measured."""
+    """dump: folder that gets `NN-pass.txt` and `NN-pass.diff`; on_pass: told each pass' name. seconds: by pass,
+    measured.
+    """
 
     dump: Path | None = None
     on_pass: Callable[[str], None] | None = None
@@ -45,8 +49,9 @@ class Runner:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """While open, Python's cyclic collector rests: passes make many objects and little garbage, and every collection looks at all of
-    torch's objects again, which is a tenth of the time of a small model's compilation."""
+    """While open, Python's cyclic collector rests: passes make many objects and little garbage, and every collection
+    looks
+    at all of torch's objects again, which is a tenth of the time of a small model's compilation."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -57,7 +62,7 @@ def uncollected() -> Iterator[None]:
 
 
 def check(graph: fx.Graph, program: Program, *, typed: bool, piped: bool = False) -> None:
-    """What every graph promises (see shardc.program): lint, placeholders in order, metadata on every op.
+    """What every graph promises (see shardc.ir.program): lint, placeholders in order, metadata on every op.
 
     typed: every op has a value; what capture brings still has ops without one (asserts), which canonical drops.
     piped: it is a stage of a pipeline.

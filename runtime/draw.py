@@ -1,7 +1,9 @@
-"""Random tensor ops computed from the counter-based generator: what `normal_`, `rand`, `randperm` ... mean in a replayed tape.
+"""Random tensor ops computed from the counter-based generator: what `normal_`, `rand`, `randperm` ... mean in a
+replayed
+tape.
 
-Element i (in row-major order of the op's own result) of a random op is a function of the op's key and i alone, so that the
-numbers are the same on every mesh and device, however large the pieces in which they are computed.
+Element i (in row-major order of the op's own result) of a random op is a function of the op's key and i alone, so that
+the numbers are the same on every mesh and device, however large the pieces in which they are computed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ CHUNK = 1 << 20  # elements computed at once: bounds the float64 temporaries
 
 
 def draw(name: str, out: Tensor, key: Key, args: Mapping[str, Any]) -> None:
-    """Fill `out` as the random op `name` would. args: its arguments by their schema names. KeyError on an op that is not known."""
+    """Fill `out` as the random op `name` would. args: its arguments by their schema names. KeyError on an op that is
+    not known.
+    """
     if name == "randperm":
         out.copy_(torch.argsort(rng.bits(key, torch.arange(out.numel(), device=out.device)), stable=True))
         return
@@ -119,7 +123,8 @@ def _inverse(name: str) -> Callable[[Mapping[str, Any]], Sampler]:
 
 def _trunc_normal(args: Mapping[str, Any]) -> Sampler:
     mean, std, a, b = (float(args[n]) for n in ("mean", "std", "a", "b"))
-    # the half of the curve that keeps the tail's digits: mirrored, so that both ends lie at or below the middle where possible
+    # the half of the curve that keeps the tail's digits: mirrored, so that both ends lie at or below the middle where
+    # possible
     low, high = (a - mean) / std, (b - mean) / std
     sign = -1.0 if low > 0 else 1.0
     if sign < 0:
@@ -134,12 +139,24 @@ def _trunc_normal(args: Mapping[str, Any]) -> Sampler:
     return sample
 
 
-#: Random ops by the name of their overload packet; "trunc_normal_" is torch.nn.init's, which loops until its numbers fit.
+#: Random ops by the name of their overload packet; "trunc_normal_" is torch.nn.init's, which loops until its numbers
+#: fit.
 SAMPLERS: dict[str, Callable[[Mapping[str, Any]], Sampler]] = {
-    "normal_": _normal, "normal": _normal, "log_normal_": _log_normal,
-    "randn": lambda _: _normal({}), "randn_like": lambda _: _normal({}),
-    "uniform_": _uniform, "rand": lambda _: _uniform({}), "rand_like": lambda _: _uniform({}),
-    "bernoulli": _bernoulli, "bernoulli_": _bernoulli_, "randint": _integers, "randint_like": _integers, "random_": _integers,
-    "exponential_": _inverse("exponential"), "geometric_": _inverse("geometric"), "cauchy_": _inverse("cauchy"),
+    "normal_": _normal,
+    "normal": _normal,
+    "log_normal_": _log_normal,
+    "randn": lambda _: _normal({}),
+    "randn_like": lambda _: _normal({}),
+    "uniform_": _uniform,
+    "rand": lambda _: _uniform({}),
+    "rand_like": lambda _: _uniform({}),
+    "bernoulli": _bernoulli,
+    "bernoulli_": _bernoulli_,
+    "randint": _integers,
+    "randint_like": _integers,
+    "random_": _integers,
+    "exponential_": _inverse("exponential"),
+    "geometric_": _inverse("geometric"),
+    "cauchy_": _inverse("cauchy"),
     "trunc_normal_": _trunc_normal,
-}  # fmt: skip
+}

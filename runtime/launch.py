@@ -1,9 +1,9 @@
 """Start one process a rank on this machine, and end them together.
 
-torchrun's agent restarts and rendezvouses across nodes, but it shows every rank's traceback, and when one rank dies the others'
-"connection closed by peer" come with it. Here the rank that failed first speaks and the others are silent: that is what a person needs
-on one machine. Under torchrun or Slurm `shardc run` joins the world it is given instead (see `in_world`).
-"""
+torchrun's agent restarts and rendezvouses across nodes, but it shows every rank's traceback, and when one rank dies the
+others' "connection closed by peer" come with it. Here the rank that failed first speaks and the others are silent: that
+is what a person needs on one machine. Under torchrun or Slurm `shardc run` joins the world it is given instead (see
+`in_world`)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardc.errors import ShardcError
-from shardc.mesh import Mesh
+from shardc.ir.mesh import Mesh
 from shardc.runtime.progress import Progress
 
 POLL = 0.05  # seconds between looks at the ranks
 _LAST = 5  # lines of an error in which its kind stands; notes come behind it
-GRACE = 1.0  # seconds in which ranks that fail because another did are still told apart from it; then in which a SIGTERM is heeded
+# seconds in which ranks that fail because another did are still told apart from it; then in which a SIGTERM is heeded
+GRACE = 1.0
 
 
 def in_world() -> bool:
@@ -51,16 +52,29 @@ def join_slurm() -> None:
     given = os.environ
     if "MASTER_ADDR" not in given:
         try:
-            nodes = subprocess.run(["scontrol", "show", "hostnames", given["SLURM_STEP_NODELIST"]], capture_output=True, text=True, check=True)
+            nodes = subprocess.run(
+                ["scontrol", "show", "hostnames", given["SLURM_STEP_NODELIST"]],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
         except (OSError, KeyError, subprocess.CalledProcessError) as e:
-            raise ShardcError(f"the step's first node is unknown: {e}", where="Slurm", fix="set MASTER_ADDR to its name before srun") from e
+            raise ShardcError(
+                f"the step's first node is unknown: {e}", where="Slurm", fix="set MASTER_ADDR to its name before srun"
+            ) from e
         given["MASTER_ADDR"] = nodes.stdout.split()[0]
-    given.setdefault("MASTER_PORT", str(20000 + (int(given["SLURM_JOB_ID"]) + int(given.get("SLURM_STEP_ID", "0"))) % 20000))
-    here = given.get("SLURM_STEP_TASKS_PER_NODE", given["SLURM_STEP_NUM_TASKS"])  # "4", "4(x2)", "4,3": the fullest node decides
+    given.setdefault(
+        "MASTER_PORT", str(20000 + (int(given["SLURM_JOB_ID"]) + int(given.get("SLURM_STEP_ID", "0"))) % 20000)
+    )
+    here = given.get(
+        "SLURM_STEP_TASKS_PER_NODE", given["SLURM_STEP_NUM_TASKS"]
+    )  # "4", "4(x2)", "4,3": the fullest node decides
     given |= {
-        "RANK": given["SLURM_PROCID"], "WORLD_SIZE": given["SLURM_STEP_NUM_TASKS"], "LOCAL_RANK": given["SLURM_LOCALID"],
+        "RANK": given["SLURM_PROCID"],
+        "WORLD_SIZE": given["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": given["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(max(int(n) for n in re.findall(r"(?:^|,)(\d+)", here))),
-    }  # fmt: skip
+    }
 
 
 def free_port() -> int:
@@ -80,19 +94,32 @@ class Stopped(BaseException):
 
 
 def launch(
-    command: Sequence[str], mesh: Mesh, *, quiet_others: bool = True, progress: Path | None = None, stdout: int | None = None,
+    command: Sequence[str],
+    mesh: Mesh,
+    *,
+    quiet_others: bool = True,
+    progress: Path | None = None,
+    stdout: int | None = None,
     failed_first: Callable[[int], None] = lambda _: None,
-) -> int:  # fmt: skip
-    """Run `command` once for every rank of a mesh, with torch.distributed's environment; return 0, 2 if a rank found the input wrong, 1 if it failed.
+) -> int:
+    """Run `command` once for every rank of a mesh, with torch.distributed's environment; return 0, 2 if a rank found
+    the
+    input wrong, 1 if it failed.
 
-    Rank 0 writes to this terminal; stdout: to this file descriptor. If a rank fails, all end within seconds, and the standard error of the
-    rank that failed first is shown, with its rank and coordinates, and with what it was doing: progress is a folder whose files `rank0`, ...
-    say it (shardc.runtime.progress). failed_first is called with that rank. Ctrl-C and SIGTERM end all ranks: then the signal's own exit
-    status (130, 143) is returned.
+    Rank 0 writes to this terminal; stdout: to this file descriptor. If a rank fails, all end within seconds, and the
+    standard error of the rank that failed first is shown, with its rank and coordinates, and with what it was doing:
+    progress is a folder whose files `rank0`, ... say it (shardc.runtime.progress). failed_first is called with that
+    rank. Ctrl-C and SIGTERM end all ranks: then the signal's own exit status (130, 143) is returned.
     """
     world = mesh.world
     threads = str(max(1, (os.cpu_count() or 1) // world))
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     env.setdefault("OMP_NUM_THREADS", threads)
 
     def stop(number: int, _: object) -> None:
@@ -109,7 +136,14 @@ def launch(
                 # sessions of their own: a Ctrl-C reaches the launcher alone, which ends them in order
                 with logs[r].open("wb") as err:
                     ranks.append(
-                        subprocess.Popen(command, env=mine, stdout=out, stderr=err, start_new_session=True, preexec_fn=_die_with_parent)
+                        subprocess.Popen(
+                            command,
+                            env=mine,
+                            stdout=out,
+                            stderr=err,
+                            start_new_session=True,
+                            preexec_fn=_die_with_parent,
+                        )
                     )
             while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
                 time.sleep(POLL)
@@ -120,7 +154,13 @@ def launch(
             culprit = _culprit(ranks, logs, failed)
             code = ranks[culprit].returncode
             failed_first(culprit)
-            _report(culprit, code, mesh, logs[culprit], Progress.read(progress / f"rank{culprit}") if progress is not None else "")
+            _report(
+                culprit,
+                code,
+                mesh,
+                logs[culprit],
+                Progress.read(progress / f"rank{culprit}") if progress is not None else "",
+            )
             return 2 if code == 2 else 1
         except Stopped as e:
             return 128 + int(e.args[0])
@@ -133,7 +173,9 @@ def launch(
 
 
 def _culprit(ranks: list[subprocess.Popen[bytes]], logs: list[Path], failed: list[int]) -> int:
-    """The rank that failed first. Ranks that died of a signal have nothing to say but come before those that lost their peer."""
+    """The rank that failed first. Ranks that died of a signal have nothing to say but come before those that lost their
+    peer.
+    """
     killed = [r for r in failed if ranks[r].returncode < 0]
     if killed:
         return killed[0]
@@ -152,7 +194,13 @@ def _culprit(ranks: list[subprocess.Popen[bytes]], logs: list[Path], failed: lis
 def _lost_peer(log: Path) -> bool:
     """Whether a rank's last words are those of one whose peer went away."""
     last = "".join(log.read_text(errors="replace").strip().lower().splitlines()[-_LAST:])
-    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "remote process exited")
+    signs = (
+        "connection closed by peer",
+        "connection reset by peer",
+        "broken pipe",
+        "connection refused",
+        "remote process exited",
+    )
     return any(sign in last for sign in signs)
 
 
@@ -161,7 +209,14 @@ def _report(rank: int, code: int, mesh: Mesh, log: Path, doing: str) -> None:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
     sys.stdout.flush()
     if code != 2:  # wrong input is the user's: the message alone says it
-        print(f"rank {rank} ({at}) {how}{f' {doing}' if doing else ''}; all ranks were ended" if at else f"the process {how}", file=sys.stderr)
+        print(
+            (
+                f"rank {rank} ({at}) {how}{f' {doing}' if doing else ''}; all ranks were ended"
+                if at
+                else f"the process {how}"
+            ),
+            file=sys.stderr,
+        )
     print(log.read_text(errors="replace").rstrip(), file=sys.stderr)
     sys.stderr.flush()
 

@@ -1,11 +1,13 @@
-"""Randomness that does not know the mesh (DESIGN 2.5): every number is a function of a key and the *global* element's index.
+"""Randomness that does not know the mesh (DESIGN 2.5): every number is a function of a key and the *global* element's
+index.
 
-key = (seed, stream, step, microbatch); stream is the ordinal of the op in the graph. A rank computes the numbers of just the
-elements it holds, so that masks and initial weights are the same on every mesh, under recomputation and on one device.
+key = (seed, stream, step, microbatch); stream is the ordinal of the op in the graph. A rank computes the numbers of
+just the elements it holds, so that masks and initial weights are the same on every mesh, under recomputation and on one
+device.
 
 The generator hashes the index: two rounds of a 32-bit finaliser with full avalanche (Wellons, "Prospecting for hash
-functions", 2018: lowbias32), each with key words mixed in. It is not cryptographic; it passes the tests in tests/test_rng.py.
-"""
+functions", 2018: lowbias32), each with key words mixed in. It is not cryptographic; it passes the tests in
+tests/runtime/test_rng.py."""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardc.placement import Shard, chunks, widen
+from shardc.ir.placement import Shard, chunks, widen
 
 Digits = Sequence[tuple[int, str, int, tuple[int, ...]]]
 Paddings = Sequence[tuple[int, int, int]]
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
-_BLOCK = 1 << 18  # int32 numbers hashed at a time on the CPU: with the spare buffer 2 MiB, which halves the time of large tensors
+_BLOCK = (
+    1 << 18
+)  # int32 numbers hashed at a time on the CPU: with the spare buffer 2 MiB, which halves the time of large tensors
 
 
 @dataclass
@@ -77,7 +81,9 @@ def _hash(x: Tensor, k: tuple[int, int]) -> Tensor:
 
 
 def bits(k: tuple[int, int], indices: Tensor) -> Tensor:
-    """int32 tensor of random bits, one number for every index (int32 or int64, >= 0). Overwrites `indices` if they are int32."""
+    """int32 tensor of random bits, one number for every index (int32 or int64, >= 0). Overwrites `indices` if they are
+    int32.
+    """
     if indices.dtype != torch.int64:
         return _hash(indices.contiguous(), k)
     low = indices & 0xFFFFFFFF
@@ -105,12 +111,16 @@ def normal(k: tuple[int, int], indices: Tensor, dtype: torch.dtype = torch.float
 
 
 def indices(
-    shape: Sequence[int], digits: Digits = (), mesh: Any = None, device: torch.device | str | None = None, paddings: Paddings = ()
-) -> Tensor:  # fmt: skip
+    shape: Sequence[int],
+    digits: Digits = (),
+    mesh: Any = None,
+    device: torch.device | str | None = None,
+    paddings: Paddings = (),
+) -> Tensor:
     """Linear indices, within a tensor of the global `shape`, of the elements that this rank holds; of its local shape.
 
-    paddings: (dim, padding, blocks) of each padded dim (shardc.placement.Shard); padding has the index of some real element.
-    """
+    paddings: (dim, padding, blocks) of each padded dim (shardc.ir.placement.Shard); padding has the index of some real
+    element."""
     wide = math.prod(shape) >= 2**31
     total = torch.zeros((), dtype=torch.int64 if wide else torch.int32, device=device)
     stride = 1
@@ -149,10 +159,17 @@ def masked(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
 
 
 def dropout_mask(
-    p: float, rng: Rng | None, index: int, mesh: Any, shape: Sequence[int], digits: Digits = (), paddings: Paddings = (),
+    p: float,
+    rng: Rng | None,
+    index: int,
+    mesh: Any,
+    shape: Sequence[int],
+    digits: Digits = (),
+    paddings: Paddings = (),
     device: torch.device | str | None = None,
-) -> Tensor | None:  # fmt: skip
-    """Which elements `dropout` keeps, bool; None when rng is not training, or p is 0. It depends on no value: only on where they are.
+) -> Tensor | None:
+    """Which elements `dropout` keeps, bool; None when rng is not training, or p is 0. It depends on no value: only on
+    where they are.
 
     device: default: the mesh's.
     """
@@ -164,14 +181,22 @@ def dropout_mask(
 
 
 def dropout(
-    x: Tensor, p: float, rng: Rng | None, index: int, mesh: Any = None, shape: Sequence[int] | None = None, digits: Digits = (),
+    x: Tensor,
+    p: float,
+    rng: Rng | None,
+    index: int,
+    mesh: Any = None,
+    shape: Sequence[int] | None = None,
+    digits: Digits = (),
     paddings: Paddings = (),
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Zero each element with probability p, scale the others by 1 / (1 - p). Identity when rng is not training.
 
-    index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits: (dim, axis, split, sections)
-    of every shard, in global digits, telling which elements x holds; paddings: as in `indices`. Saves one byte an element for backward.
-    """
+    index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits: (dim, axis,
+    split, sections) of every shard, in global digits, telling which elements x holds; paddings: as in `indices`. Saves
+    one byte an element for backward."""
     if p == 1 and rng is not None and rng.training:
         return x * 0
-    return masked(x, dropout_mask(p, rng, index, mesh, shape if shape is not None else x.shape, digits, paddings, x.device), p)
+    return masked(
+        x, dropout_mask(p, rng, index, mesh, shape if shape is not None else x.shape, digits, paddings, x.device), p
+    )

@@ -1,7 +1,7 @@
 """Read this first: the whole flow in one straight function. DESIGN section 1 has the picture.
 
-    capture ► precision ► canonical ► experts ► annotate ► place ► partition ► accumulate ► pipeline ► checkpoint ► data
-    global graph of one device                  one rank's program
+capture ► precision ► canonical ► experts ► annotate ► place ► partition ► accumulate ► pipeline ► checkpoint ► data
+global graph of one device                  one rank's program
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc import idle, modes
+from shardc import torch_modes
 from shardc.capture import capture
-from shardc.passes import plans, runner
+from shardc.ir.program import Program
+from shardc.passes import runner, unused_axes
 from shardc.passes.accumulate import Accumulate, widened
-from shardc.passes.alike import Alike
-from shardc.passes.annotate import Annotate
+from shardc.passes.annotate import Annotate, model_plan
 from shardc.passes.canonical import Canonical
+from shardc.passes.canonical.grouped_mm import Unsort
+from shardc.passes.capacity import Capacity
 from shardc.passes.checkpoint import Checkpoint
 from shardc.passes.data import Data
-from shardc.passes.experts import Experts
+from shardc.passes.match_layouts import Alike
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
+from shardc.passes.place import place
+from shardc.passes.place.refuse import check_rules
 from shardc.passes.precision import Precision
-from shardc.passes.unsort import Unsort
-from shardc.place import place
-from shardc.program import Program
-from shardc.refuse import check_rules
-from shardc.sizes import Resizer
+from shardc.resize import Resizer
 from shardc.spec import Spec
-from shardc.spec_form import Offload
+from shardc.spec.form import Offload
 
 
 @runner.uncollected()
@@ -59,27 +59,28 @@ def compile(
     spec: path, dict or Spec. mesh: sizes that override the spec's; overrides: dotted settings such as "data.zero=0".
     world: number of ranks, where known: it fills in an axis of size -1, and has to be what the mesh needs.
     loss: (model's output, batch) -> scalar; default: the output itself, its `.loss`, or its first element.
-    prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture` made of
-        the same model and batch, for trying several specs. like: a program of the same model and spec for another batch, whose parameters
-        and buckets this one is to run on (shardc.passes.alike). dump: folder for the text after every pass.
+    prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture`
+        made of the same model and batch, for trying several specs. like: a program of the same model and spec for
+        another batch, whose parameters and buckets this one is to run on (shardc.passes.match_layouts). dump: folder
+        for the text after every pass.
     on_pass: called with each stage's name as it begins.
     Raises ShardcError for everything that is wrong with the input, all independent mistakes at once.
     """
-    modes.check("compile", training=False)
+    torch_modes.check("compile", training=False)
     steps = runner.Runner(dump=Path(dump) if dump else None, on_pass=on_pass)
     asked = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides, world=world)
-    carried = plans.read(model) if asked.shard_use == "model" else {}
+    carried = model_plan.read(model) if asked.shard_use == "model" else {}
     start = time.perf_counter()
 
     program = steps.run("capture", lambda: captured or capture(model, batch, loss=loss, prove=prove))
-    asked = plans.with_experts(asked, model, program)
+    asked = model_plan.with_experts(asked, model, program)
     dtypes = Precision.of(asked.precision)
     if dtypes.compute or dtypes.params:
         program = steps.run("precision", lambda: dtypes.run(program))
     program = steps.run("canonical", lambda: Unsort().run(Canonical.of(asked).run(program)))
     notes = check_rules(program, replicate=asked.unknown_ops == "replicate")
     if asked.experts:
-        program = steps.run("experts", lambda: Experts(asked, program).limited())
+        program = steps.run("experts", lambda: Capacity(asked).run(program))
     wide = widened(Pipeline.inner(asked))
     program = steps.run("annotate", lambda: Annotate(wide, carried).run(program, wide.mesh))
     program = steps.run("place", lambda: place(program, program.mesh))
@@ -97,11 +98,13 @@ def compile(
     program = steps.run("data", lambda: data.run(program, program.mesh))
 
     program.spec, program.resize = asked, Resizer.of(model, loss)
-    program.notes = (*notes, *program.notes, *idle.notes(program, asked))
+    program.notes = (*notes, *program.notes, *unused_axes.notes(program, asked))
     program.meta = program.meta | {
-        "model": type(model).__name__, "torch": str(torch.__version__), "compile_seconds": round(time.perf_counter() - start, 3),
+        "model": type(model).__name__,
+        "torch": str(torch.__version__),
+        "compile_seconds": round(time.perf_counter() - start, 3),
         "pass_seconds": steps.seconds,
-    }  # fmt: skip
+    }
     if asked.precision.loss_scale is not None:
         program.meta["loss_scale"] = asked.precision.loss_scale
     if asked.data.offload != Offload():

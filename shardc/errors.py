@@ -38,11 +38,11 @@ class ShardcError(Exception):
 class Errors:
     """Collects errors, so that a user sees all of them at once.
 
-        errors = Errors()
-        with errors.collect():      # one independent check; its ShardcError is kept, not raised
-            check_this()
-        errors.add("what", where="...", fix="...")
-        errors.raise_any()
+    errors = Errors()
+    with errors.collect():      # one independent check; its ShardcError is kept, not raised
+        check_this()
+    errors.add("what", where="...", fix="...")
+    errors.raise_any()
     """
 
     def __init__(self) -> None:
@@ -63,4 +63,6 @@ class Errors:
         if len(self.found) == 1:
             raise self.found[0]
         if self.found:
-            raise ShardcError(f"{len(self.found)} errors", where=self.found[0].where, fix=self.found[0].fix, errors=self.found)
+            raise ShardcError(
+                f"{len(self.found)} errors", where=self.found[0].where, fix=self.found[0].fix, errors=self.found
+            )

@@ -1,6 +1,7 @@
-"""Functions for models that torch has no op for, as plain differentiable functions: they need no shardc to run on one device.
+"""Functions for models that torch has no op for, as plain differentiable functions: they need no shardc to run on one
+device.
 
-    y = shardc.nn.experts(x, index, weights, self.gate_up, self.down)          instead of a Python loop over experts
+y = shardc.nn.experts(x, index, weights, self.gate_up, self.down)          instead of a Python loop over experts
 """
 
 from __future__ import annotations
@@ -12,35 +13,46 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc import source
+from shardc.capture.patches import untraced
 from shardc.errors import ShardcError
-from shardc.runtime import experts_op
-from shardc.runtime.expert_activation import PARTS, elementwise, read
-from shardc.runtime.experts import experts as run
+from shardc.ir import source
+from shardc.runtime.ops import experts_op
+from shardc.runtime.ops.expert_activation import PARTS, elementwise, read
+from shardc.runtime.ops.expert_parallel import experts as run
 from shardc.torch_private import FakeTensor, OpOverload, traced_on
-from shardc.watch import untraced
 
 Activation = str | Callable[[Tensor], Tensor]
 
 
 def experts(
-    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, activation: Activation = "silu", up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, transposed: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation = "silu",
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
     """A mixture of experts: f[..., h] like x, for every token the weighted sum of what its experts make of it.
 
         y[t] = sum over k of weights[t, k] * (down[e] @ activation(up[e] @ x[t] + up_bias[e]) + down_bias[e]),   e = index[t, k]
 
-    x: tokens f[..., h]. index: the experts chosen for each, i64[..., k]; a number outside of 0 .. e-1 drops that choice.
-    weights: of the choices, f[..., k]. Both come from the model's router, any router: top-1, top-k, sigmoid, with biases or not.
-    up: f[e, m, h], down: f[e, h, i], as torch.nn.Linear stores weights; transposed: f[e, h, m] and f[e, i, h]. Biases f[e, m], f[e, h].
-    activation: the name of a function in torch.nn.functional: with m = 2 i it is gated, activation(gate) * up for columns [gate | up].
-        Or a function of the first product, f[n, m] -> f[n, i], made of elementwise ops on all columns, on equal parts of them
-        (`chunk`), or on every so manieth (`[:, ::2]`).
+    x: tokens f[..., h]. index: the experts chosen for each, i64[..., k]; a number outside of 0 .. e-1 drops that
+    choice.
+    weights: of the choices, f[..., k]. Both come from the model's router, any router: top-1, top-k, sigmoid, with
+    biases or not.
+    up: f[e, m, h], down: f[e, h, i], as torch.nn.Linear stores weights; transposed: f[e, h, m] and f[e, i, h]. Biases
+    f[e, m], f[e, h].
+    activation: the name of a function in torch.nn.functional: with m = 2 i it is gated, activation(gate) * up for
+        columns [gate | up]. Or a function of the first product, f[n, m] -> f[n, i], made of elementwise ops on all
+        columns, on equal parts of them (`chunk`), or on every so manieth (`[:, ::2]`).
 
-    Captured by shardc it is one op, whose experts `experts:` spreads over ranks. Rows are computed in the dtype of `up`.
-    Raises ShardcError for shapes that do not fit together, and for an activation that is not of this form.
-    """
+    Captured by shardc it is one op, whose experts `experts:` spreads over ranks. Rows are computed in the dtype of
+    `up`. Raises ShardcError for shapes that do not fit together, and for an activation that is not of this form.
+    """  # noqa: E501 (a table)
     _check(x, index, weights, up, down, up_bias, down_bias, transposed)
     h, k = x.shape[-1], index.shape[-1]
     m, i = (up.shape[2], down.shape[1]) if transposed else (up.shape[1], down.shape[2])
@@ -55,23 +67,42 @@ def experts(
 
 
 def _check(
-    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, transposed: bool
-) -> None:  # fmt: skip
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    transposed: bool,
+) -> None:
     def wrong(what: str, fix: str) -> ShardcError:
         return ShardcError(f"experts: {what}", where=source.of_call().line, fix=fix)
 
     if up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
-        what = f"up {list(up.shape)} and down {list(down.shape)} are not stacks of matrices, one of each for every expert"
+        what = (
+            f"up {list(up.shape)} and down {list(down.shape)} are not stacks of matrices, one of each for every expert"
+        )
         raise wrong(what, "up [experts, m, hidden] and down [experts, hidden, i]")
     e, (m, h) = up.shape[0], up.shape[:0:-1] if transposed else up.shape[1:]
     out, i = down.shape[:0:-1] if transposed else down.shape[1:]
     if (h, out) != (x.shape[-1], x.shape[-1]) or m % i:
         what = f"up {list(up.shape)} and down {list(down.shape)} do not fit x {list(x.shape)}"
         other = "" if transposed else "; transposed=True for matrices stored [experts, in, out]"
-        raise wrong(what, f"up [experts, m, {x.shape[-1]}] and down [experts, {x.shape[-1]}, i], where m is i, or 2 i for a gate{other}")
+        raise wrong(
+            what,
+            f"up [experts, m, {x.shape[-1]}] and down [experts, {x.shape[-1]}, i], where m is i, or 2 i for a"
+            f" gate{other}",
+        )
     if index.shape != weights.shape or index.shape[:-1] != x.shape[:-1] or index.is_floating_point():
-        what = f"index {index.dtype} {list(index.shape)} and weights {list(weights.shape)} are not choices of the tokens x {list(x.shape)}"
-        raise wrong(what, "integers and their weights, both of x's shape with the number of choices in the place of the last dim")
+        what = (
+            f"index {index.dtype} {list(index.shape)} and weights {list(weights.shape)} are not choices of the tokens x"
+            f" {list(x.shape)}"
+        )
+        raise wrong(
+            what,
+            "integers and their weights, both of x's shape with the number of choices in the place of the last dim",
+        )
     for name, bias, size in (("up_bias", up_bias, m), ("down_bias", down_bias, h)):
         if bias is not None and bias.shape != (e, size):
             raise wrong(f"{name} has shape {list(bias.shape)}", f"[{e}, {size}]: one row for every expert")
@@ -79,11 +110,16 @@ def _check(
 
 # --- activations as text ----------------------------------------------------------------------------------------------
 
-FORM = "elementwise ops of torch's, on all columns, on equal parts of them (y.chunk(2, -1)), or on every so manieth (y[:, ::2]); no parameters"
+FORM = (
+    "elementwise ops of torch's, on all columns, on equal parts of them (y.chunk(2, -1)), or on every so manieth (y[:,"
+    " ::2]); no parameters"
+)
 
 
 def text_of(activation: Activation, m: int, i: int) -> str:
-    """The text (shardc.runtime.expert_activation) of an activation, f[n, m] -> f[n, i]. Raises ShardcError if it has none."""
+    """The text (shardc.runtime.ops.expert_activation) of an activation, f[n, m] -> f[n, i]. Raises ShardcError if it
+    has none.
+    """
     return untraced(_traced, activation, m, i) if callable(activation) else _named(activation, m, i)
 
 
@@ -151,7 +187,12 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
             (result,) = node.all_input_nodes or [None]
             if result is None or result not in names:
                 raise _refuse("the activation computes nothing of the first product")
-        elif node.op == "call_function" and isinstance(node.target, OpOverload) and node.target.namespace == "aten" and _pointwise(node.target):
+        elif (
+            node.op == "call_function"
+            and isinstance(node.target, OpOverload)
+            and node.target.namespace == "aten"
+            and _pointwise(node.target)
+        ):
             mine = next(letters)
             text = ", ".join([*map(written, node.args), *(f"{k}={written(v)}" for k, v in node.kwargs.items())])
             steps.append(f"{mine} = {node.target.overloadpacket.__name__}({text})")
@@ -161,7 +202,9 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
             try:
                 columns[node] = node.target(*args, **kwargs)
             except RuntimeError:  # not for whole numbers: it computes
-                raise _refuse(f"the activation calls {node.target}, which does not look at every element by itself") from None
+                raise _refuse(
+                    f"the activation calls {node.target}, which does not look at every element by itself"
+                ) from None
         else:
             raise _refuse(f"the activation calls {node.target}, which does not look at every element by itself")
     steps[-1] = steps[-1].partition(" = ")[2]

@@ -1,4 +1,4 @@
-"""The one place that imports torch's private parts. tests/test_capture.py says what breaks when they move.
+"""The one place that imports torch's private parts. tests/capture/test_capture.py says what breaks when they move.
 
 Everything else in shardc uses torch's public API. Add a name here with the reason why nothing public will do.
 """
@@ -18,7 +18,11 @@ from torch import Tensor, fx
 from torch._decomp import decomposition_table  # torch's own decompositions, by op
 from torch._export.utils import _is_preservable_cia_op  # which composed ops export keeps
 from torch._library.custom_ops import CustomOpDef  # what torch.library.custom_op returns
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # types of export's wrappers around regions of code, and of ops
+from torch._ops import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+)  # types of export's wrappers around regions of code, and of ops
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -30,13 +34,43 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # of all optimizers
+from torch.utils import _pytree as pytree  # nested batches; torch.utils has no public name for it
+from torch.utils._python_dispatch import TorchDispatchMode  # what sees every op
 
 __all__ = [
-    "DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "after_backward",
-    "backward_decompositions", "current_backward", "decompositions", "fake_device", "fake_mode", "fake_tensor", "functionalized",
-    "is_transform", "norms", "outer_hooks", "overload_of", "plain_checkpoints", "replaced_engine", "replaced_packing", "replaced_trunc_normal",
-    "sequence_number", "silent", "step_hooks", "traced_functional", "traced_node", "traced_on", "traced_with",
-]  # fmt: skip
+    "DATA_DEPENDENT",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "after_backward",
+    "backward_decompositions",
+    "current_backward",
+    "decompositions",
+    "fake_device",
+    "fake_mode",
+    "fake_tensor",
+    "functionalized",
+    "is_transform",
+    "norms",
+    "outer_hooks",
+    "overload_of",
+    "plain_checkpoints",
+    "pytree",
+    "replaced_engine",
+    "replaced_packing",
+    "replaced_trunc_normal",
+    "sequence_number",
+    "silent",
+    "step_hooks",
+    "traced_constant",
+    "traced_functional",
+    "traced_node",
+    "traced_on",
+    "traced_with",
+    "tracing",
+]
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
@@ -47,12 +81,15 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode whose tensors have shapes and dtypes but no storage. Real tensors that the model made for itself may mix in."""
+    """A mode whose tensors have shapes and dtypes but no storage. Real tensors that the model made for itself may mix
+    in.
+    """
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
 def fake_tensor(mode: FakeTensorMode, like: Tensor) -> Tensor:
-    """A contiguous fake tensor of the shape and dtype of `like`, or a fake parameter; on the CPU where `like` is on the meta device.
+    """A contiguous fake tensor of the shape and dtype of `like`, or a fake parameter; on the CPU where `like` is on the
+    meta device.
 
     The CPU, because models make constants without naming a device, which would not mix with meta tensors.
     """
@@ -86,60 +123,85 @@ def tracing() -> bool:
 
 
 def traced_constant(name: str) -> Tensor | None:
-    """While a model is traced: the value of a constant that the graph in the making holds under this name, if it has one."""
+    """While a model is traced: the value of a constant that the graph in the making holds under this name, if it has
+    one.
+    """
     mode = get_proxy_mode()
     found = getattr(getattr(mode.tracer, "root", None), name, None) if mode is not None else None
     return found if isinstance(found, Tensor) and not isinstance(found, FakeTensor) else None
 
 
 def overload_of(op: Any) -> OpOverload | None:
-    """The overload that an op given in any form stands for: itself; `torch.ops.lib.op`'s default, or only one; a custom op's; else None."""
+    """The overload that an op given in any form stands for: itself; `torch.ops.lib.op`'s default, or only one; a custom
+    op's; else None.
+    """
     if isinstance(op, CustomOpDef):
         return op._opoverload
     if isinstance(op, OpOverloadPacket):
         names = op.overloads()  # type: ignore[no-untyped-call]
-        return getattr(op, "default" if "default" in names else names[0]) if "default" in names or len(names) == 1 else None
+        return (
+            getattr(op, "default" if "default" in names else names[0])
+            if "default" in names or len(names) == 1
+            else None
+        )
     return op if isinstance(op, OpOverload) else None
 
 
 def decompositions(op: OpOverload) -> list[Callable[..., Any]]:
-    """How torch takes an op apart: by its own code, if it is composed of other ops by definition; by its entry in torch's table."""
+    """How torch takes an op apart: by its own code, if it is composed of other ops by definition; by its entry in
+    torch's table.
+    """
     own = [op.decompose] if op._can_decompose() else []
     return own + ([decomposition_table[op]] if op in decomposition_table else [])
 
 
 def backward_decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """torch's decompositions of the ops that backward passes consist of, and of the normalisations whose statistics these take."""
+    """torch's decompositions of the ops that backward passes consist of, and of the normalisations whose statistics
+    these take.
+    """
     names = re.compile(r"_backward(_data)?$|_forward$|^native_\w+_norm$|^_native_batch_norm_legit|^_fused_rms_norm$")
-    return {op: f for op, f in decomposition_table.items() if isinstance(op, OpOverload) and names.search(op._schema.name.partition("::")[2])}
+    return {
+        op: f
+        for op, f in decomposition_table.items()
+        if isinstance(op, OpOverload) and names.search(op._schema.name.partition("::")[2])
+    }
 
 
 def traced_functional(
-    function: Callable[..., Any], types: Sequence[tuple[tuple[int, ...], torch.dtype, bool]],
+    function: Callable[..., Any],
+    types: Sequence[tuple[tuple[int, ...], torch.dtype, bool]],
     apart: Mapping[OpOverload, Callable[..., Any]] | None = None,
-) -> fx.GraphModule | None:  # fmt: skip
-    """The graph of a function on tensors of such shapes, dtypes and need of a gradient, in functional aten ops without composed
-    ones; None where it cannot be traced. apart: ops that are taken apart, and by what."""
+) -> fx.GraphModule | None:
+    """The graph of a function on tensors of such shapes, dtypes and need of a gradient, in functional aten ops without
+    composed ones; None where it cannot be traced. apart: ops that are taken apart, and by what."""
     with FakeTensorMode():
         fakes = [torch.empty(shape, dtype=dtype, requires_grad=grad) for shape, dtype, grad in types]
     try:
         with torch.enable_grad():
             return make_fx(dispatch_functionalize(function), dict(apart or {}), tracing_mode="fake")(*fakes)
-    except Exception:  # torch's own Python, which raises anything on calls that it was not written for: then it is of no use
+    except (
+        Exception
+    ):  # torch's own Python, which raises anything on calls that it was not written for: then it is of no use
         return None
 
 
 def traced_on(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph of a function on fake tensors, in functional aten ops; its results may be nested. What it raises comes through."""
+    """The graph of a function on fake tensors, in functional aten ops; its results may be nested. What it raises comes
+    through.
+    """
     return make_fx(dispatch_functionalize(function), tracing_mode="real")(*tensors)
 
 
 def functionalized(exported: ExportedProgram) -> ExportedProgram:
-    """`exported.run_decompositions({})`: traced once more, in functional ops below torch.func's transforms; composed ops stay.
+    """`exported.run_decompositions({})`: traced once more, in functional ops below torch.func's transforms; composed
+    ops
+    stay.
 
-    torch marks every composed op that it knows as one to stay, in all, which takes longer than tracing a small graph: here only those of this graph.
-    """
-    present = {n.target for n in exported.graph.nodes if isinstance(n.target, OpOverload) and _is_preservable_cia_op(n.target)}
+    torch marks every composed op that it knows as one to stay, in all, which takes longer than tracing a small graph:
+    here only those of this graph."""
+    present = {
+        n.target for n in exported.graph.nodes if isinstance(n.target, OpOverload) and _is_preservable_cia_op(n.target)
+    }
     with mock.patch("torch.export.exported_program._collect_all_valid_cia_ops", return_value=present):
         found: ExportedProgram = exported.run_decompositions({})
     return found
@@ -168,7 +230,8 @@ def traced_with(stack_trace: Callable[[], str | None]) -> Iterator[None]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """While open, torch logs no warnings and errors, and export prints no part of a graph: whoever opens it says itself what was wrong.
+    """While open, torch logs no warnings and errors, and export prints no part of a graph: whoever opens it says itself
+    what was wrong.
 
     What TORCH_LOGS asks for, which is of lower levels, is still shown.
     """
@@ -189,7 +252,8 @@ def silent() -> Iterator[None]:
 
 
 def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextManager[Any]:
-    """While open, `torch.nn.init.trunc_normal_` calls `function(tensor, mean, std, a, b, generator=None)`, in every thread.
+    """While open, `torch.nn.init.trunc_normal_` calls `function(tensor, mean, std, a, b, generator=None)`, in every
+    thread.
 
     It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
     """
@@ -197,14 +261,16 @@ def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextMan
 
 
 def replaced_engine(function: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """While open, torch.autograd's `grad` and `backward` call `function(original, outputs, weights, retain, create, inputs, allow_unused, ...)`
-    in the place of autograd's engine, by whatever name a model imported them."""
+    """While open, torch.autograd's `grad` and `backward` call `function(original, outputs, weights, retain, create,
+    inputs, allow_unused, ...)` in the place of autograd's engine, by whatever name a model imported them."""
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     return mock.patch.object(torch.autograd, "_engine_run_backward", partial(function, original))
 
 
 def plain_checkpoints() -> AbstractContextManager[Any]:
-    """While open, checkpoints that are not reentrant only run their function. Traced inside one another, they leave gradients turned off."""
+    """While open, checkpoints that are not reentrant only run their function. Traced inside one another, they leave
+    gradients turned off.
+    """
 
     def nothing(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -219,12 +285,16 @@ def replaced_packing(function: Callable[..., Any]) -> AbstractContextManager[Any
 
 
 def is_transform(target: Any) -> bool:
-    """Is this what torch.export puts into a graph for torch.func's transforms: calls that open and close a level of vmap or jvp?"""
+    """Is this what torch.export puts into a graph for torch.func's transforms: calls that open and close a level of
+    vmap or jvp?
+    """
     return getattr(target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each, 0-dim, computed in a real dtype. torch.nn.utils' are in the tensors' own: of bfloat16, right to 0.4 %."""
+    """The 2-norm of each, 0-dim, computed in a real dtype. torch.nn.utils' are in the tensors' own: of bfloat16, right
+    to 0.4 %.
+    """
     real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
     return list(torch._foreach_norm(real, 2, dtype=dtype))
 
@@ -236,19 +306,25 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """(pack, unpack) of the `torch.autograd.graph.saved_tensors_hooks` that are open now. Only the innermost ones are ever called by
+    """(pack, unpack) of the `torch.autograd.graph.saved_tensors_hooks` that are open now. Only the innermost ones are
+    ever
+    called by
     autograd: hooks that work within others have to pass on themselves what they do not take."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found
 
 
 def sequence_number() -> int:
-    """Number that the next node of autograd's graph gets on this thread: nodes that an op makes lie between two calls around it."""
+    """Number that the next node of autograd's graph gets on this thread: nodes that an op makes lie between two calls
+    around it.
+    """
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def current_backward() -> int | None:
-    """Inside of a backward pass: the number of the node that runs; else None. Anomaly mode knows it too, but keeps stacks of all ops."""
+    """Inside of a backward pass: the number of the node that runs; else None. Anomaly mode knows it too, but keeps
+    stacks of all ops.
+    """
     node = torch._C._current_autograd_node()
     return int(node._sequence_nr()) if node is not None else None
 

@@ -13,8 +13,14 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the texts in tests/golden anew instead of comparing with them")
-    parser.addoption("--fuzz", type=int, default=None, metavar="N", help="tests/test_any_spec.py: N random specs of every model")
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the texts in tests/golden anew instead of comparing with them",
+    )
+    parser.addoption(
+        "--fuzz", type=int, default=None, metavar="N", help="tests/test_any_spec.py: N random specs of every model"
+    )
     parser.addoption("--fuzz-models", default="", metavar="NAMES", help="... of these models only")
 
 
@@ -28,7 +34,9 @@ def pytest_configure() -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """`golden("name.txt", text)`: the text is the one in tests/golden. A missing file fails; `--update-golden` writes it."""
+    """`golden("name.txt", text)`: the text is the one in tests/golden. A missing file fails; `--update-golden` writes
+    it.
+    """
     update = bool(request.config.getoption("--update-golden"))
 
     def check(name: str, text: str) -> None:

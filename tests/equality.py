@@ -1,4 +1,5 @@
-"""What tests of equality share: one device's loss and gradients in eager mode, what a mesh's differ by, and what it sent.
+"""What tests of equality share: one device's loss and gradients in eager mode, what a mesh's differ by, and what it
+sent.
 
     one = equality.reference(model, batch)
     sim = one.on({"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}})
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardc
-from shardc.calls import result, tensors
 from shardc.capture import capture
-from shardc.placement import Placement, Shard
-from shardc.program import Program
-from shardc.simulate import Simulation
+from shardc.ir.placement import Placement, Shard
+from shardc.ir.program import Program
+from shardc.rules.calls import result, tensors
+from shardc.verify.simulate import Simulation
 from tests import zoo
 
 Property = Callable[[str, object], None]  # what pytest's `record_property` is
@@ -47,7 +48,7 @@ class Reference:
             return shardc.compile(self.model, self.batch, spec, captured=self.captured)
 
     def on(self, spec: dict[str, Any]) -> Simulation:
-        return shardc.simulate(self.compile(spec), self.model, self.batch)
+        return shardc.verify.simulate(self.compile(spec), self.model, self.batch)
 
 
 def reference(build: Callable[[], tuple[nn.Module, Any]]) -> Reference:
@@ -66,8 +67,8 @@ def reference(build: Callable[[], tuple[nn.Module, Any]]) -> Reference:
 def differences(sim: Simulation, loss: Tensor, grads: dict[str, Tensor]) -> tuple[float, dict[str, float]]:
     """Relative differences of the loss and of every gradient.
 
-    A gradient that is zero in exact arithmetic (a key's bias) is rounding on both sides: measured against 1e-3 of the whole.
-    """
+    A gradient that is zero in exact arithmetic (a key's bias) is rounding on both sides: measured against 1e-3 of the
+    whole."""
     floor = 1e-3 * float(torch.stack([g.norm() for g in grads.values()]).norm())
     off = {n: float((sim.grads[n] - g).norm()) / max(float(g.norm()), floor) for n, g in grads.items()}
     return abs(float(sim.loss - loss)) / abs(float(loss)), off
@@ -81,7 +82,11 @@ def assert_equal(sim: Simulation, loss: Tensor, grads: dict[str, Tensor], rtol: 
 
 def collectives(sim: Simulation, direction: str, axis: str = "tp") -> dict[str, int]:
     """Kind -> count on one axis, without gradient buckets."""
-    found = [c.kind for c in sim.comms if c.direction == direction and c.axis == axis and not c.cause.startswith("gradients of")]
+    found = [
+        c.kind
+        for c in sim.comms
+        if c.direction == direction and c.axis == axis and not c.cause.startswith("gradients of")
+    ]
     return dict(collections.Counter(found))
 
 
@@ -93,8 +98,8 @@ def gathered(program: Program) -> list[str]:
 def unnoticed(program: Program) -> list[str]:
     """Ops that run whole over an axis though an operand comes split there, and no note says so.
 
-    Read off the placement, not off the collectives: what fell back, whatever was then sent. A value is gathered, and noted, once for
-    all its users.
+    Read off the placement, not off the collectives: what fell back, whatever was then sent. A value is gathered, and
+    noted, once for all its users.
     """
     found = []
     for node in program.graph.nodes:
@@ -113,16 +118,28 @@ def _lies(node: fx.Node, axis: str) -> Placement | None:
     """How a value lies on an axis where it is made."""
     source, i = result(node)
     strategy = source.meta.get("strategies", {}).get(axis)
-    return strategy.outputs[i] if strategy is not None else node.meta["value"].layout[axis] if source.op == "placeholder" else None
+    return (
+        strategy.outputs[i]
+        if strategy is not None
+        else node.meta["value"].layout[axis]
+        if source.op == "placeholder"
+        else None
+    )
 
 
 def record(record_property: Property, model: str, mesh: str, one: Reference, program: Program, sim: Simulation) -> None:
     """Leave a row for docs/measured/models.md in the test's report (tests/bench/models.py reads it)."""
     of_loss, of_grads = differences(sim, one.loss, one.grads)
-    sent = collections.Counter((c.axis, c.direction, SHORT[c.kind]) for c in sim.comms if not c.cause.startswith("gradients of"))
+    sent = collections.Counter(
+        (c.axis, c.direction, SHORT[c.kind]) for c in sim.comms if not c.cause.startswith("gradients of")
+    )
     row = {
-        "model": model, "mesh": mesh, "loss": of_loss, "gradients": max(of_grads.values()),
+        "model": model,
+        "mesh": mesh,
+        "loss": of_loss,
+        "gradients": max(of_grads.values()),
         "collectives": [[*key, n] for key, n in sorted(sent.items())],
-        "export": one.captured.meta["capture_seconds"], "compile": program.meta["compile_seconds"],
-    }  # fmt: skip
+        "export": one.captured.meta["capture_seconds"],
+        "compile": program.meta["compile_seconds"],
+    }
     record_property("row", json.dumps(row))

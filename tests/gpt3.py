@@ -1,5 +1,6 @@
-"""GPT-3's layers (Brown et al. 2020) as "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022) counts them:
-float16, dropout on, attention written out (unfused). Any sizes; on the meta device: nothing takes memory."""
+"""GPT-3's layers (Brown et al. 2020) as "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et
+al. 2022) counts them: float16, dropout on, attention written out (unfused). Any sizes; on the meta device: nothing
+takes memory."""
 
 from __future__ import annotations
 
@@ -61,7 +62,13 @@ class GPT3(nn.Module):
 
 
 def gpt3(
-    layers: int = 3, hidden: int = 96, heads: int = 6, sequence: int = 40, vocab: int = 101, batch: int = 5, dtype: torch.dtype = torch.float16
+    layers: int = 3,
+    hidden: int = 96,
+    heads: int = 6,
+    sequence: int = 40,
+    vocab: int = 101,
+    batch: int = 5,
+    dtype: torch.dtype = torch.float16,
 ) -> tuple[nn.Module, Any]:
     with torch.device("meta"):
         model = GPT3(layers, hidden, heads, sequence, vocab).to(dtype)

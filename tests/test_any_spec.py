@@ -1,4 +1,6 @@
-"""Any spec that compiles gives what one device gives: random meshes, splits, annotations, schedules, ZeRO, recomputation, padding.
+"""Any spec that compiles gives what one device gives: random meshes, splits, annotations, schedules, ZeRO,
+recomputation,
+padding.
 
 Two steps with dropout and momentum, against the same program on one rank. A few specs of a few models here;
 `make fuzz` tries many, their price and artifacts as well, of every model (`make fuzz EXAMPLES=200 MODELS='gpt unet'`).
@@ -25,18 +27,36 @@ from torch.utils._pytree import tree_leaves
 
 import shardc
 from shardc.capture import capture
-from shardc.passes import plans
-from shardc.program import Program
-from shardc.simulate import Simulation
+from shardc.ir.program import Program
+from shardc.passes.annotate import model_plan
+from shardc.verify.simulate import Simulation
 from tests import zoo
 from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
 FEW = ("gpt", "detector", "llama")
 MESHES: tuple[dict[str, int], ...] = (
-    {"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 3}, {"tp": 3}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2},
-    {"dp_outer": 2, "dp": 2}, {"pp": 4}, {"pp": 3, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"dp": 4, "tp": 2}, {"dp_outer": 2, "dp": 2, "tp": 2},
-)  # fmt: skip
-CHECKPOINTS: tuple[dict[str, Any], ...] = ({"save": []}, {"save": ["linear"]}, {"save": ["linear", "attention", "collective"]}, {"budget": 0.5})
+    {"dp": 2},
+    {"tp": 2},
+    {"pp": 2},
+    {"dp": 3},
+    {"tp": 3},
+    {"dp": 2, "tp": 2},
+    {"tp": 2, "dp": 2},
+    {"pp": 2, "dp": 2},
+    {"pp": 2, "tp": 2},
+    {"dp_outer": 2, "dp": 2},
+    {"pp": 4},
+    {"pp": 3, "tp": 2},
+    {"pp": 2, "dp": 2, "tp": 2},
+    {"dp": 4, "tp": 2},
+    {"dp_outer": 2, "dp": 2, "tp": 2},
+)
+CHECKPOINTS: tuple[dict[str, Any], ...] = (
+    {"save": []},
+    {"save": ["linear"]},
+    {"save": ["linear", "attention", "collective"]},
+    {"budget": 0.5},
+)
 TOLERANCE = 1e-9  # of two steps; the second one's errors are those of the first, times what a step magnifies
 
 
@@ -50,7 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def builders() -> dict[str, Callable[[], zoo.Built]]:
     families = hf.FAMILIES | hf_more.FAMILIES
-    return zoo.ALL | plain.ALL | {n: (lambda family=family: hf.build(family)) for n, family in families.items()}  # type: ignore[misc]
+    return zoo.ALL | plain.ALL | {n: lambda family=family: hf.build(family) for n, family in families.items()}  # type: ignore[misc]
 
 
 def momentum(params: Any) -> torch.optim.Optimizer:
@@ -64,7 +84,7 @@ def one(name: str) -> tuple[nn.Module, Any, Program, Simulation]:
         model, batch = builders()[name]()
         captured = capture(model, batch)
         alone = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, captured=captured)
-        return model, batch, captured, shardc.simulate(alone, model, batch, steps=2, optimizer=momentum)
+        return model, batch, captured, shardc.verify.simulate(alone, model, batch, steps=2, optimizer=momentum)
 
 
 @st.composite
@@ -81,11 +101,18 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
     if rows % ranks or draw(st.booleans()):
         spec["uneven"] = "pad"
     if "tp" in mesh:
-        named = st.dictionaries(st.sampled_from(layers(model)), st.sampled_from(("column", "row")), min_size=1, max_size=4)
-        use = st.sampled_from(("model", "structure") if plans.read(model) else ("structure",)).map(lambda u: {"use": u})
+        named = st.dictionaries(
+            st.sampled_from(layers(model)), st.sampled_from(("column", "row")), min_size=1, max_size=4
+        )
+        use = st.sampled_from(("model", "structure") if model_plan.read(model) else ("structure",)).map(
+            lambda u: {"use": u}
+        )
         spec["shard"] = draw(use | named)
         places = st.sampled_from(modules).map(starred), st.sampled_from(("", ":in"))
-        spec["activations"] = {"".join(draw(st.tuples(*places))): {draw(st.sampled_from((1, 0, 2))): "tp"} for _ in range(draw(st.integers(0, 2)))}
+        spec["activations"] = {
+            "".join(draw(st.tuples(*places))): {draw(st.sampled_from((1, 0, 2))): "tp"}
+            for _ in range(draw(st.integers(0, 2)))
+        }
     if "pp" in mesh:
         times, schedules = draw(st.sampled_from(((1, ("gpipe", "1f1b", "zb-h1")), (2, ("interleaved", "zb-v")))))
         spec["pipeline"] = {"axis": "pp", "stages": mesh["pp"] * times, "schedule": draw(st.sampled_from(schedules))}
@@ -93,12 +120,20 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         axis = ["dp_outer", "dp"] if "dp_outer" in mesh else "dp"
         spec["data"] = {"axis": axis, "zero": draw(st.integers(0, 3)), "bucket_mb": draw(st.sampled_from((25, 0.01)))}
     if draw(st.booleans()):
-        spec["checkpoint"] = [{"match": draw(st.sampled_from(modules).map(starred)), **draw(st.sampled_from(CHECKPOINTS))}]
+        spec["checkpoint"] = [
+            {"match": draw(st.sampled_from(modules).map(starred)), **draw(st.sampled_from(CHECKPOINTS))}
+        ]
     return spec
 
 
 def layers(model: nn.Module) -> list[str]:
-    return sorted({starred(n) for n, m in model.named_modules() if n and isinstance(m, (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d))}) or ["*"]
+    return sorted(
+        {
+            starred(n)
+            for n, m in model.named_modules()
+            if n and isinstance(m, (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d))
+        }
+    ) or ["*"]
 
 
 def starred(name: str) -> str:
@@ -112,9 +147,14 @@ def test_any_spec(name: str, examples: int) -> None:
     fuzz = examples > 6
 
     @settings(
-        max_examples=examples, derandomize=not fuzz, deadline=None, database=None, suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink), print_blob=False,
-    )  # fmt: skip
+        max_examples=examples,
+        derandomize=not fuzz,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+        print_blob=False,
+    )
     @given(specs(model, batch))
     def equal(spec: dict[str, Any]) -> None:
         with zoo.Wide():
@@ -134,10 +174,14 @@ def test_any_spec(name: str, examples: int) -> None:
 
 
 def check(program: Program, model: nn.Module, batch: Any, want: Simulation) -> None:
-    sim = shardc.simulate(program, model, batch, steps=2, optimizer=momentum)
+    sim = shardc.verify.simulate(program, model, batch, steps=2, optimizer=momentum)
     pairs = {"the loss": (sim.loss, want.loss)} | {n: (x, want.state[n]) for n, x in sim.state.items()}
     scale = 1e-3 * max((float(x.norm()) for _, x in pairs.values() if x.is_floating_point()), default=1.0)
-    off = {n: float((a - b).norm()) / max(float(b.norm()), scale) for n, (a, b) in pairs.items() if a.is_floating_point() and b.isfinite().all()}
+    off = {
+        n: float((a - b).norm()) / max(float(b.norm()), scale)
+        for n, (a, b) in pairs.items()
+        if a.is_floating_point() and b.isfinite().all()
+    }
     assert not {n: e for n, e in off.items() if not e <= TOLERANCE}
     assert not want.grads.keys() - sim.grads.keys()
 

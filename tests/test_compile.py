@@ -9,14 +9,16 @@ import pytest
 import torch
 
 import shardc
-from shardc import emit
+from shardc.artifact import emit
 from tests import zoo
 from tests.test_equal import spec_of
 
 
 @pytest.mark.parametrize(("name", "sequence"), [("gpt", False), ("gpt", True), ("llama", True)])
 def test_golden_programs(name: str, sequence: bool, golden: Callable[[str, str], None]) -> None:
-    """One layer, dp=2 × tp=2: every value's type and every collective. Line numbers of models are masked: they are not ours."""
+    """One layer, dp=2 × tp=2: every value's type and every collective. Line numbers of models are masked: they are not
+    ours.
+    """
     model, batch = zoo.ALL[name](layers=1)
     program = shardc.compile(model, batch, spec_of(name, {"dp": 2, "tp": 2}, sequence=sequence), prove=False)
     golden(f"{name}{'-sp' if sequence else ''}.txt", re.sub(r"(\w+\.py):\d+", r"\1", emit.text(program)))
@@ -27,9 +29,14 @@ def test_a_70b_model_compiles_from_the_meta_device_whatever_the_number_of_ranks(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
         use_cache=False,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
         batch = {k: torch.zeros(512, 4096, dtype=torch.long) for k in ("input_ids", "labels")}
@@ -37,7 +44,11 @@ def test_a_70b_model_compiles_from_the_meta_device_whatever_the_number_of_ranks(
     for dp in (4, 512):
         program = shardc.compile(model, batch, spec_of("llama", {"dp": dp, "tp": 8}))
         sizes.append(len(program.stages[0].graph.nodes))
-        layer = [n for n in program.stages[0].graph.nodes if n.meta.get("collective") and n.meta["source"].module.startswith("model.layers.40.")]
+        layer = [
+            n
+            for n in program.stages[0].graph.nodes
+            if n.meta.get("collective") and n.meta["source"].module.startswith("model.layers.40.")
+        ]
         assert sum(n.meta["collective"].kind == "all_reduce" for n in layer) == 2
         assert sum(n.meta["collective"].backward == "all_reduce" for n in layer) == 2
         assert not program.notes[1:]  # the first says that the numeric proof was left out for its size
@@ -48,7 +59,7 @@ def test_the_model_is_left_as_it_was() -> None:
     model, batch = zoo.gpt()
     before = {n: p.clone() for n, p in model.state_dict().items()}
     program = shardc.compile(model, batch, spec_of("gpt", {"dp": 1, "tp": 2}))
-    shardc.simulate(program, model, batch, steps=2, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    shardc.verify.simulate(program, model, batch, steps=2, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
@@ -84,7 +95,7 @@ def test_an_op_without_a_rule_is_refused_or_replicated() -> None:
     assert "unknown_ops: replicate" in caught.value.fix
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "unknown_ops": "replicate"})
     assert "every rank runs it whole" in program.notes[0]
-    sim = shardc.simulate(program, model, batch)
+    sim = shardc.verify.simulate(program, model, batch)
     loss = model(*batch)
     loss.backward()
     torch.testing.assert_close(sim.loss, loss.detach())

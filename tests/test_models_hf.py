@@ -1,8 +1,9 @@
-"""transformers' models on meshes: loss and every gradient equal one device's, with no collective that a good engineer would not accept.
+"""transformers' models on meshes: loss and every gradient equal one device's, with no collective that a good engineer
+would not accept.
 
-Every listed family is tried with data and tensor parallelism, and its activations split by sequence; its weights are split as its
-own plan says, or, where it brings none, as its structure says. Many others (zoo/hf_more.py) are tried with data parallelism.
-"""
+Every listed family is tried with data and tensor parallelism, and its activations split by sequence; its weights are
+split as its own plan says, or, where it brings none, as its structure says. Many others (zoo/hf_more.py) are tried with
+data parallelism."""
 
 from __future__ import annotations
 
@@ -13,22 +14,26 @@ from typing import Any
 import pytest
 
 import shardc
-from shardc.passes import plans
+from shardc.passes.annotate import model_plan
 from tests import equality
 from tests.zoo import hf, hf_more
 
 MESHES: dict[str, dict[str, int]] = {
-    "dp=2": {"dp": 2, "tp": 1}, "dp=2 tp=2": {"dp": 2, "tp": 2}, "tp=4": {"dp": 1, "tp": 4}, "dp=2 tp=2 sp": {"dp": 2, "tp": 2},
-}  # fmt: skip
+    "dp=2": {"dp": 2, "tp": 1},
+    "dp=2 tp=2": {"dp": 2, "tp": 2},
+    "tp=4": {"dp": 1, "tp": 4},
+    "dp=2 tp=2 sp": {"dp": 2, "tp": 2},
+}
 
 
 @dataclass(frozen=True)
 class Megatron:
     """What tensor parallelism sends. forward, backward: all_reduces over tp of a step, without sequence parallelism.
 
-    first: activations whose sequence dim is split, the rest follows; gathers, scatters, sums: what forward then sends over tp.
-    batch: gathers over dp, which the model's own loss needs. pooled: the head picks one token of a split sequence, which is gathered.
-    """
+    first: activations whose sequence dim is split, the rest follows; gathers, scatters, sums: what forward then sends
+    over tp.
+    batch: gathers over dp, which the model's own loss needs. pooled: the head picks one token of a split sequence,
+    which is gathered."""
 
     forward: int
     backward: int
@@ -44,17 +49,26 @@ def at(pattern: str, dim: int = 1) -> dict[str, dict[int, str]]:
     return {pattern: {dim: "tp"}}
 
 
-# Two layers. Forward: two sums a layer (attention, MLP; one for both in blocks where they are parallel; three in decoders with
-# cross-attention), one per vocabulary that is split, two for the loss over split classes. Backward: one for each input of column-parallel
-# weights: two a layer, the head's, one for all that read an encoder's output.
+# Two layers. Forward: two sums a layer (attention, MLP; one for both in blocks where they are parallel; three in
+# decoders with cross-attention), one per vocabulary that is split, two for the loss over split classes. Backward: one
+# for each input of column-parallel weights: two a layer, the head's, one for all that read an encoder's output.
 DECODER = Megatron(forward=4 + 1 + 2, backward=4 + 1, first=at("model.embed_tokens"), gathers=5, scatters=5)
 LISTED: dict[str, Megatron] = {
-    "mistral": DECODER, "qwen2": DECODER, "qwen3": DECODER, "gemma2": DECODER, "phi3": DECODER, "persimmon": DECODER,
-    "gpt_neox": Megatron(2 + 2, 4 + 1, at("gpt_neox.embed_in"), 5, 2),  # parallel blocks with two norms; the plan splits no embedding
+    "mistral": DECODER,
+    "qwen2": DECODER,
+    "qwen3": DECODER,
+    "gemma2": DECODER,
+    "phi3": DECODER,
+    "persimmon": DECODER,
+    "gpt_neox": Megatron(
+        2 + 2, 4 + 1, at("gpt_neox.embed_in"), 5, 2
+    ),  # parallel blocks with two norms; the plan splits no embedding
     "opt": Megatron(4 + 1 + 2, 4 + 1, at("model.decoder.embed_tokens"), 5, 5),
     "bloom": Megatron(4 + 1 + 2, 4 + 1, at("transformer.word_embeddings_layernorm"), 5, 5),
     "falcon": Megatron(2 + 1 + 2, 4 + 1, at("transformer.word_embeddings"), 5, 3),
-    "falcon_7b": Megatron(2 + 1 + 2, 2 + 1, at("transformer.word_embeddings"), 7, 3),  # the one key and value are gathered, not all heads
+    "falcon_7b": Megatron(
+        2 + 1 + 2, 2 + 1, at("transformer.word_embeddings"), 7, 3
+    ),  # the one key and value are gathered, not all heads
     "falcon_alibi": Megatron(2 + 1 + 2, 2 + 1, at("transformer.word_embeddings"), 3, 3),
     "mpt": Megatron(4 + 1 + 2, 4 + 1, at("transformer.wte"), 5, 5),
     "bart": Megatron(10 + 2 + 2, 10 + 2, at("model.{encoder,decoder}.layernorm_embedding"), 12, 12),
@@ -67,9 +81,11 @@ LISTED: dict[str, Megatron] = {
     "swin": Megatron(8, 8, {}),
     "convnext": Megatron(2, 2, {}),
     "clip": Megatron(12, 12, {}, batch=1),  # text and images of the whole batch are compared with one another
-    "wav2vec2": Megatron(4 + 2, 4 + 1, at("wav2vec2.encoder.layer_norm"), 5, 4),  # + a pair of convolutions, a pair of linears in the head
+    "wav2vec2": Megatron(
+        4 + 2, 4 + 1, at("wav2vec2.encoder.layer_norm"), 5, 4
+    ),  # + a pair of convolutions, a pair of linears in the head
     "whisper": Megatron(10 + 2 + 2, 10 + 2, at("model.decoder.embed_tokens") | at("model.encoder.conv2", 2), 12, 12),
-}  # fmt: skip
+}
 CASES = [(name, mesh) for name, m in LISTED.items() for mesh in MESHES if m.first or not mesh.endswith("sp")]
 
 
@@ -80,7 +96,7 @@ def reference(name: str) -> equality.Reference:
 
 
 def spec_of(one: equality.Reference, mesh: str, first: dict[str, dict[int, str]]) -> dict[str, Any]:
-    use = "model" if plans.read(one.model) else "structure"
+    use = "model" if model_plan.read(one.model) else "structure"
     spec: dict[str, Any] = {"shardc": 1, "mesh": MESHES[mesh], "shard": {"use": use}}
     return spec | ({"activations": first} if mesh.endswith("sp") else {})
 
@@ -89,7 +105,7 @@ def spec_of(one: equality.Reference, mesh: str, first: dict[str, dict[int, str]]
 def test_equals_one_device(name: str, mesh: str, record_property: equality.Property) -> None:
     one, megatron = reference(name), LISTED[name]
     program = one.compile(spec_of(one, mesh, megatron.first))
-    sim = shardc.simulate(program, one.model, one.batch)
+    sim = shardc.verify.simulate(program, one.model, one.batch)
     equality.record(record_property, name, mesh, one, program, sim)
     equality.assert_equal(sim, one.loss, one.grads)
     assert equality.unnoticed(program) == []
@@ -105,7 +121,9 @@ def test_equals_one_device(name: str, mesh: str, record_property: equality.Prope
         assert backward == {"all_reduce": megatron.backward}
     if "dp" in mesh:
         assert equality.collectives(sim, "forward", "dp").get("all_gather", 0) == megatron.batch
-        assert "all_to_all" not in equality.collectives(sim, "forward", "dp") | equality.collectives(sim, "backward", "dp")
+        assert "all_to_all" not in equality.collectives(sim, "forward", "dp") | equality.collectives(
+            sim, "backward", "dp"
+        )
     assert len(equality.gathered(program)) <= (megatron.pooled and sequence) + megatron.batch
 
 
@@ -113,18 +131,23 @@ def test_equals_one_device(name: str, mesh: str, record_property: equality.Prope
 def test_data_parallel_of_many_others(name: str, record_property: equality.Property) -> None:
     one = reference(name)
     program = one.compile({"shardc": 1, "mesh": {"dp": 2}})
-    sim = shardc.simulate(program, one.model, one.batch)
+    sim = shardc.verify.simulate(program, one.model, one.batch)
     equality.record(record_property, name, "dp=2", one, program, sim)
     equality.assert_equal(sim, one.loss, one.grads)
     assert equality.unnoticed(program) == []
 
 
 def test_images_in_text_leave_the_batch_split() -> None:
-    """Whose features go where depends on all rows: those, and where images stand, are gathered; the text model runs on a rank's rows."""
+    """Whose features go where depends on all rows: those, and where images stand, are gathered; the text model runs on
+    a rank's rows.
+    """
     one = reference("llava")
     sim = one.on({"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"use": "model"}})
     equality.assert_equal(sim, one.loss, one.grads)
     gathered = [c for c in sim.comms if c.kind == "all_gather"]
     features, places = (one.batch["input_ids"] == 127).sum() * 64 * 8, one.batch["input_ids"].numel()
-    assert sorted((c.axis, c.direction, c.bytes) for c in gathered) == [("dp", "forward", places), ("dp", "forward", int(features))]
+    assert sorted((c.axis, c.direction, c.bytes) for c in gathered) == [
+        ("dp", "forward", places),
+        ("dp", "forward", int(features)),
+    ]
     assert equality.collectives(sim, "backward", "dp") == {"reduce_scatter": 1}

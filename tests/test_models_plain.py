@@ -1,4 +1,6 @@
-"""Ordinary PyTorch models: equal to one device in float64 on every mesh, and the batch stays split from the input to the loss.
+"""Ordinary PyTorch models: equal to one device in float64 on every mesh, and the batch stays split from the input to
+the
+loss.
 
 The reference is the user's own model in eager mode: loss, every gradient, every buffer that the step updates.
 """
@@ -17,20 +19,21 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.capture import capture
-from shardc.program import Collective, Program
-from shardc.simulate import Simulation
+from shardc.ir.program import Collective, Program
+from shardc.verify.simulate import Simulation
 from tests import equality
 from tests.zoo import plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
 #: Models whose loss relates samples of the batch to each other: the part of a rank needs those of the others.
 MEET = {
-    "clip": 1, "self_supervised": 1,  # in-batch negatives
+    "clip": 1,
+    "self_supervised": 1,  # in-batch negatives
     "contrastive": 2,  # the same, and their labels
     "vae": 1,  # distances of all pairs of the batch
     "clicks": 1,  # a bag's words are rows of other ranks
-}  # fmt: skip
-#: What is gathered over the batch, and noted: a maximum over all edges of a graph; self-attention of learned queries, which every
-#: rank runs on the queries of all samples, though they are the same; where bags begin.
+}
+#: What is gathered over the batch, and noted: a maximum over all edges of a graph; self-attention of learned queries,
+#: which every rank runs on the queries of all samples, though they are the same; where bags begin.
 NOTED = {"messages": 2, "detector": 1, "clicks": 1}
 
 
@@ -45,10 +48,12 @@ class Reference:
     buffers: dict[str, Tensor]
     captured: Program
 
-    def check(self, spec: dict[str, Any], record: Callable[[Any, Program, Simulation], None] = lambda *_: None) -> Program:
+    def check(
+        self, spec: dict[str, Any], record: Callable[[Any, Program, Simulation], None] = lambda *_: None
+    ) -> Program:
         """Compile under a spec, run on all ranks, record and compare everything. Returns the program."""
         program = shardc.compile(self.model, self.batch, {"shardc": 1, **spec}, captured=self.captured)
-        sim = shardc.simulate(program, self.model, self.batch)
+        sim = shardc.verify.simulate(program, self.model, self.batch)
         record(self, program, sim)
         equality.assert_equal(sim, self.loss, self.grads)
         for name, value in self.buffers.items():
@@ -78,8 +83,12 @@ def collectives(program: Program, axis: str) -> list[Collective]:
 
 @pytest.mark.parametrize("name", plain.ALL)
 def test_data_parallel(name: str, record_property: equality.Property) -> None:
-    """Nothing of the size of an activation is sent: sums of what the loss, norms and statistics need, and no gathers."""
-    program = reference(name).check({"mesh": {"dp": 2}}, functools.partial(equality.record, record_property, name, "dp=2"))
+    """Nothing of the size of an activation is sent: sums of what the loss, norms and
+    statistics need, and no gathers.
+    """
+    program = reference(name).check(
+        {"mesh": {"dp": 2}}, functools.partial(equality.record, record_property, name, "dp=2")
+    )
     assert len(program.notes) == NOTED.get(name, 0), program.notes
     gathered = [c for c in collectives(program, "dp") if c.kind not in ("all_reduce", "none")]
     assert len(gathered) == MEET.get(name, 0) + NOTED.get(name, 0), [c.cause for c in gathered]
@@ -95,12 +104,28 @@ STYLES: dict[str, dict[str, Any]] = {
     "vit": {"qkv.weight": {0: THIRDS}, "proj": "row", "mlp.0": "column", "mlp.3": "row", "head": "column"},
     "mixer": {"{tokens,channels}.0": "column", "{tokens,channels}.2": "row"},
     "dit": {"*.qkv.{weight,bias}": {0: THIRDS}, "*.proj": "row", "*.fc1": "column", "*.fc2": "row"},
-    "llama_like": {"embed": "vocab", "{wq,wk,wv}": "column", "wo": "row", "{w1,w3}": "column", "w2": "row", "output": "column"},
+    "llama_like": {
+        "embed": "vocab",
+        "{wq,wk,wv}": "column",
+        "wo": "row",
+        "{w1,w3}": "column",
+        "w2": "row",
+        "output": "column",
+    },
     "state_space": {"dt": "column", "log_a": {0: "tp"}},
-    "gan": {"generator.0": "column", "generator.1.{weight,bias}": {0: "tp"}, "generator.3": "row", "critic.0": "column"},
+    "gan": {
+        "generator.0": "column",
+        "generator.1.{weight,bias}": {0: "tp"},
+        "generator.3": "row",
+        "critic.0": "column",
+    },
     "parametrised": {"up": "column"},
     "resnet50": {
-        "*.conv1": "column", "*.bn{1,2}.{weight,bias}": {0: "tp"}, "*.conv2.weight": {0: "tp"}, "*.conv3": "row", "fc": "column",
+        "*.conv1": "column",
+        "*.bn{1,2}.{weight,bias}": {0: "tp"},
+        "*.conv2.weight": {0: "tp"},
+        "*.conv3": "row",
+        "fc": "column",
     },
     "nested": {"text": "column", "heads.a": "row"},
     "dlrm": {"tables.0": "vocab", "tables.1": "column", "cross": "column"},
@@ -108,9 +133,14 @@ STYLES: dict[str, dict[str, Any]] = {
     "images": {"conv": "column", "norm.{weight,bias}": {0: "tp"}, "out": "row"},
     "clicks": {"up": "column", "out": "row"},
     "burgers": {"net.0": "column", "net.2": "row"},
-    "critic": {"critic.0": "column", "critic.2.weight": {0: "tp"}, "critic.2.bias": {0: "tp"}, "critic.3.{weight,bias}": {0: "tp"}},
+    "critic": {
+        "critic.0": "column",
+        "critic.2.weight": {0: "tp"},
+        "critic.2.bias": {0: "tp"},
+        "critic.3.{weight,bias}": {0: "tp"},
+    },
     "forces": {"filter.0": "column", "filter.2": "row", "out.0": "column", "out.2": "row"},
-}  # fmt: skip
+}
 #: Where the heads, groups or classes divide by four as well.
 FOUR = ("encoder", "decoder", "vit", "mixer", "dit", "gan", "clip")
 
@@ -123,7 +153,9 @@ def test_data_and_tensor_parallel(name: str, record_property: equality.Property)
 
 @pytest.mark.parametrize("name", FOUR)
 def test_tensor_parallel(name: str, record_property: equality.Property) -> None:
-    reference(name).check({"mesh": {"tp": 4}, "shard": STYLES[name]}, functools.partial(equality.record, record_property, name, "tp=4"))
+    reference(name).check(
+        {"mesh": {"tp": 4}, "shard": STYLES[name]}, functools.partial(equality.record, record_property, name, "tp=4")
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -136,4 +168,7 @@ def test_finds_ops_that_fell_back_unnoticed() -> None:
     """What the tests above assert of every program can fail: without its notes a program has such ops."""
     program = reference("messages").check({"mesh": {"dp": 2}})
     program.notes = ()
-    assert [found.partition(" ")[0] for found in equality.unnoticed(program)] == ["aten.expand.default", "aten.scatter_reduce.two"]
+    assert [found.partition(" ")[0] for found in equality.unnoticed(program)] == [
+        "aten.expand.default",
+        "aten.scatter_reduce.two",
+    ]

@@ -13,15 +13,23 @@ from tests import zoo
 from tests.zoo import hf
 
 SMALL = {
-    "llama": zoo.llama, "gpt2": zoo.gpt2, "bert": zoo.bert, "t5": zoo.t5,
-    "mixtral": lambda: hf.build(hf.row("MixtralForCausalLM", num_local_experts=8, num_key_value_heads=4, **hf.EXPERTS), intermediate_size=32),
-}  # fmt: skip
+    "llama": zoo.llama,
+    "gpt2": zoo.gpt2,
+    "bert": zoo.bert,
+    "t5": zoo.t5,
+    "mixtral": lambda: hf.build(
+        hf.row("MixtralForCausalLM", num_local_experts=8, num_key_value_heads=4, **hf.EXPERTS), intermediate_size=32
+    ),
+}
 
 
 def gpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     ids = torch.randint(0, 256, (4, 16))
-    return example.GPT(example.Config(seq=16, layers=2, hidden=32)).double(), {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    return example.GPT(example.Config(seq=16, layers=2, hidden=32)).double(), {
+        "input_ids": ids,
+        "labels": ids.roll(-1, 1),
+    }
 
 
 @pytest.mark.parametrize("name", specs.names())
@@ -38,7 +46,9 @@ def test_ready_specs(name: str) -> None:
 
 
 def test_every_family_has_both_kinds() -> None:
-    assert specs.names() == sorted(["mixtral", *(f"{f}{s}" for f in ("gpt", "llama", "gpt2", "bert", "t5") for s in ("", "-sp"))])
+    assert specs.names() == sorted(
+        ["mixtral", *(f"{f}{s}" for f in ("gpt", "llama", "gpt2", "bert", "t5") for s in ("", "-sp"))]
+    )
     assert str(specs.path("llama")).endswith("llama.yaml")
 
 

@@ -1,8 +1,10 @@
-"""What a device does in a second, and how fast it reaches others: a YAML file, of this package, a user's own, or measured on this machine.
+"""What a device does in a second, and how fast it reaches others: a YAML file, of this package, a user's own, or
+measured
+on this machine.
 
-    device("h100-80g")        of this package: shardc/cost/devices
-    device("mine.yaml")       a file
-    device("cpu")             what `shardc device --measure` found; also "cuda"
+device("h100-80g")        of this package: shardc/cost/devices
+device("mine.yaml")       a file
+device("cpu")             what `shardc device --measure` found; also "cuda"
 """
 
 from __future__ import annotations
@@ -50,10 +52,11 @@ class Reaches(_Section):
 
 
 class Device(_Section):
-    """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU whole. memory: bytes. flops: per second of a matrix
-    product, by dtype. bandwidth: bytes of memory that are read or written per second. launch: seconds: no op takes less. reaches: shares of
-    all that. node: devices in one; within, between: links in a node and from one to another.
-    """
+    """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU whole. memory: bytes. flops: per
+    second
+    of a matrix product, by dtype. bandwidth: bytes of memory that are read or written per second. launch: seconds: no
+    op takes less. reaches: shares of all that. node: devices in one; within, between: links in a node and from one to
+    another."""
 
     name: str
     source: str = ""
@@ -80,12 +83,14 @@ class Device(_Section):
     def comm_seconds(self, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
         """Of one collective among ranks (numbers in the world; neighbours share a node).
 
-        nbytes: of the whole tensor, as in shardc.runtime.comm.CommRecord. Rings: each rank sends (n - 1) / n of it, twice in an all_reduce.
-        """
+        nbytes: of the whole tensor, as in shardc.runtime.mesh.CommRecord. Rings: each rank sends (n - 1) / n of it,
+        twice in an all_reduce."""
         n = len(ranks)
         if n <= 1:
             return 0.0
-        together = max(Counter(r // self.node for r in ranks).values())  # in one node: each brings its own link to others
+        together = max(
+            Counter(r // self.node for r in ranks).values()
+        )  # in one node: each brings its own link to others
         if together == n:
             bandwidth, latency = self.within.bandwidth, self.within.latency
         else:
@@ -99,7 +104,9 @@ class Device(_Section):
         """A file that says the same, with units."""
         flops = ", ".join(f"{k}: {n:.3e}" for k, n in self.flops.items())
         reaches = ", ".join(f"{k}: {n}" for k, n in self.reaches)
-        links = [f"{{bandwidth: {link.bandwidth:.3e}, latency: {link.latency:.2e}}}" for link in (self.within, self.between)]
+        links = [
+            f"{{bandwidth: {link.bandwidth:.3e}, latency: {link.latency:.2e}}}" for link in (self.within, self.between)
+        ]
         return (
             f"name: {self.name}\nsource: {json.dumps(self.source)}\nkind: {self.kind}\n"
             f"memory: {self.memory:.4e}   # bytes\n"
@@ -115,7 +122,11 @@ class Device(_Section):
 
 def names() -> list[str]:
     """The devices of this package."""
-    return sorted(p.name.removesuffix(".yaml") for p in resources.files("shardc.cost").joinpath("devices").iterdir() if p.name.endswith(".yaml"))
+    return sorted(
+        p.name.removesuffix(".yaml")
+        for p in resources.files("shardc.cost").joinpath("devices").iterdir()
+        if p.name.endswith(".yaml")
+    )
 
 
 def measured(name: str) -> Path:
@@ -126,8 +137,8 @@ def measured(name: str) -> Path:
 def device(which: str | Path | Device) -> Device:
     """A device by name (`names()`, or "cpu" or "cuda" once they are measured), or from a file.
 
-    Raises ShardcError for a name that is not known, for what has not been measured, and for a file that says something else.
-    """
+    Raises ShardcError for a name that is not known, for what has not been measured, and for a file that says something
+    else."""
     if isinstance(which, Device):
         return which
     text, where = _text(which)
@@ -143,7 +154,11 @@ def device(which: str | Path | Device) -> Device:
         errors = Errors()
         for each in e.errors():
             at = ".".join(map(str, each["loc"]))
-            errors.add(f"{at}: {each['msg'][0].lower()}{each['msg'][1:]}", where=where, fix="see shardc/cost/devices/h100-80g.yaml")
+            errors.add(
+                f"{at}: {each['msg'][0].lower()}{each['msg'][1:]}",
+                where=where,
+                fix="see shardc/cost/devices/h100-80g.yaml",
+            )
         errors.raise_any()
         raise AssertionError from e
 
@@ -152,7 +167,9 @@ def _text(which: str | Path) -> tuple[str, str]:
     path = Path(which)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise ShardcError(f"there is no file {path}", where="device", fix=f"write it, or name one of {', '.join(names())}")
+            raise ShardcError(
+                f"there is no file {path}", where="device", fix=f"write it, or name one of {', '.join(names())}"
+            )
         return path.read_text(), str(path)
     if which in MEASURED:
         path = measured(str(which))
@@ -161,5 +178,9 @@ def _text(which: str | Path) -> tuple[str, str]:
             raise ShardcError(what, where="device", fix=f"measure it once: shardc device {which} --measure")
         return path.read_text(), str(path)
     if str(which) not in names():
-        raise ShardcError(f"no device is called {str(which)!r}", where="device", fix=f"one of {', '.join([*names(), *MEASURED])}, or a YAML file")
+        raise ShardcError(
+            f"no device is called {str(which)!r}",
+            where="device",
+            fix=f"one of {', '.join([*names(), *MEASURED])}, or a YAML file",
+        )
     return resources.files("shardc.cost").joinpath("devices", f"{which}.yaml").read_text(), f"{which}.yaml"

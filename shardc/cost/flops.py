@@ -27,7 +27,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]) // 2
 
 
-#: Attention on the CPU: where q stands among the arguments, and how many products it makes (backward computes the scores again).
+#: Attention on the CPU: where q stands among the arguments, and how many products it makes (backward computes the
+#: scores again).
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 5),

@@ -1,4 +1,6 @@
-"""Counts what tensors hold: every storage once, from the op that makes it to the moment the last tensor on it is gone; and what ops do.
+"""Counts what tensors hold: every storage once, from the op that makes it to the moment the last tensor on it is gone;
+and
+what ops do.
 
     with Ledger() as ledger:              tensors may be fake: then nothing is computed, and nothing is held
         ledger.turn("F 0")                what happens from here on belongs to this part of a step
@@ -6,7 +8,7 @@
     ledger.parts                          of each part: changes of live bytes in order, flops and memory traffic by dtype
 
 A storage's *kind* is what it is for. Ops make "temporaries"; who knows better says so (`mark`), before or after.
-"""
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -17,26 +19,36 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardc.cost.flops import flops_of
-from shardc.runtime.comm import CommRecord
-from shardc.torch_private import current_backward, fake_device
+from shardc.runtime.mesh import CommRecord
+from shardc.torch_private import TorchDispatchMode, current_backward, fake_device, pytree
 
 aten = torch.ops.aten
 #: Kinds in the order in which they are shown.
 KINDS = (
-    "parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "gathered", "communication", "temporaries",
-)  # fmt: skip
+    "parameters",
+    "optimizer",
+    "gradients",
+    "buffers",
+    "inputs",
+    "activations",
+    "gathered",
+    "communication",
+    "temporaries",
+)
 #: What is kept in the machine's memory or in files: no part of a device's memory.
 HOST = "host"
 #: Ops that look at tensors: what they are told where there are no values.
 _LOOKS: dict[Any, Callable[[Tensor], Any]] = {
-    aten._local_scalar_dense.default: lambda x: False if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1,
+    aten._local_scalar_dense.default: lambda x: (
+        False if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
+    ),
     aten.equal.default: lambda *_: True,
     aten.allclose.default: lambda *_, **__: True,
-    torch.ops.prim.device.default: fake_device,  # what the fake mode says too, in ten times the time: asked more often than all ops are run
+    torch.ops.prim.device.default: (
+        fake_device
+    ),  # what the fake mode says too, in ten times the time: asked more often than all ops are run
 }
 
 
@@ -49,9 +61,13 @@ def _ctc(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 #: Ops the sizes of whose results hang on values: with the largest that these may be.
 _LARGEST: dict[Any, Callable[..., Any]] = {
-    aten._ctc_loss.default: _ctc, aten._ctc_loss.Tensor: _ctc,
-    **dict.fromkeys((aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor), lambda grad, log_probs, *_: torch.empty_like(log_probs)),
-}  # fmt: skip
+    aten._ctc_loss.default: _ctc,
+    aten._ctc_loss.Tensor: _ctc,
+    **dict.fromkeys(
+        (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor),
+        lambda grad, log_probs, *_: torch.empty_like(log_probs),
+    ),
+}
 
 
 class Held:
@@ -65,8 +81,8 @@ class Held:
 
 
 class Op(NamedTuple):
-    """traffic: bytes of memory that it reads and writes. dtype: of its (widest known) floating operands. of, shape: of what multiplies
-    matrices, the program's op that it belongs to, and its result's shape."""
+    """traffic: bytes of memory that it reads and writes. dtype: of its (widest known) floating operands. of, shape: of
+    what multiplies matrices, the program's op that it belongs to, and its result's shape."""
 
     flops: int
     traffic: int
@@ -76,7 +92,9 @@ class Op(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A collective. key: of one that runs beside what comes next, until it is waited for; None: the next op waits for it."""
+    """A collective. key: of one that runs beside what comes next, until it is waited for; None: the next op waits for
+    it.
+    """
 
     record: CommRecord
     key: int | None = None
@@ -88,7 +106,9 @@ class Waited(NamedTuple):
 
 @dataclass
 class Part:
-    """A part of a step. changes: (+1 made or -1 freed, storage) in order. work: what takes time, in order. sent: what ran over ranks."""
+    """A part of a step. changes: (+1 made or -1 freed, storage) in order. work: what takes time, in order. sent: what
+    ran over ranks.
+    """
 
     name: str
     changes: list[tuple[int, Held]] = field(default_factory=list)
@@ -101,7 +121,9 @@ class Part:
 
 
 class Ledger(TorchDispatchMode):
-    """See the module's docstring. at: the forward op that runs now, by name; op_of: the forward op that an autograd node belongs to."""
+    """See the module's docstring. at: the forward op that runs now, by name; op_of: the forward op that an autograd
+    node belongs to.
+    """
 
     def __init__(self, *, fake: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,13 +189,15 @@ class Ledger(TorchDispatchMode):
         if self.fake and func in _LOOKS:
             return _LOOKS[func](*args)
         result = (_LARGEST.get(func, func) if self.fake else func)(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         for x in made:
             self.see(x)
         if made and not func.is_view:
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             wide = [x.dtype for x in (*given, *made) if x.dtype.is_floating_point]
             traffic = sum(x.numel() * x.element_size() for x in (*given, *made))
             op = Op(flops_of(func, args, kwargs or {}, result), traffic, wide[0] if wide else made[0].dtype)
-            self.parts[-1].work.append(op._replace(of=self._of(), shape=tuple(map(int, made[0].shape))) if op.flops else op)
+            self.parts[-1].work.append(
+                op._replace(of=self._of(), shape=tuple(map(int, made[0].shape))) if op.flops else op
+            )
         return result

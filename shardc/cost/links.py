@@ -18,8 +18,13 @@ LARGE, SMALL, ROUNDS = 2**25, 200, 5
 
 
 def between_processes(backend: str, threads: int) -> Link:
-    """Two processes with so many threads each, started here and gone afterwards. An all_reduce sends each byte once there and once back."""
-    with tempfile.TemporaryDirectory(prefix="shardc-links-") as folder, ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    """Two processes with so many threads each, started here and gone afterwards. An all_reduce sends each byte once
+    there and once back.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="shardc-links-") as folder,
+        ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
+    ):
         (large, small), _ = pool.map(partial(_process, backend=backend, threads=threads, folder=folder), range(2))
     return Link(bandwidth=LARGE / max(large - small, 1e-9), latency=small / 2)
 

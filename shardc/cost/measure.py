@@ -1,7 +1,7 @@
 """Measure this machine: what `shardc device --measure` writes.
 
-A device is one process: with the threads that torch has here on a CPU, or with one GPU. Times are the best of several rounds, as whatever else
-runs only ever adds to them.
+A device is one process: with the threads that torch has here on a CPU, or with one GPU. Times are the best of several
+rounds, as whatever else runs only ever adds to them.
 
     flops       products of large square matrices, by dtype
     bandwidth   a copy of a tensor that fits into no cache: bytes read and written
@@ -48,10 +48,17 @@ def measure(kind: Kind | None = None, tell: Callable[[str], None] = lambda what:
     tell("links between processes")
     link, how = _link(on)
     return Device(
-        name=on.type, source=f"{_who(on)}, measured {date.today()}, torch {torch.__version__}; link: {how}",
-        kind="gpu" if on.type == "cuda" else "cpu", memory=_memory(on), flops=flops, bandwidth=bandwidth, launch=launch,
-        node=_devices(on), within=link, between=link,
-    )  # fmt: skip
+        name=on.type,
+        source=f"{_who(on)}, measured {date.today()}, torch {torch.__version__}; link: {how}",
+        kind="gpu" if on.type == "cuda" else "cpu",
+        memory=_memory(on),
+        flops=flops,
+        bandwidth=bandwidth,
+        launch=launch,
+        node=_devices(on),
+        within=link,
+        between=link,
+    )
 
 
 def _seconds(run: Callable[[], Any], on: torch.device) -> float:
@@ -78,7 +85,9 @@ def _seconds(run: Callable[[], Any], on: torch.device) -> float:
 
 
 def _flops(on: torch.device, dtype: torch.dtype) -> float:
-    """The better of two sizes; the larger one is left out where it would take long: some CPUs have no fast product of 16-bit numbers."""
+    """The better of two sizes; the larger one is left out where it would take long: some CPUs have no fast product of
+    16-bit numbers.
+    """
     best = 0.0
     for n in (256, 1024) if on.type == "cpu" else (4096, 8192):
         a, b, out = (torch.ones(n, n, dtype=dtype, device=on) for _ in range(3))
@@ -112,9 +121,15 @@ def _link(on: torch.device) -> tuple[Link, str]:
         return links.between_processes("gloo", torch.get_num_threads()), "gloo between two processes of this machine"
     if torch.cuda.device_count() > 1:
         return links.between_processes("nccl", 1), "NCCL between two GPUs of this machine"
-    here, there = torch.zeros(2**28, dtype=torch.uint8, device=on), torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
+    here, there = (
+        torch.zeros(2**28, dtype=torch.uint8, device=on),
+        torch.zeros(2**28, dtype=torch.uint8, pin_memory=True),
+    )
     took, small = _seconds(lambda: here.copy_(there), on), _seconds(lambda: here[:1].copy_(there[:1]), on)
-    return Link(bandwidth=here.numel() / took, latency=small), "there is one GPU: copies from the machine's memory stand for it"
+    return (
+        Link(bandwidth=here.numel() / took, latency=small),
+        "there is one GPU: copies from the machine's memory stand for it",
+    )
 
 
 def _memory(on: torch.device) -> float:
@@ -141,6 +156,9 @@ def _who(on: torch.device) -> str:
         return str(torch.cuda.get_device_name(on))
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine())
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor() or platform.machine(),
+    )
     threads = torch.get_num_threads()
     return f"{model}, {threads} thread{'s' if threads > 1 else ''} a process"

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardc.cost.device import Device
+from shardc.cost.dry_run import RESIDENT, Rehearsal
 from shardc.cost.ledger import HOST, KINDS, Op, Part, Sent, Waited
-from shardc.cost.rehearse import RESIDENT, Rehearsal
-from shardc.mesh import Mesh
+from shardc.ir.mesh import Mesh
 from shardc.runtime.schedule import Action
 
 #: Points that a curve is drawn with, at most.
@@ -31,11 +31,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Memory:
-    """Live tensor bytes of one rank in a step. kinds: at the peak, by kind; peak: their sum; part, op: where in the step that is.
+    """Live tensor bytes of one rank in a step. kinds: at the peak, by kind; peak: their sum; part, op: where in the
+    step
+    that is.
 
-    resident: what is there between two steps, without gradients. curve: how it goes on, in order: at most `POINTS` moments, the highest of
-    each stretch. host: bytes in the machine's memory or in files (`offload`), at most; no part of the others.
-    """
+    resident: what is there between two steps, without gradients. curve: how it goes on, in order: at most `POINTS`
+    moments, the highest of each stretch. host: bytes in the machine's memory or in files (`offload`), at most; no part
+    of the others."""
 
     kinds: Mapping[str, int]
     part: str
@@ -107,7 +109,9 @@ def memory(r: Rehearsal, actions: tuple[Action, ...]) -> Memory:
             if at % stretch == 0:
                 curve.append(high if high.live else Point(name, held.op, dict(live)))
                 high = Point("", "", {})
-    return Memory({k: peak.live[k] for k in KINDS if peak.live.get(k)}, peak.part, peak.op, resident, tuple(curve), outside_most)
+    return Memory(
+        {k: peak.live[k] for k in KINDS if peak.live.get(k)}, peak.part, peak.op, resident, tuple(curve), outside_most
+    )
 
 
 class _Net(Counter[str]):
@@ -125,7 +129,9 @@ def _net(some: Iterator[Part] | list[Part]) -> _Net:
 
 @dataclass
 class Clock:
-    """Time of one rank: ops one after the other, collectives that are started beside them, those of one group one after the other."""
+    """Time of one rank: ops one after the other, collectives that are started beside them, those of one group one after
+    the other.
+    """
 
     device: Device
     mesh: Mesh

@@ -6,15 +6,16 @@
     cost.symbolic.parameters, .gradients, .optimizer
     cost.symbolic.flops, .layer_flops["h"], .comm["tp", "all_reduce"]
 
-What is kept is what the rehearsal kept; its sizes are read back as products of named ones. A program is compiled for numbers, so the
-names are found by number: sizes have to differ (a batch of 5, not of 8 where there are 8 heads); they may be named: `cost.forms(heads=96)`.
+What is kept is what the rehearsal kept; its sizes are read back as products of named ones. A program is compiled for
+numbers, so the names are found by number: sizes have to differ (a batch of 5, not of 8 where there are 8 heads); they
+may be named: `cost.forms(heads=96)`.
 
 `papers` counts as "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022) does:
     - numbers per row (a norm's mean and deviation) are left out: it keeps what has a factor hidden or heads;
-    - what is gathered for a product (sequence parallelism) counts as the part that it was gathered from, as Megatron gathers it
-      again in backward, while a program keeps it, if no checkpoint region says otherwise.
-And as "ZeRO" (Rajbhandari et al. 2020) does: at ZeRO 3 a rank's part of the parameters is there in 16 bits as well, beside the part in
-32 bits that the optimizer updates, while a program makes it when it is gathered.
+    - what is gathered for a product (sequence parallelism) counts as the part that it was gathered from, as Megatron
+      gathers it again in backward, while a program keeps it, if no checkpoint region says otherwise.
+And as "ZeRO" (Rajbhandari et al. 2020) does: at ZeRO 3 a rank's part of the parameters is there in 16 bits as well,
+beside the part in 32 bits that the optimizer updates, while a program makes it when it is gathered.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ import sympy  # type: ignore[import-untyped]
 from sympy import Expr, Integer, Symbol
 from torch import fx
 
+from shardc.cost.dry_run import Rehearsal
 from shardc.cost.ledger import Held
-from shardc.cost.named import Names, Sums
-from shardc.cost.rehearse import Rehearsal
-from shardc.cost.work import computed, sent
-from shardc.passes.cutting import layer_of
-from shardc.program import Collective, Program, Source
+from shardc.cost.symbolic_work import computed, sent
+from shardc.cost.symbols import Names, Sums
+from shardc.ir.program import Collective, Program, Source
+from shardc.passes.pipeline.cuts import layer_of
 
 
 @dataclass(frozen=True)
 class Symbolic:
     """Bytes of one rank. sizes: what the symbols are in this program.
 
-    layers: by list of layers, what one of them keeps for backward, of one microbatch; rest: what is outside of them. lists: how many
-    layers each list has on this rank, as a symbol and a number. states: parameters, gradients, optimizer. flops, layer_flops: operations
-    of products of matrices for a microbatch, forward, backward and what is computed again: all, and of one layer. comm: {(axis, kind):
-    bytes of whole tensors, as in CommRecord} of a step of one microbatch.
-    """
+    layers: by list of layers, what one of them keeps for backward, of one microbatch; rest: what is outside of them.
+    lists: how many layers each list has on this rank, as a symbol and a number. states: parameters, gradients,
+    optimizer. flops, layer_flops: operations of products of matrices for a microbatch, forward, backward and what is
+    computed again: all, and of one layer. comm: {(axis, kind): bytes of whole tensors, as in CommRecord} of a step of
+    one microbatch."""
 
     sizes: Mapping[Symbol, int]
     layers: Mapping[str, Expr]
@@ -89,13 +90,17 @@ def symbolic(program: Program, rehearsals: Sequence[Rehearsal], sizes: Mapping[s
         at = layer_of(node.meta.get("source", Source()).module) if node is not None else None
         ours.add(at, found)
         theirs.add(at, _as_papers(names, found, node))
-    lists = {name: Symbol("layers" if len(ours.lists()) == 1 else f"layers_{name}", positive=True) for name in ours.lists()}
+    lists = {
+        name: Symbol("layers" if len(ours.lists()) == 1 else f"layers_{name}", positive=True) for name in ours.lists()
+    }
     numbers = names.sizes | {lists[name]: n for name, n in ours.lists().items()}
     states = _states(program, names, lists, r.at)
     states["parameters"] = states["parameters"] + _repeated(casts, kept, weights, nodes, lists)
     flops = computed(r, names, nodes)
     comm = {at: sums.total(lists) for at, sums in sent(program, r, names, nodes).items()}
-    made = partial(Symbolic, sizes=numbers, lists=lists, flops=flops.total(lists), layer_flops=flops.forms()[0], comm=comm)
+    made = partial(
+        Symbolic, sizes=numbers, lists=lists, flops=flops.total(lists), layer_flops=flops.forms()[0], comm=comm
+    )
     narrow = states.pop("narrow")
     layers, rest = theirs.forms()
     other = made(layers=layers, rest=rest, **(states | {"parameters": states["parameters"] + narrow}))
@@ -137,7 +142,13 @@ def _as_papers(names: Names, x: Expr, node: fx.Node | None) -> Expr:
     return x if wide else Integer(0)
 
 
-def _repeated(casts: Sequence[Expr], kept: Sequence[Held], weights: set[fx.Node], nodes: Mapping[str, fx.Node], lists: Mapping[str, Symbol]) -> Expr:
+def _repeated(
+    casts: Sequence[Expr],
+    kept: Sequence[Held],
+    weights: set[fx.Node],
+    nodes: Mapping[str, fx.Node],
+    lists: Mapping[str, Symbol],
+) -> Expr:
     """Copies of weights in another dtype."""
     sums = Sums()
     held = [h for h in kept if nodes.get(h.op) in weights]
@@ -147,12 +158,16 @@ def _repeated(casts: Sequence[Expr], kept: Sequence[Held], weights: set[fx.Node]
 
 
 def _states(program: Program, names: Names, lists: Mapping[str, Symbol], at: int) -> dict[str, Expr]:
-    """Parameters, gradients and optimizer state (AdamW) between two steps, as the buckets keep them. narrow: what is made when it is gathered."""
+    """Parameters, gradients and optimizer state (AdamW) between two steps, as the buckets keep them. narrow: what is
+    made when it is gathered.
+    """
     sums = {kind: Sums() for kind in ("parameters", "gradients", "optimizer", "elements", "narrow")}
     for p in program.params:
         layer = layer_of(p.fqn)
         whole = math.prod(p.shape)
-        sums["elements"].add(layer, reduce(lambda a, b: a * b, map(names.size, p.shape), Integer(1)) if whole else Integer(0))
+        sums["elements"].add(
+            layer, reduce(lambda a, b: a * b, map(names.size, p.shape), Integer(1)) if whole else Integer(0)
+        )
         if program.axis and at not in program.holders(p):
             continue
         n = names.value(p.value)

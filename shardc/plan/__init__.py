@@ -1,10 +1,11 @@
-"""`shardc plan`: which spec trains a model fastest on so many devices, and whether it fits. By the cost model alone: no device, no data.
+"""`shardc plan`: which spec trains a model fastest on so many devices, and whether it fits. By the cost model alone: no
+device, no data.
 
-    space      what there is to choose                 subject    the model with few of its layers, at any number of rows
-    parts      parts of a step as vectors              library    what one microbatch is on one stage, rehearsed
-    estimate   a first price of every choice           price      an exact one
-    search     from the first to the second            solve      largest batch, longest sequence, fewest devices
-    result     Plan, Candidate                         table, write, command    as people read it
+space      what there is to choose                 subject    the model with few of its layers, at any number of rows
+parts      parts of a step as vectors              library    what one microbatch is on one stage, rehearsed
+estimate   a first price of every choice           price      an exact one
+search     from the first to the second            solve      largest batch, longest sequence, fewest devices
+result     Plan, Candidate                         table, write, command    as people read it
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torch import nn
 from shardc.cost.device import Device
 from shardc.cost.device import device as described
 from shardc.errors import ShardcError
-from shardc.plan.ask import Question
+from shardc.plan.model import Subject
+from shardc.plan.planner import Question
 from shardc.plan.result import Candidate, Plan
-from shardc.plan.subject import Subject
 from shardc.spec import Spec
 
 __all__ = ["Candidate", "Plan", "plan"]
@@ -47,19 +48,27 @@ def plan(
 ) -> Plan:
     """Search for the spec that trains a model fastest on so many devices.
 
-    model, batch, loss: as in `shardc.compile`; the model may lie on the meta device. device: a name, a YAML file, or a shardc.cost.Device.
-    global_batch: rows of a step; default: those of `batch`, or as many times so many as devices need to have a row each.
+    model, batch, loss: as in `shardc.compile`; the model may lie on the meta device. device: a name, a YAML file, or a
+    shardc.cost.Device.
+    global_batch: rows of a step; default: those of `batch`, or as many times so many as devices need to have a row
+    each.
     precision: bfloat16 and float16 (with master weights in float32), float32, pure-bfloat16, or model (as it is).
     headroom: share of a device's memory that is left to the allocator, NCCL and kernels' workspaces.
-    given: price this spec and no other; devices is then what its mesh says. largest: also answer how many rows, or how long a sequence,
-    the best spec (or the given one) takes. fewest: also answer on how few devices anything fits. on: told what is being priced: (what,
-    done, of). Raises ShardcError for what is wrong with the input; that nothing fits is told by `.best`.
-    """
+    given: price this spec and no other; devices is then what its mesh says. largest: also answer how many rows, or how
+    long a sequence, the best spec (or the given one) takes. fewest: also answer on how few devices anything fits. on:
+    told what is being priced: (what, done, of). Raises ShardcError for what is wrong with the input; that nothing fits
+    is told by `.best`."""
     started = time.perf_counter()
     if not 0 <= headroom < 1:
-        raise ShardcError(f"headroom {headroom} is no share", where="--headroom", fix="a number from 0 to 1, such as 0.05")
+        raise ShardcError(
+            f"headroom {headroom} is no share", where="--headroom", fix="a number from 0 to 1, such as 0.05"
+        )
     if given is None and devices is None:
-        raise ShardcError("how many devices are there?", where="--devices", fix="say --devices 64, or price a spec by --given spec.yaml")
+        raise ShardcError(
+            "how many devices are there?",
+            where="--devices",
+            fix="say --devices 64, or price a spec by --given spec.yaml",
+        )
     if devices is not None and devices < 1:
         raise ShardcError(f"{devices} devices", where="--devices", fix="at least 1")
     if global_batch is not None and global_batch < 1:
@@ -67,7 +76,9 @@ def plan(
     if largest not in (None, "batch", "sequence"):
         raise ShardcError(f"largest what? {largest!r} is not known", where="--largest", fix="batch or sequence")
     on("capturing", 0, 0)
-    question = Question(Subject.of(model, batch, loss), described(device), precision, headroom, name or type(model).__name__, on)
+    question = Question(
+        Subject.of(model, batch, loss), described(device), precision, headroom, name or type(model).__name__, on
+    )
     if given is not None:
         found = question.given(given, devices, global_batch)
     else:

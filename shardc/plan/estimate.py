@@ -1,10 +1,11 @@
-"""A first price of every choice: arithmetic on what one microbatch is (library), so that thousands are looked at in a second.
+"""A first price of every choice: arithmetic on what one microbatch is (library), so that thousands are looked at in a
+second.
 
     memory   state at this ZeRO and data axis + microbatches that the schedule keeps × what each keeps + the highest backward
     time     microbatches × the slowest stage + the schedule's bubble + what of the gradients' sums backward does not hide
 
-The best of them are then priced exactly (price). Nothing here decides what is told to the user but which choices those are.
-"""
+The best of them are then priced exactly (price). Nothing here decides what is told to the user but which choices those
+are."""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardc.cost.ledger import KINDS
-from shardc.mesh import Mesh
-from shardc.plan.library import Library, Stages
-from shardc.plan.parts import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
-from shardc.plan.price import Priced, balanced, computing
+from shardc.ir.mesh import Mesh
+from shardc.plan.exact import Priced, balanced, computing
+from shardc.plan.rehearsals import Library, Stages
 from shardc.plan.space import KEPT, Choice
+from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
 
 AT = {k: i for i, k in enumerate(KINDS)}
 #: Kinds that grow with the rows of a microbatch.
@@ -26,7 +27,9 @@ GROW = np.array([k in ("activations", "communication", "temporaries", "gathered"
 
 @dataclass(frozen=True)
 class Load:
-    """What one rank has, of a microbatch of one row. kept: bytes, of which `end` are those that only a model's last stage keeps.
+    """What one rank has, of a microbatch of one row. kept: bytes, of which `end` are those that only a model's last
+    stage
+    keeps.
     cast: bytes of weights in the dtype of products."""
 
     resident: Vector
@@ -43,12 +46,24 @@ class Load:
     def of(stages: list[Stage], cast: float, end: Vector | None = None) -> Load:
         f = np.sum([part_of(s, "F", "middle") for s in stages], 0)
         b = np.sum([part_of(s, k, "middle") for s in stages for k in computing(s) if k != "F"], 0)
-        forward, backward = (max((part_of(s, k, "last")[HIGH] for s in stages), key=lambda v: float(v.sum())) for k in ("F", "B"))
+        forward, backward = (
+            max((part_of(s, k, "last")[HIGH] for s in stages), key=lambda v: float(v.sum())) for k in ("F", "B")
+        )
         after = np.sum([part_of(s, k, "")[CAUSES] for s in stages for k in ("before", "after", "update")], 0)
         high = forward - f[NET] if forward.sum() > f[NET].sum() + backward.sum() else backward
         resident = np.sum([s["resident", ""][NET] for s in stages], 0)
         end = np.zeros(len(KINDS)) if end is None else end
-        return Load(resident, f[NET] - end, end, cast, f[CAUSES], b[CAUSES], high, after, float(part_of(stages[-1], "SEND_F", "last")[SENT]))
+        return Load(
+            resident,
+            f[NET] - end,
+            end,
+            cast,
+            f[CAUSES],
+            b[CAUSES],
+            high,
+            after,
+            float(part_of(stages[-1], "SEND_F", "last")[SENT]),
+        )
 
 
 @dataclass
@@ -65,7 +80,15 @@ class Estimates:
         found = [self._rank(c, load, first=i == 0) for i, load in enumerate(loads)]
         kinds = max((k for k, _ in found), key=lambda v: float(v.sum()))
         spent = max((s for _, s in found), key=lambda s: sum(s.values()))
-        return Priced(c.batch, sum(spent.values()), {k: float(n) for k, n in zip(KINDS, kinds, strict=True) if n > 0}, spent, 0, counts, False)
+        return Priced(
+            c.batch,
+            sum(spent.values()),
+            {k: float(n) for k, n in zip(KINDS, kinds, strict=True) if n > 0},
+            spent,
+            0,
+            counts,
+            False,
+        )
 
     def _of(self, c: Choice) -> tuple[tuple[Load, ...], tuple[int, ...]]:
         v = c.schedule == "zb-v"
@@ -89,7 +112,9 @@ class Estimates:
             state[o] /= c.dp
             state[g] /= c.dp if c.zero == 3 or (c.zero == 2 and m == 1) else 1
         kept = x.kept.copy()
-        held = cast * KEPT.get(c.checkpoint, 0.0)  # weights that are cast belong to the microbatch, unless they lie cast or are gathered
+        held = cast * KEPT.get(
+            c.checkpoint, 0.0
+        )  # weights that are cast belong to the microbatch, unless they lie cast or are gathered
         kept[AT["activations"]] -= held
         kept = np.where(GROW, kept * c.rows, 0)
         if not c.zero:
@@ -110,15 +135,21 @@ class Estimates:
         return np.maximum(kinds, 0), spent
 
     def _sums(self, c: Choice, grads: float, weights: float, forward: Vector, backward: Vector) -> float:
-        """Seconds of collectives over the data axes that nothing hides. grads, weights: bytes of a rank's gradients, and of weights as gathered."""
+        """Seconds of collectives over the data axes that nothing hides. grads, weights: bytes of a rank's gradients,
+        and of weights as gathered.
+        """
         if c.zero == 3:
             gather, scatter = self._comm(c, "all_gather", weights), self._comm(c, "reduce_scatter", grads)
             f, b = float(forward.sum()), float(backward.sum())
-            return c.microbatches * (max(gather - f, 0.05 * gather) + max(gather + scatter - b, 0.05 * (gather + scatter)))
+            return c.microbatches * (
+                max(gather - f, 0.05 * gather) + max(gather + scatter - b, 0.05 * (gather + scatter))
+            )
         late = max(self._comm(c, "reduce_scatter" if c.zero else "all_reduce", grads) - float(backward.sum()), 0.0)
         if not c.zero:
             return late
-        gather = self._comm(c, "all_gather", weights)  # of what other ranks updated, beside the next step's first forward
+        gather = self._comm(
+            c, "all_gather", weights
+        )  # of what other ranks updated, beside the next step's first forward
         return late + max(gather - float(forward.sum()), 0.05 * gather)
 
     def _comm(self, c: Choice, kind: str, nbytes: float) -> float:
@@ -150,13 +181,19 @@ def _loads(core: Stages, c: Choice, library: Library, v: bool) -> tuple[tuple[Lo
         cast = sum(core.casts[1] * counts[i] / layers.period for i in mine)
         cast += core.casts[0] - core.casts[1] if 0 in mine else 0
         cast += core.casts[2] - core.casts[1] if c.stages - 1 in mine else 0
-        end = part_of(core.last, "F", "middle")[NET] - part_of(core.one, "F", "middle")[NET] if c.stages - 1 in mine else None
+        end = (
+            part_of(core.last, "F", "middle")[NET] - part_of(core.one, "F", "middle")[NET]
+            if c.stages - 1 in mine
+            else None
+        )
         made.append(Load.of([core.at(i, c.stages, counts[i]) for i in mine], cast, end))
     return tuple(made), counts
 
 
 def alive(c: Choice, first: bool) -> float:
-    """How many microbatches a rank keeps at once, counting all its stages as one: the first rank (most), or the last."""
+    """How many microbatches a rank keeps at once, counting all its stages as one: the
+    first rank (most), or the last.
+    """
     m, p, v = c.microbatches, c.pp, c.per_rank
     if p == 1:
         return 1.0
@@ -170,7 +207,9 @@ def alive(c: Choice, first: bool) -> float:
 
 
 def bubble(c: Choice, forward: float, backward: float) -> float:
-    """Seconds in which a rank waits for others, where all stages are alike; forward, backward: of a microbatch on all stages of a rank."""
+    """Seconds in which a rank waits for others, where all stages are alike; forward, backward: of a microbatch on all
+    stages of a rank.
+    """
     if c.pp == 1:
         return 0.0
     both = (c.pp - 1) * (forward + backward)
@@ -184,4 +223,3 @@ def bubble(c: Choice, forward: float, backward: float) -> float:
         short = max(2 * c.pp - 1 - c.microbatches, 0) / (2 * c.pp - 1)
         return short * both + (c.pp - 1) * abs(backward - 2 * forward) / 4
     return both
-

@@ -11,7 +11,7 @@ import torch
 
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
-from shardc.plan.price import Priced
+from shardc.plan.exact import Priced
 from shardc.spec import Spec
 
 
@@ -19,8 +19,8 @@ from shardc.spec import Spec
 class Asked:
     """What was planned for. batch: rows of the global batch; sequence: tokens of a row, None: rows are no sequences.
 
-    flops: of the model and one row, forward and backward, nothing computed again. dtype: of products. usable: bytes of a device's memory that
-    a step may take. assumed: what nobody said, in sentences.
+    flops: of the model and one row, forward and backward, nothing computed again. dtype: of products. usable: bytes of
+    a device's memory that a step may take. assumed: what nobody said, in sentences.
     """
 
     model: str
@@ -67,7 +67,9 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization (Chowdhery et al. 2022): of what the devices' peak would do in a step, without what is computed again."""
+        """Model FLOPs utilization (Chowdhery et al. 2022): of what the devices' peak would do in a step, without what
+        is computed again.
+        """
         peak = self.asked.device.flops_per_second(self.asked.dtype) * self.devices
         return self.asked.flops * self.priced.batch / (self.priced.seconds * peak)
 
@@ -82,7 +84,9 @@ class Candidate:
 
     @property
     def limit(self) -> str:
-        """What most of a step's time goes to: compute, memory, launch, bubble, or the axis whose collectives are waited for."""
+        """What most of a step's time goes to: compute, memory, launch, bubble, or the axis whose collectives are waited
+        for.
+        """
         return self.priced.limit
 
     @property
@@ -93,17 +97,28 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "spec": self.spec.to_dict(), "mesh": dict(self.spec.mesh.axes), "fits": self.fits, "exact": self.priced.exact,
-            "step_seconds": self.step_seconds, "mfu": self.mfu, "tokens_per_second": self.tokens_per_second,
-            "rows_per_second": self.rows_per_second, "peak_bytes": round(self.peak), "memory": {k: round(n) for k, n in self.memory.items()},
-            "limit": self.limit, "shares": self.shares, "layers": list(self.priced.counts), "why": dict(self.why),
-        }  # fmt: skip
+            "spec": self.spec.to_dict(),
+            "mesh": dict(self.spec.mesh.axes),
+            "fits": self.fits,
+            "exact": self.priced.exact,
+            "step_seconds": self.step_seconds,
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+            "rows_per_second": self.rows_per_second,
+            "peak_bytes": round(self.peak),
+            "memory": {k: round(n) for k, n in self.memory.items()},
+            "limit": self.limit,
+            "shares": self.shares,
+            "layers": list(self.priced.counts),
+            "why": dict(self.why),
+        }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """candidates: priced, those that fit first, the fastest of them first. considered: how many were estimated. refused: what compile said of
-    splits that it did not take. answers: to questions such as "largest batch"."""
+    """candidates: priced, those that fit first, the fastest of them first. considered: how many were estimated.
+    refused:
+    what compile said of splits that it did not take. answers: to questions such as "largest batch"."""
 
     asked: Asked
     candidates: tuple[Candidate, ...]
@@ -114,14 +129,16 @@ class Plan:
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits. Raises ShardcError if nothing does: the nearest, what it lacks, and what would help."""
+        """The fastest that fits. Raises ShardcError if nothing does: the nearest, what it
+        lacks, and what would help.
+        """
         if not self.candidates or not self.candidates[0].fits:
             raise self.lacking()
         return self.candidates[0]
 
     def spec(self) -> str:
         """The best candidate's spec, as YAML annotated with why."""
-        from shardc.plan.write import annotated
+        from shardc.plan.annotated_yaml import annotated
 
         return annotated(self.best, self)
 
@@ -135,7 +152,11 @@ class Plan:
         a = self.asked
         if not self.candidates:
             why = "; ".join(f"{k}: {v}" for k, v in list(self.refused.items())[:3])
-            return ShardcError(f"no way to use {a.devices} devices was found{': ' + why if why else ''}", where=a.model, fix="see --global-batch")
+            return ShardcError(
+                f"no way to use {a.devices} devices was found{': ' + why if why else ''}",
+                where=a.model,
+                fix="see --global-batch",
+            )
         near = min(self.candidates, key=lambda c: c.peak)
         kind, most = max(near.memory.items(), key=lambda x: x[1])
         way = {
@@ -152,8 +173,17 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         a = self.asked
         return {
-            "model": a.model, "device": a.device.name, "devices": a.devices, "global_batch": a.batch, "sequence": a.sequence,
-            "usable_bytes": round(a.usable), "flops_per_row": a.flops, "assumed": list(a.assumed), "considered": self.considered,
-            "seconds": self.seconds, "candidates": [c.to_json() for c in self.candidates], "refused": dict(self.refused),
+            "model": a.model,
+            "device": a.device.name,
+            "devices": a.devices,
+            "global_batch": a.batch,
+            "sequence": a.sequence,
+            "usable_bytes": round(a.usable),
+            "flops_per_row": a.flops,
+            "assumed": list(a.assumed),
+            "considered": self.considered,
+            "seconds": self.seconds,
+            "candidates": [c.to_json() for c in self.candidates],
+            "refused": dict(self.refused),
             "answers": {k: dict(v) for k, v in self.answers.items()},
-        }  # fmt: skip
+        }

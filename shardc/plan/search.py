@@ -1,9 +1,9 @@
 """The search: which choices there are, their first prices, and exact prices of the best.
 
-    1  rehearse a microbatch for every (tp, ep) that compile takes, recomputed where something does not fit without        library
-    2  estimate every mesh × ZeRO × schedule × microbatches                              estimate
-    3  price the best from rehearsals at their own mesh; rank by that                    price
-"""
+1  rehearse a microbatch for every (tp, ep) that compile takes, recomputed where something does not fit without        library
+2  estimate every mesh × ZeRO × schedule × microbatches                              estimate
+3  price the best from rehearsals at their own mesh; rank by that                    price
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from shardc.errors import ShardcError
 from shardc.plan.estimate import Estimates
-from shardc.plan.library import Library
-from shardc.plan.price import Priced, price
+from shardc.plan.exact import Priced, price
+from shardc.plan.rehearsals import Library
 from shardc.plan.space import CHECKPOINTS, Choice, Keep, choices, divisors, spec
 from shardc.spec import Spec
 
 #: How many rehearsals of whole choices are made, and how many choices are priced from them.
 REHEARSED, PRICED = 6, 24
-#: Of choices alike but in ZeRO and schedule, so many are priced: estimates are wrong in like ways, so the others are not left out.
+#: Of choices alike but in ZeRO and schedule, so many are priced: estimates are wrong in like ways, so the others are
+#: not left out.
 ALIKE = 4
 #: What seems to take so many times a device's memory will not turn out to fit.
 FAR = 2
@@ -32,7 +33,8 @@ Told = Callable[[str, int, int], None]
 
 @dataclass
 class Search:
-    """One model on one kind of device. memory: bytes of a device that a step may take. cuts: how many stages a pipeline may have.
+    """One model on one kind of device. memory: bytes of a device that a step may take. cuts: how many stages a pipeline
+    may have.
     on: told what is being priced: (what, done, of).
 
     refused: why compile did not take a split, by its name.
@@ -51,7 +53,9 @@ class Search:
         self.estimates = Estimates(self.library)
 
     def cores(self, devices: int, *, wide: bool = False) -> list[Core]:
-        """The splits that compile takes for so many devices, nothing recomputed. wide: tensor parallel over several nodes as well."""
+        """The splits that compile takes for so many devices, nothing recomputed. wide: tensor parallel over several
+        nodes as well.
+        """
         node = self.library.device.node
         self.on("one microbatch", 0, 0)
         self.library.takes_microbatches()
@@ -59,7 +63,10 @@ class Search:
         some = {1, 2, node, self.experts}
         experts = [e for e in divisors(devices) if e in some and self.experts % e == 0] if self.experts else [1]
         asked = [(t, e) for t in widths for e in experts if devices % (t * e) == 0]
-        found = (self._core(tp, ep, (True, False) if tp > 1 and self.library.words.sequences else (False,), "none") for tp, ep in asked)
+        found = (
+            self._core(tp, ep, (True, False) if tp > 1 and self.library.words.sequences else (False,), "none")
+            for tp, ep in asked
+        )
         return [core for core in found if core is not None]
 
     def recomputing(self, core: Core) -> list[Core]:
@@ -94,7 +101,9 @@ class Search:
         return choices(list(cores), devices, batch, self.cuts, most)
 
     def estimate(self, devices: int, batch: int, cores: Iterable[Core]) -> list[tuple[Choice, Priced]]:
-        """Every choice, in no order. Recomputation, which only ever takes time, is looked at where something does not fit without."""
+        """Every choice, in no order. Recomputation, which only ever takes time, is looked at where something does not
+        fit without.
+        """
         found: list[tuple[Choice, Priced]] = []
         for core in cores:
             mine = self._estimate(devices, batch, [core])
@@ -120,7 +129,9 @@ class Search:
 
     def ranked(self, found: Iterable[tuple[Choice, Priced]]) -> list[tuple[Choice, Priced]]:
         """The best first: those that seem to fit by time, then the others by memory."""
-        return sorted(found, key=lambda x: (x[1].peak > self.memory, x[1].seconds if x[1].peak <= self.memory else x[1].peak))
+        return sorted(
+            found, key=lambda x: (x[1].peak > self.memory, x[1].seconds if x[1].peak <= self.memory else x[1].peak)
+        )
 
     def exact(self, c: Choice) -> Priced:
         if c not in self._exact:
@@ -157,6 +168,12 @@ class Search:
         return made
 
     def _rehearsal(self, c: Choice) -> object:
-        """What choices have in common that are priced from one rehearsal: of a model of layers, whatever the schedule and the stages."""
-        whole = (c.pp, c.schedule, c.per_rank) if self.library.subject.layers is None else (c.schedule.startswith("zb"), c.pp == 1)
+        """What choices have in common that are priced from one rehearsal: of a model of layers, whatever the schedule
+        and the stages.
+        """
+        whole = (
+            (c.pp, c.schedule, c.per_rank)
+            if self.library.subject.layers is None
+            else (c.schedule.startswith("zb"), c.pp == 1)
+        )
         return c.core, c.dp, c.zero, c.rows, min(c.microbatches, 3), whole

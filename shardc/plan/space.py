@@ -1,7 +1,7 @@
 """What a plan chooses among: a point of the space is a `Choice`, and a choice is a spec.
 
-    mesh         pp × dp × ep × tp, outermost first: neighbours in tp share a node
-    the rest     sequence parallel, ZeRO, what is recomputed, the schedule, rows of a microbatch
+mesh         pp × dp × ep × tp, outermost first: neighbours in tp share a node
+the rest     sequence parallel, ZeRO, what is recomputed, the schedule, rows of a microbatch
 """
 
 from __future__ import annotations
@@ -26,13 +26,21 @@ CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
 #: Of the bytes that backward would keep of a region, the share that is kept, where a spec says it.
 KEPT: dict[Keep, float] = {"none": 1.0, "half": 0.5, "quarter": 0.25, "eighth": 0.125}
 #: Stages on a rank, by schedule.
-PER_RANK: dict[str, tuple[int, ...]] = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4), "zb-h1": (1,), "zb-v": (2,)}
+PER_RANK: dict[str, tuple[int, ...]] = {
+    "gpipe": (1,),
+    "1f1b": (1,),
+    "interleaved": (2, 3, 4),
+    "zb-h1": (1,),
+    "zb-v": (2,),
+}
 assert set(PER_RANK) == set(SCHEDULES), "a new schedule: how many stages may a rank have?"
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The model's list of layers that repeats. name: "model.layers"; number: of layers; first: those before the pattern of `period` begins."""
+    """The model's list of layers that repeats. name: "model.layers"; number: of layers; first: those before the pattern
+    of `period` begins.
+    """
 
     name: str
     number: int
@@ -89,8 +97,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Words:
-    """What specs of one model have in common. shard: the section, where tp > 1; regions: of recomputation, as patterns of modules;
-    sequences: modules whose results may be split by sequence; experts: those that hold experts; dims: of inputs without rows."""
+    """What specs of one model have in common. shard: the section, where tp > 1; regions: of recomputation, as patterns
+    of
+    modules;
+    sequences: modules whose results may be split by sequence; experts: those that hold experts; dims: of inputs without
+    rows."""
 
     shard: Mapping[str, Any]
     precision: Mapping[str, Any]
@@ -112,7 +123,11 @@ def spec(choice: Choice, words: Words, counts: tuple[int, ...] = ()) -> dict[str
     if choice.sequence_parallel:
         made["activations"] = {name: {1: "tp"} for name in words.sequences}
     if choice.pp > 1:
-        made["pipeline"] = {"axis": "pp", **({"balance": list(counts)} if counts else {"stages": choice.stages}), "schedule": choice.schedule}
+        made["pipeline"] = {
+            "axis": "pp",
+            **({"balance": list(counts)} if counts else {"stages": choice.stages}),
+            "schedule": choice.schedule,
+        }
     if choice.zero and choice.dp > 1:
         made["data"] = {"axis": "dp", "zero": choice.zero}
     if choice.ep > 1:
@@ -128,9 +143,11 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def choices(cores: list[tuple[int, int, bool, Keep]], devices: int, batch: int, layers: int, most: int = 1 << 30) -> Iterator[Choice]:
-    """All of them for so many devices and rows, given what there is of (tp, ep, sequence parallel, checkpoint). layers: that a pipeline may
-    cut; most: microbatches that the model takes."""
+def choices(
+    cores: list[tuple[int, int, bool, Keep]], devices: int, batch: int, layers: int, most: int = 1 << 30
+) -> Iterator[Choice]:
+    """All of them for so many devices and rows, given what there is of (tp, ep, sequence parallel, checkpoint). layers:
+    that a pipeline may cut; most: microbatches that the model takes."""
     for tp, ep, sp, keep in cores:
         if devices % (tp * ep):
             continue
@@ -151,5 +168,7 @@ def choices(cores: list[tuple[int, int, bool, Keep]], devices: int, batch: int, 
                         continue
                     for name, numbers in PER_RANK.items():
                         if name.startswith("zb") and (zero == 3 or keep != "none"):
-                            continue  # the second half of backward keeps what the first one gathered or computed again: nothing is saved
+                            # the second half of backward keeps what the first one gathered or computed again: nothing
+                            # is saved
+                            continue
                         yield from (replace(one, schedule=name, per_rank=v) for v in numbers if pp * v <= layers)

@@ -11,18 +11,41 @@ from rich.text import Text
 from shardc.cost.ledger import KINDS
 from shardc.plan.result import Candidate, Plan
 
-COLORS = dict(zip(KINDS, ("blue", "cyan", "magenta", "white", "white", "green", "yellow", "red", "bright_black"), strict=True))
+COLORS = dict(
+    zip(KINDS, ("blue", "cyan", "magenta", "white", "white", "green", "yellow", "red", "bright_black"), strict=True)
+)
 CAUSES = {
-    "compute": "green", "memory": "yellow", "launch": "bright_black", "tp": "magenta", "ep": "cyan", "dp": "blue", "pp": "red",
+    "compute": "green",
+    "memory": "yellow",
+    "launch": "bright_black",
+    "tp": "magenta",
+    "ep": "cyan",
+    "dp": "blue",
+    "pp": "red",
     "bubble": "bright_red",
-}  # fmt: skip
+}
 LIMITS = {"compute": "compute", "memory": "memory bandwidth", "launch": "small ops", "bubble": "pipeline bubble"}
 WIDTH = 12
 #: What a bar is drawn with where there are no colours.
 LETTERS = {
-    "parameters": "P", "optimizer": "O", "gradients": "G", "buffers": "B", "inputs": "I", "activations": "A", "gathered": "W", "communication": "C",
-    "temporaries": "T", "compute": "c", "memory": "m", "launch": "s", "tp": "t", "ep": "e", "dp": "d", "pp": "p", "bubble": "-",
-}  # fmt: skip
+    "parameters": "P",
+    "optimizer": "O",
+    "gradients": "G",
+    "buffers": "B",
+    "inputs": "I",
+    "activations": "A",
+    "gathered": "W",
+    "communication": "C",
+    "temporaries": "T",
+    "compute": "c",
+    "memory": "m",
+    "launch": "s",
+    "tp": "t",
+    "ep": "e",
+    "dp": "d",
+    "pp": "p",
+    "bubble": "-",
+}
 
 
 def gb(nbytes: float) -> str:
@@ -54,7 +77,9 @@ def named(c: Candidate) -> str:
     parts = [f"{a}={n}" for a, n in s.mesh.axes]
     parts += ["sequence parallel"] if s.activations else []
     parts += [f"zero {s.data.zero}"] if s.data.zero else []
-    return ", ".join([*parts, *([schedule(c)] if s.pipeline else []), f"recompute {recompute(c)}", f"{microbatches(c)}"])
+    return ", ".join(
+        [*parts, *([schedule(c)] if s.pipeline else []), f"recompute {recompute(c)}", f"{microbatches(c)}"]
+    )
 
 
 def schedule(c: Candidate) -> str:
@@ -69,7 +94,9 @@ def recompute(c: Candidate) -> str:
     if not c.spec.checkpoint:
         return "none"
     one = c.spec.checkpoint[0]
-    return f"budget {one.budget:g}" if one.budget is not None else "all" if not one.save else f"but {', '.join(one.save)}"
+    return (
+        f"budget {one.budget:g}" if one.budget is not None else "all" if not one.save else f"but {', '.join(one.save)}"
+    )
 
 
 def microbatches(c: Candidate) -> str:
@@ -77,7 +104,9 @@ def microbatches(c: Candidate) -> str:
     return f"{m} × {c.priced.batch // (c.spec.data_ranks * m)}"
 
 
-def bar(parts: Mapping[str, float], whole: float, colors: Mapping[str, str], *, plain: bool, width: int = WIDTH) -> Text:
+def bar(
+    parts: Mapping[str, float], whole: float, colors: Mapping[str, str], *, plain: bool, width: int = WIDTH
+) -> Text:
     """Parts of a whole, as blocks of colour; plain: as letters."""
     text, done, drawn = Text(), 0.0, 0
     for name, color in colors.items():
@@ -92,20 +121,46 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
     a = plan.asked
     rows = Table(header_style="bold", pad_edge=False, box=None)
     for name, where in (
-        ("", "right"), ("mesh", "left"), ("sp", "left"), ("zero", "right"), ("schedule", "left"), ("recompute", "left"), ("microbatches", "right"),
-        ("peak", "right"), (f"of {gb(a.usable)}", "left"), ("fits", "left"), ("step", "right"), ("MFU", "right"),
-        ("tokens/s" if a.sequence else "rows/s", "right"), ("time", "left"), ("limited by", "left"),
-    ):  # fmt: skip
-        rows.add_column(name, justify="right" if where == "right" else "left", no_wrap=name not in ("recompute", "limited by"))
+        ("", "right"),
+        ("mesh", "left"),
+        ("sp", "left"),
+        ("zero", "right"),
+        ("schedule", "left"),
+        ("recompute", "left"),
+        ("microbatches", "right"),
+        ("peak", "right"),
+        (f"of {gb(a.usable)}", "left"),
+        ("fits", "left"),
+        ("step", "right"),
+        ("MFU", "right"),
+        ("tokens/s" if a.sequence else "rows/s", "right"),
+        ("time", "left"),
+        ("limited by", "left"),
+    ):
+        rows.add_column(
+            name, justify="right" if where == "right" else "left", no_wrap=name not in ("recompute", "limited by")
+        )
     for i, c in enumerate(plan.candidates[:most], 1):
         s = c.spec
         mesh = " ".join(f"{axis}={n}" for axis, n in s.mesh.axes)
         rate = c.tokens_per_second or c.rows_per_second
         rows.add_row(
-            str(i), mesh, "yes" if s.activations else "-", str(s.data.zero), schedule(c), recompute(c), microbatches(c), gb(c.peak),
-            bar(c.memory, max(a.usable, c.peak), COLORS, plain=plain), Text("yes", "green") if c.fits else Text("no", "red"), seconds(c.step_seconds),
-            f"{c.mfu:.1%}", number(rate), bar(c.shares, 1.0, CAUSES, plain=plain), limit(c),
-        )  # fmt: skip
+            str(i),
+            mesh,
+            "yes" if s.activations else "-",
+            str(s.data.zero),
+            schedule(c),
+            recompute(c),
+            microbatches(c),
+            gb(c.peak),
+            bar(c.memory, max(a.usable, c.peak), COLORS, plain=plain),
+            Text("yes", "green") if c.fits else Text("no", "red"),
+            seconds(c.step_seconds),
+            f"{c.mfu:.1%}",
+            number(rate),
+            bar(c.shares, 1.0, CAUSES, plain=plain),
+            limit(c),
+        )
     parts: list[RenderableType] = [heading(plan), rows, keys(plan, plain=plain)]
     return Group(*parts)
 
@@ -149,7 +204,10 @@ def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
     time = [(k, n) for k, n in sorted(c.priced.spent.items(), key=lambda x: -x[1]) if n > 0]
     for i in range(max(len(memory), len(time))):
         row: list[RenderableType] = []
-        for found, whole, shown, colors in ((memory, c.peak, gb, COLORS), (time, sum(c.priced.spent.values()), seconds, CAUSES)):
+        for found, whole, shown, colors in (
+            (memory, c.peak, gb, COLORS),
+            (time, sum(c.priced.spent.values()), seconds, CAUSES),
+        ):
             if i < len(found):
                 name, n = found[i]
                 row += [cause(name), shown(n), bar({name: n}, whole, {name: colors[name]}, plain=plain)]

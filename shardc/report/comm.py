@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from shardc.emit import human
-from shardc.program import Program
+from shardc.artifact.emit import human
+from shardc.ir.program import Program
 from shardc.runtime import ops
 
 UNASKED = "nobody asked for it"
@@ -15,8 +15,8 @@ UNASKED = "nobody asked for it"
 
 @dataclass(frozen=True)
 class Row:
-    """Collectives of one kind over the same axes for one cause: how many a step, and their bytes on one rank; of a pipeline, on one rank of
-    each of its coordinates together."""
+    """Collectives of one kind over the same axes for one cause: how many a step, and their bytes on one rank; of a
+    pipeline, on one rank of each of its coordinates together."""
 
     axes: str
     kind: str
@@ -27,7 +27,8 @@ class Row:
 
 
 def comm_rows(program: Program) -> list[Row]:
-    """Rows by axes, direction and cause, of a step with all its microbatches; gradient buckets are the last ones of backward.
+    """Rows by axes, direction and cause, of a step with all its microbatches; gradient buckets are the last ones of
+    backward.
 
     At ZeRO 3 backward is taken to need every bucket again; of one that holds nothing but biases, say, it does not.
     """
@@ -70,20 +71,33 @@ def comm_rows(program: Program) -> list[Row]:
     if program.axis and program.mesh.size(program.axis) > 1:
         returned: Any = program.graph.output_node().args[0]
         nbytes = returned[0].meta["value"].dtype.itemsize
-        add((program.axis,), "all_reduce", "forward", "the loss, to every rank", nbytes, program.mesh.size(program.axis))
+        add(
+            (program.axis,), "all_reduce", "forward", "the loss, to every rank", nbytes, program.mesh.size(program.axis)
+        )
         for x in program.buffers:
-            add((program.axis,), "send_recv", "update", "new values of buffers", x.value.nbytes(program.mesh), len(program.spreads(x)[1]))
+            add(
+                (program.axis,),
+                "send_recv",
+                "update",
+                "new values of buffers",
+                x.value.nbytes(program.mesh),
+                len(program.spreads(x)[1]),
+            )
     rank = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
     rows = [Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in found.items()]
     return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
 
 
 def comm_table(program: Program) -> str:
-    """The rows as a table of plain text, with a sum per axis; below it, if there is something that nobody asked for, the program's notes."""
+    """The rows as a table of plain text, with a sum per axis; below it, if there is something that nobody asked for,
+    the program's notes.
+    """
     rows = comm_rows(program)
     if not rows:
         return "no collectives: one rank"
-    lines = [("axis", "direction", "collective", "a step", "bytes, all stages" if program.axis else "bytes a rank", "cause")]
+    lines = [
+        ("axis", "direction", "collective", "a step", "bytes, all stages" if program.axis else "bytes a rank", "cause")
+    ]
     for r in rows:
         lines.append((r.axes, r.direction, r.kind, str(r.count), human(r.bytes), r.cause))
     for axes in dict.fromkeys(r.axes for r in rows):

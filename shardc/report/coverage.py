@@ -1,7 +1,7 @@
 """Coverage: which ops of a model no rule knows, and on which lines; without any spec.
 
-    text = str(shardc.coverage(model, batch))
-    assert shardc.coverage(model, batch).covered
+text = str(shardc.coverage(model, batch))
+assert shardc.coverage(model, batch).covered
 """
 
 from __future__ import annotations
@@ -13,26 +13,34 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from shardc.calls import call_of
 from shardc.capture import capture
+from shardc.ir.program import Program, Source
 from shardc.passes.canonical import rewritten
-from shardc.passes.unsort import Unsort
-from shardc.program import Program, Source
-from shardc.rules import core
-from shardc.rules.core import Rule
+from shardc.passes.canonical.grouped_mm import Unsort
+from shardc.rules import registry
+from shardc.rules.calls import call_of
+from shardc.rules.registry import Rule
 
 #: How an op is covered, worst first -> what that means to the user.
 KINDS = {
     "refused": "cannot be compiled",
-    "no rule": "refused by compile, unless the spec says `unknown_ops: replicate` (every rank runs them whole); shardc.rule(op, ...) adds one",
-    "whole": "a rule, but nothing to split in these calls of values that depend on parameters or the batch: every rank runs them whole",
+    "no rule": (
+        "refused by compile, unless the spec says `unknown_ops: replicate` (every rank runs them whole);"
+        " shardc.rule(op, ...) adds one"
+    ),
+    "whole": (
+        "a rule, but nothing to split in these calls of values that depend on parameters or the batch: every rank runs"
+        " them whole"
+    ),
     "decomposed": "no rule of their own: taken apart by torch's decompositions, into ops that have rules",
 }
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the model on which an op is called: "file.py:31", its text, the first module that runs it, how many calls."""
+    """A line of the model on which an op is called: "file.py:31", its text, the first module that runs it, how many
+    calls.
+    """
 
     line: str
     code: str
@@ -42,7 +50,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """An op that is not covered by a rule, or not by one that splits it. how: a key of KINDS; why: for what is refused, the message."""
+    """An op that is not covered by a rule, or not by one that splits it. how: a key of KINDS; why: for what is refused,
+    the message.
+    """
 
     op: str
     how: str
@@ -67,7 +77,10 @@ class Coverage:
 
     def __str__(self) -> str:
         missing = sum(r.how in ("refused", "no rule") for r in self.rows)
-        lines = [f"{self.model}: {self.calls} calls of {self.ops} ops; {f'{missing} without a rule' if missing else 'every op has a rule'}"]
+        lines = [
+            f"{self.model}: {self.calls} calls of {self.ops} ops;"
+            f" {f'{missing} without a rule' if missing else 'every op has a rule'}"
+        ]
         for how, meaning in KINDS.items():
             rows = [r for r in self.rows if r.how == how]
             if rows:
@@ -82,7 +95,13 @@ class Coverage:
 
 
 def _place(at: Line) -> str:
-    often = f" ({at.count}×, first in {at.module or 'the model'})" if at.count > 1 else f" ({at.module})" if at.module else ""
+    often = (
+        f" ({at.count}×, first in {at.module or 'the model'})"
+        if at.count > 1
+        else f" ({at.module})"
+        if at.module
+        else ""
+    )
     return f"{at.line}{often}: {at.code}" if at.code else f"{at.line}{often}"
 
 
@@ -106,9 +125,17 @@ def of_program(captured: Program) -> Coverage:
         if node.name in given or any(n in moving for n in node.all_input_nodes):
             moving.add(node)
         if node.op == "call_function" and node.target is not operator.getitem:
-            rule = core.find(node.target)
+            rule = registry.find(node.target)
             why = found.refused[node].what if node in found.refused else ""
-            how = "refused" if why else "no rule" if rule is None else "whole" if node in moving and _whole(rule, node) else ""
+            how = (
+                "refused"
+                if why
+                else "no rule"
+                if rule is None
+                else "whole"
+                if node in moving and _whole(rule, node)
+                else ""
+            )
             if how:
                 missing.append((str(node.target), how, node.meta.get("source", Source()), why))
     missing += [(str(op), "decomposed", at, "") for op, at in found.apart]
@@ -125,11 +152,14 @@ def _rows(missing: Iterable[tuple[str, str, Source, str]]) -> list[Row]:
         whys.setdefault((op, how), why)
     return [
         Row(
-            op, how, sum(map(len, lines.values())),
-            tuple(Line(line, code, modules[0], len(modules)) for (line, code), modules in lines.items()), whys[op, how],
+            op,
+            how,
+            sum(map(len, lines.values())),
+            tuple(Line(line, code, modules[0], len(modules)) for (line, code), modules in lines.items()),
+            whys[op, how],
         )
         for (op, how), lines in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def _whole(rule: Rule, node: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """Memory over a step, by what it is for: as a table, as SVG, as JSON.
 
-    rank 0   parameters 1.8 MiB  optimizer 3.5 MiB  gradients 1.8 MiB  activations 2.9 MiB  ...   10.1 MiB at 0B1, backward of linear_6
-"""
+rank 0   parameters 1.8 MiB  optimizer 3.5 MiB  gradients 1.8 MiB  activations 2.9 MiB  ...   10.1 MiB at 0B1, backward of linear_6
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from shardc.artifact.emit import human
 from shardc.cost import Cost, Memory, RankCost
 from shardc.cost.ledger import KINDS
-from shardc.emit import human
 
 #: One colour a kind, from below: what stays, what grows, what passes.
 _FILLS = {
-    "parameters": "#5b7fb5", "optimizer": "#8db4e8", "gradients": "#8fc99a", "buffers": "#9a9a8c", "inputs": "#bdbdae",
-    "activations": "#e8ca7c", "gathered": "#86cfd3", "communication": "#b9a0d8", "temporaries": "#e39b8b",
-}  # fmt: skip
+    "parameters": "#5b7fb5",
+    "optimizer": "#8db4e8",
+    "gradients": "#8fc99a",
+    "buffers": "#9a9a8c",
+    "inputs": "#bdbdae",
+    "activations": "#e8ca7c",
+    "gathered": "#86cfd3",
+    "communication": "#b9a0d8",
+    "temporaries": "#e39b8b",
+}
 
 
 def table(cost: Cost) -> str:
-    """A row for each kind, a column for each rank that differs: live bytes at its peak; then the peak, where that is, and the share of the
-    device's memory; what is offloaded, in the machine's memory or in files, if anything is."""
+    """A row for each kind, a column for each rank that differs: live bytes at its peak; then the peak, where that is,
+    and
+    the share of the device's memory; what is offloaded, in the machine's memory or in files, if anything is."""
     lines = [["", *(_name(cost, r) for r in cost.ranks)]]
     lines += [[kind, *(human(r.memory[kind]) for r in cost.ranks)] for kind in _kinds(r.memory for r in cost.ranks)]
     lines.append(["peak", *(human(r.memory.peak) for r in cost.ranks)])
@@ -30,7 +38,10 @@ def table(cost: Cost) -> str:
     if any(r.memory.host for r in cost.ranks):
         lines.append(["outside, at most", *(human(r.memory.host) for r in cost.ranks)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(cost.ranks) + 1)]
-    text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]) for line in lines]
+    text = [
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
     where = [f"{_name(cost, r)}: the peak is at {_where(r.memory)}" for r in cost.ranks]
     return "\n".join(["live memory of one step, at the peak", text[0], "-" * len(text[0]), *text[1:], *where])
 
@@ -51,15 +62,20 @@ def _kinds(memories: Iterable[Memory]) -> list[str]:
 
 
 def svg(cost: Cost) -> str:
-    """A file of its own, in light and dark: of every rank its live bytes over the step, stacked by kind. Points say what runs there."""
+    """A file of its own, in light and dark: of every rank its live bytes over the step, stacked by kind. Points say
+    what runs there.
+    """
     left, width, high, gap = 150, 1080, 200, 52
     top = max(r.memory.peak for r in cost.ranks) or 1
     kinds = _kinds(r.memory for r in cost.ranks)
     height = 46 + len(cost.ranks) * (high + gap) + 30
     title = f"live memory of one step: {human(top)} at most"
     made = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{height}" font-family="system-ui, sans-serif" '
-        f'font-size="12" role="img"><title>{escape(title)}</title><style>{_STYLE}</style>',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{height}"'
+            ' font-family="system-ui, sans-serif" font-size="12"'
+            f' role="img"><title>{escape(title)}</title><style>{_STYLE}</style>'
+        ),
         f'<text x="8" y="18">{escape(title)}</text>',
     ]
     for i, r in enumerate(cost.ranks):
@@ -69,20 +85,29 @@ def svg(cost: Cost) -> str:
         made += _peak(r.memory, left, y, width, high, top)
     x, y = left, height - 22
     for kind in kinds:
-        made.append(f'<rect x="{x}" y="{y}" width="14" height="14" class="{kind}"/><text x="{x + 20}" y="{y + 12}" class="soft">{kind}</text>')
+        made.append(
+            f'<rect x="{x}" y="{y}" width="14" height="14" class="{kind}"/><text x="{x + 20}" y="{y + 12}"'
+            f' class="soft">{kind}</text>'
+        )
         x += 40 + 7 * len(kind)
     return "\n".join([*made, "</svg>\n"])
 
 
 def _curve(cost: Cost, r: RankCost, kinds: list[str], left: int, y: int, width: int, high: int, top: int) -> list[str]:
     points = r.memory.curve
-    made = [f'<text x="8" y="{y + 14}">{escape(_name(cost, r))}</text>', f'<text x="8" y="{y + 30}" class="soft">{human(r.memory.peak)}</text>']
+    made = [
+        f'<text x="8" y="{y + 14}">{escape(_name(cost, r))}</text>',
+        f'<text x="8" y="{y + 30}" class="soft">{human(r.memory.peak)}</text>',
+    ]
     step = width / max(len(points), 1)
     below = [0] * len(points)
     for kind in kinds:
         above = [b + p.live.get(kind, 0) for b, p in zip(below, points, strict=True)]
         if above != below:
-            made.append(f'<path class="{kind}" d="{_area(below, above, left, y + high, step, high / top)}"><title>{kind}</title></path>')
+            made.append(
+                f'<path class="{kind}"'
+                f' d="{_area(below, above, left, y + high, step, high / top)}"><title>{kind}</title></path>'
+            )
         below = above
     begin = 0
     for at in range(1, len(points) + 1):
@@ -90,7 +115,10 @@ def _curve(cost: Cost, r: RankCost, kinds: list[str], left: int, y: int, width: 
             x, wide, part = left + begin * step, (at - begin) * step, points[begin].part
             most = max(points[begin:at], key=lambda p: p.total)
             told = f"{part}: {human(most.total)}{', ' + most.op if most.op else ''}"
-            made.append(f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}" class="part"><title>{escape(told)}</title></rect>')
+            made.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}"'
+                f' class="part"><title>{escape(told)}</title></rect>'
+            )
             if wide > 7 * len(part):
                 made.append(f'<text x="{x + wide / 2:.1f}" y="{y + high + 14}" class="in">{escape(part)}</text>')
             begin = at
@@ -104,7 +132,10 @@ def _scale(left: int, y: int, width: int, high: int, top: int) -> list[str]:
     made = []
     for n in range(0, top + 1, max(each, 1)):
         at = y + high - n * high / top
-        made.append(f'<path d="M{left - 4},{at:.1f}h{width + 4}" class="line"/><text x="{left - 8}" y="{at + 4:.1f}" class="tick">{human(n)}</text>')
+        made.append(
+            f'<path d="M{left - 4},{at:.1f}h{width + 4}" class="line"/><text x="{left - 8}" y="{at + 4:.1f}"'
+            f' class="tick">{human(n)}</text>'
+        )
     return made
 
 
@@ -115,8 +146,17 @@ def _peak(m: Memory, left: int, y: int, width: int, high: int, top: int) -> list
         return []
     x, above = left + (at + 0.5) * width / len(m.curve), y + high * (1 - m.peak / top)
     side = "end" if at > len(m.curve) / 2 else "start"
-    label = f'<text x="{x:.1f}" y="{y - 8}" style="text-anchor:{side}">peak {escape(human(m.peak))}: {escape(_where(m))}</text>'
-    return [f'<path d="M{x:.1f},{y - 4}V{y + high}" class="peak"/><circle cx="{x:.1f}" cy="{above:.1f}" r="3.5" class="dot"/>', label]
+    label = (
+        f'<text x="{x:.1f}" y="{y - 8}" style="text-anchor:{side}">peak {escape(human(m.peak))}:'
+        f" {escape(_where(m))}</text>"
+    )
+    return [
+        (
+            f'<path d="M{x:.1f},{y - 4}V{y + high}" class="peak"/><circle cx="{x:.1f}" cy="{above:.1f}" r="3.5"'
+            ' class="dot"/>'
+        ),
+        label,
+    ]
 
 
 def _area(below: list[int], above: list[int], left: float, base: float, step: float, scale: float) -> str:
@@ -127,26 +167,43 @@ def _area(below: list[int], above: list[int], left: float, base: float, step: fl
 
 
 _STYLE = (
-    "text{fill:#23241f}.soft{fill:#6d6e65}.in{fill:#6d6e65;text-anchor:middle;font-size:10px}.part{fill:#0000;stroke:#8885;stroke-width:.5}"
-    ".tick{fill:#6d6e65;text-anchor:end;font-size:10px}.line{stroke:#8884;stroke-width:.5}"
-    ".peak{stroke:#b3261e;stroke-dasharray:3 3;fill:none}.dot{fill:#b3261e}"
+    "text{fill:#23241f}.soft{fill:#6d6e65}.in{fill:#6d6e65;text-anchor:middle;font-size:10px}.part{fill:#0000;stroke:#8885;stroke-width:.5}.tick{fill:#6d6e65;text-anchor:end;font-size:10px}.line{stroke:#8884;stroke-width:.5}.peak{stroke:#b3261e;stroke-dasharray:3"
+    " 3;fill:none}.dot{fill:#b3261e}"
     + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in _FILLS.items())
     + "@media(prefers-color-scheme:dark){text{fill:#e4e3db}.soft,.in,.tick{fill:#98998f}}"
 )
 
 
 def to_json(cost: Cost) -> dict[str, Any]:
-    """JSON-able: of each rank bytes by kind at the peak, where that is, and the curve; flops, bytes sent by axis and kind, seconds."""
+    """JSON-able: of each rank bytes by kind at the peak, where that is, and the curve; flops, bytes sent by axis and
+    kind, seconds.
+    """
     ranks = [
         {
-            "at": r.at, "rank": r.rank, "peak": r.memory.peak, "kinds": dict(r.memory.kinds), "part": r.memory.part, "op": r.memory.op,
-            "resident": dict(r.memory.resident), "host": r.memory.host, "flops": r.flops, "comm": {f"{a} {k}": n for (a, k), n in r.comm.items()},
-            "seconds": r.seconds, "waited": r.waited,
-            "curve": [{"part": p.part, "op": p.op, "live": {k: n for k, n in p.live.items() if n}} for p in r.memory.curve],
+            "at": r.at,
+            "rank": r.rank,
+            "peak": r.memory.peak,
+            "kinds": dict(r.memory.kinds),
+            "part": r.memory.part,
+            "op": r.memory.op,
+            "resident": dict(r.memory.resident),
+            "host": r.memory.host,
+            "flops": r.flops,
+            "comm": {f"{a} {k}": n for (a, k), n in r.comm.items()},
+            "seconds": r.seconds,
+            "waited": r.waited,
+            "curve": [
+                {"part": p.part, "op": p.op, "live": {k: n for k, n in p.live.items() if n}} for p in r.memory.curve
+            ],
         }
         for r in cost.ranks
-    ]  # fmt: skip
+    ]
     return {
-        "device": cost.device.name, "fits": cost.fits, "step_seconds": cost.step_seconds, "bubble": cost.bubble, "axis": cost.program.axis,
-        "peak": cost.memory.peak, "ranks": ranks,
-    }  # fmt: skip
+        "device": cost.device.name,
+        "fits": cost.fits,
+        "step_seconds": cost.step_seconds,
+        "bubble": cost.bubble,
+        "axis": cost.program.axis,
+        "peak": cost.memory.peak,
+        "ranks": ranks,
+    }

@@ -1,7 +1,7 @@
 """The timeline of a pipeline's schedule: who computes what when, and who waits. As text, as SVG, as JSON.
 
-    rank 0  stage 0  F0 F1 F2 F3 .........B0--- F4 B1--- ...      27.3 %  4
-                     microbatch 0 forward; nothing to do; its backward
+rank 0  stage 0  F0 F1 F2 F3 .........B0--- F4 B1--- ...      27.3 %  4
+                 microbatch 0 forward; nothing to do; its backward
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from rich.text import Text
 from torch import fx
 
-from shardc.calls import call_of, tensors, values
-from shardc.passes.cutting import FLOPS, LINK
-from shardc.program import Program
-from shardc.rules import core
+from shardc.ir.program import Program
+from shardc.passes.pipeline.cuts import FLOPS, LINK
+from shardc.rules import registry
+from shardc.rules.calls import call_of, tensors, values
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
 
@@ -28,18 +28,23 @@ _NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gra
 
 
 def timeline(program: Program) -> Timeline:
-    """Of one step: of the program's schedule with the costs of its stages. A program without a pipeline is one stage."""
+    """Of one step: of the program's schedule with the costs of its stages. A program
+    without a pipeline is one stage.
+    """
     made = program.schedule if program.schedule is not None else schedules.alone(program.microbatches)
     return schedules.timeline(made, costs(program), program.edges)
 
 
 def costs(program: Program) -> Costs:
-    """What each stage costs by its products, and by the bytes that its ops move where that takes longer: as `shardc.passes.cutting` counts.
+    """What each stage costs by its products, and by the bytes that its ops move where that takes longer: as
+    `shardc.passes.pipeline.cuts` counts.
 
-    In bytes of memory traffic of one rank. Backward of a product is a product for each operand that has a gradient: for weights in W.
-    """
+    In bytes of memory traffic of one rank. Backward of a product is a product for each operand that has a gradient: for
+    weights in W."""
     found = [_cost(s.graph, program) for s in program.stages]
-    transfer = {(e.source, e.target): LINK * float(sum(v.nbytes(program.mesh) for v in e.values)) for e in program.edges}
+    transfer = {
+        (e.source, e.target): LINK * float(sum(v.nbytes(program.mesh) for v in e.values)) for e in program.edges
+    }
     forward, inputs, weights = zip(*found, strict=True)
     return Costs(forward, inputs, weights, transfer)
 
@@ -48,7 +53,9 @@ def _cost(graph: fx.Graph, program: Program) -> tuple[float, float, float]:
     """(forward, gradients of inputs, gradients of weights)."""
     params = {p.name for p in program.params}
     inner = program.mesh.world // (program.mesh.size(program.axis) if program.axis else 1)
-    of_weights: set[fx.Node] = {n for n in graph.find_nodes(op="placeholder") if n.name in params}  # what depends on nothing else
+    of_weights: set[fx.Node] = {
+        n for n in graph.find_nodes(op="placeholder") if n.name in params
+    }  # what depends on nothing else
     forward = inputs = weights = 0.0
     for n in graph.nodes:
         if n.op != "call_function":
@@ -59,19 +66,25 @@ def _cost(graph: fx.Graph, program: Program) -> tuple[float, float, float]:
         if tensors(n) and all(x in of_weights for x in tensors(n)):
             of_weights.add(n)
         traffic = sum(v.nbytes(program.mesh) for x in (*tensors(n), n) for v in values(x))
-        rule = core.find(n.target)
+        rule = registry.find(n.target)
         flops = rule.flops(call_of(n)) / inner if rule is not None and rule.flops is not None else 0.0
         work = max(traffic, flops / FLOPS)
         forward += work
         wanting = [x in of_weights for x in tensors(n) if any(v.requires_grad for v in values(x))]
-        each = wanting if flops else [all(wanting)] if wanting else []  # what is no product goes over its gradients once
+        each = (
+            wanting if flops else [all(wanting)] if wanting else []
+        )  # what is no product goes over its gradients once
         weights += work * sum(each)
         inputs += work * (len(each) - sum(each))
     return forward, inputs, weights
 
 
-def draw(schedule: Schedule, costs: Costs | None = None, edges: schedules.Edges | None = None, *, width: int | None = None) -> Text:
-    """A row a rank. costs: None: F, I and W take 1 each. width: columns to fit in; None: every action is shown with its name."""
+def draw(
+    schedule: Schedule, costs: Costs | None = None, edges: schedules.Edges | None = None, *, width: int | None = None
+) -> Text:
+    """A row a rank. costs: None: F, I and W take 1 each. width: columns to fit in; None: every action is shown with its
+    name.
+    """
     return text(schedules.timeline(schedule, costs, edges), width=width)
 
 
@@ -109,8 +122,11 @@ def svg(t: Timeline) -> str:
     left, row, top = 130, 26, 44
     right = left + t.end * scale
     made = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{right + 120:.0f}" height="{top + row * s.ranks + 40}" font-family="system-ui, sans-serif" '
-        f'font-size="12" role="img"><title>{escape(_title(t))}</title><style>{_STYLE}</style>',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{right + 120:.0f}" height="{top + row * s.ranks + 40}"'
+            ' font-family="system-ui, sans-serif" font-size="12"'
+            f' role="img"><title>{escape(_title(t))}</title><style>{_STYLE}</style>'
+        ),
         f'<text x="8" y="18">{escape(_title(t))}</text>',
         f'<text x="{right + 10:.1f}" y="{top - 8}" class="soft">bubble, live</text>',
     ]
@@ -123,10 +139,13 @@ def svg(t: Timeline) -> str:
             x, wide = left + slot.start * scale, (slot.end - slot.start) * scale
             shade = 1 - 0.45 * chunks.index(slot.action.stage) / len(chunks)
             name = _name(s, slot)
-            label = f'<text x="{x + wide / 2:.1f}" y="{y + 15}" class="in">{name}</text>' if wide >= 7 * len(name) else ""
+            label = (
+                f'<text x="{x + wide / 2:.1f}" y="{y + 15}" class="in">{name}</text>' if wide >= 7 * len(name) else ""
+            )
             made.append(
-                f'<g><title>{slot.action}: {slot.start:g} to {slot.end:g}</title><rect x="{x:.1f}" y="{y}" width="{max(wide - 1, 0.5):.1f}" '
-                f'height="{row - 4}" class="{slot.action.kind}" fill-opacity="{shade:.2f}"/>{label}</g>'
+                f'<g><title>{slot.action}: {slot.start:g} to {slot.end:g}</title><rect x="{x:.1f}" y="{y}"'
+                f' width="{max(wide - 1, 0.5):.1f}" height="{row - 4}" class="{slot.action.kind}"'
+                f' fill-opacity="{shade:.2f}"/>{label}</g>'
             )
         made.append(f'<text x="{right + 10:.1f}" y="{y + 16}">{100 * t.bubble(rank):.1f} %, {t.live[rank]}</text>')
     y, x = top + row * s.ranks + 10, left
@@ -145,14 +164,23 @@ _STYLE = (
 
 
 def to_json(t: Timeline) -> dict[str, Any]:
-    """JSON-able: the schedule's actions as text, each rank's bubble and peak of live activations, and (action, start, end) of what it computes."""
+    """JSON-able: the schedule's actions as text, each rank's bubble and peak of live activations, and (action, start,
+    end) of what it computes.
+    """
     s = t.schedule
     return {
-        "name": s.name, "stages": s.stages, "ranks": s.ranks, "microbatches": s.microbatches, "placement": list(s.placement),
-        "actions": [[str(a) for a in each] for each in s.actions], "live": list(t.live), "bubble": t.bubble(),
-        "bubbles": [t.bubble(r) for r in range(s.ranks)], "end": t.end,
+        "name": s.name,
+        "stages": s.stages,
+        "ranks": s.ranks,
+        "microbatches": s.microbatches,
+        "placement": list(s.placement),
+        "actions": [[str(a) for a in each] for each in s.actions],
+        "live": list(t.live),
+        "bubble": t.bubble(),
+        "bubbles": [t.bubble(r) for r in range(s.ranks)],
+        "end": t.end,
         "slots": [[[str(slot.action), slot.start, slot.end] for slot in each] for each in t.slots],
-    }  # fmt: skip
+    }
 
 
 # --- parts of both drawings
@@ -184,13 +212,17 @@ def _name(s: Schedule, slot: Slot) -> str:
 
 
 def _cell(name: str, a: Action, columns: int) -> str:
-    """An action as so many columns, the last one blank if there is room; without its stage or microbatch if there is none."""
+    """An action as so many columns, the last one blank if there is room; without its stage or microbatch if there is
+    none.
+    """
     name = next((n for n in (name, f"{a.kind}{a.microbatch}", a.kind) if len(n) <= columns), "")
     return name if columns <= len(name) else f"{name.ljust(columns - 1, '-')} "
 
 
 def _scale(t: Timeline, room: Callable[[Slot], float]) -> float:
-    """Columns or pixels for a unit of time: enough for the name of every action, unless it is very much shorter than others."""
+    """Columns or pixels for a unit of time: enough for the name of every action, unless it is very much shorter than
+    others.
+    """
     slots = [slot for each in t.slots for slot in each if slot.end - slot.start > 0.1 * _longest(t)]
     return max((room(slot) / (slot.end - slot.start) for slot in slots), default=1.0)
 

@@ -18,9 +18,32 @@ from shardc.rules import (
     views,
     writes,
 )
-from shardc.rules.core import RULES, Call, Choices, LocalCall, Operand, Rule, Strategy, find, rule
+from shardc.rules.registry import RULES, Call, Choices, LocalCall, Operand, Rule, Strategy, find, rule
 
 __all__ = [
-    "RULES", "Call", "Choices", "LocalCall", "Operand", "Rule", "Strategy", "attention", "conv", "create", "experts", "find", "fourier", "index",
-    "linalg", "loss", "matmul", "norm", "pointwise", "random", "recurrent", "reduce", "rule", "views", "writes",
-]  # fmt: skip
+    "RULES",
+    "Call",
+    "Choices",
+    "LocalCall",
+    "Operand",
+    "Rule",
+    "Strategy",
+    "attention",
+    "conv",
+    "create",
+    "experts",
+    "find",
+    "fourier",
+    "index",
+    "linalg",
+    "loss",
+    "matmul",
+    "norm",
+    "pointwise",
+    "random",
+    "recurrent",
+    "reduce",
+    "rule",
+    "views",
+    "writes",
+]

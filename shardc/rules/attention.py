@@ -6,18 +6,20 @@ import math
 
 import torch
 
-from shardc.rules.core import Call, rule
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
 
 def attention(call: Call) -> Signature:
-    """q[..., h, s, d], k[..., g, t, d], v[..., g, t, e]: heads and batch split. With grouped queries h = (g, r): kv heads g split.
+    """q[..., h, s, d], k[..., g, t, d], v[..., g, t, e]: heads and batch split. With grouped queries h = (g, r): kv
+    heads
+    g split.
 
     If keys and values come in different groups, h = (g, m, r), where one has g heads and the other (g, m).
-    Queries split over their sequence too, unless a causal mask counts rows from zero. Keys are reduced over: they stay whole.
-    """
+    Queries split over their sequence too, unless a causal mask counts rows from zero. Keys are reduced over: they stay
+    whole."""
     q, k, v = (o.shape for o in call.operands[:3])
     out = call.results[0].shape
     lead = len(out) - 2
@@ -27,7 +29,9 @@ def attention(call: Call) -> Signature:
     def leading(shape: tuple[int, ...]) -> list[Dim]:
         """Batch and heads, counted from the right: they may be missing or have size one, and broadcast then."""
         own = shape[:-2]
-        return [(f"b{lead - len(own) + i}",) if s == out[lead - len(own) + i] and s != 1 else () for i, s in enumerate(own)]
+        return [
+            (f"b{lead - len(own) + i}",) if s == out[lead - len(own) + i] and s != 1 else () for i, s in enumerate(own)
+        ]
 
     full_query: list[Dim] = leading(out)
     query, key, value = leading(q), leading(k), leading(v)
@@ -47,7 +51,9 @@ def attention(call: Call) -> Signature:
         full = [*full_query, ("s",), ("t",)]
         skip = len(full) - len(mask)
         shape = (*out[:-2], q[-2], k[-2])
-        ins.append(tuple(n if s == f and s != 1 else () for n, s, f in zip(full[skip:], mask, shape[skip:], strict=True)))
+        ins.append(
+            tuple(n if s == f and s != 1 else () for n, s, f in zip(full[skip:], mask, shape[skip:], strict=True))
+        )
     return Signature(tuple(ins), ((*full_query, ("s",), ("e",)),), sizes, frozenset(), frozenset(whole))
 
 

@@ -1,4 +1,6 @@
-"""Convolutions and pooling: batch and channels split, space stays whole (its parts would need their neighbours' edges)."""
+"""Convolutions and pooling: batch and channels split, space stays whole (its parts would
+need their neighbours' edges).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.rules.core import Call, LocalCall, LocalOf, rule
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, LocalCall, LocalOf, rule
 
 aten = torch.ops.aten
 
@@ -47,11 +49,15 @@ def conv_transpose(call: Call) -> Signature:
 
 
 def local_groups(position: int, transposed: int | None = None) -> LocalOf:
-    """A `local` that gives the op the groups that a rank has, padding included. transposed: position of that argument, if it may be."""
+    """A `local` that gives the op the groups that a rank has, padding included. transposed: position of that argument,
+    if it may be.
+    """
 
     def local(call: LocalCall) -> fx.Node:
         x, w, y = call.call.operands[0].shape, call.call.operands[1].shape, call.call.results[0].shape
-        backwards = call.call.arg(transposed, "transposed") if transposed is not None else "transpose" in str(call.call.target)
+        backwards = (
+            call.call.arg(transposed, "transposed") if transposed is not None else "transpose" in str(call.call.target)
+        )
         wide = call.outputs[0].local_shape(y, call.mesh) if backwards else call.inputs[0].local_shape(x, call.mesh)
         groups = wide[len(x) - len(w) + 1] // call.inputs[1].local_shape(w, call.mesh)[1]
         return call.same(**{f"_{position}": groups} if len(call.args) > position else {"groups": groups})
@@ -68,8 +74,13 @@ def _linear(call: Call) -> str:
 
 
 for _op in (
-    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
-):  # fmt: skip
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv1d.padding,
+    aten.conv2d.padding,
+    aten.conv3d.padding,
+):
     rule(_op, conv, linear=_linear, added=(2,), flops=_flops, local=local_groups(6))
 rule(aten.convolution.default, conv_general, linear=_linear, added=(2,), flops=_flops, local=local_groups(8, 6))
 for _op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input):
@@ -90,25 +101,48 @@ def pooled(call: Call) -> Signature:
 
 
 for _op in (
-    aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default, aten.max_pool1d_with_indices.default,
-    aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.adaptive_max_pool1d.default,
-    aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default,
-):  # fmt: skip
+    aten.max_pool1d.default,
+    aten.max_pool2d.default,
+    aten.max_pool3d.default,
+    aten.max_pool1d_with_indices.default,
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool3d_with_indices.default,
+    aten.adaptive_max_pool1d.default,
+    aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default,
+):
     rule(_op, pooled)
 for _op in (
-    aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default, aten.adaptive_avg_pool1d.default,
-    aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default, aten._adaptive_avg_pool2d.default,
-    aten._adaptive_avg_pool3d.default, aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec,
-    aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact3d.vec,
-    aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten.upsample_trilinear3d.vec,
-    aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec, aten._upsample_bilinear2d_aa.default,
+    aten.avg_pool1d.default,
+    aten.avg_pool2d.default,
+    aten.avg_pool3d.default,
+    aten.adaptive_avg_pool1d.default,
+    aten.adaptive_avg_pool2d.default,
+    aten.adaptive_avg_pool3d.default,
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool3d.default,
+    aten.upsample_nearest1d.vec,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_nearest3d.vec,
+    aten._upsample_nearest_exact1d.vec,
+    aten._upsample_nearest_exact2d.vec,
+    aten._upsample_nearest_exact3d.vec,
+    aten.upsample_linear1d.vec,
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_bicubic2d.vec,
+    aten.upsample_trilinear3d.vec,
+    aten._upsample_bilinear2d_aa.vec,
+    aten._upsample_bicubic2d_aa.vec,
+    aten._upsample_bilinear2d_aa.default,
     aten._upsample_bicubic2d_aa.default,
-):  # fmt: skip
+):
     rule(_op, pooled, linear="0")
 
 
 def unpooled(call: Call) -> Signature:
-    """The gradient of what an average pool read: grad[n, c, ...], x[n, c, ...] -> like x, of which only the shape counts."""
+    """The gradient of what an average pool read: grad[n, c, ...], x[n, c, ...] -> like x, of which only the shape
+    counts.
+    """
     grad, x = (v.shape for v in call.operands)
     whole = len(x) - (2 if "2d" in str(call.target) else 3)
 
@@ -118,18 +152,28 @@ def unpooled(call: Call) -> Signature:
     sizes = {f"g{i}": s for i, s in enumerate(grad)} | {f"{k}{i}": s for i, s in enumerate(x) for k in "dx"}
     ins = dims(grad, "g"), dims(x, "x")
     used = {f for o in ins for (f,) in o}
-    return Signature(ins, (ins[1],), {k: v for k, v in sizes.items() if k in used}, frozenset(), frozenset(f for f in used if f[0] != "d"))
+    return Signature(
+        ins,
+        (ins[1],),
+        {k: v for k, v in sizes.items() if k in used},
+        frozenset(),
+        frozenset(f for f in used if f[0] != "d"),
+    )
 
 
 for _op in (
-    aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default, aten._adaptive_avg_pool2d_backward.default,
+    aten.avg_pool2d_backward.default,
+    aten.avg_pool3d_backward.default,
+    aten._adaptive_avg_pool2d_backward.default,
     aten._adaptive_avg_pool3d_backward.default,
-):  # fmt: skip
+):
     rule(_op, unpooled, linear="0")
 
 
 def fractional(call: Call) -> Signature:
-    """x[n, c, ...], places[n, c, 2 or 3] -> [n, c, ...], twice; without n, places[1, c, ..]. Space is whole on both sides."""
+    """x[n, c, ...], places[n, c, 2 or 3] -> [n, c, ...], twice; without n, places[1, c, ..]. Space is whole on both
+    sides.
+    """
     space = call.operands[1].shape[-1]
     sig = pooled(call)
     (x,) = sig.inputs
@@ -147,7 +191,11 @@ def sampled(call: Call) -> Signature:
     x, grid, y = (v.shape for v in (*call.operands, *call.results))
     read: tuple[Dim, ...] = tuple((f"x{i}",) for i in range(2, len(x)))
     at: tuple[Dim, ...] = tuple((f"y{i}",) for i in range(2, len(y)))
-    sizes = {"n": x[0], "c": x[1], "pair": grid[-1]} | {f"x{i}": x[i] for i in range(2, len(x))} | {f"y{i}": y[i] for i in range(2, len(y))}
+    sizes = (
+        {"n": x[0], "c": x[1], "pair": grid[-1]}
+        | {f"x{i}": x[i] for i in range(2, len(x))}
+        | {f"y{i}": y[i] for i in range(2, len(y))}
+    )
     ins = ((("n",), ("c",), *read), (("n",), *at, ("pair",)))
     return Signature(ins, ((("n",), ("c",), *at),), sizes, frozenset(), frozenset({"pair", *(f for (f,) in read)}))
 
@@ -157,12 +205,16 @@ for _op in (aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_s
 
 
 def windows(call: Call) -> Signature:
-    """im2col: x[n, c, h, w] -> [n, (c k), l], every window's elements beside its channel; col2im: back. Also without n."""
+    """im2col: x[n, c, h, w] -> [n, (c k), l], every window's elements beside its channel;
+    col2im: back. Also without n.
+    """
     x, y = call.operands[0].shape, call.results[0].shape
     image, columns = (x, y) if len(x) > len(y) else (y, x)
     lead: list[Dim] = [("n",)] if len(columns) == 3 else []
     channels = image[-3]
-    sizes = {"c": channels, "k": columns[-2] // channels, "l": columns[-1], "h": image[-2], "w": image[-1]} | ({"n": image[0]} if lead else {})
+    sizes = {"c": channels, "k": columns[-2] // channels, "l": columns[-1], "h": image[-2], "w": image[-1]} | (
+        {"n": image[0]} if lead else {}
+    )
     sides = ((*lead, ("c",), ("h",), ("w",)), (*lead, ("c", "k"), ("l",)))
     ins, outs = sides if len(x) > len(y) else (sides[1], sides[0])
     return Signature((ins,), (outs,), sizes, frozenset(), frozenset("klhw"))

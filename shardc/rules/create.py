@@ -1,13 +1,15 @@
-"""Ops that make tensors from sizes: constants may be made in parts, anything that counts (arange) is made whole and sliced."""
+"""Ops that make tensors from sizes: constants may be made in parts, anything that counts (arange) is made whole and
+sliced.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from shardc.rules.core import Call, rule
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Signature
 from shardc.rules.pointwise import local_size
+from shardc.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
@@ -27,14 +29,36 @@ for _op in (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty
 for _op in (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default):
     rule(_op, filled, local=local_size(1))
 for _op in (
-    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.logspace.default,
-    aten.scalar_tensor.default, aten.eye.default, aten.eye.m, aten.tril_indices.default, aten.triu_indices.default,
-    aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor, aten.linspace.Tensor_Scalar,
-    aten.linspace.Scalar_Tensor, aten.fft_fftfreq.default, aten.fft_rfftfreq.default,
-    aten.hann_window.default, aten.hann_window.periodic, aten.hamming_window.default, aten.hamming_window.periodic,
-    aten.hamming_window.periodic_alpha, aten.hamming_window.periodic_alpha_beta, aten.kaiser_window.default, aten.kaiser_window.periodic,
-    aten.kaiser_window.beta, aten.blackman_window.default, aten.blackman_window.periodic, aten.bartlett_window.default,
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.linspace.default,
+    aten.logspace.default,
+    aten.scalar_tensor.default,
+    aten.eye.default,
+    aten.eye.m,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+    aten.logspace.Tensor_Tensor,
+    aten.logspace.Tensor_Scalar,
+    aten.logspace.Scalar_Tensor,
+    aten.linspace.Tensor_Scalar,
+    aten.linspace.Scalar_Tensor,
+    aten.fft_fftfreq.default,
+    aten.fft_rfftfreq.default,
+    aten.hann_window.default,
+    aten.hann_window.periodic,
+    aten.hamming_window.default,
+    aten.hamming_window.periodic,
+    aten.hamming_window.periodic_alpha,
+    aten.hamming_window.periodic_alpha_beta,
+    aten.kaiser_window.default,
+    aten.kaiser_window.periodic,
+    aten.kaiser_window.beta,
+    aten.blackman_window.default,
+    aten.blackman_window.periodic,
+    aten.bartlett_window.default,
     aten.bartlett_window.periodic,
-):  # fmt: skip
+):
     rule(_op, all_whole)
 rule(aten.linspace.Tensor_Tensor, all_whole, linear="0 1")

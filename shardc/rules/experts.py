@@ -1,8 +1,9 @@
-"""Experts: `t h, t k, t k, e (2 i) h, e h i -> t h`. Tokens split is data parallel, i tensor parallel, e expert parallel.
+"""Experts: `t h, t k, t k, e (2 i) h, e h i -> t h`. Tokens split is data parallel, i tensor parallel, e expert
+parallel.
 
-Two ways to spread experts over an axis. With tokens whole there, each rank computes what its experts make of all tokens: partial sums.
-With tokens split there too, tokens go to the experts' ranks and back ("exchange"): every expert sees all its tokens, so its weights'
-gradients are whole, and nothing but chosen tokens is sent.
+Two ways to spread experts over an axis. With tokens whole there, each rank computes what its experts make of all
+tokens: partial sums. With tokens split there too, tokens go to the experts' ranks and back ("exchange"): every expert
+sees all its tokens, so its weights' gradients are whole, and nothing but chosen tokens is sent.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.placement import PARTIAL, VARYING, Layout, Partial, Placement, Shard
-from shardc.program import Collective, Value
-from shardc.rules.core import Call, LocalCall, Operand, Strategy, needs_vary, rule
+from shardc.ir.placement import PARTIAL, VARYING, Layout, Partial, Placement, Shard
+from shardc.ir.program import Collective, Value
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, LocalCall, Operand, Strategy, needs_vary, rule
 from shardc.runtime import ops
-from shardc.runtime.expert_activation import read
+from shardc.runtime.ops.expert_activation import read
 
 #: Positions of the arguments of `ops.experts`.
 X, INDEX, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS, ACTIVATION, TRANSPOSED = range(9)
@@ -38,7 +39,9 @@ def experts(call: Call) -> Signature:
     first: tuple[Dim, ...] = (("e",), ("h",), columns) if transposed else (("e",), columns, ("h",))
     second: tuple[Dim, ...] = (("e",), ("i",), ("o",)) if transposed else (("e",), ("o",), ("i",))
     ins: list[tuple[Dim, ...]] = [(("t",), ("h",)), (("t",), ("k",)), (("t",), ("k",)), first, second]
-    ins += [(("e",), columns)] * (_bias(call, UP_BIAS) is not None) + [(("e",), ("o",))] * (_bias(call, DOWN_BIAS) is not None)
+    ins += [(("e",), columns)] * (_bias(call, UP_BIAS) is not None) + [(("e",), ("o",))] * (
+        _bias(call, DOWN_BIAS) is not None
+    )
     return Signature(tuple(ins), ((("t",), ("o",)),), sizes, frozenset("ei"), frozenset("hkp"))
 
 
@@ -57,7 +60,11 @@ def linear(call: Call) -> str:
 def exchange(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Tokens and experts split over the same ranks."""
     tokens = {p for p in available[X] | {Shard(0)} if isinstance(p, Shard) and p.dim == 0 and not p.sections}
-    held = {p for p in available[UP] | ({Shard(0)} if Shard(0) in available[UP] else set()) if isinstance(p, Shard) and p.dim == 0}
+    held = {
+        p
+        for p in available[UP] | ({Shard(0)} if Shard(0) in available[UP] else set())
+        if isinstance(p, Shard) and p.dim == 0
+    }
     t, e = call.operands[X].shape[0], call.operands[UP].shape[0]
     for x in sorted(tokens, key=repr):
         for w in sorted(held, key=repr):
@@ -79,7 +86,11 @@ def local(call: LocalCall) -> fx.Node:
     x, index, weights, up, down, up_bias, down_bias, activation, *rest = call.args
     types = call.call.operands
     experts, (t, k), h = types[UP].shape[0], types[INDEX].shape, types[X].shape[1]
-    digits, padding, blocks = tuple((a, s.split, *s.sections) for a, s in shards), shards[0][1].padding, shards[0][1].blocks
+    digits, padding, blocks = (
+        tuple((a, s.split, *s.sections) for a, s in shards),
+        shards[0][1].padding,
+        shards[0][1].blocks,
+    )
     here = call.inputs[UP].local_shape(types[UP].shape, call.mesh)[0]
     ranks = math.prod(call.mesh.size(a) for a in axes)
 
@@ -107,10 +118,18 @@ def local(call: LocalCall) -> fx.Node:
     route = call.emit(ops.experts_route, where, {"tag": ""}, value=(pairs, counts), collective=sends(counts))
     order, numbers = part(route, 0, pairs), part(route, 1, counts)
     sent = call.emit(ops.experts_send, (x, order, numbers, mesh, axes, k), {}, value=rows, collective=sends(rows))
-    result = call.emit(ops.experts_apply, (sent, numbers, up, down, up_bias, down_bias, activation, *rest), {}, value=made)
-    back = call.emit(ops.experts_return, (result, numbers, mesh, axes), {}, value=made, collective=sends(made)) if axes else result
+    result = call.emit(
+        ops.experts_apply, (sent, numbers, up, down, up_bias, down_bias, activation, *rest), {}, value=made
+    )
+    back = (
+        call.emit(ops.experts_return, (result, numbers, mesh, axes), {}, value=made, collective=sends(made))
+        if axes
+        else result
+    )
     return call.emit(ops.experts_combine, (back, order, weights), {})
 
 
-rule(ops.experts_keep, "... t! k! -> ... t! k!")  # which of all tokens come first: their numbers are gathered, not the tokens
+rule(
+    ops.experts_keep, "... t! k! -> ... t! k!"
+)  # which of all tokens come first: their numbers are gathered, not the tokens
 rule(ops.experts, experts, linear=linear, added=(DOWN_BIAS, UP_BIAS), local=local, extra=exchange, flops=flops)

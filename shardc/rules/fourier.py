@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.core import Call, rule
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.pointwise import broadcast
+from shardc.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
@@ -26,12 +26,15 @@ def _signature(x: tuple[int, ...], y: tuple[int, ...], whole: set[int]) -> Signa
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
     out: list[Dim] = [(f"o{i}",) if i in whole else n for i, n in enumerate(names)]
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {f"o{i}": y[i] for i in whole}
-    return Signature((tuple(names),), (tuple(out),), sizes, frozenset(), frozenset(f"{k}{i}" for i in whole for k in "do"))
+    return Signature(
+        (tuple(names),), (tuple(out),), sizes, frozenset(), frozenset(f"{k}{i}" for i in whole for k in "do")
+    )
 
 
 for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
     for _kind in ("", "2", "n"):
         rule(getattr(aten, f"fft_{_name}{_kind}").default, transform, linear="0")
+
 
 def frames(call: Call) -> Signature:
     """stft, istft: x[b, ...] -> [b, ...]; time and frequency stay whole, and so does the window."""

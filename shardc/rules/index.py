@@ -1,4 +1,6 @@
-"""Look-ups: embedding, gather, indexing, scatter. The dim that indices point into stays whole, unless a rule says how not to."""
+"""Look-ups: embedding, gather, indexing, scatter. The dim that indices point into stays whole, unless a rule says how
+not to.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,18 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.placement import PARTIAL, REPLICATE, Placement, Shard
-from shardc.rules.core import Call, LocalCall, Operand, Strategy, rule
+from shardc.ir.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardc.rules.notation import Dim, Signature, parse
+from shardc.rules.registry import Call, LocalCall, Operand, Strategy, rule
 from shardc.runtime import ops
 
 aten = torch.ops.aten
 
 
 def by_vocabulary(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Rows of the table split: a rank looks up what it holds, other rows give zeros, the sum over ranks is the look-up."""
+    """Rows of the table split: a rank looks up what it holds, other rows give zeros, the
+    sum over ranks is the look-up.
+    """
     for rows in sorted(available[0], key=repr):
         if not isinstance(rows, Shard) or rows.dim != 0 or rows.sections or _by_frequency(call):
             continue
@@ -31,7 +35,9 @@ def local_embedding(call: LocalCall) -> fx.Node:
         return call.same()
     shards = call.inputs[0].shards(0)
     digits, rows = tuple((a, s.split) for a, s in shards), shards[0][1].padded(call.call.operands[0].shape[0])
-    return call.emit(ops.embedding_partial, (*call.args[:2], call.mesh_node, digits, rows, call.call.arg(2, "padding_idx", -1)), {})
+    return call.emit(
+        ops.embedding_partial, (*call.args[:2], call.mesh_node, digits, rows, call.call.arg(2, "padding_idx", -1)), {}
+    )
 
 
 def embedding(call: Call) -> Signature:
@@ -74,7 +80,9 @@ rule(aten.index_select.default, index_select, linear="0")
 
 
 def index(call: Call) -> Signature:
-    """x[i, :, j]: indexed dims stay whole, others are factors; the indices' own (broadcast) dims are factors of the result."""
+    """x[i, :, j]: indexed dims stay whole, others are factors; the indices' own (broadcast) dims are factors of the
+    result.
+    """
     x, where = call.operands[0].shape, call.arg(1, "indices")
     at = [d for d, i in enumerate(where) if isinstance(i, Operand)]
     picked = [call.operands[where[d].index].shape for d in at]
@@ -116,8 +124,8 @@ def all_whole(call: Call) -> Signature:
 def index_put(call: Call) -> Signature:
     """x[i, :, j] = values, or += values: like `index`, with the values where that has its result.
 
-    Dims of x that are indexed stay whole. Values that are added up (accumulate) may be split: each rank then has a summand.
-    """
+    Dims of x that are indexed stay whole. Values that are added up (accumulate) may be split: each rank then has a
+    summand."""
     x, where, values = call.operands[0].shape, call.arg(1, "indices"), call.operands[-1].shape
     at = [d for d, i in enumerate(where) if isinstance(i, Operand)]
     picked = [call.operands[where[d].index].shape for d in at]
@@ -133,13 +141,17 @@ def index_put(call: Call) -> Signature:
 
     def own(dims: list[Dim], shape: tuple[int, ...]) -> tuple[Dim, ...]:
         """The last of `dims`, without those that are broadcast."""
-        return tuple(d if sizes[d[0]] == s and s != 1 else () for d, s in zip(dims[len(dims) - len(shape) :], shape, strict=True))
+        return tuple(
+            d if sizes[d[0]] == s and s != 1 else () for d, s in zip(dims[len(dims) - len(shape) :], shape, strict=True)
+        )
 
     ins = (tuple(names), *(own(inner, p) for p in picked), own(full, values))
     picks = {f"i{i}" for i in range(len(shape))}
     # values that are broadcast would be added for padded entries too
     summed = {f for f in picks if call.arg(3, "accumulate", False) and (f,) in ins[-1]}
-    return Signature(ins, (tuple(names),), sizes, frozenset(summed), frozenset({f"d{d}" for d in at} | (picks - summed)))
+    return Signature(
+        ins, (tuple(names),), sizes, frozenset(summed), frozenset({f"d{d}" for d in at} | (picks - summed))
+    )
 
 
 def _put_linear(call: Call) -> str:
@@ -149,20 +161,30 @@ def _put_linear(call: Call) -> str:
 
 rule(aten.index_put.default, index_put, linear=_put_linear, added=(0,))
 for _op in (
-    aten.nonzero.default, aten.nonzero_static.default, aten.repeat_interleave.Tensor, aten.unique_consecutive.default,
-    aten.unique_dim.default, aten.bincount.default,
-    aten.as_strided.default, aten.put.default,
-):  # fmt: skip
+    aten.nonzero.default,
+    aten.nonzero_static.default,
+    aten.repeat_interleave.Tensor,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+    aten.bincount.default,
+    aten.as_strided.default,
+    aten.put.default,
+):
     rule(_op, all_whole)
 
 
-
 def index_add(call: Call) -> Signature:
-    """x.index_add(dim, index, source): the dim stays whole in x; the source's entries may be split, as they are added up."""
+    """x.index_add(dim, index, source): the dim stays whole in x; the source's entries may be split, as they are added
+    up.
+    """
     x, source, d = call.operands[0].shape, call.operands[2].shape, call.dim(call.arg(1, "dim"))
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {"n": source[d] if source else 1}
-    ins = (tuple(names), (("n",),) if call.operands[1].shape else (), tuple([*names[:d], ("n",), *names[d + 1 :]][: len(source)]))
+    ins = (
+        tuple(names),
+        (("n",),) if call.operands[1].shape else (),
+        tuple([*names[:d], ("n",), *names[d + 1 :]][: len(source)]),
+    )
     return Signature(ins, (tuple(names),), sizes, frozenset({"n"}), frozenset({f"d{d}"}))
 
 
@@ -206,7 +228,9 @@ rule(aten.scatter_reduce.two, scatter, linear=lambda c: "0 2" if c.arg(4, "reduc
 
 
 def scatter_add(call: Call) -> Signature:
-    """As `scatter`; where index and src are of one size their entries along the dim may be split, as they are added up."""
+    """As `scatter`; where index and src are of one size their entries along the dim may
+    be split, as they are added up.
+    """
     plain, d = scatter(call), call.dim(call.arg(1, "dim"))
     index, src = (v.shape for v in call.operands[1:])
     if not index or index[d] != src[d]:

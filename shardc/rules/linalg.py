@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from shardc.rules.core import Call, SignatureOf, rule
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Dim, Operand, Signature
+from shardc.rules.registry import Call, SignatureOf, rule
 
 aten = torch.ops.aten
 
@@ -20,7 +20,9 @@ def stacked(call: Call) -> Signature:
 
 
 def solve(call: Call) -> Signature:
-    """A[..., n, n], B[..., n, k], or B[..., n] where it has just one dim less (as torch reads it). Columns of B are solved alone."""
+    """A[..., n, n], B[..., n, k], or B[..., n] where it has just one dim less (as torch reads it). Columns of B are
+    solved alone.
+    """
     a, b = (v.shape for v in call.operands[:2])
     if len(b) == 1 or b == a[:-1]:
         return _stacked(call, [2, 1])
@@ -73,13 +75,17 @@ def _stacked(call: Call, own: list[int]) -> Signature:
 
     def dims(shape: tuple[int, ...], leading: int, mark: str) -> tuple[Dim, ...]:
         skip = len(batch) - leading
-        first: list[Dim] = [(f"e{skip + i}",) if s == batch[skip + i] and s != 1 else () for i, s in enumerate(shape[:leading])]
+        first: list[Dim] = [
+            (f"e{skip + i}",) if s == batch[skip + i] and s != 1 else () for i, s in enumerate(shape[:leading])
+        ]
         sizes.update({f"{mark}{i}": s for i, s in enumerate(shape) if i >= leading})
         return (*first, *((f"{mark}{i}",) for i in range(leading, len(shape))))
 
     ins = tuple(dims(v.shape, len(e), f"x{j}_") for j, (v, e) in enumerate(zip(call.operands, lead, strict=True)))
     asked = [v.shape[: len(batch)] == batch for v in call.results]  # vectors that were not asked for are empty
-    outs = tuple(dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, asked, strict=True)))
+    outs = tuple(
+        dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, asked, strict=True))
+    )
     whole = frozenset(f for f in sizes if not f.startswith("e"))
     return Signature(ins, outs, sizes, frozenset(), whole)
 
@@ -89,15 +95,41 @@ def _flops(call: Call) -> int:
 
 
 for _op in (
-    aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_cholesky.default, aten.linalg_cholesky_ex.default,
-    aten.cholesky.default, aten.cholesky_inverse.default, aten.linalg_det.default, aten.logdet.default, aten.linalg_slogdet.default,
-    aten.linalg_eigh.default, aten.linalg_eigvalsh.default, aten.linalg_svd.default, aten.linalg_svdvals.default,
-    aten.linalg_qr.default, aten.linalg_pinv.atol_rtol_float, aten.pinverse.default, aten.matrix_exp.default,
-    aten.linalg_matrix_power.default, aten.linalg_cond.default, aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default,
-    aten.linalg_lu.default, aten._lu_with_info.default, aten.linalg_eig.default, aten.linalg_eigvals.default, aten.svd.default,
-    aten._linalg_svd.default, aten._linalg_eigh.default, aten._linalg_det.default, aten._linalg_slogdet.default,
-    aten.geqrf.default, aten.linalg_ldl_factor.default, aten.linalg_ldl_factor_ex.default, aten.triangular_solve.default,
-):  # fmt: skip
+    aten.linalg_inv.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_cholesky.default,
+    aten.linalg_cholesky_ex.default,
+    aten.cholesky.default,
+    aten.cholesky_inverse.default,
+    aten.linalg_det.default,
+    aten.logdet.default,
+    aten.linalg_slogdet.default,
+    aten.linalg_eigh.default,
+    aten.linalg_eigvalsh.default,
+    aten.linalg_svd.default,
+    aten.linalg_svdvals.default,
+    aten.linalg_qr.default,
+    aten.linalg_pinv.atol_rtol_float,
+    aten.pinverse.default,
+    aten.matrix_exp.default,
+    aten.linalg_matrix_power.default,
+    aten.linalg_cond.default,
+    aten.linalg_lu_factor.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu.default,
+    aten._lu_with_info.default,
+    aten.linalg_eig.default,
+    aten.linalg_eigvals.default,
+    aten.svd.default,
+    aten._linalg_svd.default,
+    aten._linalg_eigh.default,
+    aten._linalg_det.default,
+    aten._linalg_slogdet.default,
+    aten.geqrf.default,
+    aten.linalg_ldl_factor.default,
+    aten.linalg_ldl_factor_ex.default,
+    aten.triangular_solve.default,
+):
     rule(_op, stacked, flops=_flops)
 rule(aten.linalg_solve.default, solve, linear="1", flops=_flops)
 rule(aten.linalg_solve_ex.default, solve, flops=_flops)
@@ -120,9 +152,11 @@ def matrix_norm(call: Call) -> Signature:
     x = call.operands[0].shape
     gone = {call.dim(d) for d in call.arg(2, "dim", [-2, -1])}
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
-    kept = [() if i in gone else n for i, n in enumerate(names)] if call.arg(3, "keepdim", False) else [
-        n for i, n in enumerate(names) if i not in gone
-    ]  # fmt: skip
+    kept = (
+        [() if i in gone else n for i, n in enumerate(names)]
+        if call.arg(3, "keepdim", False)
+        else [n for i, n in enumerate(names) if i not in gone]
+    )
     sizes = {f"d{i}": s for i, s in enumerate(x)}
     return Signature((tuple(names),), (tuple(kept),), sizes, frozenset(), frozenset(f"d{i}" for i in gone))
 

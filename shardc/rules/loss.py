@@ -9,16 +9,14 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.mesh import Mesh
-from shardc.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.program import Collective, Value
-from shardc.rules.core import Call, LocalCall, Strategy, rule
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
+from shardc.ir.program import Collective, Value
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Dim, Signature
-from shardc.runtime import (
-    custom_ops,  # noqa: F401 (it registers shardc::ctc_loss)
-    ops,
-)
+from shardc.rules.registry import Call, LocalCall, Strategy, rule
+from shardc.runtime import ops
+from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)
 
 
 def _class_dim(call: Call) -> int:
@@ -30,14 +28,21 @@ def nll(call: Call) -> Signature:
     x, c = call.operands[0].shape, _class_dim(call)
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
     rest = tuple(names[:c] + names[c + 1 :])
-    return Signature((tuple(names), rest), (rest,), {f"d{i}": s for i, s in enumerate(x)}, frozenset(), frozenset({f"d{c}"}))
+    return Signature(
+        (tuple(names), rest), (rest,), {f"d{i}": s for i, s in enumerate(x)}, frozenset(), frozenset({f"d{c}"})
+    )
 
 
 def by_classes(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Vocabulary-parallel cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3)."""
     d = _class_dim(call)
     for c in sorted(available[0], key=repr):
-        if isinstance(c, Shard) and c.dim == d and not c.sections and c.padded(call.operands[0].shape[d]) % (c.split * n) == 0:
+        if (
+            isinstance(c, Shard)
+            and c.dim == d
+            and not c.sections
+            and c.padded(call.operands[0].shape[d]) % (c.split * n) == 0
+        ):
             yield Strategy("classes", (c, REPLICATE), (REPLICATE,))
 
 
@@ -60,15 +65,23 @@ def local_nll(call: LocalCall) -> fx.Node:
     size = Value(out.shape, out.dtype, False, layout).nbytes(call.mesh)
     top = call.emit(ops.nll_max, (logits,), {}, value=flat)
     top = call.emit(
-        ops.all_reduce_max, (top, call.mesh_node, axes), {}, value=Value(out.shape, out.dtype, False, layout),
+        ops.all_reduce_max,
+        (top, call.mesh_node, axes),
+        {},
+        value=Value(out.shape, out.dtype, False, layout),
         collective=Collective("all_reduce", "none", axes, size, "loss over split classes: the largest logit"),
-    )  # fmt: skip
+    )
     parts = call.emit(ops.nll_parts, (logits, target, top, call.mesh_node, digits, classes, ignore), {}, value=pair)
     whole = Value((2, *out.shape), out.dtype, True, _shifted(layout))
     parts = call.emit(
-        ops.all_reduce, (parts, call.mesh_node, axes), {}, value=whole,
-        collective=Collective("all_reduce", "none", axes, 2 * size, "loss over split classes: normaliser and target logit"),
-    )  # fmt: skip
+        ops.all_reduce,
+        (parts, call.mesh_node, axes),
+        {},
+        value=whole,
+        collective=Collective(
+            "all_reduce", "none", axes, 2 * size, "loss over split classes: normaliser and target logit"
+        ),
+    )
     return call.emit(ops.nll_join, (parts, target, ignore), {})
 
 
@@ -87,7 +100,9 @@ rule(ops.nll, nll, local=local_nll, extra=by_classes)
 
 
 def by_row(call: Call) -> Signature:
-    """x[n, c], targets[n, c] -> loss[n], as the canonical pass leaves it; a loss that reduces by itself needs all rows."""
+    """x[n, c], targets[n, c] -> loss[n], as the canonical pass leaves it; a loss that
+    reduces by itself needs all rows.
+    """
     if call.arg(2, "reduction", 1):
         return all_whole(call)
     x = call.operands[0].shape
@@ -100,7 +115,9 @@ rule(torch.ops.aten.multilabel_margin_loss.default, by_row)
 
 
 def ctc(call: Call) -> Signature:
-    """log_probs[t, n, c], targets[n, s], lengths[n], lengths[n] -> loss[n]. Targets that stand in one row cannot be split."""
+    """log_probs[t, n, c], targets[n, s], lengths[n], lengths[n] -> loss[n]. Targets that stand in one row cannot be
+    split.
+    """
     x, targets = (v.shape for v in call.operands[:2])
     sizes = {"t": x[0], "n": x[1], "c": x[2]} | {f"s{i}": s for i, s in enumerate(targets)}
     apart = len(targets) == 2

@@ -1,4 +1,6 @@
-"""Matrix products. The summed factor is what row parallelism splits, the weight's own factor what column parallelism splits."""
+"""Matrix products. The summed factor is what row parallelism splits, the weight's own factor what column parallelism
+splits.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import math
 
 import torch
 
-from shardc.rules.core import Call, rule
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
@@ -34,7 +36,9 @@ rule(aten.outer.default, "m, n -> m n", linear="0 | 1")
 
 
 def addmm(call: Call) -> Signature:
-    """bias + a @ b, with a batch dim or without. The bias broadcasts: it may lack leading dims and have dims of size one."""
+    """bias + a @ b, with a batch dim or without. The bias broadcasts: it may lack leading dims and have dims of size
+    one.
+    """
     bias, out, k = call.operands[0].shape, call.results[0].shape, call.operands[1].shape[-1]
     every: list[Dim] = [("b",), ("m",), ("n",)]
     names = every[3 - len(out) :]
@@ -42,7 +46,9 @@ def addmm(call: Call) -> Signature:
     own = tuple(name if s == size else () for name, s, size in zip(names[skip:], bias, out[skip:], strict=True))
     *batch, m, n = names
     sizes = {f: s for (f,), s in zip(names, out, strict=True)} | {"k": k}
-    return Signature((own, (*batch, m, ("k",)), (*batch, ("k",), n)), (tuple(names),), sizes, frozenset({"k"}), frozenset())
+    return Signature(
+        (own, (*batch, m, ("k",)), (*batch, ("k",), n)), (tuple(names),), sizes, frozenset({"k"}), frozenset()
+    )
 
 
 rule(aten.addmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops_bias_first)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.rules.core import Call, LocalCall, Operand, rule
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, LocalCall, Operand, rule
 
 aten = torch.ops.aten
 
 
 def layer_norm(call: Call) -> Signature:
-    """layer_norm and rms_norm: the last dims, as many as normalized_shape has, are whole; weight and bias have just those."""
+    """layer_norm and rms_norm: the last dims, as many as normalized_shape has, are whole; weight and bias have just
+    those.
+    """
     x = call.operands[0].shape
     last = len(call.arg(1, "normalized_shape"))
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
@@ -32,7 +34,9 @@ if hasattr(aten, "_fused_rms_norm"):
 
 
 def group_norm(call: Call) -> Signature:
-    """x[n, c, ...]: the batch splits; channels are normalised in groups, so a split channel dim must hold whole groups."""
+    """x[n, c, ...]: the batch splits; channels are normalised in groups, so a split
+    channel dim must hold whole groups.
+    """
     x = call.operands[0].shape
     groups = call.arg(1, "num_groups")
     sizes = {"n": x[0], "g": groups, "c": x[1] // groups} | {f"s{i}": s for i, s in enumerate(x[2:])}
@@ -52,11 +56,15 @@ rule(aten.group_norm.default, group_norm, local=local_group_norm)
 
 
 def instance_norm(call: Call) -> Signature:
-    """x[n, c, ...]: every image and channel is normalised alone. Running statistics are means over images: then those are whole."""
+    """x[n, c, ...]: every image and channel is normalised alone. Running statistics are means over images: then those
+    are whole.
+    """
     x = call.operands[0].shape
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
     ins = (names, *[(names[1],) for _ in call.operands[1:]])
-    whole = {f"d{i}" for i in range(2, len(x))} | ({"d0"} if isinstance(call.arg(3, "running_mean"), Operand) else set())
+    whole = {f"d{i}" for i in range(2, len(x))} | (
+        {"d0"} if isinstance(call.arg(3, "running_mean"), Operand) else set()
+    )
     return Signature(ins, (names,), {f"d{i}": s for i, s in enumerate(x)}, frozenset(), frozenset(whole))
 
 

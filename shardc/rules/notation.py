@@ -2,14 +2,15 @@
 
     "... k+, n k+, n -> ... n"        linear(input, weight, bias)
 
-Operands are separated by commas, results follow the arrow. Each dim of an operand is a factor; `(a b)` is one dim made of
-the factors a (major) and b (minor); `1` is a dim of size one; a number such as `3` in `(3 n)` is a factor of that size that is
-never split; `...` stands for any leading dims, the same in all places. Marks on a factor, at any of its places:
-`+` it is summed away: splitting it leaves partial sums; `!` it must stay whole. A factor that reaches every result may be split.
-A dim of size one broadcasts: bound to such a call, it has no factor if the factor is larger elsewhere.
+Operands are separated by commas, results follow the arrow. Each dim of an operand is a factor; `(a b)` is one dim made
+of the factors a (major) and b (minor); `1` is a dim of size one; a number such as `3` in `(3 n)` is a factor of that
+size that is never split; `...` stands for any leading dims, the same in all places. Marks on a factor, at any of its
+places: `+` it is summed away: splitting it leaves partial sums; `!` it must stay whole. A factor that reaches every
+result may be split. A dim of size one broadcasts: bound to such a call, it has no factor if the factor is larger
+elsewhere.
 
-`Signature` is a rule bound to the shapes of one call: it says which factors exist, how large they are and where each lies.
-"""
+`Signature` is a rule bound to the shapes of one call: it says which factors exist, how large they are and where each
+lies."""
 
 from __future__ import annotations
 
@@ -86,9 +87,15 @@ class Notation:
         pairs = [*zip(self.inputs, inputs, strict=False), *zip(self.outputs, outputs, strict=False)]
         lead = max((len(s) - len(o) + 1 for o, s in pairs if o and o[0] == ("...",)), default=0)
         ops = [_expand(o, len(s), lead) for o, s in pairs]
-        large = {d for o, (_, s) in zip(ops, pairs, strict=True) for d, size in zip(o, s, strict=True) if len(d) == 1 and size > 1}
+        large = {
+            d
+            for o, (_, s) in zip(ops, pairs, strict=True)
+            for d, size in zip(o, s, strict=True)
+            if len(d) == 1 and size > 1
+        }
         ops = [  # where others have more, a dim of size one broadcasts: it has no factor
-            tuple(() if size == 1 and d in large else d for d, size in zip(o, s, strict=True)) for o, (_, s) in zip(ops, pairs, strict=True)
+            tuple(() if size == 1 and d in large else d for d, size in zip(o, s, strict=True))
+            for o, (_, s) in zip(ops, pairs, strict=True)
         ]
         todo = [(d, size) for o, (_, s) in zip(ops, pairs, strict=True) for d, size in zip(o, s, strict=True)]
         while todo:

@@ -1,4 +1,6 @@
-"""Elementwise ops: every dim is a factor, dims of size one broadcast. Most are found by torch's own tag, not by a list."""
+"""Elementwise ops: every dim is a factor, dims of size one broadcast. Most are found by
+torch's own tag, not by a list.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from typing import Any
 
 import torch
 
-from shardc.rules.core import Call, LocalCall, Operand, Rule, fallback, rule
 from shardc.rules.notation import Dim, Signature
-from shardc.runtime import custom_ops  # noqa: F401 (it registers shardc::with_gradient_of)
+from shardc.rules.registry import Call, LocalCall, Operand, Rule, fallback, rule
+from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 
 aten = torch.ops.aten
 
@@ -60,9 +62,13 @@ rule(aten.div.Scalar, broadcast, linear="0")
 rule(aten.where.self, broadcast, linear=branches)
 rule(aten.masked_fill.Scalar, broadcast, linear=fill_zero)
 for _op in (
-    aten.neg.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.positive.default,
+    aten.neg.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.positive.default,
     aten.lift_fresh_copy.default,
-):  # fmt: skip
+):
     rule(_op, broadcast, linear="0")
 for _op in (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device):
     rule(_op, broadcast, linear=to_float)
@@ -92,9 +98,14 @@ def unreduced(call: Call) -> Signature:
 
 
 for _op in (
-    aten.smooth_l1_loss.default, aten.huber_loss.default, aten.binary_cross_entropy.default, aten.soft_margin_loss.default,
-    aten.binary_cross_entropy_with_logits.default, aten.kl_div.default, aten.mse_loss.default,
-):  # fmt: skip
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.kl_div.default,
+    aten.mse_loss.default,
+):
     rule(_op, unreduced)
 
 
@@ -107,6 +118,8 @@ def prelu(call: Call) -> Signature:
 
 
 rule(aten.prelu.default, prelu)
+
+
 def per_channel(call: Call) -> Signature:
     """fake_quantize(x, scale[c], zero[c], dim): every channel has its own."""
     sig = first_only(call)
@@ -126,13 +139,32 @@ rule(torch.ops.shardc.with_gradient_of.default, broadcast, linear="0 1")
 
 # pointwise in fact, though torch does not tag them so (or they are composites that canonical graphs keep whole)
 for _op in (
-    aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar,
-    aten.silu.default, aten.gelu.default, aten.selu.default, aten.relu6.default, aten.softplus.default, aten.__and__.Tensor,
-    aten.__or__.Tensor, aten.__xor__.Tensor, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-    aten.empty_like.default, aten.hardswish.default, aten.log_sigmoid.default, aten.floor_divide.default, aten.clamp.default,
+    aten.where.ScalarSelf,
+    aten.where.ScalarOther,
+    aten.where.Scalar,
+    aten.silu.default,
+    aten.gelu.default,
+    aten.selu.default,
+    aten.relu6.default,
+    aten.softplus.default,
+    aten.__and__.Tensor,
+    aten.__or__.Tensor,
+    aten.__xor__.Tensor,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.hardswish.default,
+    aten.log_sigmoid.default,
+    aten.floor_divide.default,
+    aten.clamp.default,
     aten.isfinite.default,
-    aten.isinf.default, aten.isposinf.default, aten.isneginf.default, aten.float_power.Tensor_Scalar, aten.square.default,
-):  # fmt: skip
+    aten.isinf.default,
+    aten.isposinf.default,
+    aten.isneginf.default,
+    aten.float_power.Tensor_Scalar,
+    aten.square.default,
+):
     rule(_op, broadcast)
 
 
@@ -144,25 +176,46 @@ def pointwise(op: Any) -> Rule | None:
     return None
 
 
-#: Ops with poles -> the places of the arguments where these lie, and a number where none is. That is what a padded shard has there instead
-#: of zeros: what such an op made of its padding would be no finite number, and nor would the gradient, in which sums to other weights meet it.
+#: Ops with poles -> the places of the arguments where these lie, and a number where none is. That is what a padded
+#: shard has there instead of zeros: what such an op made of its padding would be no finite number, and nor would the
+#: gradient, in which sums to other weights meet it.
 POLES: dict[Any, tuple[tuple[int, ...], float]] = {
     **dict.fromkeys(
         (
-            aten.reciprocal.default, aten.sqrt.default, aten.rsqrt.default, aten.log.default, aten.log2.default, aten.log10.default,
-            aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.float_power.Tensor_Scalar, aten.float_power.Tensor_Tensor,
-            aten.digamma.default, aten.lgamma.default, aten.hypot.default, aten._weight_norm.default, aten._weight_norm_interface.default,
-        ), ((0,), 1.0),
+            aten.reciprocal.default,
+            aten.sqrt.default,
+            aten.rsqrt.default,
+            aten.log.default,
+            aten.log2.default,
+            aten.log10.default,
+            aten.pow.Tensor_Scalar,
+            aten.pow.Tensor_Tensor,
+            aten.float_power.Tensor_Scalar,
+            aten.float_power.Tensor_Tensor,
+            aten.digamma.default,
+            aten.lgamma.default,
+            aten.hypot.default,
+            aten._weight_norm.default,
+            aten._weight_norm_interface.default,
+        ),
+        ((0,), 1.0),
     ),
     **dict.fromkeys(
         (
-            aten.div.Tensor, aten.div.Tensor_mode, aten.floor_divide.default, aten.remainder.Tensor, aten.fmod.Tensor, aten.atan2.default,
+            aten.div.Tensor,
+            aten.div.Tensor_mode,
+            aten.floor_divide.default,
+            aten.remainder.Tensor,
+            aten.fmod.Tensor,
+            aten.atan2.default,
             aten.xlogy.Tensor,
-        ), ((1,), 1.0),
+        ),
+        ((1,), 1.0),
     ),
-    aten.addcdiv.default: ((2,), 1.0), aten.acosh.default: ((0,), 2.0),
+    aten.addcdiv.default: ((2,), 1.0),
+    aten.acosh.default: ((0,), 2.0),
     **dict.fromkeys((aten.logit.default, aten.special_ndtri.default), ((0,), 0.5)),
-}  # fmt: skip
+}
 
 
 def poles(op: Any, args: Sequence[Any]) -> tuple[list[Any], float]:

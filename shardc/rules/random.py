@@ -1,12 +1,14 @@
-"""Random ops. Masks and numbers are a function of the global element's index, so any dim may be split; the rank tells which elements it has."""
+"""Random ops. Masks and numbers are a function of the global element's index, so any dim may be split; the rank tells
+which elements it has.
+"""
 
 from __future__ import annotations
 
 from torch import fx
 
-from shardc.rules.core import Call, LocalCall, rule
 from shardc.rules.notation import Signature
 from shardc.rules.pointwise import broadcast
+from shardc.rules.registry import Call, LocalCall, rule
 from shardc.runtime import ops
 from shardc.runtime.rng import Digits, Paddings
 
@@ -31,7 +33,13 @@ def drawn(call: Call) -> Signature:
     """Every dim of the result is a factor; a permutation is drawn whole."""
     out = call.results[0].shape
     sizes = {f"d{i}": s for i, s in enumerate(out)}
-    return Signature((), (tuple((f,) for f in sizes),), sizes, frozenset(), frozenset(sizes) if call.args[0] == "permutation" else frozenset())
+    return Signature(
+        (),
+        (tuple((f,) for f in sizes),),
+        sizes,
+        frozenset(),
+        frozenset(sizes) if call.args[0] == "permutation" else frozenset(),
+    )
 
 
 def local_random(call: LocalCall) -> fx.Node:

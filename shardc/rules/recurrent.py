@@ -1,4 +1,6 @@
-"""Recurrent layers as one op: the batch may be split; time is sequential and the hidden units all depend on each other."""
+"""Recurrent layers as one op: the batch may be split; time is sequential and the hidden
+units all depend on each other.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import math
 
 import torch
 
-from shardc.rules.core import Call, rule
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, rule
 
 aten = torch.ops.aten
 

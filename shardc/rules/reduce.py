@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.rules.core import Call, LocalCall, find, rule
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.registry import Call, LocalCall, find, rule
 from shardc.rules.views import every_operand, whole_dims
 from shardc.runtime import ops
 
@@ -24,7 +24,11 @@ def reduced(position: int, name: str, *, summed: bool, keep: tuple[int, str] = (
     def reduction(call: Call) -> Signature:
         x = call.operands[0].shape
         dims = call.arg(position, name)
-        gone = {call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)} if dims not in (None, []) else set(range(len(x)))
+        gone = (
+            {call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)}
+            if dims not in (None, [])
+            else set(range(len(x)))
+        )
         names = [(f"d{i}",) for i in range(len(x))]
         kept: list[Dim] = [n for i, n in enumerate(names) if i not in gone]
         if call.arg(*keep, False) and x:
@@ -71,16 +75,33 @@ rule(aten.mean.dim, reduced(1, "dim", summed=True), linear="0", local=local_mean
 rule(aten.mean.default, reduced(9, "", summed=True, keep=(9, "")), linear="0", local=local_mean)
 
 for _op in (
-    aten.amax.default, aten.amin.default, aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims, aten.argmax.default,
-    aten.argmin.default, aten.logsumexp.default, aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.median.dim,
-    aten.nanmedian.dim, aten.mode.default,
-):  # fmt: skip
+    aten.amax.default,
+    aten.amin.default,
+    aten.any.dim,
+    aten.any.dims,
+    aten.all.dim,
+    aten.all.dims,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.logsumexp.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.prod.dim_int,
+    aten.median.dim,
+    aten.nanmedian.dim,
+    aten.mode.default,
+):
     rule(_op, reduced(1, "dim", summed=False))
 rule(aten.kthvalue.default, reduced(2, "dim", summed=False, keep=(3, "keepdim")))
 for _op in (
-    aten.any.default, aten.all.default, aten.max.default, aten.min.default, aten.prod.default, aten.median.default,
+    aten.any.default,
+    aten.all.default,
+    aten.max.default,
+    aten.min.default,
+    aten.prod.default,
+    aten.median.default,
     aten.nanmedian.default,
-):  # fmt: skip
+):
     rule(_op, reduced(9, "", summed=False, keep=(9, "")))
 rule(aten.var.correction, reduced(1, "dim", summed=False, keep=(9, "keepdim")))
 rule(aten.std.correction, reduced(1, "dim", summed=False, keep=(9, "keepdim")))
@@ -91,9 +112,15 @@ rule(aten.linalg_vector_norm.default, reduced(2, "dim", summed=False, keep=(3, "
 rule(aten.norm.ScalarOpt_dim, reduced(2, "dim", summed=False, keep=(3, "keepdim")))
 
 for _op in (
-    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumprod.default,
-    aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
-):  # fmt: skip
+    aten.softmax.int,
+    aten._softmax.default,
+    aten.log_softmax.int,
+    aten._log_softmax.default,
+    aten.cumprod.default,
+    aten.logcumsumexp.default,
+    aten.cummax.default,
+    aten.cummin.default,
+):
     rule(_op, whole_dims((1, "dim", -1)))
 rule(aten.glu.default, whole_dims((1, "dim", -1)))
 rule(aten.cumsum.default, whole_dims((1, "dim", -1)), linear="0")
@@ -110,7 +137,13 @@ def histc(call: Call) -> Signature:
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {"bins": call.results[0].shape[0]}
     given = call.arg(2, "min", 0) != call.arg(3, "max", 0)
     each = frozenset(f for (f,) in names)
-    return Signature((names,), ((("bins",),),), sizes, each if given else frozenset(), frozenset({"bins"}) | (frozenset() if given else each))
+    return Signature(
+        (names,),
+        ((("bins",),),),
+        sizes,
+        each if given else frozenset(),
+        frozenset({"bins"}) | (frozenset() if given else each),
+    )
 
 
 def local_histc(call: LocalCall) -> fx.Node:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.placement import PARTIAL, Placement, Shard
-from shardc.rules.core import Call, LocalCall, Strategy, rule
+from shardc.ir.placement import PARTIAL, Placement, Shard
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.pointwise import local_size
+from shardc.rules.registry import Call, LocalCall, Strategy, rule
 from shardc.runtime import ops
 
 aten = torch.ops.aten
@@ -23,7 +23,11 @@ def _names(ndim: int, prefix: str = "d") -> list[Dim]:
 
 
 def _signature(
-    call: Call, inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]], sizes: dict[str, int], whole: Iterable[str] = ()
+    call: Call,
+    inputs: Sequence[Sequence[Dim]],
+    outputs: Sequence[Sequence[Dim]],
+    sizes: dict[str, int],
+    whole: Iterable[str] = (),
 ) -> Signature:
     return Signature(tuple(map(tuple, inputs)), tuple(map(tuple, outputs)), sizes, frozenset(), frozenset(whole))
 
@@ -38,9 +42,9 @@ def _sizes(shape: Sequence[int]) -> dict[str, int]:
 def walk(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
     """Common factors of two shapes of one number of elements: (old dims, new dims, sizes, whole factors).
 
-    Both shapes are read from the left; the gcd of what is left of the two current dims is a factor of both. Where it is one,
-    the shortest runs of dims with equal products form a block: common factors are then peeled off its right end, and what
-    remains lies differently in both and stays whole.
+    Both shapes are read from the left; the gcd of what is left of the two current dims is a factor of both. Where it is
+    one, the shortest runs of dims with equal products form a block: common factors are then peeled off its right end,
+    and what remains lies differently in both and stays whole.
 
     >>> walk([4, 6], [2, 12])[:2]
     ([('f0', 'f1'), ('f2',)], [('f0',), ('f1', 'f2')])
@@ -108,11 +112,20 @@ def local_reshape(call: LocalCall) -> fx.Node:
     return call.emit(aten.reshape.default, (call.args[0], list(call.out_shape)), {})
 
 
-for _op in (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int):
+for _op in (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+):
     rule(_op, reshape, linear="0", local=local_reshape)
 for _op in (
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
-):  # fmt: skip
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+):
     rule(_op, reshape, linear="0", local=local_reshape)
 
 
@@ -154,7 +167,10 @@ def expand(call: Call) -> Signature:
     x, out = call.operands[0].shape, call.results[0].shape
     skip = len(out) - len(x)
     return _signature(
-        call, [[(f"d{skip + i}",) if s == out[skip + i] else () for i, s in enumerate(x)]], [_names(len(out))], _sizes(out)
+        call,
+        [[(f"d{skip + i}",) if s == out[skip + i] else () for i, s in enumerate(x)]],
+        [_names(len(out))],
+        _sizes(out),
     )
 
 
@@ -167,7 +183,9 @@ def repeat(call: Call) -> Signature:
     x, times = call.operands[0].shape, call.arg(1, "repeats")
     skip = len(times) - len(x)
     sizes = {f"d{skip + i}": s for i, s in enumerate(x)} | {f"r{i}": t for i, t in enumerate(times)}
-    out = [tuple(f for f in ((f"r{i}",) if t > 1 else ()) + ((f"d{i}",) if i >= skip else ())) for i, t in enumerate(times)]
+    out = [
+        tuple(f for f in ((f"r{i}",) if t > 1 else ()) + ((f"d{i}",) if i >= skip else ())) for i, t in enumerate(times)
+    ]
     return _signature(call, [_names(len(times))[skip:]], [out], sizes)
 
 
@@ -184,7 +202,9 @@ rule(aten.repeat.default, repeat, linear="0", local=local_repeat)
 def repeat_interleave(call: Call) -> Signature:
     x, dim = call.operands[0].shape, call.arg(2, "dim")
     if dim is None or not isinstance(call.arg(1, "repeats"), int):
-        return _signature(call, [_names(len(x))], [[("o",)]], {**_sizes(x), "o": call.results[0].shape[0]}, {*_sizes(x), "o"})
+        return _signature(
+            call, [_names(len(x))], [[("o",)]], {**_sizes(x), "o": call.results[0].shape[0]}, {*_sizes(x), "o"}
+        )
     d, out = call.dim(dim), _names(len(x))
     out[d] = (f"d{d}", "r")
     return _signature(call, [_names(len(x))], [out], {**_sizes(x), "r": call.arg(1, "repeats")})
@@ -215,7 +235,9 @@ def whole_dims(*dims_of: tuple[int, str, Any]) -> Any:
         names = _names(len(x))
         own = [(f"o{i}",) if i in whole else n for i, n in enumerate(names)]
         sizes = _sizes(x) | {f"o{i}": call.results[0].shape[i] for i in whole}
-        return _signature(call, [names], [own for _ in call.results], sizes, {f"d{i}" for i in whole} | {f"o{i}" for i in whole})
+        return _signature(
+            call, [names], [own for _ in call.results], sizes, {f"d{i}" for i in whole} | {f"o{i}" for i in whole}
+        )
 
     return some_dims_whole
 
@@ -250,10 +272,17 @@ def select(call: Call) -> Signature:
 
 
 def by_owner(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """One entry of a dim that is split: the rank that has it gives it, the others zeros. Far less is sent than by a gather."""
+    """One entry of a dim that is split: the rank that has it gives it, the others zeros. Far less is sent than by a
+    gather.
+    """
     d = call.dim(call.arg(1, "dim"))
     for p in sorted(available[0], key=repr):
-        if isinstance(p, Shard) and p.dim == d and not p.sections and p.padded(call.operands[0].shape[d]) % (p.split * n) == 0:
+        if (
+            isinstance(p, Shard)
+            and p.dim == d
+            and not p.sections
+            and p.padded(call.operands[0].shape[d]) % (p.split * n) == 0
+        ):
             yield Strategy("owner", (p,), (PARTIAL,))
 
 
@@ -334,15 +363,24 @@ def cat(call: Call) -> Signature:
 
     Empty parts count for nothing; torch lets them have one dim where the others have more.
     """
-    d = call.dim(call.arg(1, "dim", 0)) if len(call.operands[0].shape) > 1 else call.arg(1, "dim", 0) % len(call.results[0].shape)
+    d = (
+        call.dim(call.arg(1, "dim", 0))
+        if len(call.operands[0].shape) > 1
+        else call.arg(1, "dim", 0) % len(call.results[0].shape)
+    )
     out = call.results[0].shape
     names = _names(len(out))
     parts = [v.shape[d] if len(v.shape) == len(out) else 0 for v in call.operands]
     full = [p for p in parts if p]
     same = len(set(full)) == 1
-    sizes = _sizes(out) | ({"k": len(full), "c": full[0]} if same else {f"c{i}": p for i, p in enumerate(parts)}) | {"z": 0}
+    sizes = (
+        _sizes(out) | ({"k": len(full), "c": full[0]} if same else {f"c{i}": p for i, p in enumerate(parts)}) | {"z": 0}
+    )
     own: list[Dim] = [("z",) if p == 0 else ("c",) if same else (f"c{i}",) for i, p in enumerate(parts)]
-    ins = [[*names[:d], o, *names[d + 1 :]] if len(v.shape) == len(out) else [o] for o, v in zip(own, call.operands, strict=True)]
+    ins = [
+        [*names[:d], o, *names[d + 1 :]] if len(v.shape) == len(out) else [o]
+        for o, v in zip(own, call.operands, strict=True)
+    ]
     result: list[Dim] = [*names[:d], ("k", "c") if same else (f"d{d}",), *names[d + 1 :]]
     return _signature(call, ins, [result], sizes, {"k", "z"} if same else {f"d{d}", *(f for (f,) in own)})
 

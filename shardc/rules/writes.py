@@ -6,16 +6,18 @@ from dataclasses import replace
 
 import torch
 
-from shardc.rules.core import Call, SignatureOf, rule
 from shardc.rules.index import all_whole
 from shardc.rules.notation import Signature
+from shardc.rules.registry import Call, SignatureOf, rule
 from shardc.rules.views import cut, diagonal
 
 aten = torch.ops.aten
 
 
 def into(view: SignatureOf) -> SignatureOf:
-    """x and what a view of x becomes -> x: dims that the view keeps are factors. The arguments are the view's, after the source."""
+    """x and what a view of x becomes -> x: dims that the view keeps are factors. The arguments are the view's, after
+    the source.
+    """
 
     def written(call: Call) -> Signature:
         """Written into a view: dims that the view keeps may be split, in what is written as well."""

@@ -1,12 +1,15 @@
 """Step time and peak memory of shardc against its peers (`make bench`): 2 processes of 1 thread, gloo.
 
-Time: the contenders of a group (contenders.PARTS) take turns, a few steps each, round after round: what the machine does meanwhile falls
-on all alike. A ratio is the median over rounds of (median step of the one / median step of the other).
-CPU: processor time of a step, both processes and all their threads; steadier than the clock where the machine is shared.
-Memory: each contender in two fresh processes; the peak of resident memory during steps, less what was there after imports.
+Time: the contenders of a group (contenders.PARTS) take turns, a few steps each, round after round: what the machine
+does meanwhile falls on all alike. A ratio is the median over rounds of (median step of the one / median step of the
+other).
+CPU: processor time of a step, both processes and all their threads; steadier than the clock where the machine is
+shared.
+Memory: each contender in two fresh processes; the peak of resident memory during steps, less what was there after
+imports.
 Experts: bytes of their parameters and optimizer state, of the tensors that a rank has after a step.
-Overlap: in the same steps, of the time in which ours sums gradients, or gathers parameters, in the background, how much it waits.
-Every contender starts from the same weights and gets the same batches; the run fails if their losses differ.
+Overlap: in the same steps, of the time in which ours sums gradients, or gathers parameters, in the background, how much
+it waits. Every contender starts from the same weights and gets the same batches; the run fails if their losses differ.
 """
 
 from __future__ import annotations
@@ -45,7 +48,10 @@ def main(parts: list[str], rounds: int, steps: int, out: Path | None) -> int:
             for group in groups:
                 timed, found = take_turns(group.names, files, rounds, steps)
                 losses |= found["losses"]
-                result["contenders"] |= {n: {k: 1000 * middle(t for r in timed for t in r[n][k]) for k in ("wall", "cpu")} for n in group.names}
+                result["contenders"] |= {
+                    n: {k: 1000 * middle(t for r in timed for t in r[n][k]) for k in ("wall", "cpu")}
+                    for n in group.names
+                }
                 result["contenders"][group.ours]["overlap"] = found["overlap"]
                 result["ratios"] += [ratio(timed, group.ours, peer, group.target) for peer in group.peers]
             for name in names:
@@ -55,7 +61,9 @@ def main(parts: list[str], rounds: int, steps: int, out: Path | None) -> int:
                         result["contenders"][name]["experts"] = world.ask("experts")
                 print(f"{name}: {result['contenders'][name]}", flush=True)
         first = losses[names[0]]
-        result["worst_loss_difference"] = max(abs(a - b) / abs(b) for n in names for a, b in zip(losses[n], first, strict=True))
+        result["worst_loss_difference"] = max(
+            abs(a - b) / abs(b) for n in names for a, b in zip(losses[n], first, strict=True)
+        )
     print("\n\n".join(table(r) for r in results.values()))
     if out:
         kept = json.loads(out.read_text()) if out.exists() else {}
@@ -81,7 +89,9 @@ def prepare(files: Path, names: list[str]) -> Any:
     for name in names:
         if name in contenders.SHARDC:
             ours = contenders.SHARDC[name]
-            program = shardc.compile(model, llama.batch(), specs.path(ours.spec), mesh=ours.mesh, overrides=ours.settings, prove=False)
+            program = shardc.compile(
+                model, llama.batch(), specs.path(ours.spec), mesh=ours.mesh, overrides=ours.settings, prove=False
+            )
             program.save(files / name)
     return model
 
@@ -92,11 +102,17 @@ def about(model: Any, rounds: int, steps: int) -> dict[str, Any]:
 
     s, parameters = llama.SIZE, sum(p.numel() for p in model.parameters())
     return {
-        "date": datetime.date.today().isoformat(), "machine": machine(), "torch": torch.__version__, "rounds": rounds, "steps": steps,
-        "model": f"{type(model).__name__.removesuffix('ForCausalLM')}, {model.config.num_hidden_layers} layers, hidden {s.hidden}, "
-        f"vocabulary {s.vocab}, {parameters / 1e6:.1f} M parameters",
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "torch": torch.__version__,
+        "rounds": rounds,
+        "steps": steps,
+        "model": (
+            f"{type(model).__name__.removesuffix('ForCausalLM')}, {model.config.num_hidden_layers} layers, hidden"
+            f" {s.hidden}, vocabulary {s.vocab}, {parameters / 1e6:.1f} M parameters"
+        ),
         "batch": f"{s.batch} x {s.seq} tokens",
-    }  # fmt: skip
+    }
 
 
 def take_turns(names: tuple[str, ...], files: Path, rounds: int, steps: int) -> tuple[list[Round], dict[str, Any]]:
@@ -119,34 +135,56 @@ def take_turns(names: tuple[str, ...], files: Path, rounds: int, steps: int) -> 
 def ratio(timed: list[Round], ours: str, peer: str, target: float) -> dict[str, Any]:
     found = {k: sorted(middle(r[ours][k]) / middle(r[peer][k]) for r in timed) for k in ("wall", "cpu")}
     middles = {k: middle(ratios) for k, ratios in found.items()}
-    return {"shardc": ours, "peer": peer, "target": target, **middles, "low": found["wall"][0], "high": found["wall"][-1]}
+    return {
+        "shardc": ours,
+        "peer": peer,
+        "target": target,
+        **middles,
+        "low": found["wall"][0],
+        "high": found["wall"][-1],
+    }
 
 
 def table(r: dict[str, Any]) -> str:
     """A part's result as Markdown."""
     who = r["contenders"]
     lines = [
-        f"{r['model']}, batch {r['batch']}, AdamW, 2 processes x 1 thread, gloo; {r['date']}, {r['machine']}, torch {r['torch']}.",
-        f"Contenders take turns: {r['rounds']} rounds of {r['steps']} steps each. First losses agree to {r['worst_loss_difference']:.0e}.",
-        "", "| | step, ms | peak memory, MiB | against | time | rounds | target | CPU | memory |", "|---|---:|---:|---|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
+        (
+            f"{r['model']}, batch {r['batch']}, AdamW, 2 processes x 1 thread, gloo; {r['date']}, {r['machine']}, torch"
+            f" {r['torch']}."
+        ),
+        (
+            f"Contenders take turns: {r['rounds']} rounds of {r['steps']} steps each. First losses agree to"
+            f" {r['worst_loss_difference']:.0e}."
+        ),
+        "",
+        "| | step, ms | peak memory, MiB | against | time | rounds | target | CPU | memory |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
     for x in r["ratios"]:
         ours, peer = who[x["shardc"]], who[x["peer"]]
         lines.append(
-            f"| {x['shardc']} | {ours['wall']:.0f} | {ours['mib']:.0f} | {x['peer']}: {peer['wall']:.0f} ms, {peer['mib']:.0f} MiB "
-            f"| {x['wall']:.2f}x | {x['low']:.2f}-{x['high']:.2f} | {x['target']:.2f}x | {x['cpu']:.2f}x | {ours['mib'] / peer['mib']:.2f}x |"
+            f"| {x['shardc']} | {ours['wall']:.0f} | {ours['mib']:.0f} | {x['peer']}: {peer['wall']:.0f} ms,"
+            f" {peer['mib']:.0f} MiB | {x['wall']:.2f}x | {x['low']:.2f}-{x['high']:.2f} | {x['target']:.2f}x |"
+            f" {x['cpu']:.2f}x | {ours['mib'] / peer['mib']:.2f}x |"
         )
     if expert := {n: v["experts"] for n, v in who.items() if "experts" in v}:
         first = r["ratios"][0]["shardc"]
-        shown = ", ".join(f"{n} {mib:.1f} MiB" + (f" ({expert[first] / mib:.2f}x)" if n != first else "") for n, mib in expert.items())
+        shown = ", ".join(
+            f"{n} {mib:.1f} MiB" + (f" ({expert[first] / mib:.2f}x)" if n != first else "") for n, mib in expert.items()
+        )
         lines += ["", f"Parameters and optimizer state of experts on a rank, measured: {shown}."]
     background = {n: v["overlap"] for n, v in who.items() if any(s["seconds"] for s in v.get("overlap", {}).values())}
     if background:
         lines += [
-            "", "| in the background, ms a step | gradient sums | waited for | overlapped | parameter gathers | waited for | overlapped |",
+            "",
+            (
+                "| in the background, ms a step | gradient sums | waited for | overlapped | parameter gathers | waited"
+                " for | overlapped |"
+            ),
             "|---|---:|---:|---:|---:|---:|---:|",
             *(f"| {n} | {_overlap(v['sums'])} | {_overlap(v['gathers'])} |" for n, v in background.items()),
-        ]  # fmt: skip
+        ]
     return "\n".join(lines)
 
 
@@ -157,7 +195,11 @@ def _overlap(s: dict[str, float]) -> str:
 
 
 def machine() -> str:
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return f"{os.cpu_count()} x {names[0] if names else platform.processor()}"
 
 
@@ -168,7 +210,9 @@ def summary(kept: dict[str, Any]) -> str:
         for x in result["ratios"] if result else ():
             library = x["peer"].partition(",")[0].split(" ")[0]
             found.setdefault("pipelining" if part == "pipeline" else library, []).append(x["wall"])
-    shown = [f"{name} {min(r):.2f}" + (f"-{max(r):.2f}" if max(r) - min(r) > 0.005 else "") for name, r in found.items()]
+    shown = [
+        f"{name} {min(r):.2f}" + (f"-{max(r):.2f}" if max(r) - min(r) > 0.005 else "") for name, r in found.items()
+    ]
     ratios = ", ".join(shown)
     return f"Step time / peer's (CPU, [benchmarks](docs/benchmarks.md)): {ratios}."
 
@@ -187,7 +231,11 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=1, help="steps of each contender in a round")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the harness; implies --dry")
-    parser.add_argument("--dry", action="store_true", help="print only: leave docs/measured/bench.json, docs/benchmarks.md and README.md alone")
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="print only: leave docs/measured/bench.json, docs/benchmarks.md and README.md alone",
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         os.environ["SHARDC_BENCH"] = "quick"  # before processes start

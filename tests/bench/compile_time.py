@@ -2,8 +2,8 @@
 
     python tests/bench/compile_time.py [--reps 3] [--over 1.5] [names...]
 
-One process, one thread, float32; CPU seconds, so that other processes count little; the better of the repetitions, after a first model that
-warms imports and caches up. Compiling is all of
+One process, one thread, float32; CPU seconds, so that other processes count little; the better of the repetitions,
+after a first model that warms imports and caches up. Compiling is all of
 it: export, the proof against eager (forward and backward on real numbers), and every pass, on dp=2 × tp=2.
 """
 
@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import shardc
 from shardc.capture import default_loss
-from shardc.passes import plans
-from shardc.program import Program
+from shardc.ir.program import Program
+from shardc.passes.annotate import model_plan
 from tests import zoo
 from tests.test_models_hf import LISTED
 from tests.test_models_plain import STYLES
@@ -34,17 +34,29 @@ from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_m
 
 #: Models in whose graph `use: structure` finds no pair of weights to split.
 WHOLE = {
-    "cells", "audio", "classification", "embedding_losses", "contrastive", "ordering", "indexing", "activations", "messages", "nerf",
-    "mixture", "convnext",
-}  # fmt: skip
+    "cells",
+    "audio",
+    "classification",
+    "embedding_losses",
+    "contrastive",
+    "ordering",
+    "indexing",
+    "activations",
+    "messages",
+    "nerf",
+    "mixture",
+    "convnext",
+}
 
 
 def builders() -> dict[str, Callable[[], zoo.Built]]:
     """Every model of docs/measured/models.md that is tried on several meshes, and the ordinary ones."""
     families = {name: (hf.FAMILIES | hf_more.FAMILIES)[name] for name in LISTED}
-    found: dict[str, Callable[[], zoo.Built]] = {n: (lambda build=build: build(dtype=torch.float32)) for n, build in zoo.ALL.items()}
-    found |= {n: (lambda family=family: hf.build(family, torch.float32)) for n, family in families.items()}
-    return found | {n: (lambda build=build: build(dtype=torch.float32)) for n, build in plain.ALL.items()}
+    found: dict[str, Callable[[], zoo.Built]] = {
+        n: lambda build=build: build(dtype=torch.float32) for n, build in zoo.ALL.items()
+    }
+    found |= {n: lambda family=family: hf.build(family, torch.float32) for n, family in families.items()}
+    return found | {n: lambda build=build: build(dtype=torch.float32) for n, build in plain.ALL.items()}
 
 
 class Loss(nn.Module):
@@ -60,7 +72,7 @@ class Loss(nn.Module):
 
 def compiled(name: str, model: nn.Module, batch: Any) -> Program:
     """On dp=2 × tp=2, split as the tests split it, or on dp=2 where nothing can be split."""
-    shard: Any = STYLES.get(name) or {"use": "model" if plans.read(model) else "structure"}
+    shard: Any = STYLES.get(name) or {"use": "model" if model_plan.read(model) else "structure"}
     if name in WHOLE:
         return shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}})
     return shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": shard})
@@ -99,14 +111,23 @@ def main() -> None:
     for name in given.names or every:
         try:
             export, compile_, stages = measure(name, every[name], given.reps)
-        except Exception as e:  # torch.export alone takes fewer models than shardc; the tests tell what shardc does not take
+        except (
+            Exception
+        ) as e:  # torch.export alone takes fewer models than shardc; the tests tell what shardc does not take
             print(f"{name:24} {type(e).__name__}: {str(e).splitlines()[0][:100] if str(e) else ''}")
             continue
         ratios.append(compile_ / export)
         if ratios[-1] >= given.over:
             largest = sorted(stages.items(), key=lambda s: -s[1])[:5]
-            print(f"{name:24} {export:6.2f} {compile_:6.2f}  {ratios[-1]:4.2f}x  {', '.join(f'{n} {s:.2f}' for n, s in largest)}", flush=True)
-    print(f"{len(ratios)} models, {sum(r < 2 for r in ratios)} below 2x, worst {max(ratios):.2f}x, mean {sum(ratios) / len(ratios):.2f}x")
+            print(
+                f"{name:24} {export:6.2f} {compile_:6.2f}  {ratios[-1]:4.2f}x "
+                f" {', '.join(f'{n} {s:.2f}' for n, s in largest)}",
+                flush=True,
+            )
+    print(
+        f"{len(ratios)} models, {sum(r < 2 for r in ratios)} below 2x, worst {max(ratios):.2f}x, mean"
+        f" {sum(ratios) / len(ratios):.2f}x"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The contenders of the benchmark, and who is measured against whom. Each gives a `step(global batch) -> global loss`."""
+"""The contenders of the benchmark, and who is measured against whom. Each gives a
+`step(global batch) -> global loss`.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,22 @@ SHARDC = {
     "shardc tp=2": Ours("llama", {"dp": 1, "tp": 2}),
     "shardc tp=2 +sp": Ours("llama-sp", {"dp": 1, "tp": 2}),
     **{
-        f"shardc {s}": Ours("llama", {"dp": 1, "tp": 1, "pp": 2}, (
-            "pipeline.axis=pp", f"pipeline.schedule={s}", f"pipeline.balance={[llama.SIZE.layers // n] * n}", f"batch.microbatches={MICROBATCHES}",
-        ))
+        f"shardc {s}": Ours(
+            "llama",
+            {"dp": 1, "tp": 1, "pp": 2},
+            (
+                "pipeline.axis=pp",
+                f"pipeline.schedule={s}",
+                f"pipeline.balance={[llama.SIZE.layers // n] * n}",
+                f"batch.microbatches={MICROBATCHES}",
+            ),
+        )
         for s, n in (("gpipe", 2), ("1f1b", 2), ("interleaved", 4))
     },
     "shardc checkpoint": Ours("llama", {"dp": 2, "tp": 1}, ('checkpoint=[{match: "model.layers.*"}]',)),
-    "shardc selective": Ours("llama", {"dp": 2, "tp": 1}, ('checkpoint=[{match: "model.layers.*", save: [linear, attention]}]',)),
+    "shardc selective": Ours(
+        "llama", {"dp": 2, "tp": 1}, ('checkpoint=[{match: "model.layers.*", save: [linear, attention]}]',)
+    ),
     "shardc experts": Ours("mixtral", {"dp": 1, "ep": 2}),
     **{f"shardc zero {z}": Ours("llama", {"dp": 2, "tp": 1}, (f"data.zero={z}",)) for z in range(4)},
 }
@@ -86,7 +97,9 @@ def model(name: str) -> Any:
 
 
 def prepare(name: str, files: Path) -> Callable[[Any], Step]:
-    """Import what a contender needs, which is not its memory; what this gives builds it from a model on the running world of 2 ranks.
+    """Import what a contender needs, which is not its memory; what this gives builds it from a model on the running
+    world
+    of 2 ranks.
 
     files: where the parent has put the compiled programs.
     """

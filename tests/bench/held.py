@@ -1,5 +1,5 @@
-"""What of a rank's memory experts take: their parameters and optimizer state, in bytes, as they are after a step. (Not their gradients,
-which DeepSpeed lets go of by then.)"""
+"""What of a rank's memory experts take: their parameters and optimizer state, in bytes, as they are after a step. (Not
+their gradients, which DeepSpeed lets go of by then.)"""
 
 from __future__ import annotations
 

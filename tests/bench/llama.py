@@ -1,6 +1,6 @@
 """What the benchmark trains: a Llama of transformers, and the weights that every contender starts from.
 
-`shardc.modelfile` could read this file too: it has `model()` and `batch()`.
+`shardc.cli.model_file` could read this file too: it has `model()` and `batch()`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,31 @@ class Size:
 
 
 FULL = Size(layers=8, hidden=512, heads=8, inter=1408, vocab=8192, batch=4, seq=256)
-QUICK = Size(layers=4, hidden=64, heads=4, inter=128, vocab=512, batch=4, seq=32)  # tries the harness; its figures say nothing
+QUICK = Size(
+    layers=4, hidden=64, heads=4, inter=128, vocab=512, batch=4, seq=32
+)  # tries the harness; its figures say nothing
 SIZE = QUICK if os.environ.get("SHARDC_BENCH") == "quick" else FULL  # processes inherit it
 
 
 def model() -> nn.Module:
     config = LlamaConfig(
-        vocab_size=SIZE.vocab, hidden_size=SIZE.hidden, intermediate_size=SIZE.inter, num_hidden_layers=SIZE.layers,
-        num_attention_heads=SIZE.heads, num_key_value_heads=SIZE.heads, max_position_embeddings=SIZE.seq, tie_word_embeddings=False,
+        vocab_size=SIZE.vocab,
+        hidden_size=SIZE.hidden,
+        intermediate_size=SIZE.inter,
+        num_hidden_layers=SIZE.layers,
+        num_attention_heads=SIZE.heads,
+        num_key_value_heads=SIZE.heads,
+        max_position_embeddings=SIZE.seq,
+        tie_word_embeddings=False,
         use_cache=False,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).train()
 
 
 def batch(step: int = 0) -> dict[str, Tensor]:
-    """A global batch of random tokens: i64[batch, seq] ids and labels, the same on every rank and for every contender."""
+    """A global batch of random tokens: i64[batch, seq] ids and labels, the same on every
+    rank and for every contender.
+    """
     ids = torch.randint(SIZE.vocab, (SIZE.batch, SIZE.seq), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids.clone()}
 

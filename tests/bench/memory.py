@@ -1,7 +1,9 @@
-"""Write docs/measured/memory.md: predicted and measured peaks of live tensor bytes, of every model and setting. `make table` runs it.
+"""Write docs/measured/memory.md: predicted and measured peaks of live tensor bytes, of every model and setting. `make table`
+runs
+it.
 
-`--only gpt --setting 'checkpoint*'`: these alone, printed and not written. Exit status 1 if a prediction is off by more than 5 %.
-"""
+`--only gpt --setting 'checkpoint*'`: these alone, printed and not written. Exit status 1 if a prediction is off by more
+than 5 %."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import shardc  # noqa: E402
 import shardc.nn  # noqa: E402
 from shardc.capture import capture  # noqa: E402
-from tests import live, zoo  # noqa: E402
+from tests import live_bytes, zoo  # noqa: E402
 from tests.zoo import hf, hf_more  # noqa: E402
 
 OUT = ROOT / "docs" / "measured" / "memory.md"
@@ -31,10 +33,10 @@ HEAD = """\
 
 `shardc inspect --memory`, `program.cost().memory`: the peak of live tensor bytes of one training step. Made by `make table`
 (tests/bench/memory.py): tiny models (two layers, 8 × 16 tokens), float32, dropout 0.1 where the model has it, AdamW. *Measured*: every storage
-that a tensor of a real step lies in, from the op that makes it until it is freed (tests/live.py), in the second step of a run on
+that a tensor of a real step lies in, from the op that makes it until it is freed (tests/live_bytes.py), in the second step of a run on
 the loopback mesh; of ranks that do the same, the one that has most. The worst of {count} predictions is off by {worst:.2f} %.
 
-The prediction is made without weights or processes: the engine runs one rank's step on tensors without data (shardc/cost/rehearse.py),
+The prediction is made without weights or processes: the engine runs one rank's step on tensors without data (shardc/cost/dry_run.py),
 so what autograd keeps, what a checkpoint computes again, how buckets fill and what a schedule keeps alive are not modelled, but what they are.
 What can differ is what a rehearsal cannot see:
 
@@ -47,8 +49,20 @@ What can differ is what a rehearsal cannot see:
 | model | setting | rank | predicted, bytes | measured, bytes | difference | host, predicted | measured | at the peak | where |
 |---|---|---|---:|---:|---:|---:|---:|---|---|
 """
-LAYERS = {"gpt": "h.*", "llama": "model.layers.*", "bert": "*.encoder.layer.*", "t5": "{encoder,decoder}.block.*", "resnet": "blocks.*"}
-NESTED = {"gpt": "h.*", "llama": "model.layers.*", "bert": "*.encoder.layer.*.attention", "t5": "decoder.block.*", "resnet": "blocks.*"}
+LAYERS = {
+    "gpt": "h.*",
+    "llama": "model.layers.*",
+    "bert": "*.encoder.layer.*",
+    "t5": "{encoder,decoder}.block.*",
+    "resnet": "blocks.*",
+}
+NESTED = {
+    "gpt": "h.*",
+    "llama": "model.layers.*",
+    "bert": "*.encoder.layer.*.attention",
+    "t5": "decoder.block.*",
+    "resnet": "blocks.*",
+}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 EXPERTS = {"moe": "moe", "mixtral": "*.mlp.experts"}
 Setting = tuple[str, dict[str, Any], dict[str, Any]]  # its name, the spec, options of Engine
@@ -60,7 +74,10 @@ class Even(nn.Module):
     def __init__(self, hidden: int = 64, count: int = 8) -> None:
         super().__init__()
         self.router = nn.Linear(hidden, count)
-        self.up, self.down = nn.Parameter(torch.randn(count, 4 * hidden, hidden) * 0.1), nn.Parameter(torch.randn(count, hidden, 2 * hidden) * 0.1)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(count, 4 * hidden, hidden) * 0.1),
+            nn.Parameter(torch.randn(count, hidden, 2 * hidden) * 0.1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         p = self.router(x).softmax(-1)
@@ -110,7 +127,10 @@ def _of_layers(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
     one: dict[str, Any] = {"mesh": {"dp": 1}}
     tp = {"mesh": {"tp": 2}, "shard": {"use": "structure"}}
     zero = [{"mesh": {"dp": 2}, "data": {"zero": z, "bucket_mb": 0.1}} for z in range(4)]
-    pp = {s: {"mesh": {"pp": 2}, "batch": {"microbatches": 8}, "pipeline": {"axis": "pp", "schedule": s}} | local for s in SCHEDULES}
+    pp = {
+        s: {"mesh": {"pp": 2}, "batch": {"microbatches": 8}, "pipeline": {"axis": "pp", "schedule": s}} | local
+        for s in SCHEDULES
+    }
     micro = {"batch": {"microbatches": 4}} | local
     yield "one device", one
     yield "tp=2", tp
@@ -120,7 +140,10 @@ def _of_layers(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"pp=2, {s}", spec
     for z, spec in enumerate(zero):
         yield f"dp=2, zero {z}, 4 microbatches", spec | micro
-    yield "dp=2, zero 3, keep, 4 microbatches", {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.1, "keep": True}} | micro
+    yield (
+        "dp=2, zero 3, keep, 4 microbatches",
+        {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.1, "keep": True}} | micro,
+    )
     for what, entries in _checkpoints(model, layers):
         yield what, one | {"checkpoint": entries}
     for name, spec in (("tp=2", tp), ("dp=2, zero 3", zero[3]), ("pp=2, 1f1b", pp["1f1b"]), ("pp=2, zb-v", pp["zb-v"])):
@@ -135,7 +158,10 @@ def _of_layers(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "one device, fp16, loss scale", one | {"precision": {"compute": "float16", "loss_scale": 16.0}}
     for z in range(4):
         yield f"dp=2, zero {z}, optimizer on the host", _away(zero[z], {"optimizer": "cpu"})
-    yield "dp=2, zero 3, optimizer and parameters on the host", _away(zero[3], {"optimizer": "cpu", "parameters": "cpu"})
+    yield (
+        "dp=2, zero 3, optimizer and parameters on the host",
+        _away(zero[3], {"optimizer": "cpu", "parameters": "cpu"}),
+    )
     yield "dp=2, zero 1, bf16, optimizer on the host", _away(zero[1], {"optimizer": "cpu"}) | narrow
 
 
@@ -151,23 +177,31 @@ def _checkpoints(model: str, layers: str) -> Iterator[tuple[str, list[dict[str, 
     yield "checkpoint, every 2", [{"match": layers, "every": 2}]
     yield "checkpoint, nested", [{"match": layers.removesuffix(".*")}, {"match": layers}]
     yield "checkpoint, offload", [{"match": layers, "offload": "cpu"}]
-    yield "checkpoint, save everything, offload", [{"match": layers, "save": ["linear", "attention", "matmul", "conv", "norm"], "offload": "cpu"}]
+    yield (
+        "checkpoint, save everything, offload",
+        [{"match": layers, "save": ["linear", "attention", "matmul", "conv", "norm"], "offload": "cpu"}],
+    )
 
 
 def rows(name: str, model: Any, batch: Any, captured: Any, setting: Setting) -> Iterator[tuple[float, str]]:
     """(difference, line) of each rank that differs."""
     what, spec, options = setting
     program = shardc.compile(model, batch, {"shardc": 1, **spec}, captured=captured)
-    found, real = program.cost("h100-80g", **options), live.watched(program, model, batch, **options)
+    found, real = program.cost("h100-80g", **options), live_bytes.watched(program, model, batch, **options)
     for r in found.ranks:
         here = [x for i, x in enumerate(real) if not program.axis or program.mesh.coords(i)[program.axis] == r.at]
         measured, outside = max(x.peak for x in here), max(x.outside_peak for x in here)
         off = r.memory.peak / measured - 1
-        kinds = ", ".join(f"{k} {100 * n / r.memory.peak:.0f} %" for k, n in r.memory.kinds.items() if n > 0.005 * r.memory.peak)
+        kinds = ", ".join(
+            f"{k} {100 * n / r.memory.peak:.0f} %" for k, n in r.memory.kinds.items() if n > 0.005 * r.memory.peak
+        )
         rank, host = f"pp={r.at}" if program.axis else "each", (f"{n or ''}" for n in (r.memory.host, outside))
         at = f"{r.memory.part} {r.memory.op}"
         cells = name, what, rank, str(r.memory.peak), str(measured), f"{100 * off:+.2f} %", *host, kinds, at
-        yield max(abs(off), abs(r.memory.host / outside - 1) if outside else float(r.memory.host > 0)), f"| {' | '.join(cells)} |\n"
+        yield (
+            max(abs(off), abs(r.memory.host / outside - 1) if outside else float(r.memory.host > 0)),
+            f"| {' | '.join(cells)} |\n",
+        )
 
 
 def main() -> int:

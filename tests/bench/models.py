@@ -1,7 +1,9 @@
-"""Write docs/measured/models.md: what the test run found of every model on every mesh. Run by `make table`; `--from FILE` renders a run's report.
+"""Write docs/measured/models.md: what the test run found of every model on every mesh. Run by `make table`; `--from FILE`
+renders a
+run's report.
 
-The tests that compare a model on a mesh with one device leave a row in pytest's report (tests/equality.py: `record`). This runs them,
-and makes a table of the rows, with each test's own verdict.
+The tests that compare a model on a mesh with one device leave a row in pytest's report (tests/equality.py: `record`).
+This runs them, and makes a table of the rows, with each test's own verdict.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "measured" / "models.md"
-TESTS = ("tests/test_equal.py", "tests/test_models_plain.py", "tests/test_models_hf.py", "tests/test_experts.py")
+TESTS = ("tests/test_equal.py", "tests/test_models_plain.py", "tests/test_models_hf.py", "tests/passes/test_experts.py")
 HEAD = """\
 # Models, meshes and what is sent
 
@@ -26,7 +28,7 @@ Made by `make table` from a run of the tests {tests}: {equal} of {all} rows equa
 - *loss*, *gradients*: relative differences; of gradients the worst. *equal*: the verdict of the test, which allows 1e-12.
 - *collectives*: of one step, without the bucketed sums of gradients: AR all_reduce, AG all_gather, RS reduce_scatter, A2A all_to_all, SR send_recv.
 - *export*: seconds of `torch.export` and what makes its graph functional; *compile*: seconds of all that comes after it.
-- *sp*: sequence-parallel activations by one annotation. *ep*: an axis of experts' own (tests/test_experts.py; of three A2A a layer one sends counts).
+- *sp*: sequence-parallel activations by one annotation. *ep*: an axis of experts' own (tests/passes/test_experts.py; of three A2A a layer one sends counts).
 
 | model | mesh | equal | loss | gradients | collectives | export (s) | compile (s) |
 |---|---|---|---:|---:|---|---:|---:|
@@ -38,7 +40,11 @@ def rows(report: Path) -> list[dict[str, Any]]:
     found = []
     for case in ET.parse(report).iter("testcase"):
         passed = case.find("failure") is None and case.find("error") is None
-        found += [json.loads(p.attrib["value"]) | {"equal": passed} for p in case.iter("property") if p.attrib["name"] == "row"]
+        found += [
+            json.loads(p.attrib["value"]) | {"equal": passed}
+            for p in case.iter("property")
+            if p.attrib["name"] == "row"
+        ]
     return found
 
 
@@ -65,7 +71,12 @@ def main(argv: list[str]) -> int:
             status = subprocess.run(command, cwd=ROOT, check=False).returncode
         found = rows(report)
     equal = sum(r["equal"] for r in found)
-    head = HEAD.format(tests=", ".join(Path(t).name for t in tests), equal=equal, all=len(found), models=len({r["model"] for r in found}))
+    head = HEAD.format(
+        tests=", ".join(Path(t).name for t in tests),
+        equal=equal,
+        all=len(found),
+        models=len({r["model"] for r in found}),
+    )
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(head + "".join(map(line, found)), encoding="utf-8")
     print(f"{OUT}: {equal} of {len(found)} rows equal")

@@ -1,6 +1,7 @@
 """What offload frees, and what it costs: peak memory and time of steps on one device, each way in a process of its own.
 
-    python tests/bench/offload.py [--width 1024] [--layers 32] [--rows 64] [--steps 5] [--bucket_mb 8] [--dir /scratch/offload]
+    python tests/bench/offload.py [--width 1024] [--layers 32] [--rows 64] [--steps 5] [--bucket_mb 8] [--dir
+    /scratch/offload]
 
 Peak memory is the system's (VmHWM): everything that the process has in memory, pages of files that it maps included.
 """
@@ -40,9 +41,11 @@ class Deep(nn.Module):
 def ways(folder: str) -> dict[str, dict[str, str]]:
     """What of `data.offload` is compared, by name."""
     return {
-        "nothing": {}, "optimizer on the cpu": {"optimizer": "cpu"}, "optimizer in files": {"optimizer": folder},
+        "nothing": {},
+        "optimizer on the cpu": {"optimizer": "cpu"},
+        "optimizer in files": {"optimizer": folder},
         "optimizer and parameters in files": {"optimizer": folder, "parameters": folder},
-    }  # fmt: skip
+    }
 
 
 def status(key: str) -> int:
@@ -52,7 +55,9 @@ def status(key: str) -> int:
 
 
 def one(width: int, layers: int, rows: int, steps: int, bucket_mb: float, offload: dict[str, str]) -> dict[str, Any]:
-    """Train in this process: {"loss", "peak": bytes above what was there before the engine was made, "ms" of the fastest step, "params": bytes}."""
+    """Train in this process: {"loss", "peak": bytes above what was there before the engine was made, "ms" of the
+    fastest step, "params": bytes}.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     batch = (torch.randn(rows, width),)
@@ -71,12 +76,19 @@ def one(width: int, layers: int, rows: int, steps: int, bucket_mb: float, offloa
         times.append(time.perf_counter() - start)
     peak = status("VmHWM") - before
     engine.close()
-    return {"loss": float(loss), "peak": peak, "ms": min(times) * 1000, "params": sum(p.numel() * p.element_size() for p in shape.parameters())}
+    return {
+        "loss": float(loss),
+        "peak": peak,
+        "ms": min(times) * 1000,
+        "params": sum(p.numel() * p.element_size() for p in shape.parameters()),
+    }
 
 
 def measure(**args: Any) -> dict[str, Any]:
     """`one` in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--one", json.dumps(args)], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--one", json.dumps(args)], check=True, stdout=subprocess.PIPE, text=True
+    )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

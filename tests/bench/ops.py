@@ -1,4 +1,6 @@
-"""Which of torch's ops shardc knows: every op and module of torch's own test database, captured in a small model. Prints what it does not know.
+"""Which of torch's ops shardc knows: every op and module of torch's own test database, captured in a small model.
+Prints
+what it does not know.
 
     .venv/bin/python -m pip install expecttest && .venv/bin/python tests/bench/ops.py      # some minutes; docs/rules.md has what it said
 
@@ -23,7 +25,9 @@ SAMPLES = 4
 
 
 class Calls(nn.Module):
-    """Calls a function on constants and the batch's tensors; floating ones are multiplied by a parameter, unless it is a loss."""
+    """Calls a function on constants and the batch's tensors; floating ones are multiplied by a parameter, unless it is
+    a loss.
+    """
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()

@@ -13,8 +13,8 @@ import llama
 from torch import Tensor
 
 from shardc import load
-from shardc.runtime.comm import TorchMesh, Work
-from shardc.runtime.engine import groups_of
+from shardc.runtime.mesh import TorchMesh, Work
+from shardc.runtime.step.engine import groups_of
 
 
 class Contender:
@@ -37,7 +37,9 @@ class Contender:
         return held.of_experts(((engine.program.param(n).fqn, p) for n, p in engine.params.items()), engine.optimizer)
 
     def overlap(self) -> dict[str, dict[str, float]]:
-        """{"sums", "gathers": {"seconds": under way in a step, "waited": of these, while nothing was computed}}, means over steps."""
+        """{"sums", "gathers": {"seconds": under way in a step, "waited": of these, while nothing was computed}}, means
+        over steps.
+        """
         sent, steps = self._mesh.sent, self._steps
         self._mesh.sent, self._steps = {kind: [] for kind in sent}, 0
         return {
@@ -46,7 +48,7 @@ class Contender:
                 "waited": sum(max(0.0, x.ended - x.asked) for x in found if x.ended) / steps,
             }
             for kind, found in sent.items()
-        }  # fmt: skip
+        }
 
 
 @dataclass
@@ -59,7 +61,9 @@ class Sent:
 
 
 class _Timed(Work):
-    """Work that is looked at: it ends when its tensor has come, or when what is left to do with that (a local sum) is done in `wait`."""
+    """Work that is looked at: it ends when its tensor has come, or when what is left to do with that (a local sum) is
+    done in `wait`.
+    """
 
     def __init__(self, work: Work, sent: Sent) -> None:
         super().__init__(work._handle, work._then)

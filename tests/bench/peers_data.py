@@ -28,7 +28,9 @@ def prepare(name: str) -> Callable[[Any], Step]:
     if kind == "DDP,":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return lambda model: ddp(model, lambda ps: ZeroRedundancyOptimizer(ps, torch.optim.AdamW, lr=3e-4, parameters_as_bucket_view=True))
+        return lambda model: ddp(
+            model, lambda ps: ZeroRedundancyOptimizer(ps, torch.optim.AdamW, lr=3e-4, parameters_as_bucket_view=True)
+        )
     if kind == "DeepSpeed":
         import deepspeed  # noqa: F401
 
@@ -70,7 +72,13 @@ def _deepspeed(model: nn.Module, stage: int) -> Step:
 
     mine = llama.SIZE.batch // dist.get_world_size()
     bucket = BUCKET_MB * MIB // 4  # DeepSpeed counts elements
-    zero = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "overlap_comm": True, "contiguous_gradients": True}
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    }
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": bucket}
     config = {"train_micro_batch_size_per_gpu": mine, "zero_optimization": zero, "steps_per_print": 10**9}

@@ -84,9 +84,15 @@ def _deepspeed(model: Any) -> Step:
         old = block.mlp
         inner = old.experts.down_proj.shape[2]
         layer = MoE(
-            llama.SIZE.hidden, _Expert(llama.SIZE.hidden, inner), mixtral.EXPERTS, ep_size=dist.get_world_size(), k=mixtral.CHOICES,
-            drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False,
-        )  # fmt: skip
+            llama.SIZE.hidden,
+            _Expert(llama.SIZE.hidden, inner),
+            mixtral.EXPERTS,
+            ep_size=dist.get_world_size(),
+            k=mixtral.CHOICES,
+            drop_tokens=False,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        )
         moe = layer.deepspeed_moe
         mine = moe.experts.deepspeed_experts
         first = dist.get_rank() * len(mine)

@@ -1,4 +1,6 @@
-"""Pipelines as torch.distributed.pipelining runs them (docs.pytorch.org/docs/stable/distributed.pipelining.html): stages cut by hand.
+"""Pipelines as torch.distributed.pipelining runs them (docs.pytorch.org/docs/stable/distributed.pipelining.html):
+stages
+cut by hand.
 
 Its schedules return no loss that others could see: rank 0 gets it from the last stage, as ours does.
 """
@@ -16,7 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-SCHEDULES: dict[str, tuple[Any, int]] = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
+SCHEDULES: dict[str, tuple[Any, int]] = {
+    "gpipe": (ScheduleGPipe, 1),
+    "1f1b": (Schedule1F1B, 1),
+    "interleaved": (ScheduleInterleaved1F1B, 2),
+}
 
 
 class Part(nn.Module):
@@ -61,7 +67,10 @@ def _step(model: Any, make: Any, chunks: int) -> Step:
     def step(batch: dict[str, Tensor]) -> float:
         losses: list[Tensor] = []
         optimizer.zero_grad()
-        schedule.step(*([batch["input_ids"]] if rank == 0 else []), **({"target": batch["labels"], "losses": losses} if last else {}))
+        schedule.step(
+            *([batch["input_ids"]] if rank == 0 else []),
+            **({"target": batch["labels"], "losses": losses} if last else {}),
+        )
         optimizer.step()
         loss = torch.stack(losses).mean().detach() if last else torch.zeros(())
         dist.all_reduce(loss)

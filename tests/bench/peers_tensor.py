@@ -1,4 +1,5 @@
-"""DTensor, as in "Large Scale Transformer model training with Tensor Parallel" (pytorch.org/tutorials/intermediate/TP_tutorial.html).
+"""DTensor, as in "Large Scale Transformer model training with Tensor Parallel"
+(pytorch.org/tutorials/intermediate/TP_tutorial.html).
 
 Its sequence-parallel plan, and its loss parallelism.
 """
@@ -38,21 +39,27 @@ def _build(model: Any, *, sequence: bool, loss: bool) -> Step:
         "lm_head": ColwiseParallel(
             input_layouts=between, output_layouts=Shard(-1) if loss else Replicate(), use_local_output=not loss
         ),
-    }  # fmt: skip
+    }
     block: dict[str, Any] = {
-        "self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(), "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
         "self_attn.o_proj": RowwiseParallel(output_layouts=between),
-        "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel(output_layouts=between),
-    }  # fmt: skip
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=between),
+    }
     if sequence:
         outer["model.norm"] = SequenceParallel()
         block |= {
-            "input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel(),
+            "input_layernorm": SequenceParallel(),
+            "post_attention_layernorm": SequenceParallel(),
             "self_attn": PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
             ),
             "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        }  # fmt: skip
+        }
     parallelize_module(model, mesh, outer)
     for layer in model.model.layers:
         parallelize_module(layer, mesh, block)

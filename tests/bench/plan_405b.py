@@ -1,4 +1,6 @@
-"""How long `shardc plan` takes for Llama 3 405B's shape on 16,384 H100s, and what it finds. Nothing is asserted: python tests/bench/plan_405b.py"""
+"""How long `shardc plan` takes for Llama 3 405B's shape on 16,384 H100s, and what it finds. Nothing is asserted: python
+tests/bench/plan_405b.py
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,44 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 CONFIG = {
-    "model_type": "llama", "num_hidden_layers": 126, "hidden_size": 16384, "num_attention_heads": 128, "num_key_value_heads": 8,
-    "intermediate_size": 53248, "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 126,
+    "hidden_size": 16384,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "intermediate_size": 53248,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
 
 
 def main() -> None:
     started = time.perf_counter(), time.process_time()
     from rich.console import Console
 
-    from shardc.plan.command import command
+    from shardc.cli.plan import command
 
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(CONFIG))
         command(
-            f"hf:{config}", batch=1, seq=8192, output=None, as_json=False, show=print, console=Console(stderr=True),
-            devices=16384, device="h100-80g", global_batch=2048,
-        )  # fmt: skip
-    print(f"{time.perf_counter() - started[0]:.0f} s, of which {time.process_time() - started[1]:.0f} s on the CPU; import included", file=sys.stderr)
+            f"hf:{config}",
+            batch=1,
+            seq=8192,
+            output=None,
+            as_json=False,
+            show=print,
+            console=Console(stderr=True),
+            devices=16384,
+            device="h100-80g",
+            global_batch=2048,
+        )
+    print(
+        f"{time.perf_counter() - started[0]:.0f} s, of which {time.process_time() - started[1]:.0f} s on the CPU;"
+        " import included",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Predicted and measured step times of a GPT on this machine's CPU: measures the machine, then a step on one and on two processes.
+"""Predicted and measured step times of a GPT on this machine's CPU: measures the machine, then a step on one and on two
+processes.
 
-Prints a table for docs/cost.md. Best of some steps, of processes with one thread each; nothing else should run meanwhile. CPU seconds, of
-which nobody else can take any, show whether something did.
+Prints a table for docs/cost.md. Best of some steps, of processes with one thread each; nothing else should run
+meanwhile. CPU seconds, of which nobody else can take any, show whether something did.
 """
 
 from __future__ import annotations
@@ -70,12 +71,18 @@ def main() -> None:
     print(cpu.to_yaml())
     model, batch = built()
     elements = sum(p.numel() for p in model.parameters())
-    print(f"GPT, {LAYERS} layers, hidden {HIDDEN}, {elements / 1e6:.1f} M parameters, batch {BATCH} x {SEQUENCE} tokens, float32, AdamW\n")
+    print(
+        f"GPT, {LAYERS} layers, hidden {HIDDEN}, {elements / 1e6:.1f} M parameters, batch {BATCH} x {SEQUENCE} tokens,"
+        " float32, AdamW\n"
+    )
     print("| | predicted, ms | measured, ms | predicted / measured | CPU, ms |\n|---|---:|---:|---:|---:|")
     for name, spec in SETTINGS.items():
         program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
         predicted, (took, busy) = program.cost(cpu).step_seconds, measured(spec)
-        print(f"| {name} | {1e3 * predicted:.0f} | {1e3 * took:.0f} | {predicted / took:.2f} | {1e3 * busy:.0f} |", flush=True)
+        print(
+            f"| {name} | {1e3 * predicted:.0f} | {1e3 * took:.0f} | {predicted / took:.2f} | {1e3 * busy:.0f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

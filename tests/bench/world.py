@@ -1,7 +1,7 @@
 """Two processes that are one contender, and do what they are told, in turn with those of other contenders.
 
-No contender shares a process with another: what one does to its process (DeepSpeed replaces functions of torch) is no other's.
-Who is told nothing sleeps. Processes are forks of one that has imported what all need.
+No contender shares a process with another: what one does to its process (DeepSpeed replaces functions of torch) is no
+other's. Who is told nothing sleeps. Processes are forks of one that has imported what all need.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 class World:
-    """Use: `with World(name, files) as w: w.ask("time", steps=3)`. A process that fails shows why, and ends the benchmark.
+    """Use: `with World(name, files) as w: w.ask("time", steps=3)`. A process that fails shows why, and ends the
+    benchmark.
 
-    files: where the parent has put weights and compiled programs. frugal: memory that is freed goes back to the system at once, so that
-    resident memory follows the live tensors; it costs time. Otherwise it is as each contender leaves it: ours keeps it (shardc.runtime.malloc).
-    """
+    files: where the parent has put weights and compiled programs. frugal: memory that is freed goes back to the system
+    at once, so that resident memory follows the live tensors; it costs time. Otherwise it is as each contender leaves
+    it: ours keeps it (shardc.runtime.mesh.allocator)."""
 
     def __init__(self, name: str, files: Path, *, frugal: bool = False) -> None:
         self.name = name
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "transformers.models.llama.modeling_llama", "shardc.runtime.engine", "llama"])
+        context.set_forkserver_preload(
+            ["torch.distributed", "transformers.models.llama.modeling_llama", "shardc.runtime.step.engine", "llama"]
+        )
         meeting = files / f"meeting-{time.time_ns()}"
         self._ends, self._processes = [], []
         for rank in range(RANKS):
@@ -54,7 +57,9 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for end, process in zip(self._ends, self._processes, strict=True):
             end.close()  # nothing more will be told
             if error is not None:
@@ -74,7 +79,13 @@ def _work(rank: int, name: str, files: Path, meeting: Path, frugal: bool, orders
         for what in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
             ctypes.CDLL(None).mallopt(what, 64 * 1024)
         os.environ["MALLOC_TRIM_THRESHOLD_"] = str(64 * 1024)  # ours leaves alone what is set
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "DS_ACCELERATOR": "cpu",
+    }
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # peers use names of torch that it has renamed
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
@@ -159,4 +170,6 @@ class _Worker:
 
 def _resident(key: str) -> float:
     """KiB."""
-    return next(float(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return next(
+        float(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )

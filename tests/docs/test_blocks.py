@@ -25,8 +25,10 @@ GROUP = typer.main.get_command(app)
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.blocks("python")], ids=str)
 def test_python(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page in one namespace, with README's model, its batch, and a spec.yaml for one rank. README has a test of its
-    own, and what is added to the code is tried in test_contributing.py."""
+    """All blocks of a page in one namespace, with README's model, its batch, and a spec.yaml for one rank.
+
+    README has a test of its own, and what is added to the code is tried in test_contributing.py.
+    """
     monkeypatch.chdir(tmp_path)
     generate.example(tmp_path)
     (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {tp: 1}\nshard: {use: structure}\n")
@@ -34,7 +36,11 @@ def test_python(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     exec(compile((tmp_path / "model.py").read_text(), str(tmp_path / "model.py"), "exec"), names)
     names |= {"model": names["model"](), "batch": names["batch"]()}
     for block in page.blocks("python"):
-        if page is README or block.skipped or any("tried by" in note or note in ("rule", "sample", "own op") for note in block.notes):
+        if (
+            page is README
+            or block.skipped
+            or any("tried by" in note or note in ("rule", "sample", "own op") for note in block.notes)
+        ):
             continue
         code = compile("\n" * block.line + block.text, str(page), "exec")
         exec(code, names)
@@ -54,7 +60,9 @@ def test_specs_parse(block: Block) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_commands_exist(page: Page) -> None:
     """Subcommands and options of every `shardc ...` line of a console block are there, and so are make's targets."""
-    makefile = (page.file.parents[0] if page.file.name in ("README.md", "CONTRIBUTING.md") else README.file.parent) / "Makefile"
+    makefile = (
+        page.file.parents[0] if page.file.name in ("README.md", "CONTRIBUTING.md") else README.file.parent
+    ) / "Makefile"
     targets = set(re.findall(r"^(\w+):", makefile.read_text(), re.MULTILINE))
     for block in page.blocks("console"):
         commands = [line[2:] for line in block.text.splitlines() if line.startswith("$ ")]

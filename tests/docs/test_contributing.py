@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from shardc.cli import app
 from shardc.rules import RULES
-from shardc.rules.core import find, rule
+from shardc.rules.registry import find, rule
 from shardc.rules.samples import SAMPLES
 from shardc.rules.samples.make import call, sample
 from shardc.runtime import schedule

@@ -46,7 +46,10 @@ def test_a_page_without_the_block() -> None:
 
 
 def test_fill() -> None:
-    assert generate.fill("x\n<!-- a:begin -->\nold\n<!-- a:end -->\ny\n", {"a": "new"}) == "x\n<!-- a:begin -->\nnew\n<!-- a:end -->\ny\n"
+    assert (
+        generate.fill("x\n<!-- a:begin -->\nold\n<!-- a:end -->\ny\n", {"a": "new"})
+        == "x\n<!-- a:begin -->\nnew\n<!-- a:end -->\ny\n"
+    )
 
 
 def test_the_example_is_readmes(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
-"""Small models for tests: each builder returns (model in train mode, one global batch), seeded, every size divisible by 4.
+"""Small models for tests: each builder returns (model in train mode, one global batch), seeded, every size divisible by
+4.
 
     model, batch = zoo.llama(dtype=torch.float64)
     for name, build in zoo.ALL.items(): ...
     with zoo.Wide(): ...                # compare transformers models in float64
 
-Batches are 8 × 16 tokens; labels are -100 at places that fall unevenly on the rows, so that ranks count different numbers.
-"""
+Batches are 8 × 16 tokens; labels are -100 at places that fall unevenly on the rows, so that ranks count different
+numbers."""
 
 from __future__ import annotations
 
@@ -47,11 +48,12 @@ def ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class Wide(TorchFunctionMode):
-    """`with Wide():` what a model casts to float32 (for stability in low precision) stays float64, in eager and in capture.
+    """`with Wide():` what a model casts to float32 (for stability in low precision) stays float64, in eager and in
+    capture.
 
-    transformers' norms and losses do so; without this a float64 comparison would see float32 noise. Tensors that are made without
-    a dtype are float64 too: a mask filled with float32's least number among float64 scores is an error in some models.
-    """
+    transformers' norms and losses do so; without this a float64 comparison would see float32 noise. Tensors that are
+    made without a dtype are float64 too: a mask filled with float32's least number among float64 scores is an error in
+    some models."""
 
     def __enter__(self) -> Any:
         self.default = torch.get_default_dtype()
@@ -125,9 +127,14 @@ def llama(dtype: torch.dtype = torch.float64, layers: int = 2) -> Built:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS,
-        num_key_value_heads=4, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+    )
     return ready(LlamaForCausalLM(config), dtype), {"input_ids": tokens(), "labels": labels()}
 
 
@@ -136,9 +143,17 @@ def gpt2(dtype: torch.dtype = torch.float64, dropout: float = 0.0, layers: int =
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCAB, n_positions=64, n_embd=HIDDEN, n_layer=layers, n_head=HEADS,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        n_positions=64,
+        n_embd=HIDDEN,
+        n_layer=layers,
+        n_head=HEADS,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
     return ready(GPT2LMHeadModel(config), dtype), {"input_ids": tokens(), "labels": labels()}
 
 
@@ -147,9 +162,15 @@ def bert(dtype: torch.dtype = torch.float64, dropout: float = 0.0, layers: int =
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS, intermediate_size=4 * HIDDEN,
-        max_position_embeddings=64, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        intermediate_size=4 * HIDDEN,
+        max_position_embeddings=64,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
     mask = torch.ones(BATCH, SEQ, dtype=torch.long)
     for i in range(BATCH):
         mask[i, SEQ - i :] = 0
@@ -157,13 +178,22 @@ def bert(dtype: torch.dtype = torch.float64, dropout: float = 0.0, layers: int =
 
 
 def t5(dtype: torch.dtype = torch.float64, dropout: float = 0.0, layers: int = 2) -> Built:
-    """Encoder and decoder with cross attention, relative position biases shared by the layers, three tied embeddings."""
+    """Encoder and decoder with cross attention, relative position biases shared by the
+    layers, three tied embeddings.
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCAB, d_model=HIDDEN, d_kv=HIDDEN // HEADS, d_ff=4 * HIDDEN, num_layers=layers, num_heads=HEADS,
-        dropout_rate=dropout, decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        d_model=HIDDEN,
+        d_kv=HIDDEN // HEADS,
+        d_ff=4 * HIDDEN,
+        num_layers=layers,
+        num_heads=HEADS,
+        dropout_rate=dropout,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     return ready(T5ForConditionalGeneration(config), dtype), {"input_ids": tokens(), "labels": labels()}
 
 
@@ -245,5 +275,12 @@ def moe(dtype: torch.dtype = torch.float64) -> Built:
 
 
 ALL: dict[str, Callable[..., Built]] = {
-    "gpt": gpt, "llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5, "resnet_bn": resnet_bn, "mlp": mlp, "moe": moe,
-}  # fmt: skip
+    "gpt": gpt,
+    "llama": llama,
+    "gpt2": gpt2,
+    "bert": bert,
+    "t5": t5,
+    "resnet_bn": resnet_bn,
+    "mlp": mlp,
+    "moe": moe,
+}

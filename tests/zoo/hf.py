@@ -1,9 +1,10 @@
-"""transformers' model families, tiny: `build("mistral")` returns (model in train mode, one global batch) as tests/zoo does.
+"""transformers' model families, tiny: `build("mistral")` returns (model in train mode, one global batch) as tests/zoo
+does.
 
-A family is a row of data: the model's class, what its config says beyond the common sizes, and its batch. Sizes are those of
-tests/zoo (2 layers, hidden 64, 8 heads, 8 × 16 tokens), given in the common names of transformers' configs and left out where a
-config has no such field; all probabilities of dropping something are zero. Here: the mechanism, and the families that
-tests/test_models_hf.py tries on every mesh. zoo/hf_more.py has many others.
+A family is a row of data: the model's class, what its config says beyond the common sizes, and its batch. Sizes are
+those of tests/zoo (2 layers, hidden 64, 8 heads, 8 × 16 tokens), given in the common names of transformers' configs and
+left out where a config has no such field; all probabilities of dropping something are zero. Here: the mechanism, and
+the families that tests/test_models_hf.py tries on every mesh. zoo/hf_more.py has many others.
 """
 
 from __future__ import annotations
@@ -20,9 +21,16 @@ from tests.zoo import BATCH, HEADS, HIDDEN, SEQ, VOCAB, Batch, Built, labels, re
 
 #: In the common names: a config's attribute_map translates them.
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 4 * HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 IMAGE, PATCH, CLASSES = 32, 8, 12
 
 
@@ -68,7 +76,12 @@ def patches() -> Batch:
 
 
 def pair() -> Batch:
-    return {"input_ids": tokens(), "pixel_values": random(BATCH, 3, IMAGE, IMAGE), "attention_mask": padding(), "return_loss": True}
+    return {
+        "input_ids": tokens(),
+        "pixel_values": random(BATCH, 3, IMAGE, IMAGE),
+        "attention_mask": padding(),
+        "return_loss": True,
+    }
 
 
 def sound() -> Batch:
@@ -97,19 +110,35 @@ def row(model: str, batch: Callable[[], Batch] = causal, **config: Any) -> Famil
 GQA = {"num_key_value_heads": 4}
 EXPERTS = {"experts_implementation": "batched_mm"}  # the default has no float64 kernel
 SEQ2SEQ = {
-    "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": 4 * HIDDEN, "decoder_ffn_dim": 4 * HIDDEN, "d_model": HIDDEN, "decoder_start_token_id": 2,
-}  # fmt: skip
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": 4 * HIDDEN,
+    "decoder_ffn_dim": 4 * HIDDEN,
+    "d_model": HIDDEN,
+    "decoder_start_token_id": 2,
+}
 TEXT = SIZES | {"projection_dim": HIDDEN}
 VISION = {
-    "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "image_size": IMAGE,
-    "patch_size": PATCH, "projection_dim": HIDDEN,
-}  # fmt: skip
+    "hidden_size": HIDDEN,
+    "intermediate_size": 4 * HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "image_size": IMAGE,
+    "patch_size": PATCH,
+    "projection_dim": HIDDEN,
+}
 VIT = {"image_size": IMAGE, "patch_size": PATCH, "num_labels": CLASSES}
 CONVS = {
-    "conv_dim": (HIDDEN, HIDDEN), "conv_kernel": (8, 4), "conv_stride": (5, 4), "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False, "mask_time_prob": 0.0,
-}  # fmt: skip
+    "conv_dim": (HIDDEN, HIDDEN),
+    "conv_kernel": (8, 4),
+    "conv_stride": (5, 4),
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+    "apply_spec_augment": False,
+    "mask_time_prob": 0.0,
+}
 
 FAMILIES: dict[str, Family] = {
     # decoders
@@ -133,25 +162,44 @@ FAMILIES: dict[str, Family] = {
     "distilbert": row("DistilBertForMaskedLM", masked, hidden_dim=256),
     "electra": row("ElectraForMaskedLM", masked, embedding_size=32),
     "deberta_v2": row(
-        "DebertaV2ForMaskedLM", masked, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8,
-        norm_rel_ebd="layer_norm", share_att_key=True,
+        "DebertaV2ForMaskedLM",
+        masked,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=8,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
     ),
     # vision
     "vit": row("ViTForImageClassification", oblong, **VIT | {"image_size": (24, 40)}),
     "deit": row("DeiTForImageClassification", image, **VIT),
     "swin": row(
-        "SwinForImageClassification", patches, image_size=64, patch_size=4, embed_dim=32, depths=[2, 2], num_heads=[4, 8],
-        window_size=4, num_labels=CLASSES,
+        "SwinForImageClassification",
+        patches,
+        image_size=64,
+        patch_size=4,
+        embed_dim=32,
+        depths=[2, 2],
+        num_heads=[4, 8],
+        window_size=4,
+        num_labels=CLASSES,
     ),
-    "convnext": row("ConvNextForImageClassification", image, hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, num_labels=CLASSES),
+    "convnext": row(
+        "ConvNextForImageClassification", image, hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, num_labels=CLASSES
+    ),
     # several kinds of input
     "clip": row("CLIPModel", pair, text_config=TEXT, vision_config=VISION, projection_dim=HIDDEN),
     # sound
     "wav2vec2": row("Wav2Vec2ForSequenceClassification", sound, **CONVS, num_labels=CLASSES),
     "whisper": row(
-        "WhisperForConditionalGeneration", heard, **SEQ2SEQ, num_mel_bins=16, max_source_positions=16, max_target_positions=32,
+        "WhisperForConditionalGeneration",
+        heard,
+        **SEQ2SEQ,
+        num_mel_bins=16,
+        max_source_positions=16,
+        max_target_positions=32,
     ),
-}  # fmt: skip
+}
 
 
 def build(family: Family, dtype: torch.dtype = torch.float64, **config: Any) -> Built:
@@ -167,7 +215,9 @@ def build(family: Family, dtype: torch.dtype = torch.float64, **config: Any) -> 
     _never_drop(found)
     torch.manual_seed(0)
     model = ready(model_class(found), dtype)
-    batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in family.batch().items()}
+    batch = {
+        k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in family.batch().items()
+    }
     return model, batch
 
 

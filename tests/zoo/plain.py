@@ -2,8 +2,8 @@
 
     model, batch = plain.ALL["unet"]()          # conventions of tests/zoo/__init__.py
 
-Here: the kinds everybody knows. zoo/plain_more.py has less common ones, zoo/plain_losses.py losses and ops on a small network.
-"""
+Here: the kinds everybody knows. zoo/plain_more.py has less common ones, zoo/plain_losses.py losses and ops on a small
+network."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ ALL: dict[str, Callable[..., zoo.Built]] = {}
 
 
 def built(make: Make, *, initialised: bool = False) -> Callable[..., zoo.Built]:
-    """A builder in the shape of the zoo's: seeded; `make` gives a module and a float64 batch. initialised: weights stay as made."""
+    """A builder in the shape of the zoo's: seeded; `make` gives a module and a float64 batch. initialised: weights stay
+    as made.
+    """
 
     def build(dtype: torch.dtype = torch.float64) -> zoo.Built:
         torch.manual_seed(0)
         model, batch = make()
-        cast = torch.utils._pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+        cast = torch.utils._pytree.tree_map(
+            lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, batch
+        )
         return (model.to(dtype).train() if initialised else zoo.ready(model, dtype)), cast
 
     build.__name__, build.__doc__ = make.__name__, make.__doc__
@@ -43,7 +47,9 @@ def model(make: Make) -> Make:
 
 
 def as_made(make: Make) -> Make:
-    """Like `model`, for modules whose parameters are constrained (norms, orthogonal matrices): they keep the values they have."""
+    """Like `model`, for modules whose parameters are constrained (norms, orthogonal matrices): they keep the values
+    they have.
+    """
     ALL[make.__name__] = built(make, initialised=True)
     return make
 
@@ -72,7 +78,9 @@ class EncoderClassifier(nn.Module):
     def __init__(self, norm_first: bool, activation: str) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(VOCAB, 16, padding_idx=0), nn.Parameter(torch.zeros(1, 12, 16))
-        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, activation=activation, batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(
+            16, 4, 32, dropout=0.0, activation=activation, batch_first=True, norm_first=norm_first
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16), enable_nested_tensor=False)
         self.head = nn.Linear(16, 8)
 
@@ -84,12 +92,20 @@ class EncoderClassifier(nn.Module):
 
 @model
 def encoder() -> tuple[nn.Module, Any]:
-    return EncoderClassifier(False, "relu"), {"tokens": ids(VOCAB, 8, 12), "pad": padding(12), "labels": ids(8, 8, seed=3)}
+    return EncoderClassifier(False, "relu"), {
+        "tokens": ids(VOCAB, 8, 12),
+        "pad": padding(12),
+        "labels": ids(8, 8, seed=3),
+    }
 
 
 @model
 def encoder_norm_first() -> tuple[nn.Module, Any]:
-    return EncoderClassifier(True, "gelu"), {"tokens": ids(VOCAB, 8, 12), "pad": padding(12), "labels": ids(8, 8, seed=3)}
+    return EncoderClassifier(True, "gelu"), {
+        "tokens": ids(VOCAB, 8, 12),
+        "pad": padding(12),
+        "labels": ids(8, 8, seed=3),
+    }
 
 
 class Decoder(nn.Module):
@@ -130,7 +146,12 @@ class Seq2Seq(nn.Module):
         s, t = (x + self.table[: x.size(0)] for x in (s, t))
         future = torch.triu(torch.ones(t.size(0), t.size(0), dtype=torch.bool), diagonal=1)
         out = self.transformer(
-            s, t, tgt_mask=future, src_key_padding_mask=src_pad, tgt_key_padding_mask=tgt_pad[:, :-1], memory_key_padding_mask=src_pad
+            s,
+            t,
+            tgt_mask=future,
+            src_key_padding_mask=src_pad,
+            tgt_key_padding_mask=tgt_pad[:, :-1],
+            memory_key_padding_mask=src_pad,
         )
         goal = tgt[:, 1:].t().masked_fill(tgt_pad[:, 1:].t(), -100)
         return F.cross_entropy(self.generator(out).reshape(-1, VOCAB), goal.reshape(-1))
@@ -138,15 +159,24 @@ class Seq2Seq(nn.Module):
 
 @model
 def seq2seq() -> tuple[nn.Module, Any]:
-    return Seq2Seq(), {"src": ids(VOCAB, 8, 10), "tgt": ids(VOCAB, 8, 9, seed=3), "src_pad": padding(10), "tgt_pad": padding(9)}
+    return Seq2Seq(), {
+        "src": ids(VOCAB, 8, 10),
+        "tgt": ids(VOCAB, 8, 9, seed=3),
+        "src_pad": padding(10),
+        "tgt_pad": padding(9),
+    }
 
 
 class Attention(nn.Module):
-    """nn.MultiheadAttention with other sizes of keys and values, a bias in k and v, a float mask, and the weights returned."""
+    """nn.MultiheadAttention with other sizes of keys and values, a bias in k and v, a float mask, and the weights
+    returned.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(16, 4, add_bias_kv=True, add_zero_attn=True, kdim=12, vdim=8, batch_first=True)
+        self.attention = nn.MultiheadAttention(
+            16, 4, add_bias_kv=True, add_zero_attn=True, kdim=12, vdim=8, batch_first=True
+        )
         self.head = nn.Linear(16, 4)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, y: Tensor) -> Tensor:
@@ -157,7 +187,12 @@ class Attention(nn.Module):
 
 @model
 def attention_weights() -> tuple[nn.Module, Any]:
-    return Attention(), {"q": real(8, 4, 16), "k": real(8, 6, 12, seed=2), "v": real(8, 6, 8, seed=3), "y": real(8, 4, 4, seed=4)}
+    return Attention(), {
+        "q": real(8, 4, 16),
+        "k": real(8, 6, 12, seed=2),
+        "v": real(8, 6, 8, seed=3),
+        "y": real(8, 4, 4, seed=4),
+    }
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -226,7 +261,9 @@ class UNetBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """Diffusion's U-Net: skips, a strided and an average-pooled way down, ConvTranspose2d and interpolate up, attention at the bottom."""
+    """Diffusion's U-Net: skips, a strided and an average-pooled way down, ConvTranspose2d and interpolate up, attention
+    at the bottom.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +318,9 @@ class DiTBlock(nn.Module):
 
 
 class DiT(nn.Module):
-    """adaLN-zero blocks, patchify by convolution, unpatchify by einsum, label dropout given with the batch, fixed 2-d positions."""
+    """adaLN-zero blocks, patchify by convolution, unpatchify by einsum, label dropout given with the batch, fixed 2-d
+    positions.
+    """
 
     def __init__(self, hidden: int = 16, heads: int = 4, patch: int = 2, size: int = 8) -> None:
         super().__init__()
@@ -310,7 +349,13 @@ class DiT(nn.Module):
 @model
 def dit() -> tuple[nn.Module, Any]:
     drop = torch.tensor([True, False, False, True, False, False, False, True])
-    return DiT(), {"x": real(8, 4, 8, 8), "t": ids(1000, 8), "y": ids(10, 8), "drop": drop, "target": real(8, 4, 8, 8, seed=3)}
+    return DiT(), {
+        "x": real(8, 4, 8, 8),
+        "t": ids(1000, 8),
+        "y": ids(10, 8),
+        "drop": drop,
+        "target": real(8, 4, 8, 8, seed=3),
+    }
 
 
 # --- recurrent networks -----------------------------------------------------------------------------------------------
@@ -499,7 +544,9 @@ class Nested(nn.Module):
         self.text, self.image = nn.EmbeddingBag(VOCAB, 8, mode="mean"), nn.Linear(12, 8)
         self.heads = nn.ModuleDict({"a": nn.Linear(16, 4), "b": nn.Linear(16, 2)})
 
-    def forward(self, inputs: dict[str, Any], targets: dict[str, Tensor], weight: float, both: bool) -> dict[str, Tensor]:
+    def forward(
+        self, inputs: dict[str, Any], targets: dict[str, Tensor], weight: float, both: bool
+    ) -> dict[str, Tensor]:
         x = torch.cat([self.text(inputs["text"]["ids"]), self.image(inputs["views"][0] - inputs["views"][1])], dim=-1)
         losses = {k: F.cross_entropy(h(F.relu(x)), targets[k]) for k, h in self.heads.items()}
         return {"loss": losses["a"] + weight * losses["b"] if both else losses["a"], "logits": x}

@@ -1,4 +1,6 @@
-"""Models that take gradients inside their forward (see zoo/plain.py): penalties, physics, forces, inner steps, adversarial directions."""
+"""Models that take gradients inside their forward (see zoo/plain.py): penalties, physics, forces, inner steps,
+adversarial directions.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,27 @@ Made = tuple[nn.Module, Any]
 
 
 class Critic(nn.Module):
-    """A convolutional critic with WGAN-GP's penalty between real and made images (Gulrajani et al. 2017) and R1 at the real ones."""
+    """A convolutional critic with WGAN-GP's penalty between real and made images (Gulrajani et al. 2017) and R1 at the
+    real ones.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.generator = nn.Linear(4, 3 * 64)
         self.critic = nn.Sequential(
-            nn.Conv2d(3, 8, 3, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.GroupNorm(2, 8), nn.SiLU(), nn.AvgPool2d(2),
-            nn.ConvTranspose2d(8, 4, 2, 2), nn.Upsample(scale_factor=2, mode="bilinear"), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+            nn.Conv2d(3, 8, 3, 2, 1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(8, 8, 3, padding=1, groups=2),
+            nn.GroupNorm(2, 8),
+            nn.SiLU(),
+            nn.AvgPool2d(2),
+            nn.ConvTranspose2d(8, 4, 2, 2),
+            nn.Upsample(scale_factor=2, mode="bilinear"),
+            nn.MaxPool2d(2),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
             nn.Linear(16, 1),
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor, z: Tensor, share: Tensor) -> Tensor:
         x.requires_grad_(True)
@@ -71,7 +84,11 @@ class Forces(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.filter, self.mix = nn.Embedding(5, 8), nn.Sequential(nn.Linear(6, 8), nn.Softplus(), nn.Linear(8, 8)), nn.Linear(8, 8)
+        self.embed, self.filter, self.mix = (
+            nn.Embedding(5, 8),
+            nn.Sequential(nn.Linear(6, 8), nn.Softplus(), nn.Linear(8, 8)),
+            nn.Linear(8, 8),
+        )
         self.norm, self.out = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 1))
         self.register_buffer("centers", torch.linspace(0, 3, 6))
 
@@ -91,20 +108,32 @@ class Forces(nn.Module):
 
 @model
 def forces() -> Made:
-    return Forces(), {"kinds": ids(5, 8, 4), "places": real(8, 4, 3), "energy": real(8), "forces": real(8, 4, 3, seed=5)}
+    return Forces(), {
+        "kinds": ids(5, 8, 4),
+        "places": real(8, 4, 3),
+        "energy": real(8),
+        "forces": real(8, 4, 3, seed=5),
+    }
 
 
 class InnerStep(nn.Module):
-    """MAML (Finn et al. 2017): a step on the support set, differentiated; a running mean of its first gradient in a buffer."""
+    """MAML (Finn et al. 2017): a step on the support set, differentiated; a running mean of its first gradient in a
+    buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.rate = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), nn.Parameter(torch.tensor(0.1))
+        self.net, self.rate = (
+            nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)),
+            nn.Parameter(torch.tensor(0.1)),
+        )
         self.register_buffer("seen", torch.zeros(8, 3))
 
     def forward(self, support: Tensor, labels: Tensor, query: Tensor, wanted: Tensor) -> Tensor:
         weights = dict(self.net.named_parameters())
-        slopes = torch.autograd.grad(F.cross_entropy(self.net(support), labels), list(weights.values()), create_graph=True)
+        slopes = torch.autograd.grad(
+            F.cross_entropy(self.net(support), labels), list(weights.values()), create_graph=True
+        )
         self.seen.copy_(0.9 * self.seen + 0.1 * slopes[0].detach())
         fast = {name: w - self.rate * g for (name, w), g in zip(weights.items(), slopes, strict=True)}
         return F.cross_entropy(functional_call(self.net, fast, (query,)), wanted)
@@ -112,11 +141,18 @@ class InnerStep(nn.Module):
 
 @model
 def inner_step() -> Made:
-    return InnerStep(), {"support": real(8, 3), "labels": ids(2, 8), "query": real(8, 3, seed=3), "wanted": ids(2, 8, seed=4)}
+    return InnerStep(), {
+        "support": real(8, 3),
+        "labels": ids(2, 8),
+        "query": real(8, 3, seed=3),
+        "wanted": ids(2, 8, seed=4),
+    }
 
 
 class Adversarial(nn.Module):
-    """Fast gradient signs, and virtual adversarial training (Miyato et al. 2018): directions that are constants of the loss."""
+    """Fast gradient signs, and virtual adversarial training (Miyato et al. 2018): directions that are constants of the
+    loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()

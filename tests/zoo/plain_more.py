@@ -25,7 +25,10 @@ class ViT(nn.Module):
         self.patch = nn.Conv2d(3, 16, 4, 4)
         self.cls, self.position = nn.Parameter(torch.zeros(1, 1, 16)), nn.Parameter(torch.zeros(1, 5, 16))
         self.norm1, self.qkv, self.proj = nn.LayerNorm(16), nn.Linear(16, 48, bias=False), nn.Linear(16, 16)
-        self.norm2, self.mlp = nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.0), nn.Linear(32, 16))
+        self.norm2, self.mlp = (
+            nn.LayerNorm(16),
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.0), nn.Linear(32, 16)),
+        )
         self.head = nn.Linear(16, 8)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -95,7 +98,9 @@ def mae() -> Made:
 
 
 class Swin(nn.Module):
-    """Windows shifted by roll, their attention with a relative bias table and a mask; patches merged by strided slices."""
+    """Windows shifted by roll, their attention with a relative bias table and a mask;
+    patches merged by strided slices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +147,11 @@ class SuperResolution(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.norm, self.act = nn.Conv2d(12, 16, 3, padding=1, padding_mode="replicate"), nn.InstanceNorm2d(16, affine=True), nn.PReLU(16)
+        self.one, self.norm, self.act = (
+            nn.Conv2d(12, 16, 3, padding=1, padding_mode="replicate"),
+            nn.InstanceNorm2d(16, affine=True),
+            nn.PReLU(16),
+        )
         self.up, self.shuffle = nn.Conv2d(16, 48, 3, padding=1, padding_mode="circular"), nn.PixelShuffle(4)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -158,7 +167,9 @@ def super_resolution() -> Made:
 
 
 class Warp(nn.Module):
-    """A spatial transformer: affine_grid and grid_sample; then 3-d convolutions, transposed ones and pools over the frames."""
+    """A spatial transformer: affine_grid and grid_sample; then 3-d convolutions, transposed ones and pools over the
+    frames.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +180,9 @@ class Warp(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         theta = self.locate(x).view(-1, 2, 3) * 0.1 + torch.eye(2, 3, dtype=x.dtype)
-        still = F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False, padding_mode="border")
+        still = F.grid_sample(
+            x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False, padding_mode="border"
+        )
         clip = torch.stack([x, still], dim=2)
         h = F.avg_pool3d(F.elu(self.norm(self.conv(clip))), (1, 2, 2))
         h = self.pool(F.interpolate(self.back(h), size=(2, 8, 8), mode="trilinear"))
@@ -182,7 +195,9 @@ def warp() -> Made:
 
 
 class Segment(nn.Module):
-    """Dilated and depthwise convolutions, squeeze and excitation, bilinear upsampling, cross-entropy and Dice over pixels."""
+    """Dilated and depthwise convolutions, squeeze and excitation, bilinear upsampling, cross-entropy and Dice over
+    pixels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +223,9 @@ def segment() -> Made:
 
 
 class Detector(nn.Module):
-    """DETR's form: queries attend to a feature map; boxes and classes against targets that are matched already; focal loss, GIoU."""
+    """DETR's form: queries attend to a feature map; boxes and classes against targets that are matched already; focal
+    loss, GIoU.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +243,10 @@ class Detector(nn.Module):
         logits, found = self.classes(q), self.box(q).sigmoid()
         goal = F.one_hot(classes, 6).to(x.dtype)
         p = logits.sigmoid()
-        focal = F.binary_cross_entropy_with_logits(logits, goal, reduction="none") * (1 - (p * goal + (1 - p) * (1 - goal))) ** 2
+        focal = (
+            F.binary_cross_entropy_with_logits(logits, goal, reduction="none")
+            * (1 - (p * goal + (1 - p) * (1 - goal))) ** 2
+        )
         (ax, ay, aw, ah), (bx, by, bw, bh) = found.unbind(-1), boxes.unbind(-1)
         left, right = torch.maximum(ax - aw / 2, bx - bw / 2), torch.minimum(ax + aw / 2, bx + bw / 2)
         top, bottom = torch.maximum(ay - ah / 2, by - bh / 2), torch.minimum(ay + ah / 2, by + bh / 2)
@@ -266,9 +286,18 @@ class LlamaLike(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm1, self.norm2, self.norm = nn.Embedding(VOCAB, 16), RMSNorm(16), RMSNorm(16), nn.RMSNorm(16)
+        self.embed, self.norm1, self.norm2, self.norm = (
+            nn.Embedding(VOCAB, 16),
+            RMSNorm(16),
+            RMSNorm(16),
+            nn.RMSNorm(16),
+        )
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(16, n, bias=False) for n in (16, 8, 8, 16))
-        self.w1, self.w2, self.w3 = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False), nn.Linear(16, 32, bias=False)
+        self.w1, self.w2, self.w3 = (
+            nn.Linear(16, 32, bias=False),
+            nn.Linear(32, 16, bias=False),
+            nn.Linear(16, 32, bias=False),
+        )
         self.output = nn.Linear(16, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -356,7 +385,9 @@ def linear_attention() -> Made:
 
 
 class StateSpace(nn.Module):
-    """Mamba's form: a causal depthwise convolution, an input-dependent scan as a loop over time, a gate; an S4 kernel by FFT."""
+    """Mamba's form: a causal depthwise convolution, an input-dependent scan as a loop over time, a gate; an S4 kernel
+    by FFT.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +422,12 @@ class FNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm, self.codes, self.head = nn.Embedding(VOCAB, 8), nn.LayerNorm([6, 8]), nn.Linear(8, 4), nn.Linear(8, VOCAB)
+        self.embed, self.norm, self.codes, self.head = (
+            nn.Embedding(VOCAB, 8),
+            nn.LayerNorm([6, 8]),
+            nn.Linear(8, 4),
+            nn.Linear(8, VOCAB),
+        )
         self.book = nn.Parameter(torch.zeros(4, 8))
 
     def forward(self, tokens: Tensor, noise: Tensor) -> Tensor:
@@ -414,8 +450,14 @@ class Perceiver(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.latents, self.query = nn.Parameter(torch.zeros(4, 16)), nn.Parameter(torch.zeros(1, 16))
-        self.read, self.write = nn.MultiheadAttention(16, 2, kdim=6, vdim=6, batch_first=True), nn.MultiheadAttention(16, 2, batch_first=True)
-        self.think, self.head = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, activation=F.gelu), nn.Linear(16, 4)
+        self.read, self.write = (
+            nn.MultiheadAttention(16, 2, kdim=6, vdim=6, batch_first=True),
+            nn.MultiheadAttention(16, 2, batch_first=True),
+        )
+        self.think, self.head = (
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, activation=F.gelu),
+            nn.Linear(16, 4),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         b = x.shape[0]
@@ -462,7 +504,13 @@ class GCN(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.a, self.b, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1), nn.Linear(16, 3)
+        self.one, self.two, self.a, self.b, self.head = (
+            nn.Linear(4, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 1),
+            nn.Linear(8, 1),
+            nn.Linear(16, 3),
+        )
 
     def forward(self, x: Tensor, adjacency: Tensor, y: Tensor) -> Tensor:
         a = adjacency + torch.eye(adjacency.shape[-1], dtype=x.dtype)
@@ -501,7 +549,9 @@ def messages() -> Made:
 
 
 class PointNet(nn.Module):
-    """Points in convolutions of width one, max over points, a learned transform and its orthogonality; farthest features by cdist."""
+    """Points in convolutions of width one, max over points, a learned transform and its orthogonality; farthest
+    features by cdist.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -542,7 +592,9 @@ class DLRM(nn.Module):
         flat = every.flatten(1)
         crossed = flat * self.cross(flat) + flat
         machine = 0.5 * (every.sum(1).square() - every.square().sum(1)).sum(1)
-        return F.binary_cross_entropy(torch.sigmoid(self.top(torch.cat([pairs, x, crossed], 1)).squeeze(1) + machine), y)
+        return F.binary_cross_entropy(
+            torch.sigmoid(self.top(torch.cat([pairs, x, crossed], 1)).squeeze(1) + machine), y
+        )
 
 
 @model
@@ -555,7 +607,11 @@ class Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.Linear(8, 4)
+        self.conv, self.norm, self.out = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+            nn.Linear(8, 4),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.out(F.relu(self.norm(self.conv(x))).mean((2, 3))), y)
@@ -567,7 +623,9 @@ def images() -> Made:
 
 
 class Clicks(nn.Module):
-    """Bags of different sizes by offsets, and tables with sparse gradients; quantised in training; one output, by rows."""
+    """Bags of different sizes by offsets, and tables with sparse gradients; quantised in
+    training; one output, by rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -591,7 +649,12 @@ class NeRF(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.sigma, self.color = nn.Linear(39, 16), nn.Linear(16 + 39, 16), nn.Linear(16, 1), nn.Linear(16 + 3, 3)
+        self.one, self.two, self.sigma, self.color = (
+            nn.Linear(39, 16),
+            nn.Linear(16 + 39, 16),
+            nn.Linear(16, 1),
+            nn.Linear(16 + 3, 3),
+        )
 
     def forward(self, origin: Tensor, direction: Tensor, depth: Tensor, color: Tensor) -> Tensor:
         points = origin[:, None] + direction[:, None] * depth[..., None]
@@ -609,14 +672,21 @@ class NeRF(nn.Module):
 @model
 def nerf() -> Made:
     depth = real(8, 6, seed=3).abs().cumsum(-1)
-    return NeRF(), {"origin": real(8, 3), "direction": real(8, 3, seed=2), "depth": depth, "color": real(8, 3, seed=4).sigmoid()}
+    return NeRF(), {
+        "origin": real(8, 3),
+        "direction": real(8, 3, seed=2),
+        "depth": depth,
+        "color": real(8, 3, seed=4).sigmoid(),
+    }
 
 
 # --- generative, metric and physical ones -----------------------------------------------------------------------------
 
 
 class VAE(nn.Module):
-    """Noise given with the batch; transposed convolutions; a batch-wise regulariser by matrix products over the batch."""
+    """Noise given with the batch; transposed convolutions; a batch-wise regulariser by
+    matrix products over the batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -652,7 +722,9 @@ class GAN(nn.Module):
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         fake = self.generator(z)
         good, bad = self.judge(x), self.judge(fake.detach())
-        d = F.binary_cross_entropy_with_logits(good, torch.ones_like(good)) + F.binary_cross_entropy_with_logits(bad, torch.zeros_like(bad))
+        d = F.binary_cross_entropy_with_logits(good, torch.ones_like(good)) + F.binary_cross_entropy_with_logits(
+            bad, torch.zeros_like(bad)
+        )
         return d + F.softplus(-self.judge(fake)).mean()
 
 
@@ -740,10 +812,15 @@ class Mixture(nn.Module):
         q = torch.tensor([0.1, 0.5, 0.9], dtype=x.dtype)
         pinball = torch.maximum(q * off, (q - 1) * off).mean()
         a, b, c = self.factor(x).unbind(-1)
-        low = torch.stack([torch.stack([F.softplus(a), torch.zeros_like(a)], -1), torch.stack([b, F.softplus(c)], -1)], -2)
+        low = torch.stack(
+            [torch.stack([F.softplus(a), torch.zeros_like(a)], -1), torch.stack([b, F.softplus(c)], -1)], -2
+        )
         cov = low @ low.mT + 0.1 * torch.eye(2, dtype=x.dtype)
         solved = torch.linalg.solve(cov, pair)
-        gauss = 0.5 * ((pair * solved).sum(-1) + torch.logdet(cov)).mean() + torch.linalg.inv(cov).diagonal(dim1=-2, dim2=-1).mean()
+        gauss = (
+            0.5 * ((pair * solved).sum(-1) + torch.logdet(cov)).mean()
+            + torch.linalg.inv(cov).diagonal(dim1=-2, dim2=-1).mean()
+        )
         return mixture + pinball + gauss + torch.linalg.cholesky(cov).square().mean()
 
 
@@ -753,7 +830,9 @@ def mixture() -> Made:
 
 
 class Flow(nn.Module):
-    """Coupling layers, an invertible mixing matrix with its log determinant, a Runge-Kutta loop, a matrix exponential."""
+    """Coupling layers, an invertible mixing matrix with its log determinant, a
+    Runge-Kutta loop, a matrix exponential.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -806,11 +885,19 @@ class Actor(nn.Module):
 @model
 def actor() -> Made:
     done = (real(8, 4, seed=5) > 1).double()
-    return Actor(), {"seen": real(8, 4, 6), "action": ids(3, 8, 4), "old": -real(8, 4, seed=3).abs(), "reward": real(8, 4, seed=4), "done": done}
+    return Actor(), {
+        "seen": real(8, 4, 6),
+        "action": ids(3, 8, 4),
+        "old": -real(8, 4, seed=3).abs(),
+        "reward": real(8, 4, seed=4),
+        "done": done,
+    }
 
 
 class Ensemble(nn.Module):
-    """Members of stacked weights under torch.func.vmap and functional_call; how much they differ is a term of the loss."""
+    """Members of stacked weights under torch.func.vmap and functional_call; how much they
+    differ is a term of the loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -846,7 +933,9 @@ class Quantised(torch.autograd.Function):
 
 
 class VectorQuantiser(nn.Module):
-    """VQ-VAE (van den Oord et al. 2017) whose codes are running means, in buffers; an encoder with quantised weights."""
+    """VQ-VAE (van den Oord et al. 2017) whose codes are running means, in buffers; an
+    encoder with quantised weights.
+    """
 
     code: Tensor
     count: Tensor
@@ -882,7 +971,12 @@ class MixtureOfDepths(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.router, self.up, self.down = nn.Embedding(VOCAB, 16), nn.Linear(16, 1), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.embed, self.router, self.up, self.down = (
+            nn.Embedding(VOCAB, 16),
+            nn.Linear(16, 1),
+            nn.Linear(16, 32),
+            nn.Linear(32, 16),
+        )
         self.head = nn.Linear(16, VOCAB)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -920,7 +1014,9 @@ def hypernetwork() -> Made:
 
 
 class FourierOperator(nn.Module):
-    """A Fourier neural operator (Li et al. 2021): low frequencies times complex weights, written into a spectrum of zeros."""
+    """A Fourier neural operator (Li et al. 2021): low frequencies times complex weights, written into a spectrum of
+    zeros.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -966,4 +1062,10 @@ class Spectrogram(nn.Module):
 def spectrogram() -> Made:
     frames, lengths = torch.full((BATCH,), 9), torch.arange(8) % 3 + 1
     hidden = real(8, 6, seed=2) > 1
-    return Spectrogram(), {"wave": real(8, 32), "hidden": hidden, "targets": ids(4, 8, 3) + 1, "frames": frames, "lengths": lengths}
+    return Spectrogram(), {
+        "wave": real(8, 32),
+        "hidden": hidden,
+        "targets": ids(4, 8, 3) + 1,
+        "frames": frames,
+        "lengths": lengths,
+    }

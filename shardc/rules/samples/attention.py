@@ -12,7 +12,9 @@ sample(
     aten.scaled_dot_product_attention.default,
     lambda t: call(t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4)),
     lambda t: call(t.real(2, 12, 12, 3), t.real(2, 12, 12, 3), t.real(2, 12, 12, 4), None, 0.0, True),
-    lambda t: call(t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), t.truth(2, 1, 4, 6) | torch.eye(4, 6).bool()),
+    lambda t: call(
+        t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), t.truth(2, 1, 4, 6) | torch.eye(4, 6).bool()
+    ),
     lambda t: call(t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), t.real(12, 4, 6), scale=0.3),
     lambda t: call(t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), t.real(1, 6)),
     lambda t: call(t.real(2, 24, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), enable_gqa=True),

@@ -26,7 +26,9 @@ sample(
     lambda t: call(t.real(4, 12, 6), t.real(8, 12, 3), None, [1], "valid"),
 )
 sample(aten.conv2d.padding, lambda t: call(t.real(4, 12, 4, 4), t.real(6, 12, 3, 3), t.real(6), [1, 1], "same"))
-sample(aten.conv3d.padding, lambda t: call(t.real(2, 12, 3, 2, 4), t.real(4, 12, 2, 2, 2), t.real(4), [1, 1, 1], "valid"))
+sample(
+    aten.conv3d.padding, lambda t: call(t.real(2, 12, 3, 2, 4), t.real(4, 12, 2, 2, 2), t.real(4), [1, 1, 1], "valid")
+)
 sample(
     aten.convolution.default,
     lambda t: call(t.real(4, 12, 6), t.real(8, 12, 3), t.real(8), [1], [1], [1], False, [0], 1),
@@ -62,30 +64,47 @@ sample(aten.adaptive_avg_pool1d.default, lambda t: call(t.real(4, 12, 6), [4]))
 samples(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)(
     lambda t: call(t.real(4, 12, 6, 6), [1, 1]), lambda t: call(t.real(12, 6, 6), [3, 4])
 )
-sample(aten.upsample_nearest1d.vec, lambda t: call(t.real(4, 12, 6), None, [2.0]), lambda t: call(t.real(4, 12, 6), [8], None))
+sample(
+    aten.upsample_nearest1d.vec,
+    lambda t: call(t.real(4, 12, 6), None, [2.0]),
+    lambda t: call(t.real(4, 12, 6), [8], None),
+)
 sample(aten.upsample_nearest2d.vec, lambda t: call(t.real(4, 12, 6, 4), None, [2.0, 2.0]))
 sample(aten.upsample_bilinear2d.vec, lambda t: call(t.real(4, 12, 6, 4), None, False, [2.0, 2.0]))
-sample(aten.conv_transpose2d.input, lambda t: call(t.real(2, 24, 3, 2), t.real(24, 4, 2, 2), t.real(48), [2, 2], [0, 0], [0, 0], 12))
+sample(
+    aten.conv_transpose2d.input,
+    lambda t: call(t.real(2, 24, 3, 2), t.real(24, 4, 2, 2), t.real(48), [2, 2], [0, 0], [0, 0], 12),
+)
 sample(
     aten.fractional_max_pool2d.default,
     lambda t: call(t.real(4, 12, 6, 6), [2, 2], [3, 2], t.constant(t.positive(4, 12, 2))),
     lambda t: call(t.real(12, 6, 6), [2, 2], [3, 2], t.constant(t.positive(1, 12, 2))),
 )
-sample(aten.fractional_max_pool3d.default, lambda t: call(t.real(2, 12, 4, 4, 4), [2, 2, 2], [2, 2, 2], t.constant(t.positive(2, 12, 3))))
-samples(aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default)(lambda t: call(t.real(4, 12, 6, 4), [3, 8], True))
+sample(
+    aten.fractional_max_pool3d.default,
+    lambda t: call(t.real(2, 12, 4, 4, 4), [2, 2, 2], [2, 2, 2], t.constant(t.positive(2, 12, 3))),
+)
+samples(aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default)(
+    lambda t: call(t.real(4, 12, 6, 4), [3, 8], True)
+)
 samples(aten.max_pool1d_with_indices.default)(lambda t: call(t.real(4, 12, 12), [2], [2]))
 samples(aten.max_pool3d_with_indices.default)(lambda t: call(t.real(2, 12, 4, 4, 6), [2, 2, 2], [2, 2, 2]))
 samples(aten.adaptive_max_pool1d.default)(lambda t: call(t.real(4, 12, 6), [4]))
-samples(aten.adaptive_max_pool2d.default)(lambda t: call(t.real(4, 12, 6, 6), [2, 3]), lambda t: call(t.real(12, 6, 6), [3, 4]))
+samples(aten.adaptive_max_pool2d.default)(
+    lambda t: call(t.real(4, 12, 6, 6), [2, 3]), lambda t: call(t.real(12, 6, 6), [3, 4])
+)
 samples(aten.adaptive_max_pool3d.default, aten.adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d.default)(
     lambda t: call(t.real(2, 12, 4, 4, 6), [2, 2, 2])
 )
 sample(aten._upsample_nearest_exact1d.vec, lambda t: call(t.real(4, 12, 6), None, [2.0]))
 sample(aten._upsample_nearest_exact2d.vec, lambda t: call(t.real(4, 12, 6, 4), None, [2.0, 2.0]))
-samples(aten.upsample_nearest3d.vec, aten._upsample_nearest_exact3d.vec)(lambda t: call(t.real(2, 12, 2, 3, 2), None, [2.0, 2.0, 2.0]))
+samples(aten.upsample_nearest3d.vec, aten._upsample_nearest_exact3d.vec)(
+    lambda t: call(t.real(2, 12, 2, 3, 2), None, [2.0, 2.0, 2.0])
+)
 sample(aten.upsample_linear1d.vec, lambda t: call(t.real(4, 12, 6), None, False, [2.0]))
 samples(aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec)(
-    lambda t: call(t.real(4, 12, 6, 4), None, False, [2.0, 2.0]), lambda t: call(t.real(4, 12, 6, 4), [3, 8], True, None)
+    lambda t: call(t.real(4, 12, 6, 4), None, False, [2.0, 2.0]),
+    lambda t: call(t.real(4, 12, 6, 4), [3, 8], True, None),
 )
 sample(aten.upsample_trilinear3d.vec, lambda t: call(t.real(2, 12, 2, 3, 2), None, False, [2.0, 2.0, 2.0]))
 samples(aten.grid_sampler.default, aten.grid_sampler_2d.default)(

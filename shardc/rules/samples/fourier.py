@@ -9,16 +9,31 @@ from shardc.rules.samples.make import call, sample, samples
 aten = torch.ops.aten
 
 samples(
-    aten.fft_fft.default, aten.fft_ifft.default, aten.fft_rfft.default, aten.fft_irfft.default, aten.fft_hfft.default,
+    aten.fft_fft.default,
+    aten.fft_ifft.default,
+    aten.fft_rfft.default,
+    aten.fft_irfft.default,
+    aten.fft_hfft.default,
     aten.fft_ihfft.default,
-)(lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12, 6), 8, 1, "ortho"))  # fmt: skip
+)(lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12, 6), 8, 1, "ortho"))
 samples(
-    aten.fft_fft2.default, aten.fft_ifft2.default, aten.fft_rfft2.default, aten.fft_irfft2.default, aten.fft_hfft2.default,
-    aten.fft_ihfft2.default, aten.fft_fftn.default, aten.fft_ifftn.default, aten.fft_rfftn.default, aten.fft_irfftn.default,
-    aten.fft_hfftn.default, aten.fft_ihfftn.default,
-)(lambda t: call(t.real(12, 4, 6), None, [-2, -1]), lambda t: call(t.real(4, 12, 6), [8, 4], [0, -1], "ortho"))  # fmt: skip
+    aten.fft_fft2.default,
+    aten.fft_ifft2.default,
+    aten.fft_rfft2.default,
+    aten.fft_irfft2.default,
+    aten.fft_hfft2.default,
+    aten.fft_ihfft2.default,
+    aten.fft_fftn.default,
+    aten.fft_ifftn.default,
+    aten.fft_rfftn.default,
+    aten.fft_irfftn.default,
+    aten.fft_hfftn.default,
+    aten.fft_ihfftn.default,
+)(lambda t: call(t.real(12, 4, 6), None, [-2, -1]), lambda t: call(t.real(4, 12, 6), [8, 4], [0, -1], "ortho"))
 sample(aten.fft_fft2.default, lambda t: call(t.real(12, 4, 6)))
-samples(aten.fft_fftn.default, aten.fft_rfftn.default)(lambda t: call(t.real(12, 4, 6), [4, 4]), lambda t: call(t.real(4, 6)))
+samples(aten.fft_fftn.default, aten.fft_rfftn.default)(
+    lambda t: call(t.real(12, 4, 6), [4, 4]), lambda t: call(t.real(4, 6))
+)
 sample(
     aten.stft.center,
     lambda t: call(t.real(12, 16), 4, 2, 4, t.positive(4), return_complex=True),

@@ -9,24 +9,58 @@ from shardc.rules.samples.make import call, sample, samples
 aten = torch.ops.aten
 
 samples(
-    aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_det.default, aten.linalg_slogdet.default,
-    aten.linalg_svdvals.default, aten.linalg_qr.default, aten.linalg_pinv.atol_rtol_float, aten.pinverse.default,
-    aten.matrix_exp.default, aten.linalg_cond.default, aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default,
-    aten.linalg_lu.default, aten._lu_with_info.default,
-)(lambda t: call(t.real(4, 6, 6)), lambda t: call(t.real(2, 6, 3, 3)), lambda t: call(t.real(6, 6)))  # fmt: skip
+    aten.linalg_inv.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_det.default,
+    aten.linalg_slogdet.default,
+    aten.linalg_svdvals.default,
+    aten.linalg_qr.default,
+    aten.linalg_pinv.atol_rtol_float,
+    aten.pinverse.default,
+    aten.matrix_exp.default,
+    aten.linalg_cond.default,
+    aten.linalg_lu_factor.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu.default,
+    aten._lu_with_info.default,
+)(lambda t: call(t.real(4, 6, 6)), lambda t: call(t.real(2, 6, 3, 3)), lambda t: call(t.real(6, 6)))
 samples(
-    aten.linalg_cholesky.default, aten.linalg_cholesky_ex.default, aten.cholesky.default, aten.cholesky_inverse.default,
-    aten.logdet.default, aten.linalg_eigvalsh.default,
-)(lambda t: call(t.definite(12, 3)), lambda t: call(t.definite(2, 6, 2)))  # fmt: skip
-samples(aten.linalg_eigvals.default, aten.linalg_matrix_rank.atol_rtol_tensor)(lambda t: call(t.index(9, 12, 3, 3).double()))
-samples(aten.linalg_eig.default, aten.geqrf.default)(lambda t: call(t.constant(t.real(12, 3, 3))))  # gradients: of some functions; none
-samples(aten.linalg_ldl_factor.default, aten.linalg_ldl_factor_ex.default)(lambda t: call(t.constant(t.definite(12, 3))))
-sample(aten.linalg_pinv.atol_rtol_tensor, lambda t: call(t.real(12, 4, 3), rtol=t.constant(torch.full((12,), 0.01).double())))
-sample(aten.linalg_matrix_rank.atol_rtol_tensor, lambda t: call(t.real(12, 4, 3), atol=t.positive(12), rtol=t.positive(4, 1)))
+    aten.linalg_cholesky.default,
+    aten.linalg_cholesky_ex.default,
+    aten.cholesky.default,
+    aten.cholesky_inverse.default,
+    aten.logdet.default,
+    aten.linalg_eigvalsh.default,
+)(lambda t: call(t.definite(12, 3)), lambda t: call(t.definite(2, 6, 2)))
+samples(aten.linalg_eigvals.default, aten.linalg_matrix_rank.atol_rtol_tensor)(
+    lambda t: call(t.index(9, 12, 3, 3).double())
+)
+samples(aten.linalg_eig.default, aten.geqrf.default)(
+    lambda t: call(t.constant(t.real(12, 3, 3)))
+)  # gradients: of some functions; none
+samples(aten.linalg_ldl_factor.default, aten.linalg_ldl_factor_ex.default)(
+    lambda t: call(t.constant(t.definite(12, 3)))
+)
+sample(
+    aten.linalg_pinv.atol_rtol_tensor,
+    lambda t: call(t.real(12, 4, 3), rtol=t.constant(torch.full((12,), 0.01).double())),
+)
+sample(
+    aten.linalg_matrix_rank.atol_rtol_tensor,
+    lambda t: call(t.real(12, 4, 3), atol=t.positive(12), rtol=t.positive(4, 1)),
+)
 samples(aten._linalg_det.default, aten._linalg_slogdet.default)(lambda t: call(t.real(12, 3, 3)))
 sample(aten._linalg_eigh.default, lambda t: call(t.definite(12, 3)))
-sample(aten._linalg_svd.default, lambda t: call(t.index(9, 12, 4, 3).double()), lambda t: call(t.constant(t.real(12, 4, 3)), False, False))
-sample(aten._linalg_solve_ex.default, lambda t: call(t.real(12, 3, 3), t.real(12, 3, 4)), lambda t: call(t.real(12, 3, 3), t.real(12, 3)))
+sample(
+    aten._linalg_svd.default,
+    lambda t: call(t.index(9, 12, 4, 3).double()),
+    lambda t: call(t.constant(t.real(12, 4, 3)), False, False),
+)
+sample(
+    aten._linalg_solve_ex.default,
+    lambda t: call(t.real(12, 3, 3), t.real(12, 3, 4)),
+    lambda t: call(t.real(12, 3, 3), t.real(12, 3)),
+)
 sample(aten.svd.default, lambda t: call(t.index(9, 12, 4, 3).double()))
 sample(aten.linalg_matrix_power.default, lambda t: call(t.real(12, 3, 3), 3))
 sample(aten.linalg_eigh.default, lambda t: call(t.definite(12, 3)))
@@ -38,11 +72,18 @@ sample(
     lambda t: call(t.real(4, 1, 3, 3), t.real(6, 3, 2)),
     lambda t: call(t.real(3, 3), t.real(3)),
 )
-sample(aten.linalg_solve_ex.default, lambda t: call(t.real(12, 3, 3), t.real(12, 3, 4)), lambda t: call(t.real(12, 3, 3), t.real(12, 3)))
+sample(
+    aten.linalg_solve_ex.default,
+    lambda t: call(t.real(12, 3, 3), t.real(12, 3, 4)),
+    lambda t: call(t.real(12, 3, 3), t.real(12, 3)),
+)
 sample(aten.triangular_solve.default, lambda t: call(t.real(12, 3, 4), t.definite(12, 3)))
 sample(aten.linalg_lu_solve.default, lambda t: call(*torch.linalg.lu_factor(t.definite(12, 3)), t.real(12, 3, 4)))
 sample(aten.lu_solve.default, lambda t: call(t.real(12, 3, 4), *torch.linalg.lu_factor(t.definite(12, 3))))
-sample(aten.linalg_ldl_solve.default, lambda t: call(*map(t.constant, torch.linalg.ldl_factor(t.definite(12, 3))), t.constant(t.real(12, 3, 4))))
+sample(
+    aten.linalg_ldl_solve.default,
+    lambda t: call(*map(t.constant, torch.linalg.ldl_factor(t.definite(12, 3))), t.constant(t.real(12, 3, 4))),
+)
 sample(aten.lu_unpack.default, lambda t: call(*torch.linalg.lu_factor(t.definite(12, 3))))
 sample(aten.linalg_householder_product.default, lambda t: call(t.real(12, 4, 3), t.real(12, 3)))
 sample(aten.ormqr.default, lambda t: call(t.real(12, 3, 3), t.real(12, 3), t.real(12, 3, 4)))
@@ -50,8 +91,16 @@ sample(aten.linalg_tensorinv.default, lambda t: call(t.real(12, 3, 4), 1))
 sample(aten.linalg_tensorsolve.default, lambda t: call(t.real(2, 3, 6), t.real(2, 3)))
 sample(aten.linalg_solve_triangular.default, lambda t: call(t.definite(12, 3), t.real(12, 3, 4), upper=False))
 sample(aten.cholesky_solve.default, lambda t: call(t.real(12, 3, 4), t.definite(12, 3)))
-sample(aten.linalg_matrix_norm.default, lambda t: call(t.real(12, 3, 4), 2), lambda t: call(t.real(3, 12, 4), 1, [0, -1], True))
-sample(aten.linalg_matrix_norm.str_ord, lambda t: call(t.real(12, 3, 4)), lambda t: call(t.real(3, 12, 4), "nuc", [0, -1], True))
+sample(
+    aten.linalg_matrix_norm.default,
+    lambda t: call(t.real(12, 3, 4), 2),
+    lambda t: call(t.real(3, 12, 4), 1, [0, -1], True),
+)
+sample(
+    aten.linalg_matrix_norm.str_ord,
+    lambda t: call(t.real(12, 3, 4)),
+    lambda t: call(t.real(3, 12, 4), "nuc", [0, -1], True),
+)
 sample(
     aten.cdist.default,
     lambda t: call(t.real(12, 3), t.real(6, 3)),

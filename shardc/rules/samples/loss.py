@@ -29,6 +29,10 @@ sample(
 )
 sample(
     torch.ops.shardc.ctc_loss.default,
-    lambda t: call(t.real(6, 12, 5).log_softmax(-1), t.index(4, 12, 2) + 1, torch.full((12,), 6), t.index(2, 12) + 1, 0, False),
-    lambda t: call(t.real(6, 4, 5).log_softmax(-1), t.index(4, 8) + 1, torch.full((4,), 6), torch.full((4,), 2), 0, True),
+    lambda t: call(
+        t.real(6, 12, 5).log_softmax(-1), t.index(4, 12, 2) + 1, torch.full((12,), 6), t.index(2, 12) + 1, 0, False
+    ),
+    lambda t: call(
+        t.real(6, 4, 5).log_softmax(-1), t.index(4, 8) + 1, torch.full((4,), 6), torch.full((4,), 2), 0, True
+    ),
 )

@@ -19,7 +19,11 @@ sample(
     lambda t: call(t.real(4, 6, 12), [12], t.real(12), t.real(12), 1e-5),
     lambda t: call(t.real(4, 6, 12), [6, 12], None, None, 1e-5),
 )
-sample(aten.rms_norm.default, lambda t: call(t.real(4, 6, 12), [12], t.real(12), 1e-6), lambda t: call(t.real(4, 6, 12), [6, 12]))
+sample(
+    aten.rms_norm.default,
+    lambda t: call(t.real(4, 6, 12), [12], t.real(12), 1e-6),
+    lambda t: call(t.real(4, 6, 12), [6, 12]),
+)
 if hasattr(aten, "_fused_rms_norm"):
     sample(aten._fused_rms_norm.default, lambda t: call(t.real(4, 6, 12), [12], t.real(12), 1e-6))
 sample(

@@ -12,12 +12,15 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.rules.samples.make import Arguments, Sample, Tensors
 
-#: `(x, w)`, `((x, w), {"eps": 1e-6})`, a function of nothing that returns either, or a function of `Tensors` as rules' own samples.
+#: `(x, w)`, `((x, w), {"eps": 1e-6})`, a function of nothing that returns either, or a function of `Tensors` as rules'
+#: own samples.
 Given = tuple[Any, ...] | Tensor | Callable[..., Any]
 
 
 def as_sample(given: Given, where: str = "") -> Sample:
-    """A sample from what a user gave. Functions of nothing run under a fixed random seed, and leave torch's state alone."""
+    """A sample from what a user gave. Functions of nothing run under a fixed random seed, and leave torch's state
+    alone.
+    """
     if callable(given) and not isinstance(given, Tensor):
         takes = bool(inspect.signature(given).parameters)
 

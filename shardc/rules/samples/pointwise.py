@@ -35,11 +35,13 @@ sample(aten.where.ScalarSelf, lambda t: call(t.truth(4, 12), 2.0, t.real(12)))
 sample(aten.where.ScalarOther, lambda t: call(t.truth(12), t.real(4, 12), 2.0))
 sample(aten.where.Scalar, lambda t: call(t.truth(4, 12), 1.0, 2.0))
 samples(
-    aten.neg.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.positive.default,
+    aten.neg.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.positive.default,
     aten.detach.default,
-)(
-    lambda t: call(t.real(4, 12)), lambda t: call(t.real(12, 4).t())
-)
+)(lambda t: call(t.real(4, 12)), lambda t: call(t.real(12, 4).t()))
 samples(aten._to_copy.default, aten.to.dtype_layout)(
     lambda t: call(t.real(4, 12), dtype=torch.float32),
     lambda t: call(t.index(9, 4, 12), dtype=torch.float64),
@@ -61,27 +63,53 @@ sample(
 )
 sample(torch.ops.shardc.with_gradient_of.default, lambda t: call(t.real(4, 12), t.real(4, 12)))
 samples(
-    aten.silu.default, aten.selu.default, aten.relu6.default, aten.square.default, aten.isfinite.default, aten.isinf.default,
-    aten.isposinf.default, aten.isneginf.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default,
-    aten.exp.default, aten.expm1.default,
-    aten.sin.default, aten.cos.default, aten.abs.default, aten.sign.default, aten.floor.default, aten.erf.default,
+    aten.silu.default,
+    aten.selu.default,
+    aten.relu6.default,
+    aten.square.default,
+    aten.isfinite.default,
+    aten.isinf.default,
+    aten.isposinf.default,
+    aten.isneginf.default,
+    aten.relu.default,
+    aten.sigmoid.default,
+    aten.tanh.default,
+    aten.exp.default,
+    aten.expm1.default,
+    aten.sin.default,
+    aten.cos.default,
+    aten.abs.default,
+    aten.sign.default,
+    aten.floor.default,
+    aten.erf.default,
     aten.logical_not.default,
-    aten.hardtanh.default, aten.leaky_relu.default, aten.elu.default, aten.mish.default, aten.hardswish.default,
+    aten.hardtanh.default,
+    aten.leaky_relu.default,
+    aten.elu.default,
+    aten.mish.default,
+    aten.hardswish.default,
     aten.log_sigmoid.default,
     aten.isnan.default,
-)(lambda t: call(t.real(4, 12)), lambda t: call(t.real(2, 3, 4)))  # fmt: skip
-samples(aten.rsqrt.default, aten.sqrt.default, aten.log.default, aten.log1p.default, aten.reciprocal.default, aten.acos.default)(
-    lambda t: call(t.positive(4, 12))
-)
+)(lambda t: call(t.real(4, 12)), lambda t: call(t.real(2, 3, 4)))
+samples(
+    aten.rsqrt.default,
+    aten.sqrt.default,
+    aten.log.default,
+    aten.log1p.default,
+    aten.reciprocal.default,
+    aten.acos.default,
+)(lambda t: call(t.positive(4, 12)))
 sample(aten.nan_to_num.default, lambda t: call(t.real(4, 12) / t.index(2, 4, 12)))
 sample(aten.gelu.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12), approximate="tanh"))
 sample(aten.softplus.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(4, 12), 2.0, 1.0))
 samples(
-    aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.logical_and.default, aten.logical_or.default,
+    aten.__and__.Tensor,
+    aten.__or__.Tensor,
+    aten.__xor__.Tensor,
+    aten.logical_and.default,
+    aten.logical_or.default,
     aten.bitwise_and.Tensor,
-)(
-    lambda t: call(t.truth(4, 12), t.truth(12)), lambda t: call(t.truth(4, 1, 6), t.truth(12, 1))
-)
+)(lambda t: call(t.truth(4, 12), t.truth(12)), lambda t: call(t.truth(4, 1, 6), t.truth(12, 1)))
 samples(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)(
     lambda t: call(t.real(4, 12)), lambda t: call(t.index(9, 4, 12), dtype=torch.float64)
 )
@@ -96,18 +124,35 @@ sample(
 sample(aten.float_power.Tensor_Scalar, lambda t: call(t.positive(4, 12), 1.5))
 # elementwise by torch's own tag: a spread of them
 samples(
-    aten.maximum.default, aten.minimum.default, aten.atan2.default, aten.pow.Tensor_Tensor, aten.eq.Tensor, aten.gt.Tensor,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.atan2.default,
+    aten.pow.Tensor_Tensor,
+    aten.eq.Tensor,
+    aten.gt.Tensor,
     aten.le.Tensor,
-    aten.ne.Tensor, aten.fmod.Tensor, aten.remainder.Tensor, aten.hypot.default, aten.clamp_min.Tensor,
+    aten.ne.Tensor,
+    aten.fmod.Tensor,
+    aten.remainder.Tensor,
+    aten.hypot.default,
+    aten.clamp_min.Tensor,
 )(
     lambda t: call(t.positive(4, 12), t.positive(4, 12)),
     lambda t: call(t.positive(4, 1, 12), t.positive(6, 1)),
     lambda t: call(t.positive(12), t.positive()),
-)  # fmt: skip
+)
 samples(
-    aten.pow.Tensor_Scalar, aten.eq.Scalar, aten.gt.Scalar, aten.lt.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar,
-    aten.clamp_min.default, aten.clamp_max.default, aten.remainder.Scalar,
-)(lambda t: call(t.positive(4, 12), 2.0))  # fmt: skip
+    aten.pow.Tensor_Scalar,
+    aten.eq.Scalar,
+    aten.gt.Scalar,
+    aten.lt.Scalar,
+    aten.add.Scalar,
+    aten.sub.Scalar,
+    aten.rsub.Scalar,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.remainder.Scalar,
+)(lambda t: call(t.positive(4, 12), 2.0))
 sample(aten.pow.Scalar, lambda t: call(2.0, t.real(4, 12)))
 sample(aten.bitwise_not.default, lambda t: call(t.truth(4, 12)))
 sample(aten.bitwise_or.Tensor, lambda t: call(t.index(99, 4, 12), t.index(99, 12)))
@@ -124,10 +169,14 @@ sample(
     lambda t: call(t.real(12), t.real(1)),
 )
 samples(
-    aten.smooth_l1_loss.default, aten.huber_loss.default, aten.binary_cross_entropy_with_logits.default, aten.mse_loss.default,
-)(lambda t: call(t.real(4, 12), t.positive(4, 12), reduction=0), lambda t: call(t.real(4, 12), t.positive(4, 12)))  # fmt: skip
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.mse_loss.default,
+)(lambda t: call(t.real(4, 12), t.positive(4, 12), reduction=0), lambda t: call(t.real(4, 12), t.positive(4, 12)))
 sample(
-    aten.binary_cross_entropy_with_logits.default, lambda t: call(t.real(4, 12), t.positive(4, 12), None, t.constant(t.positive(12)), 0)
+    aten.binary_cross_entropy_with_logits.default,
+    lambda t: call(t.real(4, 12), t.positive(4, 12), None, t.constant(t.positive(12)), 0),
 )
 sample(
     aten.binary_cross_entropy.default,
@@ -135,13 +184,26 @@ sample(
     lambda t: call(t.positive(4, 12), t.positive(4, 12)),
 )
 sample(aten.soft_margin_loss.default, lambda t: call(t.real(4, 12), 2 * t.index(2, 4, 12) - 1, 0))
-sample(aten.kl_div.default, lambda t: call(t.real(4, 12), t.positive(4, 12), 0), lambda t: call(t.real(4, 12), t.positive(4, 12)))
+sample(
+    aten.kl_div.default,
+    lambda t: call(t.real(4, 12), t.positive(4, 12), 0),
+    lambda t: call(t.real(4, 12), t.positive(4, 12)),
+)
 sample(aten.fake_quantize_per_tensor_affine.default, lambda t: call(t.real(4, 12), 0.1, 0, -8, 7))
 sample(
     aten.fake_quantize_per_tensor_affine.tensor_qparams,
-    lambda t: call(t.real(4, 12), t.constant(torch.tensor([0.1])), t.constant(torch.zeros(1, dtype=torch.int32)), -8, 7),
+    lambda t: call(
+        t.real(4, 12), t.constant(torch.tensor([0.1])), t.constant(torch.zeros(1, dtype=torch.int32)), -8, 7
+    ),
 )
 sample(
     aten.fake_quantize_per_channel_affine.default,
-    lambda t: call(t.real(4, 12), t.constant(torch.linspace(0.1, 0.5, 12)), t.constant(torch.zeros(12, dtype=torch.int32)), 1, -8, 7),
+    lambda t: call(
+        t.real(4, 12),
+        t.constant(torch.linspace(0.1, 0.5, 12)),
+        t.constant(torch.zeros(12, dtype=torch.int32)),
+        1,
+        -8,
+        7,
+    ),
 )

@@ -16,7 +16,11 @@ samples(aten.view.default, aten.reshape.default, aten._unsafe_view.default)(
     lambda t: call(t.real(2, 1, 36), [12, 1, 6, 1]),
     lambda t: call(t.real(1), []),
 )
-sample(aten.reshape.default, lambda t: call(t.real(12, 4).t(), [48]), lambda t: call(t.real(4, 6, 12).transpose(1, 2), [12, 24]))
+sample(
+    aten.reshape.default,
+    lambda t: call(t.real(12, 4).t(), [48]),
+    lambda t: call(t.real(4, 6, 12).transpose(1, 2), [12, 24]),
+)
 sample(
     aten.flatten.using_ints,
     lambda t: call(t.real(4, 12, 6)),
@@ -33,7 +37,9 @@ sample(aten.transpose.int, lambda t: call(t.real(4, 6, 12), -2, -1), lambda t: c
 sample(aten.t.default, lambda t: call(t.real(4, 12)), lambda t: call(t.real(12)))
 sample(aten.numpy_T.default, lambda t: call(t.real(4, 12)))
 samples(aten.expand.default, aten.broadcast_to.default)(
-    lambda t: call(t.real(4, 1, 12), [-1, 6, -1]), lambda t: call(t.real(1, 12), [4, 6, 12]), lambda t: call(t.real(), [4, 12])
+    lambda t: call(t.real(4, 1, 12), [-1, 6, -1]),
+    lambda t: call(t.real(1, 12), [4, 6, 12]),
+    lambda t: call(t.real(), [4, 12]),
 )
 sample(
     aten.repeat.default,
@@ -68,7 +74,11 @@ sample(
 )
 sample(aten.select.int, lambda t: call(t.real(4, 12), 1, 3), lambda t: call(t.real(4, 6, 12), -2, -1))
 sample(aten.unbind.int, lambda t: call(t.real(3, 12)), lambda t: call(t.real(4, 12, 2), -1))
-sample(aten.constant_pad_nd.default, lambda t: call(t.real(4, 12), [1, 2]), lambda t: call(t.real(4, 6, 12), [0, 0, 1, -1], 2.0))
+sample(
+    aten.constant_pad_nd.default,
+    lambda t: call(t.real(4, 12), [1, 2]),
+    lambda t: call(t.real(4, 6, 12), [0, 0, 1, -1], 2.0),
+)
 sample(
     aten.pad.default,
     lambda t: call(t.real(4, 12), [1, 2]),

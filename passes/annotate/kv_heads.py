@@ -1,0 +1,148 @@
+"""Heads: key-value heads that ranks share. The axis is seen as (kv heads × ranks that share one), so that nothing is
+    gathered.
+
+    before   tp=4, k_proj: f32[32, 64] "column", 2 key-value heads for 8 queries' heads
+    after    tp = tp.0 × tp.1 = 2 × 2, k_proj: f32[32@tp.0, 64], q_proj: f32[128@tp.0@tp.1/2, 64]
+
+Each rank then computes the keys of its own head, as every rank that shares it does, and the gradients of k_proj are
+summed over tp.1: what Megatron-LM and vLLM do by copying heads (vllm: QKVParallelLinear.num_kv_head_replicas), here
+said by digits alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from shardc.ir.mesh import Mesh
+from shardc.rules import registry
+from shardc.rules.calls import result, tensors, values
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Key-value heads that several query heads use. heads: their number (1 in multi-query attention); queries: that of
+    the
+    users.
+
+    fused: one weight makes them and the queries.
+    """
+
+    heads: int
+    queries: int
+    fused: bool = False
+
+
+def shared(graph: fx.Graph) -> dict[fx.Node, Shared]:
+    """The placeholders that are the weights (and biases) of key-value heads."""
+    found: dict[fx.Node, Shared] = {}
+    for node, heads in _sites(graph):
+        for parameter, fused in _weights(node):
+            found.setdefault(parameter, replace(heads, fused=fused))
+    return found
+
+
+def refine(mesh: Mesh, axis: str, heads: Iterable[Shared]) -> Mesh:
+    """The mesh with an axis that has more ranks than there are key-value heads seen as
+    (heads × ranks that share one).
+    """
+    n, outer = mesh.size(axis), 1
+    sizes = []
+    for kv in sorted({h.heads for h in heads if 1 < h.heads < n and n % h.heads == 0 == h.queries % n}):
+        if kv % outer == 0:  # layers of several kinds: every number of heads is a digit's edge
+            sizes.append(kv // outer)
+            outer = kv
+    return mesh.refine(axis, *sizes) if sizes else mesh
+
+
+def shares(mesh: Mesh, axis: str, heads: Shared) -> list[str]:
+    """The digits of an axis whose ranks hold the same key-value heads."""
+    found, outer = [], 1
+    for digit in mesh.parts(axis):
+        outer *= mesh.size(digit)
+        if heads.heads % outer and outer % heads.heads == 0 == heads.queries % mesh.size(axis):
+            found.append(digit)
+    return found
+
+
+def _sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:
+    """Values with heads that an op uses several times, before they are repeated."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        used = tensors(node)
+        if node.target is aten.scaled_dot_product_attention.default:
+            q, k, v = used[:3]
+            queries, keys = _shape(q), _shape(k)
+            if len(queries) > 3 and len(keys) > 3 and keys[-3] < queries[-3]:
+                yield from ((x, Shared(keys[-3], queries[-3])) for x in (k, v))
+        elif node.target is aten.repeat_interleave.self_int and node.args[2:]:
+            shape, out = _shape(used[0]), _shape(node)
+            d = int(node.args[2]) % len(shape)
+            yield used[0], Shared(shape[d], out[d])
+        elif node.target in (aten.expand.default, aten.broadcast_to.default):
+            yield from _expanded(node, used[0])
+        elif node.target is aten.matmul.default:
+            a, b = map(_shape, used)
+            if len(a) == len(b) > 3 and b[-3] == 1 < a[-3]:
+                yield used[1], Shared(1, a[-3])
+
+
+def _expanded(node: fx.Node, x: fx.Node) -> Iterator[tuple[fx.Node, Shared]]:
+    """[.., g, 1, ..] -> [.., g, r, ..], joined to one dim afterwards."""
+    old, new = _shape(x), _shape(node)
+    if len(old) != len(new):
+        return
+    stretched = [d for d, (s, t) in enumerate(zip(old, new, strict=True)) if s != t]
+    if len(stretched) != 1 or (d := stretched[0]) == 0:
+        return
+    for user in node.users:
+        out = _shape(user) if user.op == "call_function" and isinstance(user.meta.get("value"), object) else ()
+        if len(out) == len(new) - 1 and out == (*new[: d - 1], new[d - 1] * new[d], *new[d + 1 :]):
+            yield x, Shared(new[d - 1], new[d - 1] * new[d])
+            return
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    op, i = result(node)
+    return values(op)[i].shape
+
+
+def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
+    """The operands of the matrix products that a value comes from, with nothing but views, parts and pointwise ops in
+    between; and whether the product makes more than it."""
+    todo, seen = [(heads, False)], {heads}
+    while todo:
+        node, part = todo.pop()
+        op, _ = result(node)
+        if op.op != "call_function":
+            continue
+        rule = registry.find(op.target)
+        if rule is not None and rule.flops is not None:
+            if part or _numel(node) == _numel(heads):  # a fused weight that makes other heads too, or just these
+                yield from ((x, _numel(node) > _numel(heads)) for x in _operands(op))
+            continue
+        for source in tensors(op):
+            if source not in seen:
+                seen.add(source)
+                todo.append((source, part or _numel(node) < _numel(source)))
+
+
+def _numel(node: fx.Node) -> int:
+    return math.prod(_shape(node))
+
+
+def _operands(product: fx.Node) -> Iterator[fx.Node]:
+    """Placeholders that an op uses through views alone."""
+    todo = list(tensors(product))
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder":
+            yield node
+        elif len(tensors(node)) == 1:
+            todo += tensors(node)

@@ -1,0 +1,281 @@
+"""Plans that models carry: transformers' tensor-parallel plans, read word by word (`shard: {use: model}`).
+
+    "layers.*.self_attn.q_proj": "colwise"     ->  q_proj.weight: f32[64@tp, 64]
+    "layers.*.mlp.gate_up_proj": "packed_colwise"   ->  f32[2·256@tp, 64]
+
+A word says which dim of a weight is split. How it is split (fused parts, sections) and what is communicated follow from
+the graph (`follow`), so a word for "gather the output" or "split the input" is not obeyed where the split can go on:
+logits are not gathered for a loss that takes them split, nor fused projections before they are cut apart. Words that
+say only what a collective does, or that a gradient has to be summed, ask for nothing: the algebra does that.
+
+transformers/distributed/tensor_parallel.py (5.23) has the styles; their parameters are stored [.., out, in].
+
+A model's plan of experts (`ep_plan`) says which modules hold them; for `use: structure` the graph does. It is read
+where the mesh has an axis `ep` that the spec uses for nothing:
+
+    "layers.*.mlp.experts": "ep_dispatch_experts"   ->  experts: [{match: "model.layers.*.mlp.experts", axis: ep}]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir.placement import Shard
+from shardc.ir.program import Param, Program
+from shardc.passes.annotate.plan import Plan
+from shardc.passes.annotate.propagate_split import Follower, Region, uses
+from shardc.rules.calls import values
+from shardc.spec import Spec
+from shardc.spec.form import EXPERTS_AXIS, Expert
+from shardc.spec.patterns import nearest, of_every_layer
+from shardc.spec.yaml_reader import Places
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a style word means. dim: of the stored weight, from the right; None: nothing is split. parts: fused parts in
+    that dim.
+
+    bias: whether parameters of one dim are split too.
+    """
+
+    dim: int | None
+    parts: int = 1
+    bias: bool = False
+
+
+_WHOLE = Word(None)
+_COLUMN, _ROW = Word(-2, bias=True), Word(-1)
+WORDS: dict[str, Word] = {
+    "colwise": _COLUMN,
+    "colwise_rep": _COLUMN,  # the output gathered: where that is needed the algebra does it
+    "colwise_gather_output": _COLUMN,
+    "local_colwise": _COLUMN,
+    "packed_colwise": Word(-2, 2, bias=True),
+    "local_packed_colwise": Word(-2, 2, bias=True),
+    "rowwise": _ROW,
+    "rowwise_rep": _ROW,  # the input split first
+    "rowwise_split_input": _ROW,
+    "local_rowwise": _ROW,
+    "packed_rowwise": Word(-1, 2),
+    "local_packed_rowwise": Word(-1, 2),
+    "embedding_rowwise": Word(-2),  # rows = the vocabulary
+    "embedding_colwise": Word(-1),
+    "replicate": _WHOLE,
+    "replicated_with_grad_allreduce": _WHOLE,  # a sum that the rules derive
+    "mla_kv_a_proj": _WHOLE,
+    "all_reduce": _WHOLE,
+    "gather": _WHOLE,
+    "local": _WHOLE,
+    "local_params": _WHOLE,
+    "sequence_parallel": _WHOLE,  # how activations lie is the section `activations`
+    "moe_tp_experts": _WHOLE,  # the experts' own parameters have words of their own
+    "moe_identity_expert": _WHOLE,
+    "ep_router": _WHOLE,  # experts over ranks: the section `experts`
+    "ep_dispatch_experts": _WHOLE,
+    "grouped_gemm": _WHOLE,
+}
+
+
+def read(model: nn.Module) -> dict[str, str]:
+    """The plan that a model carries: {pattern over its names: word}, `*` for a layer's number. Empty if it carries
+    none.
+
+    transformers' models collect the plans of their configs and parts in `tp_plan`; parts of an ordinary module keep
+    their own."""
+    return _carried(model, "tp_plan")
+
+
+def with_experts(spec: Spec, model: nn.Module, program: Program) -> Spec:
+    """The spec with entries of `experts:` as its plan has them, if it has one (`use`) and leaves an axis for that.
+
+    The model's own plan names them; `structure` takes those that are one op in the captured graph.
+    Raises ShardcError if the mesh has no axis that the plan could use.
+    """
+    if spec.shard_use is None:
+        return spec
+    where, entries = spec.where(("shard", "use")), tuple[Expert, ...]()
+    if not spec.experts and EXPERTS_AXIS in spec.mesh.names and EXPERTS_AXIS not in spec.named_axes:
+        modules = _planned_experts(model) if spec.shard_use == "model" else _stacked_experts(program)
+        entries = tuple(Expert(match=m, axis=EXPERTS_AXIS) for m in dict.fromkeys(modules))
+    if spec.shard_axis not in spec.mesh.names and not (entries or spec.experts):
+        what = (
+            f"splits weights over {spec.shard_axis!r}, which the mesh does not have, and finds no experts for"
+            f" {EXPERTS_AXIS!r}"
+        )
+        fix = f"write use: {{plan: {spec.shard_use}, axis: {EXPERTS_AXIS}}}, or add {spec.shard_axis} to the mesh"
+        raise ShardcError(f"`use: {spec.shard_use}` {what}", where=where, fix=fix)
+    if not entries:
+        return spec
+    places = Places(dict(spec.places.keys), dict(spec.places.values))
+    for i in range(len(entries)):
+        places.put(("experts", i), f"{where} use: {spec.shard_use},")
+    return replace(spec, experts=entries, places=places)
+
+
+def _planned_experts(model: nn.Module) -> list[str]:
+    """The modules that hold experts, by the model's own plan."""
+    words = _carried(model, "ep_plan")
+    dispatched = [k for k, word in words.items() if word == "ep_dispatch_experts"]
+    return dispatched + [
+        k.rpartition(".")[0] for k, word in words.items() if word == "grouped_gemm"
+    ]  # of their parameters
+
+
+def _stacked_experts(program: Program) -> list[str]:
+    """The modules that run experts as one op, in a captured graph."""
+    found = (
+        n.meta["source"].module
+        for n in program.graph.find_nodes(op="call_function", target=torch.ops.shardc.experts.default)
+    )
+    return [of_every_layer(module) or "*" for module in found]
+
+
+def _carried(model: nn.Module, kind: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        plan = getattr(module, kind, None) or getattr(module, f"_{kind}", None)
+        if isinstance(plan, Mapping):
+            prefix = f"{name}." if name else ""
+            for key, word in plan.items():
+                found.setdefault(f"{prefix}{key}", str(word))
+    return found
+
+
+def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[str], where: str) -> Plan:
+    """The model's plan, on one axis. named: parameters that the spec's own entries name, which win.
+
+    where: the spec's line. Raises ShardcError for a model without a plan, and for words that are not known, all at
+    once."""
+    if not carried:
+        raise ShardcError(
+            "the model carries no plan (transformers' models do in `tp_plan`; this one has none)",
+            where=f"{where} use: model",
+            fix="write `use: structure`, or name the weights by patterns",
+        )
+    errors, follower, wrapped = Errors(), Follower(program), _wrapped(carried, program)
+    asked: dict[fx.Node, tuple[Shard, str]] = {}
+    notes: list[str] = []
+    told: set[str] = set()
+    for p in program.params:
+        if p.name in named:
+            continue
+        beside = wrapped.get(p.name, {})
+        for key in beside or _keys(carried, p):
+            if carried[key] in WORDS:
+                split = _literal(WORDS[carried[key]], p, beside.get(key))
+                if split is not None:
+                    asked.setdefault(
+                        follower.placeholders[p.name], (split, f"{where} use: model '{key}: {carried[key]}'")
+                    )
+            elif key not in told:
+                told.add(key)
+                close = nearest(carried[key], WORDS)
+                errors.add(
+                    f"the model's plan has the word {carried[key]!r} for {key!r}, which shardc does not know",
+                    where=f"{where} use: model",
+                    fix=(f"is it {close!r}? " if close else "")
+                    + f'write an entry for it beside `use`, e.g. "*{key.rpartition("*")[2]}": column',
+                )
+    errors.raise_any()
+    splits = _settled(follower, asked)
+    for node in [n for n in splits if not _usable(follower, n, splits[n][0])]:
+        split, cause = splits.pop(node)
+        notes.append(
+            f"{cause}: {program.param(node.name).fqn} stays whole: the op that uses it has no rule for its dim"
+            f" {split.dim} split"
+        )
+    return Plan(axis, {n.name: s for n, s in splits.items()}, tuple(notes))
+
+
+def _keys(carried: Mapping[str, str], p: Param) -> list[str]:
+    """The plan's entries for a parameter: by its name, or else by its module's."""
+    found: list[str] = []
+    for name in (p.fqn, *p.aliases):
+        for wanted in (name, name.rpartition(".")[0]):
+            if hit := next((k for k in carried if _matches(k, wanted)), None):
+                found.append(hit)
+                break
+    return found
+
+
+def _wrapped(carried: Mapping[str, str], program: Program) -> dict[str, dict[str, Param]]:
+    """{parameter: {entry: the layer's own weight}} where the module that a plan names has become a wrapper around the
+    one
+    that it means.
+
+    Adapters (LoRA, by peft or by hand) put the layer one level down, beside matrices of their own: the largest matrix
+    is the layer's."""
+    within: dict[tuple[str, str], list[Param]] = {}
+    for p in program.params:
+        parts = p.fqn.split(".")
+        for n in range(1, len(parts)):
+            name = ".".join(parts[:n])
+            if hit := next((k for k in carried if _matches(k, name)), None):
+                within.setdefault((hit, name), []).append(p)
+    found: dict[str, dict[str, Param]] = {}
+    for (key, module), params in within.items():
+        own = max(params, key=lambda p: (len(p.shape) > 1, math.prod(p.shape)))
+        if len(own.shape) > 1 and own.fqn.rpartition(".")[0] != module:  # else the module is the layer itself
+            for p in params:
+                found.setdefault(p.name, {})[key] = own
+    return found
+
+
+def _matches(key: str, name: str) -> bool:
+    """`*` is one part of a name, as in `layers.*.mlp`."""
+    keys, parts = key.split("."), name.split(".")
+    return len(keys) == len(parts) and all(k in ("*", part) for k, part in zip(keys, parts, strict=True))
+
+
+def _literal(word: Word, p: Param, own: Param | None = None) -> Shard | None:
+    """The dim of a parameter as it is stored that a word splits. own: the weight that the word means, where p stands
+    beside it.
+
+    Of an adapter's matrices that is the one that shares the weight's split dim: B of a column-parallel one, A of a
+    row-parallel one."""
+    if word.dim is None or not p.shape or (len(p.shape) < 2 and not word.bias):
+        return None
+    dim = max(len(p.shape) + word.dim, 0)
+    if own is not None and p.shape[dim] != own.shape[word.dim]:
+        return None
+    return Shard(dim, word.parts if len(p.shape) > 1 else 1)
+
+
+def _settled(follower: Follower, asked: Mapping[fx.Node, tuple[Shard, str]]) -> dict[fx.Node, tuple[Shard, str]]:
+    """How each dim is split, as the ops need it: a fused weight's parts show where the split comes from a plain
+    row-parallel weight.
+    """
+    found: dict[fx.Node, tuple[Shard, str]] = {}
+    last = {n: s.dim == len(values(n)[0].shape) - 1 and s.dim > 0 for n, (s, _) in asked.items()}
+    for node in sorted(asked, key=lambda n: not last[n]):
+        if node in found:
+            continue
+        split, cause = asked[node]
+        region = follower.follow((node, 0), split)
+        if isinstance(region, Region):
+            for other, s in region.params.items():
+                if other in asked and asked[other][0].dim == s.dim:
+                    found.setdefault(other, (s, asked[other][1]))
+        found.setdefault(node, (split, cause))
+    return found
+
+
+def _usable(follower: Follower, node: fx.Node, split: Shard) -> bool:
+    """Whether ops can use a weight that is split so at all: else it would be gathered for every use."""
+    todo = [((node, 0), split)]
+    while todo:
+        key, s = todo.pop()
+        for user, i in uses(key):
+            strategy = follower.by_operand(user, i, s) if user.op != "output" else None
+            if strategy is None:
+                return False
+            if user in follower.derived:
+                todo += [((user, j), out) for j, out in enumerate(strategy.outputs) if isinstance(out, Shard)]
+    return True

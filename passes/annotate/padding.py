@@ -1,0 +1,93 @@
+"""Uneven: sizes that the ranks of an axis do not divide, under `uneven: pad` (shardc.ir.placement.Shard.padding).
+
+    before   tp=4, 6 heads of 16:   q_proj: f32[96@tp, 64]      o_proj: f32[64, 96@tp]       1.5 heads a rank: not possible
+    after                           q_proj: f32[96+32@tp, 64]   o_proj: f32[64, 96+32@tp]    2 heads a rank, the last rank has none
+
+A split that starts at one weight is followed to all that share it (`follow`): the smallest number of pieces in which
+any op on the way takes it, such as heads, is what has to divide, and every weight there gets the padding of as many
+pieces."""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Layout, Shard
+from shardc.ir.program import Program
+from shardc.passes.annotate.propagate_split import Follower, Region
+
+
+def padded(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    """The layout with every dim padded as far as it has to be, an entry at a time."""
+    for dim in {s.dim for _, s in layout.shards()}:
+        outer, n = _digits(layout, dim, mesh)
+        if dim < len(shape) and not outer.sections and shape[dim] % outer.split == 0:
+            block = shape[dim] // outer.split
+            layout = _with(layout, dim, mesh, -block % n, outer.split)
+    return layout
+
+
+def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Layout]:
+    """The layouts with the padding that the weights need. What shares a split is padded alike; what is split alone, by
+    itself.
+    """
+    follower = Follower(program)
+    found = dict(layouts)
+    done: set[tuple[str, int]] = set()
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    for p in program.params:
+        for dim in sorted({s.dim for _, s in found.get(p.name, Layout()).shards()}):
+            if (p.name, dim) in done:
+                continue
+            outer, n = _digits(found[p.name], dim, mesh)
+            region = None if outer.sections else follower.follow((nodes[p.name], 0), Shard(dim, outer.split))
+            if not isinstance(region, Region):
+                continue
+            same = {
+                q.name: s
+                for q, s in region.params.items()
+                if q.name in found and _digits(found[q.name], s.dim, mesh)[1] == n
+            }
+            pieces = pieces_of(follower, region)
+            if pieces % n and len(same) == sum(q.name in found for q in region.params):
+                for name, s in same.items():
+                    block = program.param(name).shape[s.dim] // s.split
+                    if block % pieces == 0:
+                        found[name] = _with(found[name], s.dim, mesh, -pieces % n * (block // pieces), s.split)
+                        done.add((name, s.dim))
+    shapes = {name: program.param(name).shape for name in found}
+    return {
+        name: padded(layout, shapes[name], mesh) if layout.fits(shapes[name], mesh) else layout
+        for name, layout in found.items()
+    }
+
+
+def pieces_of(follower: Follower, region: Region) -> int:
+    """The least number of pieces in which an op of the region can be taken apart."""
+    found = []
+    for node, strategy in region.ops.items():
+        if strategy.kind == "split":
+            digit = strategy.factor.partition("/")[2]
+            found.append(follower.choices(node).signature.sizes[strategy.base] // int(digit or 1))
+    return min(found, default=1)
+
+
+def _digits(layout: Layout, dim: int, mesh: Mesh) -> tuple[Shard, int]:
+    """The outermost shard of a dim, and the number of ranks that split it."""
+    shards = layout.shards(dim)
+    outer = min((s for _, s in shards), key=lambda s: s.split, default=Shard(dim))
+    return outer, math.prod(mesh.size(axis) for axis, _ in shards)
+
+
+def _with(layout: Layout, dim: int, mesh: Mesh, padding: int, blocks: int) -> Layout:
+    if not padding:
+        return layout
+    return Layout.of(
+        {
+            a: replace(p, padding=padding, blocks=blocks) if isinstance(p, Shard) and p.dim == dim else p
+            for a, p in layout.items
+        },
+        mesh,
+    )

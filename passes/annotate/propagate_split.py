@@ -1,0 +1,219 @@
+"""Follow a split through the graph by the op rules: what else has to be split if this value is, and what that
+communicates.
+
+    fc: linear(x, w1[n k])   ->  gelu  ->  out: linear(y, w2[m n])
+    follow w2's dim n        ->  y split, gelu split, fc's result split, w1's dim n split; reads x whole, hands out a partial sum
+
+A `Region` is the closure: every op that the split reaches, backward and forward through the ops' factors.
+It ends where an op reads a value whole (an entry: its gradient is summed) and where the factor is summed away (an exit:
+the sum of forward). Names, module classes and models play no part. Sizes of axes play none either: the digit is what is
+followed."""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardc.ir.placement import Partial, Placement, Shard
+from shardc.ir.program import Program, Value
+from shardc.rules.calls import choices_of, result, tensors, values
+from shardc.rules.registry import Choices, Strategy, needs_vary
+
+Key = tuple[fx.Node, int]  # an op's result: (node, index)
+_SAME = 1  # ranks: any factor divides by one, so that what is found does not depend on the mesh
+
+
+@dataclass
+class Region:
+    """What is split together.
+
+    values: every split value and how. ops: every op that runs by parts. entries: whole values that it reads, whose
+    gradients are sums over ranks. exits: partial sums that it hands out. gathers: split values that something needs
+    whole (new buffer values)."""
+
+    values: dict[Key, Shard] = field(default_factory=dict)
+    ops: dict[fx.Node, Strategy] = field(default_factory=dict)
+    entries: dict[Key, None] = field(default_factory=dict)
+    exits: dict[Key, None] = field(default_factory=dict)
+    gathers: dict[Key, None] = field(default_factory=dict)
+
+    @property
+    def params(self) -> dict[fx.Node, Shard]:
+        """The split parameters, in the order of the graph's placeholders."""
+        return {node: s for (node, _), s in self.values.items() if node.op == "placeholder"}
+
+    def bytes(self) -> float:
+        """Bytes that are summed or gathered, forward and backward, up to a factor that is the same for every region."""
+        total = sum(2 * _value(k).nbytes() for k in self.exits) + sum(_value(k).nbytes() for k in self.gathers)
+        return total + sum(2 * _value(k).nbytes() for k in self.entries if needs_vary(_value(k)))
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """Why a split cannot be followed. node: the op that needs a value whole or two ways."""
+
+    node: fx.Node
+    why: str
+
+
+class Follower:
+    """Follows splits through one program's global graph. What is known to be blocked is remembered."""
+
+    def __init__(self, program: Program) -> None:
+        self.graph = program.graph
+        self.placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+        self.inputs = {i.name for i in program.inputs}
+        self.derived, self.constant = _origins(program)
+        self.blocked: dict[tuple[Key, Shard], Blocked] = {}
+        self._choices: dict[fx.Node, Choices] = {}
+        self._alike: dict[object, Choices] = {}
+
+    def choices(self, node: fx.Node) -> Choices:
+        if node not in self._choices:
+            self._choices[node] = choices_of(node, self._alike)
+        return self._choices[node]
+
+    def follow(self, start: Key, placement: Shard) -> Region | Blocked:
+        """The region of a value that is split so, or why there is none."""
+        region, todo = Region(), [(start, placement)]
+        stopped = None
+        while todo and stopped is None:
+            key, p = todo.pop()
+            if key[0] in self.constant or region.values.get(key) == p:
+                continue
+            if key in region.values:
+                stopped = Blocked(key[0], "would be split two ways")
+            elif (key, p) in self.blocked:
+                stopped = self.blocked[key, p]
+            else:
+                region.values[key] = p
+                stopped = self._around(key, p, region, todo)
+        if stopped is None:
+            clash = next((k for k in (*region.entries, *region.exits) if k in region.values), None)
+            stopped = Blocked(clash[0], "is needed whole and split") if clash else None
+        if stopped is not None:  # whatever leads here is blocked as well
+            self.blocked |= dict.fromkeys(region.values.items(), stopped)
+            return stopped
+        return region
+
+    def _around(self, key: Key, p: Shard, region: Region, todo: list[tuple[Key, Shard]]) -> Blocked | None:
+        """The op that makes a value, and those that use it."""
+        node = key[0]
+        if node.op == "placeholder":
+            if node.name in self.inputs:
+                return Blocked(node, "is an input, which every rank reads whole")
+        else:
+            strategy = self.by_result(node, key[1], p)
+            if strategy is None:
+                return Blocked(node, "cannot make its result in parts")
+            if (stopped := self._run(node, strategy, region, todo)) is not None:
+                return stopped
+        for user, i in uses(key):
+            if user.op == "output":
+                if i == 0:
+                    return Blocked(user, "returns it whole")
+                region.gathers[key] = None
+                continue
+            strategy = self.by_operand(user, i, p)
+            if strategy is None:
+                return Blocked(user, "needs it whole")
+            if (stopped := self._run(user, strategy, region, todo)) is not None:
+                return stopped
+        return None
+
+    def _run(self, node: fx.Node, strategy: Strategy, region: Region, todo: list[tuple[Key, Shard]]) -> Blocked | None:
+        """Let an op run by a strategy: its other operands and results follow."""
+        if node in region.ops:
+            return None if region.ops[node] == strategy else Blocked(node, "would be split two ways")
+        region.ops[node] = strategy
+        for t, need in zip(tensors(node), strategy.inputs, strict=True):
+            key = result(t)
+            if isinstance(need, Shard):
+                todo.append((key, need))
+            elif key[0] not in self.derived and key[0] not in self.constant and not isinstance(need, Partial):
+                region.entries[key] = None
+        for i, out in enumerate(strategy.outputs):
+            if isinstance(out, Shard):
+                todo.append(((node, i), out))
+            elif isinstance(out, Partial):
+                region.exits[node, i] = None
+        return None
+
+    def by_result(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
+        """The way of running an op that makes result i lie so."""
+        choices = self.choices(node)
+        if (found := _matching(choices, 1, i, p)) is not None:
+            return found
+        # an op of several results may cut its operand by sections: one for each
+        parts = tuple(v.shape[p.dim] for v in choices.call.results if p.dim < len(v.shape))
+        return next((s for s in self._extra(choices, p, Shard(p.dim, 1, parts)) if s.outputs[i] == p), None)
+
+    def by_operand(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
+        """The way of running an op that takes operand i as it lies."""
+        choices = self.choices(node)
+        return _matching(choices, 0, i, p) or next((s for s in self._extra(choices, p) if s.inputs[i] == p), None)
+
+    def _extra(self, choices: Choices, *lie: Placement) -> Iterable[Strategy]:
+        """The strategies that no factor expresses, if the operands may lie so."""
+        extra = choices.rule.extra
+        return extra(choices.call, _SAME, [frozenset(lie)] * len(choices.call.operands)) if extra else ()
+
+    def flops(self, region: Region) -> int:
+        """Operations of the matrix products that a region splits."""
+        return sum(self.choices(node).flops for node in region.ops)
+
+
+def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:
+    """The split of the factor whose digit a placement of operand (side 0) or result (side 1) i names, whatever number
+    of ranks.
+    """
+    dims = (choices.signature.inputs, choices.signature.outputs)[side][i]
+    for factor, places in choices.places.items():
+        place = places[side][i]
+        if place is None or place[0] != p.dim or p.split % place[1] or (p.sections and len(dims[p.dim]) != 1):
+            continue
+        digit, size = p.split // place[1], choices.signature.sizes[factor]
+        if digit < size and size % digit == 0:
+            return choices.split(factor, digit, _SAME, p.sections)
+    return None
+
+
+def uses(key: Key) -> Iterator[tuple[fx.Node, int]]:
+    """Every (op, position among its tensor operands) that reads a value; for the graph's output the position among its
+    results.
+    """
+    node, index = key
+    names = [node]
+    if isinstance(node.meta.get("value"), tuple):
+        names = [u for u in node.users if u.target is operator.getitem and u.args[1] == index]
+    for name in names:
+        for user in name.users:
+            if user.target is not operator.getitem:
+                yield from ((user, i) for i, t in enumerate(tensors(user)) if t is name)
+
+
+def _value(key: Key) -> Value:
+    return values(key[0])[key[1]]
+
+
+def _origins(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Ops and placeholders that derive from parameters (and constants) alone, and from constants alone."""
+    params, buffers = {p.name for p in program.params}, {b.name for b in program.buffers}
+    derived: set[fx.Node] = set()
+    constant: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            if node.name in params:
+                derived.add(node)
+            elif node.name in buffers:
+                constant.add(node)
+        elif node.op == "call_function":
+            sources = [result(t)[0] for t in tensors(node)]
+            if all(s in constant for s in sources):
+                constant.add(node)
+            elif all(s in constant or s in derived for s in sources):
+                derived.add(node)
+    return derived, constant

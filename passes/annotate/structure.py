@@ -1,0 +1,172 @@
+"""Structure: which weights to split, found in the graph alone (`shard: {use: structure}`).
+
+    before   fc: f32[256, 64]       out: f32[64, 256]              whole
+    after    fc: f32[256@tp, 64]    out: f32[64, 256@tp]           a column-parallel and a row-parallel layer (Shoeybi et al. 2019)
+
+Every dim of a weight that a matrix product sums over, or that only the product's result has, is followed through the
+graph (`follow`). What comes back as a region, with no value needed both whole and split, is a candidate: attention
+between its projections, an MLP, a gated MLP, a pair of convolutions, a head and its loss. Candidates that share an op
+exclude each other; the one that does more work per byte it communicates wins. Last, tables that are looked up by the
+batch's ids and are as long as a vocabulary are split by rows."""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from shardc.errors import ShardcError
+from shardc.ir.placement import Shard
+from shardc.ir.program import Program, Source
+from shardc.passes.annotate import kv_heads
+from shardc.passes.annotate.plan import Plan
+from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, Region, uses
+from shardc.rules.calls import result, tensors, values
+from shardc.rules.registry import needs_vary
+from shardc.spec.patterns import of_every_layer
+
+aten = torch.ops.aten
+
+
+def choose(
+    program: Program, fixed: Mapping[str, Shard | None], axis: str, n: int, where: str, *, pad: bool = False
+) -> Plan:
+    """The weights to split over an axis of n ranks, with notes on what was left whole.
+
+    fixed: parameters that the user has placed (None = whole on this axis). A region that needs one of them otherwise is
+    left out.
+    where: the spec's line, for causes. pad: sizes that n does not divide are split as well, and padded.
+    Raises ShardcError if there is nothing to split.
+    """
+    follower = Follower(program)
+    found: dict[str, tuple[Shard, str]] = {}
+    left: dict[str, None] = {}  # why weights are left whole, once for layers that are alike
+    taken: set[fx.Node] = set()
+    shared = kv_heads.shared(program.graph)
+    for region in _ranked(follower, _candidates(follower, program)):
+        if taken.isdisjoint(region.ops) and all(fixed.get(p.name, s) == s for p, s in region.params.items()):
+            taken |= region.ops.keys()
+            if odd := "" if pad else _uneven(program, region, shared, axis, n):
+                left[odd] = None
+                continue
+            why = f"{where} use: structure '{_story(region)}'"
+            found |= {p.name: (s, why) for p, s in region.params.items() if p.name not in fixed}
+    for p, node in (
+        (p, follower.placeholders[p.name]) for p in program.params if p.name not in found and p.name not in fixed
+    ):
+        if taken.isdisjoint(node.users) and _vocabulary(follower, node):
+            if p.shape[0] % n and not pad:
+                left[f"{p.fqn} is left whole: its {p.shape[0]} rows do not divide by {axis}={n}"] = None
+            else:
+                found[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
+    if not found and not fixed:
+        why = "; ".join(left) or "no weight's split can be followed to another weight, or to the loss"
+        fix = (
+            f"take another number of ranks for {axis}, or set `uneven: pad`" if left else "name the weights by patterns"
+        )
+        raise ShardcError(f"`use: structure` finds nothing to split: {why}", where=where, fix=fix)
+    return Plan(axis, found, tuple(f"{where} use: structure: {why} (`uneven: pad` splits it)" for why in left))
+
+
+def _candidates(follower: Follower, program: Program) -> Iterator[Region]:
+    """A region for every dim of every weight of a matrix product; each is followed once."""
+    seen: set[tuple[Key, Shard]] = set()
+    for node in program.graph.nodes:
+        if node not in _products(follower, [node]):
+            continue
+        for i, t in enumerate(tensors(node)):
+            key = result(t)
+            if key[0] not in follower.derived:
+                continue
+            for d in range(len(values(key[0])[key[1]].shape)):
+                start = (key, Shard(d))
+                if start in seen or follower.by_operand(node, i, Shard(d)) is None:
+                    continue
+                region = follower.follow(*start)
+                if isinstance(region, Blocked):
+                    continue
+                seen |= set(region.values.items())
+                if _worthwhile(follower, region):
+                    yield region
+
+
+def _products(follower: Follower, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The matrix products and convolutions among some nodes."""
+    ops = (n for n in nodes if n.op == "call_function" and n.target is not operator.getitem)
+    return [n for n in ops if follower.choices(n).rule.flops is not None]
+
+
+def _worthwhile(follower: Follower, region: Region) -> bool:
+    """A pair, or one weight that is as long as a vocabulary: splitting a small head alone sums more than it saves."""
+    products = [n for n in _products(follower, region.ops) if any(result(t)[0] in follower.derived for t in tensors(n))]
+    shapes = [(values(p)[0].shape, s.dim) for p, s in region.params.items()]
+    return len(products) > 1 or any(len(shape) > 1 and shape[d] == max(shape) for shape, d in shapes)
+
+
+def _ranked(follower: Follower, regions: Iterator[Region]) -> list[Region]:
+    """Most work per byte first; equals in the order of the graph."""
+
+    def density(region: Region) -> float:
+        moved = region.bytes()
+        return follower.flops(region) / moved if moved else float("inf")
+
+    return sorted(regions, key=lambda r: -density(r))
+
+
+def _uneven(program: Program, region: Region, shared: Mapping[fx.Node, kv_heads.Shared], axis: str, n: int) -> str:
+    """Why a region cannot be split over n ranks, "" if it can. Key-value heads may be fewer than ranks: ranks then
+    share them.
+    """
+    few = {shared[p].heads for p in region.params if p in shared and n % shared[p].heads == 0 == shared[p].queries % n}
+    for (node, i), s in region.values.items():
+        shape = values(node)[i].shape
+        for size in s.sections or (shape[s.dim] // s.split,):
+            if size % n and size not in few:
+                names = ", ".join(dict.fromkeys(of_every_layer(program.param(p.name).fqn) for p in region.params))
+                source = node.meta.get("source", Source())
+                at = f"at {replace(source, module=of_every_layer(source.module))}, " if str(source) else ""
+                return f"{names} are left whole: {at}{size} (of {list(shape)}) does not divide by {axis}={n}"
+    return ""
+
+
+def _vocabulary(follower: Follower, node: fx.Node) -> bool:
+    """Whether a table is looked up by ids that come with the batch, and has at least as many rows as its rows have
+    numbers.
+    """
+    shape = values(node)[0].shape
+    lookups = [(u, i) for u, i in uses((node, 0))]
+    if len(shape) != 2 or shape[0] < shape[1] or not lookups:
+        return False
+    for user, i in lookups:
+        if user.target is not aten.embedding.default or i != 0 or follower.by_operand(user, 0, Shard(0)) is None:
+            return False
+        if result(tensors(user)[1])[0] in follower.constant:
+            return False
+    return True
+
+
+def _story(region: Region) -> str:
+    """A region in a few words: from the modules that begin it to those that end it."""
+    reads = (u for key in region.entries if needs_vary(values(key[0])[key[1]]) for u, _ in uses(key) if u in region.ops)
+    ins = dict.fromkeys(_module(u) for u in reads)
+    outs = dict.fromkeys(_module(node) for node, _ in region.exits)
+    return f"{_few(ins, 'input')} -> {_few(outs, 'loss')}"
+
+
+def _few(names: Iterable[str], none: str) -> str:
+    """The first of some names and its siblings: `attn.{q,k,v}`; `...` for those of other modules."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        groups.setdefault(parent, []).append(last)
+    for parent, lasts in groups.items():
+        last = lasts[0] if len(lasts) == 1 else "{" + ",".join(lasts) + "}"
+        return (f"{parent}.{last}" if parent else last) + (", ..." if len(groups) > 1 else "")
+    return none
+
+
+def _module(node: fx.Node) -> str:
+    return str(node.meta["source"].module or node.name)

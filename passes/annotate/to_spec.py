@@ -1,0 +1,108 @@
+"""What a plan amounts to, as entries that a user could have written: patterns with a style word, or with dims.
+
+    model.layers.0.self_attn.q_proj.weight: dim 0, ..., model.layers.7.self_attn.v_proj.weight: dim 0
+    "model.layers.*.self_attn.{q_proj,k_proj,v_proj}": column
+
+Every pattern is checked against all of the model's names: it means just what the plan says for everything that it
+matches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.ir.placement import Shard
+from shardc.ir.program import Param, Program
+from shardc.passes.annotate.weight_roles import ROLES, role_of, styled
+from shardc.spec import DimShard, ShardRule, Style
+from shardc.spec.patterns import match, of_every_layer
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One name (of a module with a style word, or of a parameter with a shard) that stands for some parameters."""
+
+    name: str
+    style: Style | None
+    shard: Shard | None
+    params: tuple[Param, ...]
+
+
+def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Iterable[str]) -> tuple[ShardRule, ...]:
+    """The rules that give every parameter its split over the axis. named: parameters that
+    earlier rules name already.
+    """
+    done = set(named)
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    free = [p for p in program.params if p.name not in done]
+    groups: dict[tuple[str, Style | None, Shard | None], list[_Entry]] = {}
+    for entry in _units(free, splits, nodes):
+        groups.setdefault((of_every_layer(entry.name), entry.style, entry.shard), []).append(entry)
+    patterns: list[tuple[str, Style | None, Shard | None]] = []
+    for (pattern, style, shard), some in groups.items():
+        fits = all(_means(pattern, style, shard, p, splits.get(p.name), nodes[p.name]) for p in free)
+        patterns += [(pattern, style, shard)] if fits else [(e.name, style, shard) for e in some]
+    merged: dict[tuple[str, Style | None, Shard | None], list[str]] = {}
+    for pattern, style, shard in patterns:
+        parent, _, last = pattern.rpartition(".")
+        merged.setdefault((parent, style, shard), []).append(last)
+    return tuple(_rule(parent, lasts, style, shard, axis) for (parent, style, shard), lasts in merged.items())
+
+
+def _units(params: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str, fx.Node]) -> Iterable[_Entry]:
+    """A module for all of its parameters where a style word says it; else every parameter by itself."""
+    modules: dict[str, list[Param]] = {}
+    for p in params:
+        modules.setdefault(p.fqn.rpartition(".")[0], []).append(p)
+    for module, own in modules.items():
+        split = [p for p in own if p.name in splits]
+        if not split:
+            continue
+        words: list[Style] = ["vocab", "column", "row"]
+        fits = (w for w in words if all(_says(w, splits.get(p.name), nodes[p.name], module) for p in own))
+        style = next((w for w in fits if _named(w, split, splits, nodes)), None)
+        if style and module:
+            yield _Entry(module, style, None, tuple(own))
+        else:
+            yield from (_Entry(p.fqn, None, splits[p.name], (p,)) for p in split)
+
+
+def _named(style: Style, split: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str, fx.Node]) -> bool:
+    """Whether a word is the usual one: `vocab` is for tables that are looked up."""
+    roles = {role_of(nodes[p.name], splits[p.name].dim) for p in split}
+    return bool(roles & set(ROLES[style][:1]))
+
+
+def _says(style: Style, wanted: Shard | None, node: fx.Node, module: str) -> bool:
+    """Whether a style word for a module gives a parameter just this split."""
+    dim = styled(node, style, module)
+    return dim == -1 if wanted is None else wanted == Shard(wanted.dim) and dim == wanted.dim
+
+
+def _means(
+    pattern: str, style: Style | None, shard: Shard | None, p: Param, wanted: Shard | None, node: fx.Node
+) -> bool:
+    """Whether a pattern is right for one parameter: it does not match, or it says what is wanted."""
+    for name in (p.fqn, *p.aliases):
+        module = name.rpartition(".")[0]
+        if (
+            style is not None
+            and (match(pattern, name) or match(pattern, module))
+            and not _says(style, wanted, node, module)
+        ):
+            return False
+        if style is None and (match(pattern, module) or (match(pattern, name) and shard != wanted)):
+            return False
+    return True
+
+
+def _rule(parent: str, lasts: list[str], style: Style | None, shard: Shard | None, axis: str) -> ShardRule:
+    last = lasts[0] if len(lasts) == 1 else "{" + ",".join(lasts) + "}"
+    pattern = f"{parent}.{last}" if parent else last
+    if shard is None:
+        return ShardRule(pattern, style, axis)
+    return ShardRule(
+        pattern, None, axis, {shard.dim: (DimShard(axis=axis, split=shard.split, sections=shard.sections),)}
+    )

@@ -1,0 +1,99 @@
+"""What a parameter's dims are to the op that uses it: what `column`, `row` and `vocab` mean is read off the rules, not
+off module classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardc.ir.placement import Shard
+from shardc.passes.annotate.propagate_split import uses
+from shardc.rules import registry
+from shardc.rules.calls import call_of
+from shardc.rules.experts import DOWN
+from shardc.rules.registry import Choices
+from shardc.runtime import ops
+
+aten = torch.ops.aten
+ROLES = {"column": ("out", "bias"), "row": ("in", "rows"), "vocab": ("rows", "out", "bias")}
+
+
+def role_of(node: fx.Node, dim: int, module: str = "") -> str:
+    """What a parameter's dim is to the first op that uses it together with an activation; of a tied weight, if it can
+    be,
+    in this module.
+
+    "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked
+    up), or ""."""
+    for user, i in sorted(uses((node, 0)), key=lambda use: not module or _module(use[0]) != module):
+        if user.op != "call_function" or registry.find(user.target) is None:
+            continue
+        rule = registry.find(user.target)
+        assert rule is not None
+        call = call_of(user)
+        if user.target is aten.embedding.default and i == 0:
+            return ("rows", "out")[dim]
+        signature = rule.signature(call)
+        if user.target is ops.experts:  # a column-parallel product and a row-parallel one, of each expert
+            role = "bias" if len(signature.inputs[i]) == 2 else "in" if i == DOWN else "out"
+            return (
+                role
+                if {"i", "o"} & set(signature.inputs[i][dim]) and (i != DOWN or "i" in signature.inputs[i][dim])
+                else ""
+            )
+        choices = Choices(rule, call, signature)
+        s = choices.from_operand(i, Shard(dim), 1)
+        if s is None:
+            continue
+        if len(call.operands) == 1 and len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
+            found = role_of(user, out.dim, module)
+            if found:
+                return found
+            continue
+        factor = s.factor.partition("/")[0]
+        if i in rule.added:
+            return "bias"
+        if factor in signature.summed:
+            return "in"
+        others = [o for j, o in enumerate(signature.inputs) if j != i and j not in rule.added]
+        if rule.flops is not None and not any(factor in d for o in others for d in o):
+            return "out"
+    return ""
+
+
+def _module(user: fx.Node) -> str:
+    return str(getattr(user.meta.get("source"), "module", ""))
+
+
+def fused(node: fx.Node, dim: int) -> int:
+    """How many parts of a parameter's dim an axis has to split each: the gate and the other columns of experts."""
+    for user, i in uses((node, 0)):
+        rule = registry.find(user.target) if user.op == "call_function" else None
+        if user.target is ops.experts:
+            signature = rule.signature(call_of(user))  # type: ignore[union-attr]
+            place = signature.places(signature.inputs[i], "i")
+            return place[1] if place is not None and place[0] == dim else 1
+        if rule is not None and len((call := call_of(user)).operands) == 1 == len(call.results):
+            s = Choices(rule, call, rule.signature(call)).from_operand(i, Shard(dim), 1)
+            if s is not None and isinstance(out := s.outputs[0], Shard) and (found := fused(user, out.dim)) > 1:
+                return found
+    return 1
+
+
+def styled(node: fx.Node, style: str, module: str = "") -> int | None:
+    """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word means nothing for
+    it.
+
+    module: by whose name the spec calls a tied weight.
+    """
+    if style == "replicate":
+        return -1
+    roles = [role_of(node, d, module) for d in range(len(node.meta["value"].shape))]
+    for role in ROLES[style]:
+        if role in roles:
+            return roles.index(role)
+    alone = node.meta["value"].shape == (1,)  # the bias of one output
+    return (
+        -1 if "bias" in roles or alone or not node.users else None
+    )  # a row-parallel layer's bias is added once, whole

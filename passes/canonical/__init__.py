@@ -1,0 +1,255 @@
+"""canonical: one spelling per operation, so that few rules cover many models.
+
+before                                              after
+    view(x, [8, -1, 64])                                reshape(x, [8, 16, 64])
+    slice(x, 1, 4, 9223372036854775807)                 slice(x, 1, 4, 16)
+    chunk(x, 3, -1)                                     split_with_sizes(x, [64, 64, 64], 2)
+    to(x, float32), clone(x), contiguous(x), add(x, 0)  x
+    dropout(x, 0.1, True)                               dropout(x, 0.1, rng, 4)          counter-based; 4 = its ordinal
+    randn_like(x)                                       random('normal', (0.0, 1.0), [8, 16], f32, rng, 5)
+    cross_entropy_loss(x, t)                            sum(nll(x, t, -100)) / sum(t != -100)
+    batch_norm(x, ...)                                  means and elementwise ops
+    scaled_dot_product_attention(q, k, v, None, 0.1)    matmul, softmax, dropout, matmul; one op without dropout
+    arange(16, device=cpu)                              arange(16)                       the program says where it runs
+
+The rewrites stand in canonical_*.py, one file per kind of op. What has neither a rewrite nor a rule is taken apart by
+torch's own decompositions (canonical_decompose.py). Random ops that cannot be drawn from the counter generator are
+refused, naming the model's line."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir import types as values
+from shardc.ir.program import Program, Source, Value
+from shardc.passes.canonical import (  # noqa: F401 (they register)
+    dropout,
+    experts,
+    factories,
+    lookup,
+    loss,
+    masks,
+    moments,
+    norm,
+    pointwise,
+    random_tensors,
+    recurrent,
+    views,
+)
+from shardc.passes.canonical.decompose import decompose, needed
+from shardc.passes.canonical.dtypes import cast_integers
+from shardc.passes.canonical.rewrite import KNOWN_LIMIT, TABLE, Args, Emit, Result
+from shardc.passes.canonical.slices import join_slices
+from shardc.runtime import ops
+from shardc.spec import Spec
+from shardc.torch_private import OpOverload
+
+aten = torch.ops.aten
+#: Arguments that say where and how a tensor lies in memory: not part of what is computed.
+_PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """Rewrites the global graph of a captured program; parameters, buffers and inputs stay as they are.
+
+    chunks: (ranks, microbatches) whose rows BatchNorm takes its statistics of, each by itself.
+    """
+
+    chunks: tuple[int, int] = (1, 1)
+
+    @staticmethod
+    def of(spec: Spec) -> Canonical:
+        local = spec.batch_norm == "local"
+        return Canonical((math.prod(map(spec.mesh.size, spec.data_axes)), spec.batch.microbatches) if local else (1, 1))
+
+    def run(self, program: Program) -> Program:
+        """A program with a canonical global graph. Raises ShardcError, all at once, for calls that have no
+        mesh-independent form.
+        """
+        found = rewritten(
+            program.graph, self.chunks, {b.name: b.constant for b in program.buffers if b.constant is not None}
+        )
+        errors = Errors()
+        errors.found.extend(
+            {e.what: e for e in reversed(found.refused.values())}.values()
+        )  # the first of those that read alike
+        errors.raise_any()
+        return replace(program, graph=found.graph)
+
+
+def run(program: Program) -> Program:
+    return Canonical().run(program)
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A canonical graph. refused: calls that have no form in it, which it holds as they were.
+
+    apart: ops without a rule that torch's decompositions took apart, and where they stood.
+    """
+
+    graph: fx.Graph
+    refused: dict[fx.Node, ShardcError]
+    apart: list[tuple[OpOverload, Source]]
+
+
+def rewritten(
+    captured: fx.Graph, chunks: tuple[int, int] = (1, 1), constants: Mapping[str, Tensor] | None = None
+) -> Rewritten:
+    """The canonical form of a captured graph, and what has none. chunks: see Canonical. constants: placeholders whose
+    values are known.
+    """
+    graph = fx.Graph()
+    refused: dict[fx.Node, ShardcError] = {}
+    env: dict[fx.Node, Any] = {}
+    alive = _alive(captured)
+    emit: Emit | None = None
+    for node in captured.nodes:
+        if node.op == "placeholder":
+            env[node] = copy = graph.placeholder(node.name)
+            copy.meta = dict(node.meta)
+            assert copy.name == node.name
+            if node.name == "rng":
+                emit = Emit(graph, copy, chunks)
+            elif (
+                emit is not None
+                and constants
+                and (known := constants.get(node.name)) is not None
+                and known.numel() <= KNOWN_LIMIT
+            ):
+                emit.known[copy] = known
+        elif node.op == "output":
+            graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
+        elif node in alive:
+            assert emit is not None, "no placeholder named rng"
+            try:
+                env[node] = _rewritten(emit, node, env)
+            except ShardcError as e:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+                apart = node.target is operator.getitem and isinstance(
+                    args[0], tuple
+                )  # a result that what stands for the op has not
+                target, args = (aten.empty_like.default, args[0][:1]) if apart else (node.target, args)
+                env[node] = copy = _copied(emit, target, args, kwargs, node.meta["value"], node.name)
+                refused[copy] = e
+    join_slices(graph)
+    cast_integers(graph)
+    _erase_dead(graph)
+    _number_random(graph)
+    graph.lint()
+    return Rewritten(graph, refused, emit.apart if emit is not None else [])
+
+
+def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
+    """What stands for `node` in the new graph."""
+    emit.source = node.meta["source"]
+    if node.target is operator.getitem and isinstance(parts := env[node.all_input_nodes[0]], tuple):
+        part = parts[int(node.args[1])]  # type: ignore[arg-type]
+        if part is None:
+            raise emit.refuse(
+                f"result {node.args[1]} of {node.args[0]} has no canonical form", "use the op's first result only"
+            )
+        assert isinstance(part, fx.Node)
+        return part
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+    result = _canonical_call(emit, node.target, args, kwargs, node.meta["value"], node.name)
+    if isinstance(node.target, OpOverload):
+        _same_type(node, result)
+    if (
+        isinstance(result, fx.Node)
+        and (at := result.meta.get("source")) is not None
+        and at.module != emit.source.module != ""
+    ):
+        result.meta["through"] = {
+            **result.meta.get("through", {}),
+            emit.source.module: None,
+        }  # of modules that come to nothing: Dropout(0.0)
+    return result
+
+
+def _canonical_call(
+    emit: Emit, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = None, name: str | None = None
+) -> Result:
+    """One call of an op, rewritten; taken apart if it has no rule. value: its type, where that is known."""
+    if value is None:
+        value = values.infer(op, args, {k: v for k, v in kwargs.items() if k not in _PLACE})
+    if not isinstance(op, OpOverload):
+        return _copied(emit, op, args, kwargs, value, name)
+    if (change := TABLE.get(values.op_name(op))) is not None:
+        return change(emit, Args(op, args, kwargs), value)
+    if needed(op) and (parts := decompose(emit, op, args, kwargs, partial(_canonical_call, emit))) is not None:
+        emit.apart.append((op, emit.source))
+        return parts
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        raise emit.refuse(
+            f"{op} draws random numbers that would differ on every mesh",
+            "draw them outside of the model and pass them in with the batch, or make them of rand, randn, randint,"
+            " bernoulli, exponential_",
+        )
+    return _copied(emit, op, args, {k: v for k, v in kwargs.items() if k not in _PLACE}, value, name)
+
+
+def _copied(
+    emit: Emit, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, name: str | None
+) -> fx.Node:
+    copy = emit.graph.create_node("call_function", target, args, kwargs, name=name)
+    copy.meta = {"source": emit.source, "value": _regraded(value, copy)}
+    return copy
+
+
+def _same_type(node: fx.Node, result: Result) -> None:
+    """A rewrite changes the spelling, never the type."""
+
+    def types(v: Any) -> Any:
+        return [p and (p.shape, p.dtype) for p in (v if isinstance(v, tuple) else (v,))]
+
+    olds = types(node.meta["value"])
+    news = (
+        [n and types(n.meta["value"])[0] for n in result] if isinstance(result, tuple) else types(result.meta["value"])
+    )
+    assert len(olds) == len(news), f"{node.format_node()}: {olds} became {news}"
+    assert all(n in (None, o) for o, n in zip(olds, news, strict=True)), f"{node.format_node()}: {olds} became {news}"
+
+
+def _regraded(value: Value | tuple[Value | None, ...] | None, node: fx.Node) -> Any:
+    """The type of a copied call, with the gradient flowing as it does in the new graph."""
+    if node.target is operator.getitem:
+        return values.typed(None, node.target, node.args, node.kwargs)
+    grad = values.carries_gradient(node.target, node.args, node.kwargs)
+
+    def put(v: Value | None) -> Value | None:
+        return v and replace(v, requires_grad=grad and (v.dtype.is_floating_point or v.dtype.is_complex))
+
+    return tuple(map(put, value)) if isinstance(value, tuple) else put(value)
+
+
+def _alive(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes on which the output depends. Graphs are functional, so everything else may go: asserts above all."""
+    return values.behind([graph.output_node()])
+
+
+def _erase_dead(graph: fx.Graph) -> None:
+    alive = _alive(graph)
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node not in alive:
+            graph.erase_node(node)
+
+
+def _number_random(graph: fx.Graph) -> None:
+    """The index of a random op is its ordinal in the finished graph: the same for every mesh."""
+    for i, node in enumerate(n for n in graph.nodes if n.target in _INDEX):
+        node.update_arg(_INDEX[node.target], i)
+
+
+#: Random ops -> the position of their index.
+_INDEX: dict[Any, int] = {ops.dropout: 3, ops.random: 5}

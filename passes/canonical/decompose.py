@@ -1,0 +1,217 @@
+"""Ops without a rule become ops with one, by torch's own decompositions: the last resort before an op is refused.
+
+    pixel_shuffle(x, 2)    ->    reshape(permute(reshape(x, [8, 4, 2, 2, 6, 6]), [0, 1, 4, 2, 5, 3]), [8, 4, 12, 12])
+
+An op is taken apart by its entry in torch's table of decompositions, or, if it is composed of other ops by definition,
+by its own code. What comes out goes through the canonical pass again, so that it may be rewritten, have a rule, or be
+taken apart further.
+
+torch's tables are made for inference and for compilers that differentiate first: some of them cut gradients or skip
+special cases. So every decomposition is proven where it is used: on random numbers in place of the call's operands it
+has to give the op's own results and gradients. One that does not is not taken.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir import types as values
+from shardc.ir.program import Value
+from shardc.passes.canonical.rewrite import Emit, Result
+from shardc.rules import registry
+from shardc.torch_private import OpOverload, decompositions, traced_functional
+
+#: Calls on more elements than this are taken apart without being proven: the proof would cost more than the
+#: compilation.
+PROOF_LIMIT = 1 << 18
+#: Relative error of a decomposition's results and gradients in float64.
+RTOL = 1e-8
+#: What ops raise for operands that are outside of their domain (a matrix that is not positive definite, lengths of
+#: zero).
+OUTSIDE = (RuntimeError, ValueError, IndexError)
+
+#: Adds one call to the new graph, in canonical form: (target, args, kwargs, its type) -> what stands for its result.
+Add = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+class NoDecomposition(Exception):
+    """Some part of a decomposition has neither a rule nor a decomposition."""
+
+
+def needed(op: OpOverload) -> bool:
+    """Whether an op has no rule, but a way to be taken apart."""
+    return registry.find(op) is None and bool(decompositions(op))
+
+
+def decompose(emit: Emit, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], add: Add) -> Result | None:
+    """Write a decomposition of `op(*args, **kwargs)` to the end of the graph; None, and an unchanged graph, if there is
+    none.
+    """
+    operands = list(dict.fromkeys(values.nodes_in((args, kwargs))))
+    if not all(isinstance(n.meta.get("value"), Value) for n in operands):
+        return None
+    types: list[Value] = [n.meta["value"] for n in operands]
+    marks = dict(zip(operands, range(len(operands)), strict=True))
+    key = repr((str(op), fx.node.map_arg((args, kwargs), lambda n: f"%{marks[n]}"), types))
+    if key not in emit.decomposed:
+        emit.decomposed[key] = _traced(op, args, kwargs, operands, types)
+    module, before = emit.decomposed[key], list(emit.graph.nodes)[-1]
+    if module is None:
+        return None
+    try:
+        result = _copy(module, operands, add)
+        if any(
+            n.op == "call_function" and n.target is not operator.getitem and registry.find(n.target) is None
+            for n in _after(before)
+        ):
+            raise NoDecomposition
+    except NoDecomposition:
+        emit.decomposed[key] = None
+        for node in reversed(list(_after(before))):
+            emit.graph.erase_node(node)
+        return None
+    return result
+
+
+def _after(node: fx.Node) -> Iterator[fx.Node]:
+    while (node := node.next).op != "root":
+        yield node
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
+
+
+def _traced(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[fx.Node], types: list[Value]
+) -> fx.GraphModule | None:
+    """A graph of aten ops on the call's operands that does what the call does, proven; None if there is none."""
+
+    def on_operands(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*tensors: Tensor) -> Any:
+            given = dict(zip(operands, tensors, strict=True))
+            a, k = _plain(fx.node.map_arg((args, kwargs), lambda n: given[n]))
+            result = function(*a, **k)
+            return tuple(result) if isinstance(result, (tuple, list)) else result
+
+        return call
+
+    for way in decompositions(op):
+        module = traced_functional(on_operands(way), [(v.shape, v.dtype, v.requires_grad) for v in types])
+        if (
+            module is not None
+            and all(n.target is not op for n in module.graph.nodes)
+            and _proven(on_operands(op), module, types)
+        ):
+            return module
+    return None
+
+
+def _plain(x: Any) -> Any:
+    """fx's lists may not be changed; some decompositions do that."""
+    if isinstance(x, (tuple, list)):
+        return (tuple if isinstance(x, tuple) else list)(map(_plain, x))
+    return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def _copy(module: fx.GraphModule, operands: list[fx.Node], add: Add) -> Result:
+    """Add the calls of a decomposition one by one; what stands for its results."""
+    env: dict[fx.Node, Any] = {}
+    given = iter(operands)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "get_attr":
+            env[node] = _constant(getattr(module, node.target), add)
+        elif node.op == "call_function":
+            if node.target is operator.getitem and isinstance(many := env[node.args[0]], tuple):
+                env[node] = many[node.args[1]]
+            elif node.target is operator.getitem or isinstance(node.target, OpOverload):
+                if node.target is not operator.getitem and not node.users:
+                    continue  # checks for errors
+                args, kwargs = fx.node.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: env[n])
+                env[node] = add(node.target, args, kwargs, values.typed(node.meta["val"], node.target, args, kwargs))
+            else:
+                raise NoDecomposition
+        elif node.op == "output":
+            out = fx.node.map_arg(node.args[0], lambda n: env[n])
+            return tuple(out) if isinstance(out, (tuple, list)) else out
+        else:
+            raise NoDecomposition
+    raise AssertionError("a graph without output")
+
+
+def _constant(x: Any, add: Add) -> Any:
+    if not isinstance(x, Tensor) or x.numel() != 1:
+        raise NoDecomposition
+    return add(torch.ops.aten.full.default, (list(x.shape), x.item()), {"dtype": x.dtype}, values.of_tensor(x))
+
+
+# --- proof ------------------------------------------------------------------------------------------------------------
+
+
+def _proven(op: Callable[..., Any], module: fx.GraphModule, types: list[Value]) -> bool:
+    """Whether results and gradients of the decomposition are the op's own, on random
+    numbers in its operands' shapes.
+    """
+    if sum(torch.Size(v.shape).numel() for v in types) > PROOF_LIMIT:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    leaves = [_some(v, generator) for v in types]
+    try:
+        with torch.enable_grad():
+            whole = _tensors(op(*leaves))
+            wanted = _gradients(whole, leaves)
+    except OUTSIDE:
+        return True  # not defined on these numbers
+    try:
+        with torch.enable_grad():
+            parts = _tensors(module(*leaves))
+            found = _gradients(parts, leaves)
+    except OUTSIDE:
+        return False
+    pairs = [*zip(parts, whole, strict=False), *zip(found, wanted, strict=True)]
+    return len(parts) == len(whole) and all(_close(a, b) for a, b in pairs)
+
+
+def _some(v: Value, generator: torch.Generator) -> Tensor:
+    """Random numbers in (0.1, 0.9), random truth values, zeros for indices (which are in range everywhere)."""
+    if v.dtype == torch.bool:
+        return torch.randint(2, v.shape, generator=generator).bool()
+    if not (v.dtype.is_floating_point or v.dtype.is_complex):
+        return torch.zeros(v.shape, dtype=v.dtype)
+    dtype = v.dtype if v.dtype.is_complex else torch.float64
+    return (
+        (0.1 + 0.8 * torch.rand(v.shape, dtype=dtype, generator=generator)).to(v.dtype).requires_grad_(v.requires_grad)
+    )
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [x for x in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(x, Tensor)]
+
+
+def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    wanted = [x for x in leaves if x.requires_grad]
+    terms = [y for y in results if y.requires_grad]
+    if not terms or not wanted:
+        return [None] * len(wanted)
+    # weights that differ from element to element: a sum would not tell results apart that are in another order
+    weights = [torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).reshape(y.shape).to(y.dtype) for y in terms]
+    return list(torch.autograd.grad(terms, wanted, weights, allow_unused=True))
+
+
+def _close(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        there = a if a is not None else b
+        return there is None or not bool(there.any())
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    rtol = max(RTOL, 100 * torch.finfo(a.dtype).eps)
+    scale = float(b.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()) if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=rtol, atol=rtol * max(scale, 1.0), equal_nan=True)

@@ -1,0 +1,63 @@
+"""Canonical spelling of constants: what takes only shape or dtype from a tensor takes them from the graph, not from the
+tensor.
+
+    zeros_like(x), new_full(x, [8, 1], 0.0)      ->      full([8, 16], 0.0, dtype=f32), full([8, 1], 0.0, dtype=f32)
+
+So a constant depends on nothing, and no rank gathers a value just to read its shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardc.ir.program import Value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite
+
+aten = torch.ops.aten
+_FILL = {
+    "zeros_like": 0,
+    "new_zeros": 0,
+    "ones_like": 1,
+    "new_ones": 1,
+    "empty_like": 0,
+    "new_empty": 0,
+    "new_empty_strided": 0,
+    "empty_strided": 0,
+    "empty_permuted": 0,
+    "empty": 0,
+}
+
+
+@rewrite(*_FILL, "full_like", "new_full")
+def filled(emit: Emit, a: Args, out: Value) -> Result:
+    fill = _FILL.get(a.op_name)
+    if fill is None:
+        fill = a.fill_value
+        if isinstance(fill, fx.Node):
+            return emit(a.op, *a.named.values())
+    return emit(aten.full.default, list(out.shape), fill, dtype=out.dtype)
+
+
+@rewrite(
+    "eye",
+    "linspace",
+    "logspace",
+    "scalar_tensor",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "fft_fftfreq",
+    "fft_rfftfreq",
+    "hann_window",
+    "hamming_window",
+    "kaiser_window",
+    "blackman_window",
+    "bartlett_window",
+)
+def made(emit: Emit, a: Args, out: Value) -> Result:
+    """A floating dtype is written down: left out it would be the default dtype of the process that runs the program."""
+    positional = [a.named[x.name] for x in a.op._schema.arguments if not x.kwarg_only]
+    dtype = out.dtype if a.get("dtype") is not None or out.dtype.is_floating_point or out.dtype.is_complex else None
+    return emit.typed(out, a.op, *positional, **({} if dtype is None else {"dtype": dtype}))

@@ -1,0 +1,354 @@
+"""Unsort: rows that a model sorts by expert itself, for grouped products (torch._grouped_mm), become `experts` on rows
+as
+    they were.
+
+    before   order = argsort(index)                                         the pairs (token, choice) by expert, i64[t k]
+             rows  = gather(x, 0, order // k)                                f[t k, h]
+             mid   = silu(grouped_mm(rows, w1, ends)) * grouped_mm(rows, w3, ends)
+             y     = scatter_add(zeros, 0, order // k, grouped_mm(mid, w2, ends) * weights[order])
+    after    pairs = reshape(expand(x, [t, k, h]), [t k, h])
+             made  = experts(pairs, index, ones, cat(w1, w3), w2, "b, c = halves(x); a = silu(b); mul(a, c)")
+             y     = zeros + sum(reshape(made * weights, [t, k, h]), 1)
+
+A sort over the batch would have every rank take all of it. But what is in sorted order is V[order] for some V that is
+not, and what works on every row by itself works on V as well; what puts rows back (the inverse order, a sum into
+tokens) takes V. So the spelling does not matter. That `order` sorts the choices, and that `ends` counts them, is not
+read off ops, but tried on random choices. What is not of this kind stays."""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Program, Source, Value
+from shardc.nn import text_of
+from shardc.rules.calls import values
+from shardc.runtime import ops
+from shardc.torch_private import OpOverload
+
+aten = torch.ops.aten
+_PRODUCT = aten._grouped_mm.default
+_SORTS: set[Any] = {aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable}
+#: Ops that take the columns of a row apart: where their arguments have the dim.
+_PARTS: dict[Any, int] = {
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.chunk.default: 2,
+    aten.slice.Tensor: 1,
+}
+#: Elementwise, though torch does not say so.
+_ELEMENTWISE = {aten.floor_divide.default, aten.floor_divide.Scalar}
+#: Ops that leave each row what it is, if the first dim stays.
+_VIEWS = {aten.reshape.default, aten.expand.default, aten.unsqueeze.default, aten._to_copy.default, aten.clone.default}
+
+
+@dataclass(frozen=True)
+class Unsort:
+    """A program without grouped products, where they are of this form; else the program as it is."""
+
+    def run(self, program: Program) -> Program:
+        if not program.graph.find_nodes(op="call_function", target=_PRODUCT):
+            return program
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(program.graph, {}))
+        for old, new in zip(program.graph.nodes, graph.nodes, strict=True):
+            new.meta = dict(old.meta)
+        for order in [n for n in graph.nodes if _is_order(n)]:
+            _Writer(graph, order).run()
+        graph.eliminate_dead_code()
+        left = [n for target in (_PRODUCT, product) for n in graph.find_nodes(op="call_function", target=target)]
+        return program if left else replace(program, graph=graph)
+
+
+def _is_order(node: fx.Node) -> bool:
+    if node.target in (aten.argsort.default, aten.argsort.stable):
+        return True
+    made: Any = node.args[0] if node.target is operator.getitem else None
+    return made is not None and made.target in _SORTS and node.args[1:] == (1,)
+
+
+def product(rows: Tensor, weight: Tensor) -> Tensor:
+    """What stands for a grouped product of unsorted rows, until it is part of an `experts`."""
+    raise NotImplementedError("never runs")
+
+
+@dataclass
+class _Writer:
+    """Everything that is in one order."""
+
+    graph: fx.Graph
+    order: fx.Node
+    plain: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a node in sorted order -> its V
+    numbers: dict[fx.Node, Tensor] = field(
+        default_factory=dict
+    )  # likewise whole numbers, which hang on no data: V itself
+    inverse: set[fx.Node] = field(default_factory=set)
+    tried: dict[tuple[fx.Node, int], bool] = field(default_factory=dict)
+
+    def run(self) -> None:
+        shape = _value(self.order).shape
+        if len(shape) != 1:
+            return
+        self.n = shape[0]
+        self.index = _choices(self.order)
+        if self.index is None or _numel(self.index) != self.n:
+            return
+        self.numbers[self.order] = torch.arange(self.n)
+        at = self.order
+        while at.op != "output":
+            at, node = at.next, at
+            if node is not self.order and node.op == "call_function":
+                self._node(node)
+        for node in reversed(self.graph.find_nodes(op="call_function", target=product)):
+            self._experts(node)
+
+    def _node(self, node: fx.Node) -> None:
+        args: Any = node.args
+        taken = node.all_input_nodes
+        self.here = node
+        if node.target in (aten.argsort.default, aten.argsort.stable) and args[0] is self.order:
+            self.inverse.add(node)
+        elif node.target is _PRODUCT:
+            if len(args) == 3 and args[0] in self.plain and self._counts(args[2], _value(args[1]).shape[0]):
+                self.plain[node] = self._put(product, (self.plain[args[0]], args[1]), _value(node))
+        elif node.target is aten.gather.default and args[1] == 0 and args[2] in self.numbers:
+            self._picked(node, args[0], _column(self.numbers[args[2]]))
+        elif node.target is aten.index.Tensor and len(args[1]) == 1:
+            self._by(node, args[0], args[1][0])
+        elif node.target is aten.index_select.default and args[1] == 0:
+            self._by(node, args[0], args[2])
+        elif (
+            node.target in (aten.scatter_add.default, aten.index_add.default)
+            and args[1] == 0
+            and args[3] in self.plain
+            and not node.kwargs
+        ):
+            self._summed(node, args[0], args[2], self.plain[args[3]])
+        elif (
+            node.target is aten.index_put.default and len(args[1]) == 1 and args[2] in self.plain and not any(args[3:])
+        ):
+            found = self.numbers.get(args[1][0])
+            if (
+                found is not None
+                and torch.equal(found, torch.arange(self.n))
+                and _value(node).shape == _value(args[2]).shape
+            ):
+                node.replace_all_uses_with(self.plain[args[2]])
+        elif any(x in self.numbers for x in taken):
+            if all(x in self.numbers for x in taken) and self._rowwise(node):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self.numbers[x])
+                self.numbers[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        elif any(x in self.plain for x in taken) and (self._rowwise(node) or self._part(node)):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self.plain.get(x, x))
+            self.plain[node] = self._put(node.target, args, _value(node), **kwargs)
+
+    def _rowwise(self, node: fx.Node) -> bool:
+        """Does an op work on every row by itself? Operands in sorted order have their rows first; others are the same
+        for all rows.
+        """
+        if not isinstance(node.target, OpOverload) or isinstance(node.meta["value"], tuple):
+            return False
+        shape = _value(node).shape
+        if not shape or shape[0] != self.n:
+            return False
+        if node.target in _VIEWS:
+            return _value(node.all_input_nodes[0]).shape[0] == self.n
+        if torch.Tag.pointwise not in node.target.tags and node.target not in _ELEMENTWISE:
+            return False
+        for x in node.all_input_nodes:
+            theirs = _value(x).shape
+            rows = len(theirs) == len(shape) and theirs[0] == self.n
+            if rows != (x in self.plain or x in self.numbers):
+                return False
+        return True
+
+    def _part(self, node: fx.Node) -> bool:
+        """Is it a part of every row, or one of several that an op has made?"""
+        at = _PARTS.get(node.target, len(node.args))
+        return node.target is operator.getitem or (
+            at < len(node.args) and node.args[at] not in (0, -len(_value(node.args[0]).shape))
+        )
+
+    def _by(self, node: fx.Node, x: fx.Node, index: Any) -> None:
+        """Rows of x, picked by an index."""
+        if index in self.inverse and x in self.plain:
+            node.replace_all_uses_with(self.plain[x])
+        elif index in self.numbers and self.numbers[index].dim() == 1:
+            self._picked(node, x, self.numbers[index])
+
+    def _picked(self, node: fx.Node, x: fx.Node, index: Tensor | None) -> None:
+        """x[index[order]], where index counts rows 0, 0, 1, 1, ...: V has each row as often."""
+        shape = _value(x).shape
+        k = self._times(index, shape[0]) if x not in self.plain and x not in self.numbers else 0
+        if k == 1:
+            self.plain[node] = x
+        elif k:
+            rest, dtype = list(shape[1:]), _value(x)
+            apart = self._put(
+                aten.reshape.default, (x, [shape[0], 1, *rest]), replace(dtype, shape=(shape[0], 1, *rest))
+            )
+            each = self._put(
+                aten.expand.default, (apart, [shape[0], k, *rest]), replace(dtype, shape=(shape[0], k, *rest))
+            )
+            self.plain[node] = self._put(
+                aten.reshape.default, (each, [self.n, *rest]), replace(dtype, shape=(self.n, *rest))
+            )
+
+    def _summed(self, node: fx.Node, base: fx.Node, index: Any, rows: fx.Node) -> None:
+        """base with V[order] added in rows index[order]."""
+        found, to = self.numbers.get(index), _value(node)
+        k = self._times(_column(found), to.shape[0]) if found is not None else 0
+        if k and _value(rows).shape[1:] == to.shape[1:]:
+            value = replace(_value(rows), shape=(to.shape[0], k, *to.shape[1:]))
+            each = self._put(aten.reshape.default, (rows, list(value.shape)), value)
+            total = self._put(aten.sum.dim_IntList, (each, [1]), replace(value, shape=to.shape))
+            node.replace_all_uses_with(self._put(aten.add.Tensor, (base, total), to))
+
+    def _times(self, index: Tensor | None, rows: int) -> int:
+        """k, if index is arange(rows * k) // k; else 0."""
+        k, rest = divmod(self.n, rows)
+        return k if index is not None and not rest and torch.equal(index, torch.arange(self.n) // max(k, 1)) else 0
+
+    # --- experts
+
+    def _experts(self, down: fx.Node) -> None:
+        """The op for a second product, what is between, and the first ones."""
+        between, ups = self._behind(down.args[0])
+        rows = {up.args[0] for up in ups}
+        if len(rows) != 1:
+            return
+        weights: list[Any] = [up.args[1] for up in ups]
+        first, second = _value(weights[0]).shape, _value(down.args[1]).shape
+        if any(_value(w).shape != first for w in weights):
+            return
+        m, i = len(ups) * first[2], second[1]
+
+        def activation(x: Tensor) -> Any:
+            known: dict[fx.Node, Any] = dict(zip(ups, x.chunk(len(ups), -1), strict=True))
+            for n in between:
+                args, kwargs = fx.map_arg((n.args, n.kwargs), known.__getitem__)
+                known[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+            return known[down.args[0]]  # type: ignore[index]
+
+        try:
+            text = text_of(activation, m, i)
+        except ShardcError:  # not elementwise
+            return
+        self.here = down
+        (x,) = rows
+        typed, held, index = _value(x), _value(weights[0]), self.index
+        assert index is not None
+        up = weights[0]
+        if len(weights) > 1:
+            up = self._put(aten.cat.default, (weights, 2), replace(held, shape=(*first[:2], m)))
+        choice = self._put(aten.reshape.default, (index, [self.n, 1]), replace(_value(index), shape=(self.n, 1)))
+        ones = replace(typed, shape=(self.n, 1), requires_grad=False)
+        share = self._put(aten.full.default, ([self.n, 1], 1.0), ones, dtype=ones.dtype)
+        made = self._put(ops.experts, (x, choice, share, up, down.args[1], None, None, text, True), _value(down))
+        down.replace_all_uses_with(made)
+
+    def _behind(self, node: Any) -> tuple[list[fx.Node], list[fx.Node]]:
+        """(the ops between a value and the products that it is made of, in order; those products, in order). ([], [])
+        if
+        anything else goes in."""
+        mine, found = set(self.plain.values()), dict[fx.Node, None]()
+
+        def visit(n: fx.Node) -> bool:
+            if (
+                n not in found
+                and n.target is not product
+                and not (n in mine and n.op == "call_function" and all(map(visit, n.all_input_nodes)))
+            ):
+                return False
+            found[n] = None
+            return True
+
+        products = [n for n in found if n.target is product] if visit(node) else []
+        return ([n for n in found if n.target is not product], products) if products else ([], [])
+
+    # --- what is tried
+
+    def _counts(self, ends: Any, experts: int) -> bool:
+        """Does `order` sort choices among so many experts, and is `ends` where each expert's rows end?"""
+        if (ends, experts) not in self.tried:
+            self.tried[ends, experts] = all(self._right(ends, experts, skewed=s) for s in (False, True))
+        return self.tried[ends, experts]
+
+    def _right(self, ends: Any, experts: int, *, skewed: bool) -> bool:
+        assert self.index is not None
+        typed = _value(self.index)
+        chosen = torch.randint(experts, typed.shape, generator=torch.Generator().manual_seed(experts))
+        chosen = torch.where(chosen > 0, chosen.clamp(max=1), chosen) if skewed else chosen
+        run = _runner(self.index, chosen.to(typed.dtype))
+        try:
+            order, found = run(self.order), run(ends)
+        except (_Unknown, RuntimeError, IndexError):  # of other data too, or not for such numbers
+            return False
+        flat = chosen.flatten()
+        whole = torch.equal(order.sort().values, torch.arange(self.n))
+        return (
+            whole
+            and bool((flat[order].diff() >= 0).all())
+            and torch.equal(found.long(), flat.bincount(minlength=experts).cumsum(0))
+        )
+
+    def _put(self, target: Any, args: tuple[Any, ...], value: Value, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.here):
+            new = self.graph.create_node("call_function", target, args, kwargs)
+        new.meta = {"value": value, "source": self.here.meta.get("source", Source())}
+        return new
+
+
+class _Unknown(Exception):
+    pass
+
+
+def _runner(index: fx.Node, chosen: Tensor) -> Callable[[Any], Any]:
+    """Computes what follows from the choices alone. Raises _Unknown for what does not."""
+    known: dict[fx.Node, Any] = {index: chosen}
+
+    def run(node: fx.Node) -> Any:
+        if node not in known:
+            if node.op != "call_function":
+                raise _Unknown
+            args, kwargs = fx.map_arg((node.args, node.kwargs), run)
+            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return known[node]
+
+    return run
+
+
+def _choices(order: fx.Node) -> fx.Node | None:
+    """The whole numbers that an order is computed from: the first ones on the way from what is not."""
+    node = order
+    while True:
+        before = [
+            x
+            for x in node.all_input_nodes
+            if x.op == "call_function" and not any(v.dtype.is_floating_point for v in values(x))
+        ]
+        if len(node.all_input_nodes) != 1 or not before:
+            return node if node is not order and not isinstance(node.meta["value"], tuple) else None
+        node = before[0]
+
+
+def _column(index: Tensor | None) -> Tensor | None:
+    """An index of rows, from one that has it in every column."""
+    if index is None or index.dim() == 1:
+        return index
+    return index[:, 0] if index.dim() == 2 and bool((index == index[:, :1]).all()) else None
+
+
+def _value(node: Any) -> Value:
+    found: Value = node.meta["value"]
+    return found
+
+
+def _numel(node: fx.Node) -> int:
+    return torch.Size(_value(node).shape).numel()

@@ -1,0 +1,105 @@
+"""Bags of embeddings as look-ups and sums; bilinear layers as einsum, whose equation is the rule.
+
+embedding_bag(w, ids, arange(0, 24, 3), mode="mean")    ->    sum(embedding(w, reshape(ids, [8, 3])), [1]) / 3
+embedding_bag(w, ids, offsets, mode="sum")    ->    index_add(zeros, 0, searchsorted(offsets, arange(24), right=True) - 1, embedding(w, ids))
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.program import Value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, value
+
+aten = torch.ops.aten
+
+
+@rewrite("bilinear")
+def bilinear(emit: Emit, a: Args, out: Value) -> Result:
+    """`bilinear(x, y, w, b)` -> `einsum("...i,oij,...j->...o", x, w, y) + b`."""
+    y = emit(aten.einsum.default, "...i,oij,...j->...o", [a.input1, a.weight, a.input2])
+    return y if a.bias is None else emit(aten.add.Tensor, y, a.bias)
+
+
+@rewrite("addbmm")
+def addbmm(emit: Emit, a: Args, out: Value) -> Result:
+    """`addbmm(x, a, b)` -> `x + einsum("bij,bjk->ik", a, b)`: the batch is summed away."""
+    product = emit(aten.einsum.default, "bij,bjk->ik", [a.batch1, a.batch2])
+    terms = [x if n == 1 else emit(aten.mul.Tensor, x, n) for x, n in ((a.self, a.beta), (product, a.alpha))]
+    return emit(aten.add.Tensor, *terms)
+
+
+@rewrite("embedding_bag")
+def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
+    """Bags of one size (the usual 2-d ids): look-up, then sum, mean or max over the bag."""
+    offsets = emit.constant(a.offsets)
+    n = value(a.indices).shape[0]
+    bags = out[0].shape[0] if out[0] is not None else 0
+    size = n // max(bags, 1)
+    even = offsets is not None and n == bags * size and torch.equal(offsets[:bags], torch.arange(0, n, max(size, 1)))
+    if not even or a.include_last_offset:
+        return (_bags_by_offset(emit, a, n, bags), None, None, None)
+    ids = emit.reshape(a.indices, (bags, size))
+    padding = -1 if a.get("padding_idx") is None else a.padding_idx % value(a.weight).shape[0]
+    found = emit(aten.embedding.default, a.weight, ids, padding, a.scale_grad_by_freq)
+    kept: fx.Node | None = None
+    if padding >= 0:
+        kept = emit(aten.unsqueeze.default, emit(aten.ne.Scalar, ids, padding), 2)
+    if a.mode == 2:
+        if kept is not None:
+            found = emit(aten.masked_fill.Scalar, found, emit(aten.logical_not.default, kept), -torch.inf)
+            some = emit(aten.any.dim, kept, 1)
+            most = emit(aten.amax.default, found, [1])
+            return (emit(aten.masked_fill.Scalar, most, emit(aten.logical_not.default, some), 0.0), None, None, None)
+        # max.dim, as embedding_bag does: one of several equal elements gets the gradient
+        node = emit(aten.max.dim, found, 1)
+        return (emit.typed(node.meta["value"][0], operator.getitem, node, 0), None, None, None)
+    if a.per_sample_weights is not None:
+        found = emit(aten.mul.Tensor, found, emit.reshape(a.per_sample_weights, (bags, size, 1)))
+    if kept is not None:
+        found = emit(aten.mul.Tensor, found, emit.cast(kept, value(found).dtype))
+    total = emit(aten.sum.dim_IntList, found, [1])
+    if a.mode == 1:
+        count: fx.Node | float = float(size)
+        if kept is not None:
+            count = emit(
+                aten.clamp_min.default, emit.cast(emit(aten.sum.dim_IntList, kept, [1]), value(found).dtype), 1
+            )
+        total = emit(aten.div.Tensor, total, count)
+    return (total, None, None, None)
+
+
+def _bags_by_offset(emit: Emit, a: Args, n: int, bags: int) -> fx.Node:
+    """Bags that begin where a tensor says: every row goes to the last bag that begins before it or there."""
+    weight, offsets = value(a.weight), a.offsets
+    if a.include_last_offset:
+        offsets = emit(aten.slice.Tensor, offsets, 0, 0, bags)
+    padding = -1 if a.get("padding_idx") is None else a.padding_idx % weight.shape[0]
+    found = emit(aten.embedding.default, a.weight, a.indices, padding, a.scale_grad_by_freq)
+    places = emit(aten.arange.default, n, dtype=value(offsets).dtype)
+    bag = emit(aten.sub.Tensor, emit(aten.searchsorted.Tensor, offsets, places, right=True), 1)
+    kept = (
+        emit(aten.ne.Scalar, a.indices, padding)
+        if padding >= 0
+        else emit(aten.full.default, [n], True, dtype=torch.bool)
+    )
+    full = emit(aten.full.default, [bags], 0.0, dtype=weight.dtype)
+    count = emit(aten.unsqueeze.default, emit(aten.index_add.default, full, 0, bag, emit.cast(kept, weight.dtype)), 1)
+    rows = emit(aten.unsqueeze.default, kept, 1)
+    if a.mode == 2:
+        found = emit(aten.masked_fill.Scalar, found, emit(aten.logical_not.default, rows), -torch.inf)
+        least = emit(aten.full.default, [bags, weight.shape[1]], -torch.inf, dtype=weight.dtype)
+        where = emit.expand(emit(aten.unsqueeze.default, bag, 1), (n, weight.shape[1]))
+        most = emit(aten.scatter_reduce.two, least, 0, where, found, "amax")
+        return emit(aten.masked_fill.Scalar, most, emit(aten.eq.Scalar, count, 0), 0.0)
+    if a.per_sample_weights is not None:
+        found = emit(aten.mul.Tensor, found, emit(aten.unsqueeze.default, a.per_sample_weights, 1))
+    if padding >= 0:
+        found = emit(aten.mul.Tensor, found, emit.cast(rows, weight.dtype))
+    zeros = emit(aten.full.default, [bags, weight.shape[1]], 0.0, dtype=weight.dtype)
+    total = emit(aten.index_add.default, zeros, 0, bag, found)
+    return total if a.mode == 0 else emit(aten.div.Tensor, total, emit(aten.clamp_min.default, count, 1))

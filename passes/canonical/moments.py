@@ -1,0 +1,94 @@
+"""Variances, norms and questions (all, any) over the leading dim as sums, which the batch may be split in; others stay
+one
+op.
+
+std(x, [0], correction=1)    ->    sqrt(sum((x - mean(x, [0]))²) / (n - 1))
+linalg_vector_norm(x, 2)     ->    sqrt(sum(x * x))                             with a gradient of zero at zero
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.program import Value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape, value
+
+aten = torch.ops.aten
+_WHOLE = {"var": aten.var, "std": aten.std, "var_mean": aten.var_mean, "std_mean": aten.std_mean}
+
+
+@rewrite("var", "std", "var_mean", "std_mean")
+def moments(emit: Emit, a: Args, out: Any) -> Result:
+    """Every overload -> `.correction`, or means where dim 0 is among the dims (all of them, if none are given)."""
+    x: fx.Node = a.self
+    ndim = len(shape(x))
+    dims = a.get("dim")
+    gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
+    correction = a.get("correction", 1 if a.get("unbiased", True) else 0)
+    correction = 1 if correction is None else correction
+    keepdim = bool(a.get("keepdim", False))
+    both = a.op_name.endswith("_mean")
+    if 0 not in gone or value(x).dtype.is_complex:
+        if both:
+            var = emit(_WHOLE[a.op_name[:3]].correction, x, gone, correction=correction, keepdim=keepdim)
+            return (var, emit(aten.mean.dim, x, gone, keepdim))
+        return emit(_WHOLE[a.op_name].correction, x, gone, correction=correction, keepdim=keepdim)
+    n = math.prod(shape(x)[d] for d in gone)
+    mean = emit(aten.mean.dim, x, gone, True)
+    centred = emit(aten.sub.Tensor, x, mean)
+    squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, centred, centred), gone, keepdim)
+    result = emit(aten.div.Tensor, squares, max(n - correction, 0))
+    if a.op_name.startswith("std"):
+        result = emit(aten.sqrt.default, result)
+    return (result, emit(aten.mean.dim, x, gone, keepdim)) if both else result
+
+
+@rewrite("linalg_vector_norm", "norm", "frobenius_norm")
+def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
+    """Euclidean and absolute norms that reduce the leading dim. Where all elements are
+    zero torch's gradient is zero.
+    """
+    x: fx.Node = a.self
+    ndim, order = len(shape(x)), a.get("ord", a.get("p", 2))
+    order = 2 if order is None else order
+    dims = a.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
+    keepdim = bool(a.get("keepdim", False))
+    if 0 not in gone or order not in (1, 2) or value(x).dtype.is_complex:
+        return emit(
+            aten.linalg_vector_norm.default,
+            x if value(x).dtype.is_complex else emit.cast(x, out.dtype),
+            order,
+            gone,
+            keepdim,
+        )
+    x = emit.cast(x, out.dtype)
+    if order == 1:
+        return emit(aten.sum.dim_IntList, emit(aten.abs.default, x), gone, keepdim)
+    squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, x, x), gone, keepdim)
+    zero = emit(aten.eq.Scalar, squares, 0)
+    return emit(
+        aten.masked_fill.Scalar, emit(aten.sqrt.default, emit(aten.masked_fill.Scalar, squares, zero, 1)), zero, 0
+    )
+
+
+@rewrite("all", "any")
+def truth(emit: Emit, a: Args, out: Value) -> Result:
+    """Over the leading dim: are there none that are false, some that are true? Numbers of them add up."""
+    x: fx.Node = a.self
+    ndim, dims = len(shape(x)), a.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
+    if 0 not in gone or out.dtype != torch.bool:
+        return emit(a.op, *a.named.values())
+    if a.op_name == "all":
+        x = emit(aten.logical_not.default, x)
+    elif value(x).dtype != torch.bool:
+        x = emit(aten.ne.Scalar, x, 0)
+    count = emit(aten.sum.dim_IntList, x, gone, bool(a.get("keepdim", False)))
+    return emit(aten.eq.Scalar if a.op_name == "all" else aten.ne.Scalar, count, 0)

@@ -1,0 +1,124 @@
+"""BatchNorm as means and elementwise ops: splitting the batch then is exactly the single device's statistics.
+
+`batch_norm: local`: each of the chunks that the batch is cut into, over ranks and then over microbatches, has
+statistics of its own
+
+    x [B, C, ...]  ->  reshape [chunks, B / chunks, C, ...]  ->  mean, variance [chunks, C]
+
+so that a rank needs no others, and a microbatch no others. (Hoffer et al. 2017, "Train longer, generalize better":
+ghost batch normalization.) Running statistics are what eager BatchNorm has after a rank's microbatches one after the
+other, averaged over ranks:
+
+    new = (1 - momentum)^m old + sum over i < m of momentum (1 - momentum)^(m - 1 - i) mean over ranks of statistic i
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from shardc.ir.program import Value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape, value
+from shardc.runtime import ops
+
+aten = torch.ops.aten
+
+
+@rewrite(
+    "batch_norm",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
+    "_batch_norm_with_update",
+    "_batch_norm_with_update_functional",
+    "_batch_norm_no_update",
+)
+def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
+    """In training: mean and biased variance of the batch normalise; the unbiased variance goes into the running one.
+
+    `batch_stat` chooses the running statistics when the program evaluates. Results: (y, -, -, new mean, new variance).
+    """
+    training = a.get("training", "with_update" in a.op_name)  # the names of those without the argument say it
+    x, running = a.input, (a.get("running_mean"), a.get("running_var"))
+    if not training:
+        y = _affine(emit, x, 1, running[0], running[1], a)
+        return y if isinstance(out, Value) else (y, *[None] * (len(out) - 1))
+    x, dim = _chunked(emit, x)
+    dims = [d for d in range(len(shape(x))) if d != dim and (d or dim == 1)]
+    n = math.prod(shape(x)[d] for d in dims)
+    mean = emit(aten.mean.dim, x, dims)
+    centred = emit(aten.sub.Tensor, x, _channel(emit, mean, x, dim))
+    var = emit(aten.mean.dim, emit(aten.mul.Tensor, centred, centred), dims)
+    if running[0] is None:
+        y = _affine(emit, x, dim, mean, var, a)
+        return y if isinstance(out, Value) else (y, *[None] * (len(out) - 1))
+    y = _affine(emit, x, dim, _stat(emit, mean, running[0]), _stat(emit, var, running[1]), a)
+    if isinstance(out, Value):
+        return y
+    if len(out) < 5:
+        raise emit.refuse(f"{a.op} changes its running statistics unseen", "call torch.nn.functional.batch_norm")
+    unbiased = emit(aten.mul.Tensor, emit.detach(var), n / max(n - 1, 1))
+    news = [_moved(emit, old, new, a.momentum) for old, new in zip(running, (emit.detach(mean), unbiased), strict=True)]
+    return (y, None, None, *news, *[None] * (len(out) - 5))
+
+
+def _chunked(emit: Emit, x: fx.Node) -> tuple[fx.Node, int]:
+    """x with its rows in chunks, if statistics are theirs, and the channels' dim."""
+    chunks, (rows, *rest) = math.prod(emit.chunks), shape(x)
+    if chunks == 1:
+        return x, 1
+    local = f"`batch_norm: local` takes statistics of {emit.chunks[0]} ranks and {emit.chunks[1]} microbatches"
+    if rows % chunks:
+        raise emit.refuse(
+            f"{local}: {rows} rows are not {chunks} equal chunks",
+            f"make the batch a multiple of {chunks}, or write batch_norm: sync",
+        )
+    if rows // chunks * math.prod(rest[1:]) == 1:
+        raise emit.refuse(
+            f"{local}: each has one value a channel", "give every microbatch more rows, or write batch_norm: sync"
+        )
+    return emit.reshape(x, [chunks, rows // chunks, *rest]), 2
+
+
+def _stat(emit: Emit, batch: fx.Node, running: fx.Node) -> fx.Node:
+    return emit.typed(value(batch), ops.batch_stat, batch, emit.expand(running, shape(batch)), emit.rng)
+
+
+def _moved(emit: Emit, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
+    """The running statistic `old`, moved towards the batch's f[C], or towards the chunks' f[chunks, C], one microbatch
+    after the other.
+    """
+    new = emit.cast(new, value(old).dtype)
+    ranks, microbatches = emit.chunks
+    rest = 1 - momentum
+    if ranks > 1:
+        new = emit(aten.mean.dim, emit.reshape(new, [ranks, microbatches, *shape(old)]), [0])
+    if microbatches == 1:
+        new = emit.reshape(emit(aten.mul.Tensor, new, momentum), shape(old))
+    else:
+        later = emit(aten.arange.start_step, microbatches - 1, -1, -1, dtype=value(old).dtype)
+        part = emit(aten.mul.Tensor, emit(aten.pow.Scalar, rest, later), momentum)
+        new = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, new, emit.reshape(part, [microbatches, 1])), [0])
+    return emit(aten.add.Tensor, emit(aten.mul.Tensor, old, rest**microbatches), new)
+
+
+def _channel(emit: Emit, stat: fx.Node, x: fx.Node, dim: int) -> fx.Node:
+    """f[C] -> f[1, C, 1, ...], or f[chunks, C] -> f[chunks, 1, C, 1, ...], to broadcast
+    over `x`. dim: of x's channels.
+    """
+    kept = (0, dim) if len(shape(stat)) == 2 else (dim,)
+    return emit.reshape(stat, [s if d in kept else 1 for d, s in enumerate(shape(x))])
+
+
+def _affine(emit: Emit, x: fx.Node, dim: int, mean: fx.Node, var: fx.Node, a: Args) -> fx.Node:
+    centred = emit(aten.sub.Tensor, x, _channel(emit, mean, x, dim))
+    scale = emit(aten.rsqrt.default, emit(aten.add.Tensor, var, a.eps))
+    y = emit(aten.mul.Tensor, centred, _channel(emit, scale, x, dim))
+    if a.weight is not None:
+        y = emit(aten.mul.Tensor, y, _channel(emit, a.weight, x, dim))
+    if a.bias is not None:
+        y = emit(aten.add.Tensor, y, _channel(emit, a.bias, x, dim))
+    return emit.cast(emit.reshape(y, shape(a.input)), value(a.input).dtype)

@@ -1,0 +1,141 @@
+"""Random tensors are drawn from the counter generator, so that every mesh draws what one device draws.
+
+    randn_like(x)                       ->      random('normal', (0.0, 1.0), [8, 16], f32, rng, 2)         2 = its ordinal
+    bernoulli(p)                        ->      random('uniform', (0.0, 1.0), ...) < p
+    exponential(x, 2.0)                 ->      random('exponential', (2.0,), ...)         what gumbel_softmax draws
+    multinomial(p, 1)                   ->      argmax(p / random('exponential', ...))
+
+The distributions are torch's, the numbers are not: they depend on the seed, the step and the op, not on what was drawn
+before."""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.program import Value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape, value
+
+aten = torch.ops.aten
+#: Numbers of 32 random bits are scaled to a range of integers.
+WIDEST = 2**31
+
+
+def _random(emit: Emit, a: Args, out: Value, kind: str, *options: float) -> fx.Node:
+    if a.get("generator") is not None:
+        raise emit.refuse(
+            f"{a.op} draws from a generator of its own", "leave generator= out: the step's seed makes it reproducible"
+        )
+    if out.dtype.is_complex:
+        raise emit.refuse(
+            f"{a.op} draws complex numbers",
+            "draw real and imaginary parts, torch.complex(torch.randn(..), torch.randn(..))",
+        )
+    return emit.random(kind, options, out.shape, out.dtype)
+
+
+@rewrite("rand", "rand_like", "uniform")
+def uniform(emit: Emit, a: Args, out: Value) -> Result:
+    return _random(emit, a, out, "uniform", float(a.get("from", 0.0)), float(a.get("to", 1.0)))
+
+
+@rewrite("randn", "randn_like", "normal", "normal_functional")
+def normal(emit: Emit, a: Args, out: Value) -> Result:
+    """mean and std are numbers, or tensors to which no gradient goes, as in torch."""
+    mean, std = a.get("mean", 0.0), a.get("std", 1.0)
+    if not isinstance(mean, fx.Node) and not isinstance(std, fx.Node):
+        return _random(emit, a, out, "normal", float(mean), float(std))
+    noise = _random(emit, a, out, "normal", 0.0, 1.0)
+    mean, std = (emit.detach(x) if isinstance(x, fx.Node) else x for x in (mean, std))
+    return emit.cast(emit(aten.add.Tensor, emit(aten.mul.Tensor, noise, std), mean), out.dtype)
+
+
+@rewrite("log_normal")
+def log_normal(emit: Emit, a: Args, out: Value) -> Result:
+    return _random(emit, a, out, "log_normal", float(a.mean), float(a.std))
+
+
+@rewrite("exponential")
+def exponential(emit: Emit, a: Args, out: Value) -> Result:
+    return _random(emit, a, out, "exponential", float(a.lambd))
+
+
+@rewrite("geometric")
+def geometric(emit: Emit, a: Args, out: Value) -> Result:
+    return _random(emit, a, out, "geometric", float(a.p))
+
+
+@rewrite("cauchy")
+def cauchy(emit: Emit, a: Args, out: Value) -> Result:
+    return _random(emit, a, out, "cauchy", float(a.median), float(a.sigma))
+
+
+@rewrite("randint", "randint_like", "random")
+def integers(emit: Emit, a: Args, out: Value) -> Result:
+    """In [low, high)."""
+    low, high = a.get("low", a.get("from")) or 0, a.get("high", a.get("to"))
+    if not isinstance(low, int) or not isinstance(high, int):
+        raise emit.refuse(
+            f"{a.op} draws integers of a range that is not given in numbers", "use torch.randint with two numbers"
+        )
+    if not 0 < high - low <= WIDEST:
+        raise emit.refuse(
+            f"{a.op} draws integers of a range of {high - low}", f"at most 2^31 = {WIDEST} different ones can be drawn"
+        )
+    return _random(emit, a, out, "integers", low, high)
+
+
+@rewrite("randperm")
+def permutation(emit: Emit, a: Args, out: Value) -> Result:
+    return _random(emit, a, out, "permutation")
+
+
+@rewrite("bernoulli")
+def bernoulli(emit: Emit, a: Args, out: Value) -> Result:
+    """The probabilities are `p`, or else the operand itself."""
+    p = a.get("p")
+    p = a.first if p is None else p
+    wide = torch.float64 if isinstance(p, fx.Node) and value(p).dtype == torch.float64 else torch.float32
+    numbers = _random(emit, a, Value(out.shape, wide), "uniform", 0.0, 1.0)
+    below = (
+        emit(aten.lt.Tensor, numbers, emit.detach(p))
+        if isinstance(p, fx.Node)
+        else emit(aten.lt.Scalar, numbers, float(p))
+    )
+    return emit.cast(below, out.dtype)
+
+
+@rewrite("multinomial")
+def multinomial(emit: Emit, a: Args, out: Value) -> Result:
+    """The first of independent arrivals at rates p is i with probability p_i (an "exponential race"); without
+    replacement: the first n.
+    """
+    p, n = emit.detach(a.first), int(a.num_samples)
+    size = shape(p)
+    many = n > 1 and bool(a.get("replacement", False))
+    if many:
+        p, size = emit(aten.unsqueeze.default, p, len(size) - 1), (*size[:-1], n, size[-1])
+    wide = value(p).dtype if value(p).dtype.itemsize >= 4 else torch.float32
+    race = emit(aten.div.Tensor, p, _random(emit, a, Value(size, wide), "exponential", 1.0))
+    if many or n == 1:
+        return emit(aten.argmax.default, race, len(size) - 1, not many)
+    best = emit(aten.topk.default, race, n, len(size) - 1)
+    return emit.typed(best.meta["value"][1], operator.getitem, best, 1)
+
+
+@rewrite("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional")
+def rrelu(emit: Emit, a: Args, out: Any) -> Result:
+    """Below zero x times a random slope when training, times the slopes' mean otherwise."""
+    x, low, high = a.first, float(a.lower), float(a.upper)
+    if not a.training:
+        return _with_noise(out, emit(aten.leaky_relu.default, x, (low + high) / 2))
+    slope = _random(emit, a, Value(shape(x), value(x).dtype), "uniform", low, high)
+    above = emit(aten.gt.Scalar, x, 0)
+    return _with_noise(out, emit(aten.where.self, above, x, emit(aten.mul.Tensor, x, slope)))
+
+
+def _with_noise(out: Any, result: fx.Node) -> Result:
+    return (result, None) if isinstance(out, tuple) else result

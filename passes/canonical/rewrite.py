@@ -1,0 +1,188 @@
+"""What the rewrites of the canonical pass share: typed emission of calls, arguments by name, values known at compile
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.ir import types as values
+from shardc.ir.placement import DTYPES
+from shardc.ir.program import Source, Value
+from shardc.runtime import ops
+from shardc.torch_private import OpOverload
+
+aten = torch.ops.aten
+#: Results of a rewrite: the node that stands for the op's result, or one node per result.
+Result = fx.Node | tuple[fx.Node | None, ...]
+Rewrite = Callable[["Emit", "Args", Value], Result]
+#: Rewrites by the op's name without overload: "view" for all of aten.view.*.
+TABLE: dict[str, Rewrite] = {}
+#: Constants up to so many elements are worked out at compile time to recognise them.
+KNOWN_LIMIT = 1 << 20
+
+
+def rewrite(*names: str) -> Callable[[Rewrite], Rewrite]:
+    """Register a rewrite for ops. Its arguments: the emitter, the call's arguments (new
+    nodes), the type of its result.
+    """
+
+    def register(function: Rewrite) -> Rewrite:
+        for name in names:
+            assert name not in TABLE, f"{name} is rewritten twice"
+            TABLE[name] = function
+        return function
+
+    return register
+
+
+class Args:
+    """The arguments of a call by the names of its schema, defaults included.
+
+    a.input, a["index"], a.get("dtype"); `a.op` is the op, `a.op_name` its name, `a.first` its first argument.
+    """
+
+    def __init__(self, target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        names, defaults = _signature(target)
+        self.op, self.op_name = target, values.op_name(target)
+        self.named: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        self.first: Any = args[0] if args else None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.named[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.named[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.named.get(name, default)
+
+
+@cache
+def _signature(target: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
+    arguments = target._schema.arguments
+    return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments}
+
+
+def value(node: fx.Node) -> Value:
+    found = node.meta["value"]
+    assert isinstance(found, Value), f"{node} is no single tensor"
+    return found
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    return value(node).shape
+
+
+def dim(d: int, ndim: int) -> int:
+    """A dimension counted from the left."""
+    return d + ndim if d < 0 else d
+
+
+class Emit:
+    """Adds typed calls to the new graph. `source` is that of the op being rewritten. chunks: see
+    shardc.passes.canonical.Canonical.
+    """
+
+    def __init__(self, graph: fx.Graph, rng: fx.Node, chunks: tuple[int, int] = (1, 1)) -> None:
+        self.graph, self.rng, self.chunks = graph, rng, chunks
+        self.source = Source()
+        self.inferred: dict[Any, Any] = {}  # types of results, by call
+        self.known: dict[fx.Node, Tensor | None] = {}
+        self.decomposed: dict[str, fx.GraphModule | None] = {}  # calls that were taken apart (canonical_decompose.py)
+        self.apart: list[tuple[OpOverload, Source]] = []  # and where
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of an aten op, its type inferred; once for calls that look alike, as in layers that repeat."""
+        key = (target, values.typed_key(args), values.typed_key(kwargs))
+        if key not in self.inferred:
+            self.inferred[key] = values.infer(target, args, kwargs)
+        return self.typed(self.inferred[key], target, *args, **kwargs)
+
+    def typed(self, result: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call whose result's type is given."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["value"], node.meta["source"] = result, self.source
+        return node
+
+    # the few ops that many rewrites use
+
+    def reshape(self, x: fx.Node, size: Sequence[int]) -> fx.Node:
+        return x if shape(x) == tuple(size) else self(aten.reshape.default, x, list(size))
+
+    def expand(self, x: fx.Node, size: Sequence[int]) -> fx.Node:
+        return x if shape(x) == tuple(size) else self(aten.expand.default, x, list(size))
+
+    def cast(self, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+        """`x` in a dtype, and called so: linear_bf16."""
+        if dtype is None or value(x).dtype == dtype:
+            return x
+        args, kwargs = (x,), {"dtype": dtype}
+        name = f"{x.name}_{DTYPES.get(dtype, 'cast')}"
+        node = self.graph.call_function(aten._to_copy.default, args, {**kwargs}, name=name)
+        node.meta = {"value": values.infer(aten._to_copy.default, args, kwargs), "source": self.source}
+        return node
+
+    def detach(self, x: fx.Node) -> fx.Node:
+        if not value(x).requires_grad:
+            return x
+        return self.typed(replace(value(x), requires_grad=False), aten.detach.default, x)
+
+    def permute(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
+        """The dims of `x` in another order; an exchange of two is spelled transpose."""
+        moved = [i for i, d in enumerate(order) if i != d]
+        if not moved:
+            return x
+        if len(moved) == 2:
+            return self(aten.transpose.int, x, *moved)
+        return self(aten.permute.default, x, list(order))
+
+    def reduce(self, x: fx.Node, reduction: int) -> fx.Node:
+        """A loss's `reduction` of its elements: 0 none, 1 mean, 2 sum."""
+        return x if reduction == 0 else self(aten.mean.default if reduction == 1 else aten.sum.default, x)
+
+    def dropout(self, x: fx.Node, p: float) -> fx.Node:
+        """The counter-based dropout; its index is set when the graph is finished."""
+        if p <= 0:
+            return x
+        if p >= 1:
+            return self(aten.zeros_like.default, x)
+        return self.typed(value(x), ops.dropout, x, p, self.rng, 0)
+
+    def random(self, kind: str, options: Sequence[float], size: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        """Numbers from the counter generator (shardc/runtime/ops/random_ops.py); their index is set when the graph is
+        finished.
+        """
+        return self.typed(Value(tuple(size), dtype), ops.random, kind, tuple(options), list(size), dtype, self.rng, 0)
+
+    def constant(self, node: fx.Node) -> Tensor | None:
+        """The value of a small tensor that depends on nothing that is given at run time; None for others."""
+        if node not in self.known:
+            self.known[node] = self._evaluate(node)
+        return self.known[node]
+
+    def _evaluate(self, node: fx.Node) -> Tensor | None:
+        v = node.meta.get("value")
+        if node.op != "call_function" or not isinstance(node.target, OpOverload) or not isinstance(v, Value):
+            return None
+        if v.nbytes() > KNOWN_LIMIT * v.dtype.itemsize or any(self.constant(n) is None for n in node.all_input_nodes):
+            return None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.known[n])
+        result = node.target(*args, **kwargs)
+        assert isinstance(result, Tensor)
+        return result
+
+    def refuse(self, what: str, fix: str) -> ShardcError:
+        code = f" ({self.source.code})" if self.source.code else ""
+        return ShardcError(what + code, where=source.where(self.source), fix=fix)

@@ -1,0 +1,103 @@
+"""Capacity of experts: an op that drops an expert's choices above its limit (`experts: [{capacity: 1.25}]`).
+
+    before   y    = experts(x, index, weights, up, down, ...)             index: i64[t, k], the chosen experts of each token
+    after    kept = experts_keep(index, 8, 40)                            of each expert's choices the first 40 of the global batch
+             y    = experts(x, kept, weights, up, down, ...)
+
+With `per: microbatch` the limit counts for each microbatch by itself, which is the same rows of every rank's part of
+the batch: index is then seen as [ranks, microbatches, ..., k], the microbatches taken in turns.
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Program, Source
+from shardc.passes.annotate.experts import Experts
+from shardc.rules.calls import tensors
+from shardc.rules.experts import INDEX, UP
+from shardc.runtime import ops
+from shardc.spec import Expert, Spec
+
+_RESHAPE, _PERMUTE = torch.ops.aten.reshape.default, torch.ops.aten.permute.default
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Drops the choices that are above an expert's capacity, in a canonical graph."""
+
+    spec: Spec
+
+    def run(self, program: Program) -> Program:
+        """Edits and returns the program. Raises ShardcError for a capacity that microbatches cannot keep."""
+        chosen = Experts(self.spec, program)
+        for i, node in list(chosen.ops()):
+            entry = self.spec.experts[i]
+            if entry.capacity is None:
+                continue
+            index: Any = node.args[INDEX]
+            e = tensors(node)[UP].meta["value"].shape[0]
+            with program.graph.inserting_before(node):
+                kept = self._kept(program.graph, index, e, i, node.meta["source"])
+            node.args = (*node.args[:INDEX], kept, *node.args[INDEX + 1 :])
+        return program
+
+    def _kept(self, graph: fx.Graph, index: fx.Node, experts: int, i: int, source: Source) -> fx.Node:
+        """The choices, i64[t, k], that the experts take."""
+        entry, typed = self.spec.experts[i], index.meta["value"]
+        (t, k), chunks = typed.shape, self.spec.batch.microbatches
+        ranks = self.spec.data_ranks
+        where = self.spec.where(("experts", i, "capacity"))
+
+        def emit(target: Any, shape: tuple[int, ...], *args: Any, **meta: Any) -> fx.Node:
+            new = graph.create_node("call_function", target, args, {})
+            new.meta = {"value": replace(typed, shape=shape), "source": source, **meta}
+            return new
+
+        def keep(x: fx.Node, tokens: int) -> fx.Node:
+            limit = capacity(entry, tokens, k, experts)
+            return emit(
+                ops.experts_keep, x.meta["value"].shape, x, experts, limit, asked=f"{where} capacity {entry.capacity}"
+            )
+
+        if chunks == 1:
+            return keep(index, t)
+        if entry.per == "batch":
+            raise ShardcError(
+                f"capacity {entry.capacity} is a share of the global batch, of which microbatches see a part each: what"
+                " an expert takes of the first ones hangs on what it took of other ranks' rows",
+                where=where,
+                fix=(
+                    "write per: microbatch (each microbatch drops by itself, as other frameworks do), microbatches: 1,"
+                    " or capacity: none"
+                ),
+            )
+        if t % (ranks * chunks):
+            what = (
+                f"per: microbatch needs equal parts: {t} tokens are not {ranks * chunks} ({ranks} ranks of {chunks}"
+                " microbatches)"
+            )
+            raise ShardcError(what, where=where, fix=f"make the batch a multiple of {ranks * chunks} rows")
+        part = t // (ranks * chunks)
+        apart = emit(_RESHAPE, (ranks, chunks, part, k), index, [ranks, chunks, part, k])
+        turned = emit(_PERMUTE, (chunks, ranks, part, k), apart, [1, 0, 2, 3])
+        kept = keep(emit(_RESHAPE, (chunks, ranks * part, k), turned, [chunks, ranks * part, k]), ranks * part)
+        back = emit(
+            _PERMUTE,
+            (ranks, chunks, part, k),
+            emit(_RESHAPE, (chunks, ranks, part, k), kept, [chunks, ranks, part, k]),
+            [1, 0, 2, 3],
+        )
+        return emit(_RESHAPE, (t, k), back, [t, k])
+
+
+def capacity(entry: Expert, tokens: int, choices: int, experts: int) -> int:
+    """How many choices an expert takes: its even share times the factor, rounded up."""
+    assert entry.capacity is not None
+    return max(1, math.ceil(entry.capacity * tokens * choices / experts))

@@ -1,0 +1,444 @@
+"""Checkpoint: which values are computed again in backward instead of being kept (`checkpoint:`), and which are kept all
+    the same.
+
+    before   h = layer_norm(x, w)            h.0.ln_1        autograd keeps x, w
+             q = linear(h, w2)               h.0.attn.qkv    ... h, w2
+    after    the same ops, each with its region:
+             h = layer_norm(x, w)            | region "h.0"
+             q = linear(h, w2)               | region "h.0" kept "h.0"
+
+A region is one call of a module that a pattern names. What it takes from outside is held; so are the results of ops
+that `save` names or that `budget` pays for, if something needs them; all else is computed again when backward comes to
+the region (shardc.runtime.step.recompute). Of a pattern, the outermost modules count, as with activations; regions of
+several entries may lie in each other.
+
+The budget is a share of the bytes that backward would keep of the region without a checkpoint. It is spent as in a
+knapsack: first on what saves most work for its bytes: flops, memory touched and bytes sent, in the proportions of
+shardc.passes.place.transfer_cost."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.artifact.emit import human
+from shardc.errors import Errors
+from shardc.ir.mesh import Mesh
+from shardc.ir.program import Collective, Program, Region, Source
+from shardc.ir.types import op_name
+from shardc.passes.checkpoint.autograd_saves import Saved, SavedOf
+from shardc.passes.place.transfer_cost import FLOPS_PER_BYTE
+from shardc.rules import registry
+from shardc.rules.calls import tensors
+from shardc.runtime import ops
+from shardc.spec import Checkpoint as Asked
+from shardc.spec import Spec
+from shardc.spec.patterns import match, nearest
+
+#: Memory that is read or written once costs as much time as so many flops (H100: 3.35 TB/s against 400 Tflop/s in
+#: bf16).
+FLOPS_PER_TOUCH = 120.0
+#: A mask takes hashing its indices: so many times its size in 32-bit numbers read and written.
+HASHED = 80.0
+#: Small, and what it says has to be exchanged: always kept.
+ROUTING = (ops.experts_route, ops.experts_keep)
+_NORMS = {
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "_fused_rms_norm",
+    "group_norm",
+    "instance_norm",
+    "batch_norm",
+    "native_batch_norm",
+}
+
+
+def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
+    """What `save` may call an op. weights: the values that follow from parameters and buffers alone."""
+    found: set[str] = set()
+    collective: Collective | None = node.meta.get("collective")
+    if collective is not None and collective.kind != "none":
+        found.add("collective")
+    name = op_name(node.target)
+    rule = registry.find(node.target)
+    if "attention" in name:
+        found.add("attention")
+    elif "conv" in name:
+        found.add("conv")
+    elif rule is not None and rule.flops is not None:
+        found.add("linear" if any(x in weights for x in tensors(node)) else "matmul")
+    elif name in _NORMS:
+        found.add("norm")
+    return found
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Puts the regions that a spec asks for into the stages' graphs."""
+
+    spec: Spec
+
+    def run(self, program: Program, mesh: Mesh) -> Program:
+        asked = self._asked(program)
+        regions: dict[str, Region] = {}
+        entry: dict[str, Asked] = {}
+        stages = tuple(replace(s, graph=_copy(s.graph)) for s in program.stages)
+        for stage in stages:
+            for node in stage.graph.nodes:
+                if node.op == "call_function":
+                    self._put(node, asked, regions, entry)
+            _part_masks(stage.graph)
+        order = sorted(
+            regions.values(), key=lambda r: r.name.count(".")
+        )  # outer ones first: their names are the beginnings of others
+        saved, alike = SavedOf(program), _Alike({})
+        for stage in stages:
+            graph = _Graph(stage.graph, replace(program, regions=tuple(order)), saved)
+            for region in order[::-1]:  # what an inner region holds, an outer one may compute again
+                if members := graph.members(region.name):
+                    found = _Choice(graph, region.name, entry[region.name], members, alike).run()
+                    old = regions[region.name]
+                    kept, dropped, again = (
+                        old.kept + found.kept,
+                        old.dropped + found.dropped,
+                        old.again + len(found.again),
+                    )
+                    regions[region.name] = replace(old, kept=kept, dropped=dropped, again=again)
+        made = tuple(regions[r.name] for r in order)
+        return replace(program, stages=stages, regions=made, notes=(*program.notes, *_notes(made)))
+
+    def _asked(self, program: Program) -> dict[str, tuple[int, Asked]]:
+        """Module -> the entry that makes it a region."""
+        errors = Errors()
+        first: dict[str, int] = {}  # modules, in the order in which they run
+        for stage in program.stages:
+            for n in stage.graph.nodes:
+                for m in _parents(n.meta.get("source", Source()).module):
+                    first.setdefault(m, len(first))
+        shared: list[list[str]] = program.meta.get("shared_modules", [])
+        also = {m: names for names in shared for m in first if m in names}
+        found: dict[str, tuple[int, Asked]] = {}
+        for i, entry in enumerate(self.spec.checkpoint):
+            matched = {m for m in first if any(match(entry.match, name) for name in also.get(m, [m]))}
+            hits = [m for m in first if m in matched and not any(p in matched for p in _parents(m)[:-1])]
+            if not hits:
+                close = nearest(entry.match, sorted(first))
+                errors.add(
+                    f"pattern {entry.match!r} matches no module that computes anything",
+                    where=self.spec.where(("checkpoint", i, "match")),
+                    fix=(
+                        f"did you mean {close!r}?"
+                        if close
+                        else "see the model's names with `shardc inspect model.py --before`"
+                    ),
+                )
+            elif all(m in found for m in hits):
+                what = f"pattern {entry.match!r} never wins: earlier entries name all modules that it matches"
+                errors.add(what, where=self.spec.where(("checkpoint", i, "match")), fix="delete it, or move it up")
+            for m in hits[:: entry.every]:
+                found.setdefault(m, (i, entry))
+        errors.raise_any()
+        return found
+
+    def _put(
+        self, node: fx.Node, asked: dict[str, tuple[int, Asked]], regions: dict[str, Region], entry: dict[str, Asked]
+    ) -> None:
+        """Say in which region a node is; of a result's part: in that of the whole result."""
+        if node.target is operator.getitem:
+            made = node.args[0]
+            if isinstance(made, fx.Node) and "region" in made.meta:
+                node.meta["region"] = made.meta["region"]
+            return
+        source: Source = node.meta.get("source", Source())
+        parent = ""
+        for m in _parents(source.module):
+            if m in asked:
+                call = next((c for c in source.calls if c.rpartition("@")[0] == m), m)
+                i, entry[call] = asked[m]
+                cause = f"{self.spec.where(('checkpoint', i, 'match'))} checkpoint {entry[call].match!r}"
+                regions.setdefault(call, Region(call, parent, entry[call].offload == "cpu", cause))
+                parent = call
+        if parent:
+            node.meta["region"] = parent
+
+
+def _part_masks(graph: fx.Graph) -> None:
+    """In regions, masks of dropout are made by themselves: they depend on no value, so that to have one again nothing
+    before it has to run.
+
+    y = dropout(x, 0.1, rng, 3)      becomes      keep = dropout_mask(0.1, rng, 3, mesh, [8, 16]);  y = masked(x, keep, 0.1)
+    """  # noqa: E501 (a table)
+    mesh = next(iter(graph.nodes))
+    for node in list(graph.find_nodes(op="call_function", target=ops.dropout)):
+        x, p, rng, index, _, shape, *where = (*node.args, None, None)[: max(len(node.args), 6)]
+        if "region" not in node.meta or not isinstance(p, float) or p >= 1:
+            continue
+        assert isinstance(x, fx.Node)
+        value = node.meta["value"]
+        with graph.inserting_before(node):
+            sizes = list(value.shape) if shape is None else shape  # nothing is split where none is given
+            keep = graph.create_node(
+                "call_function", ops.dropout_mask, (p, rng, index, mesh, sizes, *where), {}, name=f"{node.name}_mask"
+            )
+        keep.meta = {**node.meta, "value": replace(value, dtype=torch.bool, requires_grad=False)}
+        node.target, node.args = ops.masked, (x, keep, p)
+
+
+def _parents(module: str) -> list[str]:
+    """ "a.b.c" -> ["a", "a.b", "a.b.c"]."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def _notes(regions: Sequence[Region]) -> Iterable[str]:
+    """One line for the regions of a spec's line that are alike."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for r in regions:
+        alike.setdefault((r.cause, bool(r.parent), r.kept, r.dropped, r.again), []).append(r.name)
+    for (cause, inner, kept, dropped, again), names in alike.items():
+        which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
+        repeats = f", repeats {again} {'collective' if again == 1 else 'collectives'}" if again else ""
+        when = "while the region around it is in backward" if inner else "until backward"
+        yield f"{which}: keeps {human(kept)} {when}, computes {human(dropped)} again{repeats} ({cause})"
+
+
+# --- what a region holds, and what it computes again
+# --------------------------------------------------------------------
+
+
+class _Graph:
+    """A stage's graph with what autograd keeps of every op. base: the node that a node is a view of, itself if none."""
+
+    def __init__(self, graph: fx.Graph, program: Program, saved: SavedOf) -> None:
+        self.nodes = list(graph.nodes)
+        self._types = saved
+        self.saved: dict[fx.Node, Saved] = {}
+        self.base: dict[fx.Node, fx.Node] = {}
+        stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
+        self.weights: set[fx.Node] = set()
+        self.stored: set[fx.Node] = set()  # there whether a region holds them or not
+        self.parents = {r.name: r.parent for r in program.regions}
+        self.held: dict[str, frozenset[fx.Node]] = {}  # by region, of those that are decided
+        self._costs: dict[fx.Node, float] = {}
+        inside = any("region" in n.meta for n in self.nodes)
+        for n in self.nodes:
+            self.base[n] = n
+            if n.op == "placeholder":
+                self.weights |= {n} if n.name in stored else set()
+                self.stored = set(self.weights)
+                continue
+            if n.op != "call_function" or not inside:
+                continue
+            if n.all_input_nodes and all(u in self.weights for u in n.all_input_nodes):
+                self.weights.add(n)
+            if n.target is operator.getitem:
+                whole: Any = n.args[0]
+                views = self.saved[whole].views if whole in self.saved else ()
+                at = views[n.args[1]] if isinstance(n.args[1], int) and n.args[1] < len(views) else -1
+                self.base[n] = self.base[tensors(whole)[at]] if at >= 0 else n
+                continue
+            self.saved[n] = saved(n)
+            if len(self.saved[n].views) == 1 and self.saved[n].views[0] >= 0:
+                self.base[n] = self.base[tensors(n)[self.saved[n].views[0]]]
+
+    def members(self, region: str) -> list[fx.Node]:
+        """The ops of a region, and of those in it, in order."""
+        names = {region}
+        names |= {name for name in self.parents if names & set(self._around(name))}
+        return [n for n in self.nodes if n.meta.get("region") in names]
+
+    def _around(self, region: str) -> Iterable[str]:
+        while region := self.parents[region]:
+            yield region
+
+    def nbytes(self, node: fx.Node) -> int:
+        """Bytes of a node's own result on one rank: none of its own if it is a view."""
+        if self.base[node] is not node:
+            return 0
+        return sum(v.nbytes() for v in self._types.types(node))
+
+    def cost(self, node: fx.Node) -> float:
+        """What it takes to run an op again, in flops."""
+        if node not in self._costs:
+            self._costs[node] = self._cost(node)
+        return self._costs[node]
+
+    def _cost(self, node: fx.Node) -> float:
+        if self.base[node] is not node or node.target is operator.getitem:
+            return 0.0
+        rule, call = registry.find(node.target), self._types.call(node)
+        flops = rule.flops(call) if rule is not None and rule.flops is not None else 0
+        touched = float(sum(v.nbytes() for v in (*call.operands, *call.results)))
+        if node.target is ops.dropout_mask:
+            touched *= HASHED
+        collective: Collective | None = node.meta.get("collective")
+        sent = collective.bytes if collective is not None and collective.kind != "none" else 0
+        return flops + FLOPS_PER_TOUCH * touched + FLOPS_PER_BYTE * sent
+
+
+@dataclass(frozen=True)
+class _Found:
+    """kept, dropped: bytes; again: the collectives that are repeated; cost: of computing again, in flops; held: values,
+    but for parameters.
+    """
+
+    kept: int
+    dropped: int
+    again: tuple[fx.Node, ...]
+    cost: float
+    held: frozenset[fx.Node]
+
+
+@dataclass
+class _Alike:
+    """What was kept of a region, as positions in it, by what decided it: repeated layers are decided once."""
+
+    known: dict[Any, list[int]]
+
+
+@dataclass
+class _Choice:
+    """Decides which results one region keeps. members: its ops."""
+
+    graph: _Graph
+    region: str
+    asked: Asked
+    members: list[fx.Node]
+    alike: _Alike
+
+    def run(self) -> _Found:
+        self.inside = set(self.members)
+        self._wanted()
+        if self.asked.budget is not None:
+            keep = self._bought(self.asked.budget)
+        else:
+            words = set(self.asked.save or ())
+            keep = {
+                n for n in self.members if n.target is not operator.getitem and words & kinds(n, self.graph.weights)
+            }
+        keep |= {n for n in self.members if n.target in ROUTING}
+        found = self._with(keep)
+        self.graph.held[self.region] = found.held
+        for n in self.members:
+            whole: Any = n.args[0] if n.target is operator.getitem else n
+            if whole in keep and (
+                whole in self.own or whole in found.held or any(u in found.held for u in whole.users)
+            ):
+                n.meta["kept"] = (*n.meta.get("kept", ()), self.region)
+        for n in found.again:
+            n.meta["again"] = n.meta.get("again", 0) + 1
+        return found
+
+    def _wanted(self) -> None:
+        """What autograd keeps of the region's ops: results of nodes, and what ops made for themselves; and what inner
+        regions hold.
+        """
+        self.wanted: dict[fx.Node, None] = {}
+        self.own: dict[fx.Node, int] = {}
+        for n in self.members:
+            saved = self.graph.saved.get(n)
+            if saved is None or n.meta["region"] != self.region:
+                continue
+            operands = tensors(n)
+            self.wanted |= {self.graph.base[operands[i]]: None for i in saved.operands}
+            if saved.results:
+                self.wanted[n] = None
+            if saved.own:
+                self.own[n] = saved.own
+        for name, parent in self.graph.parents.items():
+            if parent == self.region:
+                self.wanted |= dict.fromkeys(self.graph.held.get(name, ()))
+
+    def _with(self, keep: set[fx.Node]) -> _Found:
+        """What comes of keeping the results of these ops, as far as they are needed."""
+        graph = self.graph
+        held: dict[fx.Node, None] = {}
+        needed: set[fx.Node] = set()
+
+        def need(n: fx.Node) -> None:
+            whole: Any = n.args[0] if n.target is operator.getitem else n
+            if n in self.inside and whole not in keep:
+                needed.add(n)
+            elif graph.base[n] not in graph.stored:
+                held[graph.base[n] if graph.base[n] not in self.inside else n] = None
+
+        for n in self.wanted:
+            need(n)
+        kept_own = sum(size for n, size in self.own.items() if n in keep)
+        needed.update(n for n in self.own if n not in keep)
+        for n in reversed(self.members):
+            if n in needed:
+                for u in n.all_input_nodes:
+                    if u.meta.get("value") is not None:
+                        need(u)
+        kept = kept_own + sum(graph.nbytes(n) for n in {graph.base[n] for n in held})
+        notes = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(
+            size for n, size in self.own.items() if n in needed
+        )
+        again = tuple(
+            n for n in self.members if n in needed and (c := n.meta.get("collective")) is not None and c.kind != "none"
+        )
+        return _Found(kept, notes, again, sum(map(graph.cost, needed)), frozenset(held))
+
+    def _bought(self, share: float) -> set[fx.Node]:
+        """What the budget pays for."""
+        at = {n: i for i, n in enumerate(self.members)}
+        look = [
+            (
+                str(n.target),
+                self.graph.cost(n),
+                self.graph.nbytes(n),
+                n in self.wanted,
+                self.own.get(n),
+                [at.get(u, -1) for u in n.all_input_nodes],
+            )
+            for n in self.members
+        ]
+        key = repr((share, look, sorted(self.graph.nbytes(n) for n in self.wanted if n not in self.inside)))
+        if key not in self.alike.known:
+            keep = self._budget(share)
+            self.alike.known[key] = [at[n] for n in keep]
+        return {self.members[i] for i in self.alike.known[key]}
+
+    def _budget(self, share: float) -> set[fx.Node]:
+        """Greedily, what saves most work for its bytes: all that fits into the share of what would be kept without a
+        checkpoint.
+        """
+        solid = [n for n in self.members if self._solid(n)]
+        keep: set[fx.Node] = set()
+        now = self._with(keep)
+        everything = self._with(set(solid))
+        allowed = share * (everything.kept + everything.dropped)
+        while True:
+            best: tuple[float, fx.Node, _Found] | None = None
+            for n in solid:
+                if n in keep:
+                    continue
+                then = self._with(keep | {n})
+                bytes_, gain = then.kept - now.kept, now.cost - then.cost
+                if gain <= 0 or then.kept > max(allowed, now.kept):
+                    continue
+                worth = gain / max(bytes_, 1)
+                if best is None or worth > best[0]:
+                    best = worth, n, then
+            if best is None:
+                return keep
+            keep.add(best[1])
+            now = best[2]
+
+    def _solid(self, n: fx.Node) -> bool:
+        """Is an op's result always a tensor of its own, on every rank? Views are for free."""
+        views = self.graph.saved[n].views if n in self.graph.saved else (0,)
+        return n.target not in (ops.fill_padding, ops.select_partial) and all(at < 0 for at in views)

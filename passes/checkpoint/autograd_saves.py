@@ -1,0 +1,197 @@
+"""What autograd keeps of a call for its backward: found out by running it on tensors without data, with hooks in
+autograd's way.
+
+    relu(x)                  its result
+    linear(x, w)             x, w
+    layer_norm(x, w, b)      x, w, b, and 2 numbers a row of its own
+    transpose(x), add(x, y)  nothing
+
+Shapes are those of one rank. Ops of shardc.runtime.ops, whose code looks at a running mesh, have their entry here.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardc.ir.program import Program, Value
+from shardc.rules.calls import call_of, tensors, values
+from shardc.rules.registry import Call, Operand
+from shardc.runtime import ops
+from shardc.torch_private import DATA_DEPENDENT, FakeTensorMode, OpOverload
+
+Stride = tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Of one call. operands, results: which of them are kept; own: bytes of what the op made for backward only.
+
+    views: for every result the operand whose memory it is, or -1. strides: of the results, where they are known: an op
+    may copy what does not lie as it likes it, and then it keeps the copy.
+    """
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    own: int = 0
+    views: tuple[int, ...] = (-1,)
+    strides: tuple[Stride, ...] = ()
+
+
+def _elements(v: Value) -> int:
+    return math.prod(v.shape)
+
+
+def _between(rows: int, x: Value, up: Value, down: Value) -> int:
+    """Bytes of what experts keep between their products: the first one's result, and what
+    the activation makes of it.
+    """
+    m, i = (math.prod(w.shape[1:]) // x.shape[-1] for w in (up, down))
+    return rows * (m + 2 * i) * x.dtype.itemsize
+
+
+#: What the ops of programs keep; those that are not here keep nothing.
+_OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
+    ops.dropout: lambda given, made: Saved(own=_elements(made[0])),  # a mask of bools
+    ops.masked: lambda given, made: Saved((1,)),
+    ops.nll_parts: lambda given, made: Saved(
+        own=given[0].nbytes() + 9 * _elements(given[1])
+    ),  # exponentials; indices; bools
+    ops.nll_join: lambda given, made: Saved((0,), own=_elements(made[0])),
+    ops.embedding_partial: lambda given, made: Saved(own=9 * _elements(given[1])),  # indices; bools
+    ops.experts_send: lambda given, made: Saved((1, 2)),
+    ops.experts_apply: lambda given, made: Saved(
+        (0, 1, 2, 3), own=_between(given[0].shape[0], given[0], given[2], given[3])
+    ),
+    ops.experts_return: lambda given, made: Saved((1,)),
+    ops.experts_combine: lambda given, made: Saved((1, 2), own=given[0].nbytes()),  # rows in the order of choices
+    ops.experts: lambda given, made: Saved(
+        (2, 3, 4),
+        own=2 * given[0].nbytes() * given[1].shape[1] + _between(_elements(given[1]), given[0], given[3], given[4]),
+    ),
+}
+#: Those whose result is their operand, seen differently, on some rank at least.
+_VIEWS = (
+    ops.vary,
+    ops.unvary,
+    ops.shard,
+    ops.shard_varying,
+    ops.to_partial,
+    ops.varying_to_partial,
+    ops.fill_padding,
+    ops.select_partial,
+)
+#: Those that are plain torch inside.
+_PLAIN = (ops.nll, ops.batch_stat, ops.partial_mean)
+
+
+class SavedOf:
+    """Looks calls of a program's stages up, in their order, and runs every kind of call once."""
+
+    def __init__(self, program: Program) -> None:
+        self.mesh = program.mesh
+        self._cut = {x.name: x.microbatch for x in program.inputs if x.microbatch is not None}
+        self._microbatches = program.microbatches
+        self._known: dict[Any, Saved] = {}
+        self._strides: dict[fx.Node, tuple[Stride, ...]] = {}
+
+    def types(self, node: fx.Node) -> tuple[Value, ...]:
+        """The types of a node's results on one rank, in one microbatch."""
+        found = tuple(Value(v.local_shape(self.mesh), v.dtype, v.requires_grad) for v in values(node) if v is not None)
+        if (
+            node.op == "placeholder" and (cut := self._cut.get(node.name)) is not None
+        ):  # its type is that of the whole step's
+            shape = list(found[0].shape)
+            padded = bool(
+                values(node)[0].layout.shards(cut.dim)
+            )  # by the axes that split the batch: all of a dim have the same padding
+            shape[cut.dim] = (shape[cut.dim] if padded else cut.padded(shape[cut.dim])) // self._microbatches
+            return (replace(found[0], shape=tuple(shape)),)
+        return found
+
+    def call(self, node: fx.Node) -> Call:
+        """A call with the types of one rank."""
+        return replace(call_of(node), operands=tuple(self.types(x)[0] for x in tensors(node)), results=self.types(node))
+
+    def __call__(self, node: fx.Node) -> Saved:
+        saved = self._saved(node)
+        self._strides[node] = saved.strides
+        return saved
+
+    def _stride(self, node: fx.Node) -> Stride:
+        at: Any = node.args[0] if node.target is operator.getitem else node
+        index: Any = node.args[1] if node.target is operator.getitem else 0
+        known = self._strides.get(at, ())
+        return known[index] if isinstance(index, int) and index < len(known) else None
+
+    def _saved(self, node: fx.Node) -> Saved:
+        call = self.call(node)
+        given, made = call.operands, call.results
+        if node.target in _VIEWS:
+            return Saved(
+                views=(0,), strides=(self._stride(tensors(node)[0]),) if given[0].shape == made[0].shape else ()
+            )
+        if node.target in _OURS:
+            return _OURS[node.target](given, made) if any(v.requires_grad for v in given) else Saved()
+        if not isinstance(node.target, OpOverload) and node.target not in _PLAIN:
+            return Saved()
+        strides = tuple(map(self._stride, tensors(node)))
+        key = repr((str(node.target), call.args, call.kwargs, given, strides))
+        if key not in self._known:
+            self._known[key] = _run(call, strides)
+        return self._known[key]
+
+
+def _run(call: Call, strides: Sequence[Stride]) -> Saved:
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x.detach())
+        return x
+
+    with FakeTensorMode():
+        operands = [_empty(v, stride) for v, stride in zip(call.operands, strides, strict=True)]
+
+        def put(a: Any) -> Any:
+            if isinstance(a, Operand):
+                return operands[a.index]
+            if isinstance(a, (tuple, list)):
+                return type(a)(put(x) for x in a)
+            return None if a == "rng" else a
+
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
+                result = call.target(*put(call.args), **{k: put(a) for k, a in call.kwargs})
+        except DATA_DEPENDENT:  # an op that looks at its operands' values (istft): taken to keep them all
+            return Saved(
+                tuple(range(len(operands))) if any(v.requires_grad for v in call.operands) else (),
+                views=(-1,) * len(call.results),
+            )
+        made = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
+        ours, theirs = [_storage(x) for x in operands], [_storage(x) for x in made]
+        kept = {_storage(x): x for x in packed}
+        own = sum(x.untyped_storage().nbytes() for s, x in kept.items() if s not in ours and s not in theirs)
+        return Saved(
+            tuple(i for i, s in enumerate(ours) if s in kept),
+            tuple(i for i, s in enumerate(theirs) if s in kept and s not in ours),
+            own,
+            tuple(ours.index(s) if s in ours else -1 for s in theirs),
+            tuple(tuple(x.stride()) for x in made),
+        )
+
+
+def _empty(v: Value, stride: Stride) -> Tensor:
+    x = torch.empty(v.shape, dtype=v.dtype) if stride is None else torch.empty_strided(v.shape, stride, dtype=v.dtype)
+    return x.requires_grad_(v.requires_grad)
+
+
+def _storage(x: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]

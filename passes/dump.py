@@ -1,0 +1,19 @@
+"""Numbered texts of the program after every pass, and the differences between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardc.artifact import emit
+from shardc.ir.program import Program
+from shardc.report.text import diff
+
+
+def dump(folder: Path, number: int, name: str, program: Program, before: str) -> str:
+    """Write `NN-name.txt`, and `NN-name.diff` against the text before it. Returns the new text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = emit.text(program)
+    (folder / f"{number:02d}-{name}.txt").write_text(text)
+    if before:
+        (folder / f"{number:02d}-{name}.diff").write_text(diff(before, text))
+    return text

@@ -1,0 +1,118 @@
+"""Alike: a program for another batch whose parameters lie, and whose gradients come out, as another program's of the
+same
+    model and spec.
+
+What is cheap to repeat may be repeated for few rows, so that a weight's gradient is whole where the other program's is
+a summand:
+
+    before   linear = aten.linear(x, w)              # w: f32[8, 8]              its gradient is whole on every rank
+    after    w_once = ops.unvary(w, mesh, 'dp')      # w: f32[8, 8] ~dp          the first rank's counts, others bring zeros
+             linear = aten.linear(x, w_once)
+
+So both programs run on the same parameters, buckets and optimizer (shardc.resize).
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from shardc.errors import Errors
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import VARYING, Layout, Varying
+from shardc.ir.program import Buffer, Collective, Param, Program, Source, Value
+from shardc.runtime import ops
+
+
+@dataclass(frozen=True)
+class Alike:
+    """like: the other program. Raises ShardcError for parameters and buffers that are split otherwise."""
+
+    like: Program
+
+    def run(self, program: Program, mesh: Mesh) -> Program:
+        errors = Errors()
+        theirs = _named(self.like)
+        for name, x in _named(program).items():
+            if not _fits(x, theirs[name]):
+                errors.add(
+                    f"for a batch of fewer rows {name} would lie as {_shown(x)}, and it lies as {_shown(theirs[name])}",
+                    where="engine.step",
+                    fix=(
+                        f"say in the spec's `shard` how {name} lies and in `pipeline` where stages begin, or leave the"
+                        " last batch out (drop_last)"
+                    ),
+                )
+        errors.raise_any()
+        for stage in program.stages:
+            nodes = {n.name: n for n in stage.graph.find_nodes(op="placeholder")}
+            for p in program.params:
+                if p.name in nodes and p.requires_grad:
+                    _bring(stage.graph, nodes[p.name], nodes["mesh"], p, theirs[p.fqn].layout, mesh)
+            stage.graph.lint()
+        return replace(program, params=self.like.params, buckets=self.like.buckets)
+
+
+def _named(program: Program) -> dict[str, Param | Buffer]:
+    """Parameters and buffers of the model; constants of the graph are each program's own."""
+    found: list[Param | Buffer] = [*program.params, *program.buffers]
+    return {x.fqn: x for x in found if x.fqn}
+
+
+def _fits(one: Param | Buffer, other: Param | Buffer) -> bool:
+    return (one.name, one.shape, one.dtype, one.stages, one.layout.shards()) == (
+        other.name,
+        other.shape,
+        other.dtype,
+        other.stages,
+        other.layout.shards(),
+    )
+
+
+def _shown(x: Param | Buffer) -> str:
+    return f"{x.value}{' on stages ' + ', '.join(map(str, x.stages)) if x.stages else ''}"
+
+
+def _varying(layout: Layout) -> set[str]:
+    return {a for a, placement in layout.items if isinstance(placement, Varying)}
+
+
+def _bring(graph: fx.Graph, node: fx.Node, mesh_node: fx.Node, p: Param, layout: Layout, mesh: Mesh) -> None:
+    """Convert a parameter, or what it is cast to, from the other program's layout to the one that this graph takes."""
+    value = p.value
+    node.meta["value"] = replace(value, layout=layout)
+    missing = [a for a in mesh.names if a in _varying(layout) - _varying(p.layout)]
+    extra = tuple(a for a in mesh.names if a in _varying(p.layout) - _varying(layout))
+    if not (missing or extra):
+        return
+    casts = [u for u in node.users if u.target is torch.ops.aten._to_copy.default and len(u.kwargs) == 1]
+    for x, users in [(node, [u for u in node.users if u not in casts]), *((c, list(c.users)) for c in casts)]:
+        if not users:
+            continue
+        first = next(n for n in graph.nodes if n in users)
+        mine = replace(value, dtype=x.meta["value"].dtype)
+        if x is not node:
+            x.meta["value"] = replace(mine, layout=layout)
+        with graph.inserting_before(first):
+            new, now = x, layout
+            for axis in missing:
+                now = Layout(tuple((a, q) for a, q in now.items if a != axis))
+                new = _node(graph, ops.unvary, (new, mesh_node, axis), f"{x.name}_once", replace(mine, layout=now))
+            if extra:
+                now = Layout.of({**dict(now.items), **dict.fromkeys(extra, VARYING)}, mesh)
+                new = _node(graph, ops.vary, (new, mesh_node, extra), f"{x.name}_each", replace(mine, layout=now))
+                new.meta["collective"] = Collective(
+                    "none", "all_reduce", extra, mine.nbytes(mesh), "gradients, as of the compiled batch"
+                )
+        for u in users:
+            u.replace_input_with(x, new)
+
+
+def _node(graph: fx.Graph, target: object, args: tuple[object, ...], name: str, value: Value) -> fx.Node:
+    node = graph.create_node("call_function", target, args, {}, name=name)  # type: ignore[arg-type]
+    node.meta |= {"value": value, "source": Source()}
+    if target is ops.vary:
+        node.kwargs = {"tag": node.name}
+    return node

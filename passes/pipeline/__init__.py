@@ -1,0 +1,337 @@
+"""Pipeline: one rank's graph becomes several stages, each run by the ranks of one coordinate of the pipeline's axis.
+
+    before   h4 = add(h3, y)                     model.layers.1
+             h5 = rms_norm(h4, w2)               model.layers.2      the cut is here
+             loss = ... cos ... h4 ...
+    after    stage0(..., positions)              cos is made by both: it depends on the batch alone
+                 return None, (), (h4,)          what other stages use
+             stage1(..., w2, positions, h4)      h4: f32[2@dp, 16, 64] grad | send_recv/send_recv pp 8192 "spec.yaml:4:1 pipeline"
+                 return loss, (), ()
+
+Ops are told apart by what they depend on.
+
+    main            the batch and parameters     done by one stage: by position (shardc.passes.pipeline.cuts), then moved over a cut where
+                                                 that makes what crosses it smaller; sent to every stage that uses it
+    the batch only  masks, rotary tables         done again by every stage that uses them, as every rank has the inputs
+    weights only    norms of weights, biases     likewise; a parameter that several stages use is theirs together: each has a copy,
+                    from tables                  initialised alike, and the copies' gradients are summed (`pp[0,3]`)
+
+What would cost more than HEAVY of the whole model's products to do again, or communicates, is main whatever it depends
+on."""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.mesh import Mesh
+from shardc.ir.program import Collective, Program, Source, Stage
+from shardc.ir.types import behind
+from shardc.passes.pipeline import cuts
+from shardc.rules import registry
+from shardc.rules.calls import call_of, tensors, values
+from shardc.runtime import schedule
+from shardc.spec import Spec
+
+#: Doing something again on other stages may cost this part of the model's products.
+HEAVY = 0.01
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Cuts the graph into the stages that a spec asks for. The program's mesh then has the pipeline's axis, which
+    placement did not see.
+    """
+
+    spec: Spec
+
+    @staticmethod
+    def inner(spec: Spec) -> Spec:
+        """The spec of one stage's ranks: without the pipeline's axis."""
+        if spec.pipeline is None:
+            return spec
+        return replace(
+            spec, mesh=Mesh(tuple((a, n) for a, n in spec.mesh.axes if a != spec.pipeline.axis)), pipeline=None
+        )
+
+    def _with_axis(self, inner: Mesh) -> Mesh:
+        """The spec's mesh, with the digits that placement sees its other axes in."""
+        found: list[tuple[str, int]] = []
+        for axis, n in self.spec.mesh.axes:
+            digits = [(a, size) for a, size in inner.axes if a == axis or a.startswith(f"{axis}.")]
+            found += digits or [(axis, n)]
+        return Mesh(tuple(found))
+
+    def run(self, program: Program, mesh: Mesh) -> Program:
+        asked = self.spec.pipeline
+        assert asked is not None
+        (whole,) = program.stages
+        cause = f"{self.spec.where(('pipeline',))} pipeline"
+        cut = _Cut(whole.graph, program, mesh, self.spec, cause)
+        stages = cut.run()
+        program = replace(program, mesh=self._with_axis(mesh), stages=tuple(stages), axis=asked.axis)
+        counted = _looked_at(program.counts.graph) if program.counts is not None else set()
+        used: dict[str, list[int]] = {name: list(range(len(stages))) for name in counted}  # every rank counts
+        for i, stage in enumerate(stages):
+            for name in stage.takes:
+                used.setdefault(name, [])
+                used[name] += [i] if i not in used[name] else []
+
+        def put(x: Any) -> Any:  # what nothing uses stays with the first stage
+            return replace(x, stages=tuple(used.get(x.name, (0,))))
+
+        program = replace(program, params=tuple(map(put, program.params)), buffers=tuple(map(put, program.buffers)))
+        program.schedule = schedule.load(
+            asked.schedule,
+            stages=len(stages),
+            ranks=program.mesh.size(asked.axis),
+            microbatches=program.microbatches,
+            edges=program.edges,
+            where=self.spec.where(("pipeline", "schedule")),
+        )
+        program.notes = (*program.notes, *_notes(program))
+        return program
+
+
+def _notes(program: Program) -> Iterable[str]:
+    for p in program.params:
+        if shared := program.sharing(p):
+            yield (
+                f"{p.fqn} is used by stages {', '.join(map(str, p.stages))}: each rank of {shared} has a copy, and"
+                " their gradients are summed"
+            )
+    for b in program.buffers:
+        home, others = program.spreads(b)
+        if others:
+            stage = next(i for i, s in enumerate(program.stages) if b.name in s.updates)
+            yield (
+                f"{b.fqn} is updated by stage {stage}, and sent after the step: {program.axis} {home} ->"
+                f" {', '.join(map(str, others))}"
+            )
+
+
+def _looked_at(graph: fx.Graph) -> set[str]:
+    """The placeholders that something uses."""
+    return {n.name for n in graph.find_nodes(op="placeholder") if n.users}
+
+
+@dataclass
+class _Cut:
+    graph: fx.Graph
+    program: Program
+    mesh: Mesh
+    spec: Spec
+    cause: str
+    stage: dict[fx.Node, int] = field(default_factory=dict)  # of main ops
+
+    def run(self) -> list[Stage]:
+        self.light = self._light()
+        self.main = [n for n in self.graph.nodes if n.op == "call_function" and n not in self.light]
+        ops = [n for n in self.main if n.target is not operator.getitem]
+        starts = cuts.positions(ops, self.spec, self.mesh)
+        self.count = len(starts) + 1
+        bounds = iter([*starts, len(ops)])
+        stage, until = -1, 0
+        order: dict[fx.Node, int] = {}
+        for at, n in enumerate(ops):
+            while at >= until:
+                stage, until = stage + 1, next(bounds)
+            order[n] = stage
+        for n in self.main:
+            self.stage[n] = self.stage[_made(n)] if n.target is operator.getitem else order[n]
+        self._settle(cuts.Ops.of(ops, self.mesh, self.program.microbatches))
+        return self._stages()
+
+    # --- what may be done again
+
+    def _light(self) -> set[fx.Node]:
+        """The ops that depend on the batch alone, or on parameters alone, and cost little."""
+        params = {p.name for p in self.program.params}
+        inputs = {x.name for x in self.program.inputs}
+        flops = {n: _flops(n) for n in self.graph.nodes}
+        allowed = HEAVY * sum(flops.values())
+        depends: dict[fx.Node, frozenset[str]] = {}
+        spent: dict[fx.Node, float] = {}
+        found: set[fx.Node] = set()
+        for n in self.graph.nodes:
+            kinds = {"weights"} if n.name in params else {"batch"} if n.name in inputs else set[str]()
+            depends[n] = frozenset(kinds).union(*(depends[x] for x in n.all_input_nodes))
+            spent[n] = flops[n] + sum(spent[x] for x in n.all_input_nodes if x in found)
+            sends = n.meta.get("collective") is not None and "weights" not in depends[n]
+            again = all(x in found or x.op == "placeholder" for x in n.all_input_nodes)
+            if n.op == "call_function" and len(depends[n]) < 2 and again and not sends and spent[n] <= allowed:
+                found.add(n)
+        return found
+
+    # --- the stages of main ops
+
+    def _settle(self, ops: cuts.Ops) -> None:
+        """Move ops, but products, over a cut where less crosses it then: back what makes less, forward what makes more.
+        As
+        long as that leaves the stages as even as they are."""
+        size = {n: sum(v.nbytes(self.mesh) for v in values(n)) for n in self.main}
+        work = dict(zip(ops.nodes, ops.work, strict=True))
+        loads, members = [0.0] * self.count, [0] * self.count
+        for n in ops.nodes:
+            loads[self.stage[n]] += work[n]
+            members[self.stage[n]] += 1
+        limit = cuts.SLACK * max(loads)
+
+        def move(n: fx.Node, to: int) -> None:
+            at = self.stage[n]
+            if loads[to] + work[n] <= limit and members[at] > 1:
+                loads[at], loads[to] = loads[at] - work[n], loads[to] + work[n]
+                members[at], members[to] = members[at] - 1, members[to] + 1
+                self._put(n, to)
+
+        for n in self.main:  # back, to where the operands are made
+            operands = [_made(x) for x in tensors(n) if x in self.stage]
+            if n.target is operator.getitem or not operands or _flops(n):
+                continue
+            at = max(self.stage[x] for x in operands)
+            saved = sum(size[x] for x in dict.fromkeys(operands) if self._only(x, n, at))
+            if at < self.stage[n] and 0 < size[n] < saved:
+                move(n, at)
+        for n in reversed(self.main):  # forward, to where it is used
+            users = [u for u in cuts.users(n) if u in self.stage]
+            operands = list(dict.fromkeys(_made(x) for x in tensors(n) if x in self.stage))
+            if n.target is operator.getitem or not users or len(users) < len(cuts.users(n)) or _flops(n):
+                continue
+            at = min(self.stage[u] for u in users)
+            more = sum(
+                size[x]
+                for x in operands
+                if not any(self.stage[u] >= at for u in cuts.users(x) if u in self.stage and u is not n)
+            )
+            if at > self.stage[n] and more < size[n]:
+                move(n, at)
+
+    def _only(self, x: fx.Node, user: fx.Node, at: int) -> bool:
+        """Does nothing else take x over the cut behind stage `at`?"""
+        return self.stage[x] == at and all(u is user or self.stage.get(u, self.count) <= at for u in cuts.users(x))
+
+    def _put(self, n: fx.Node, at: int) -> None:
+        self.stage[n] = at
+        for u in n.users:
+            if u.target is operator.getitem:
+                self._put(u, at)
+
+    # --- writing them
+
+    def _stages(self) -> list[Stage]:
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        returned: Any = output.args[0]
+        loss: fx.Node = returned[0]
+        news: tuple[fx.Node, ...] = returned[1]
+        updated = [b.name for b in self.program.buffers if b.updated]
+        at_end = self.stage.get(loss, self.count - 1)
+        made_at = {name: self._home(new, name) for name, new in zip(updated, news, strict=True)}
+        roots: list[list[fx.Node]] = [[] for _ in range(self.count)]
+        for n, s in self.stage.items():
+            roots[s].append(n)
+        roots[at_end].append(loss)
+        for name, new in zip(updated, news, strict=True):
+            roots[made_at[name]].append(new)
+        needs = [self._behind(r, s) for s, r in enumerate(roots)]
+        writers = [_Writer(self, s, needs[s]) for s in range(self.count)]
+        found: list[Stage] = []
+        asked: set[fx.Node] = {loss}  # what gradients come back for: known from later stages first
+        for s, writer in reversed(list(enumerate(writers))):
+            theirs = [name for name in updated if made_at[name] == s]
+            mine = [new for name, new in zip(updated, news, strict=True) if made_at[name] == s]
+            sent = [n for n in self.main if self.stage[n] == s and any(n in other.received for other in writers)]
+            trained = self._trained([n for n in (loss, *sent) if n in asked and self.stage.get(n, at_end) == s], s)
+            asked |= trained.intersection(writer.received)
+            graph = writer.write(loss if s == at_end else None, mine, sent, trained)
+            found.append(Stage(graph, f"stage{s}", tuple(theirs)))
+        return found[::-1]
+
+    def _trained(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
+        """What gradients of these reach in a stage, and on its edge."""
+        found: set[fx.Node] = set()
+        todo = list(roots)
+        while todo:
+            n = todo.pop()
+            if n not in found and any(v is not None and v.requires_grad for v in values(n)):
+                found.add(n)
+                if self.stage.get(n, stage) == stage:
+                    todo += n.all_input_nodes
+        return found
+
+    def _home(self, new: fx.Node, buffer: str) -> int:
+        """The stage that computes a buffer's new value; where any could, one that uses it, or the buffer, or what it is
+        made of.
+        """
+        if new in self.stage:
+            return self.stage[new]
+        made_of = [n for n in self._behind([new], -1) if n.op == "placeholder" and n.meta.get("value") is not None]
+        for use in ([new], [n for n in made_of if n.name == buffer], made_of):
+            if found := {self.stage[u] for n in use for u in _reached(n) if u in self.stage}:
+                return min(found)
+        module = next(b.fqn for b in self.program.buffers if b.name == buffer).rpartition(".")[0]
+        return next((s for n, s in self.stage.items() if n.meta.get("source", Source()).module == module), 0)
+
+    def _behind(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
+        """What a stage needs to compute these: placeholders, its own ops, ops done again,
+        and values of other stages.
+        """
+        return behind(roots, lambda n: self.stage.get(n, stage) == stage)
+
+
+def _reached(node: fx.Node) -> set[fx.Node]:
+    """Everything that depends on a node."""
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        for u in todo.pop().users:
+            if u not in found:
+                found.add(u)
+                todo.append(u)
+    return found
+
+
+def _made(node: fx.Node) -> fx.Node:
+    """The op behind a `getitem`."""
+    return _made(node.all_input_nodes[0]) if node.target is operator.getitem else node
+
+
+def _flops(node: fx.Node) -> int:
+    rule = registry.find(node.target) if node.op == "call_function" else None
+    return rule.flops(call_of(node)) if rule is not None and rule.flops is not None else 0
+
+
+class _Writer:
+    """Writes the graph of one stage. needs: its nodes, in the whole graph."""
+
+    def __init__(self, cut: _Cut, stage: int, needs: set[fx.Node]) -> None:
+        self.cut, self.stage, self.needs = cut, stage, needs
+        self.received = [n for n in cut.main if n in needs and cut.stage[n] != stage]
+
+    def write(self, loss: fx.Node | None, news: list[fx.Node], sent: list[fx.Node], trained: set[fx.Node]) -> fx.Graph:
+        """trained: what gradients reach; only those of its received values go back."""
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        old = self.cut.graph.nodes
+        for n in old:
+            if n.op == "placeholder" and (n in self.needs or n.name in ("mesh", "rng")):
+                made[n] = graph.node_copy(n)
+        for n in self.received:
+            made[n] = new = graph.placeholder(n.name)
+            value = replace(n.meta["value"], requires_grad=n in trained)
+            back = "send_recv" if value.requires_grad else "none"
+            assert self.cut.spec.pipeline is not None
+            axes = (self.cut.spec.pipeline.axis,)
+            crossing = Collective("send_recv", back, axes, value.nbytes(self.cut.mesh), self.cut.cause)
+            new.meta = {"value": value, "source": n.meta.get("source", Source()), "collective": crossing}
+        for n in old:
+            if n.op == "call_function" and n in self.needs and n not in made:
+                made[n] = graph.node_copy(n, made.__getitem__)
+        graph.output(
+            (made[loss] if loss is not None else None, tuple(made[n] for n in news), tuple(made[n] for n in sent))
+        )
+        graph.lint()
+        return graph

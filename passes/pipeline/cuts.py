@@ -1,0 +1,294 @@
+"""Where to cut a rank's graph into pipeline stages: before modules, by counts of layers, or by cost.
+
+A graph's *main* ops are those that depend on both parameters and the batch, in the order in which they run; a cut is a
+position among them. What only depends on one of the two (masks, rotary tables; normed weights) is made wherever it is
+used, and cannot be cut.
+
+Cost is counted in bytes of memory traffic. A product of two matrices counts as the traffic that takes as long;
+parameters, as what an optimizer's step reads and writes of them, spread over the microbatches. What crosses a cut is
+sent while the stages compute: it costs what takes longer than that, and of cuts that are nearly as even the one is
+taken over which least crosses."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torch import fx
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir.mesh import Mesh
+from shardc.ir.program import Source
+from shardc.rules import registry
+from shardc.rules.calls import call_of, tensors, values
+from shardc.runtime import ops
+from shardc.spec import Spec
+from shardc.spec.patterns import match, nearest
+
+#: What a device does in the time in which it moves a byte of its memory: floating-point operations (an H100: 990
+#: TFLOP/s, 3.35 TB/s).
+FLOPS = 300
+#: How many bytes of its memory it moves while it sends one byte to another one (50 GB/s).
+LINK = 64
+#: Bytes that an optimizer's step moves for every byte of a parameter: weight, gradient, two moments, read and written.
+UPDATE = 8
+#: Stages may be this much costlier than the best cut's, if less crosses then, or a cut is then between modules.
+SLACK = 1.1
+#: Of such cuts: what part of an even stage's cost it is worth that half as much crosses, and that a cut takes one
+#: module less apart.
+CROSSING, INSIDE = 0.1, 0.02
+
+#: Ops that belong to the one before: how many rows they take, only their rank knows, so nobody else could receive them.
+JOINED = frozenset({ops.experts_send, ops.experts_apply, ops.experts_return, ops.experts_combine})
+
+_LAYER = re.compile(r"(?:(.*?)\.)?(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The main ops of a graph: what the choice of cuts looks at.
+
+    work: cost of each. weight: bytes of the parameters that each is the first to use. crossing: entry p: bytes of what
+    ops before p make and ops from p on use.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    work: tuple[float, ...]
+    crossing: tuple[int, ...]
+
+    def sending(self, cut: int) -> float:
+        """What it costs to send what crosses a cut there and its gradients back, each while the stages compute forward
+        and
+        backward: 3 times the work of forward."""
+        return LINK * self.crossing[cut] / 3
+
+    @staticmethod
+    def of(main: Sequence[fx.Node], mesh: Mesh, microbatches: int) -> Ops:
+        position = {n: i for i, n in enumerate(main)}
+        change = [0] * (len(main) + 2)
+        seen: set[fx.Node] = set()
+        work = []
+        for i, n in enumerate(main):
+            traffic = sum(v.nbytes(mesh) for x in (*tensors(n), n) for v in values(x))
+            rule = registry.find(n.target)
+            flops = rule.flops(call_of(n)) / mesh.world if rule is not None and rule.flops is not None else 0
+            fresh = [x for x in _weights(n, position) if x not in seen]
+            seen |= set(fresh)
+            update = UPDATE * sum(x.meta["value"].nbytes(mesh) for x in fresh) / microbatches
+            work.append(max(traffic, flops / FLOPS) + update)
+            last = max((position[u] for u in users(n) if u in position), default=i)
+            nbytes = sum(v.nbytes(mesh) for v in values(n))
+            change[i + 1] += nbytes
+            change[last + 1] -= nbytes
+        return Ops(tuple(main), tuple(work), tuple(accumulate(change[:-1])))
+
+    def joined(self) -> tuple[Ops, list[int]]:
+        """The same with what belongs together as one; and where each of them begins."""
+        starts = [i for i, n in enumerate(self.nodes) if n.target not in JOINED]
+        ends = [*starts[1:], len(self.nodes)]
+        work = tuple(sum(self.work[a:b]) for a, b in zip(starts, ends, strict=True))
+        return (
+            Ops(tuple(self.nodes[i] for i in starts), work, (*(self.crossing[i] for i in starts), self.crossing[-1])),
+            starts,
+        )
+
+
+def users(node: fx.Node) -> list[fx.Node]:
+    """The ops that use a result, looking through `getitem`."""
+    return [u for user in node.users for u in (users(user) if user.target is operator.getitem else [user])]
+
+
+def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
+    """The placeholders behind an op's operands that are no main ops themselves: its weights (and inputs)."""
+    found, todo, seen = [], [x for x in node.all_input_nodes if x not in main], set[fx.Node]()
+    while todo:
+        x = todo.pop()
+        if x not in seen:
+            seen.add(x)
+            todo += x.all_input_nodes
+            if x.op == "placeholder" and x.meta.get("value") is not None:
+                found.append(x)
+    return found
+
+
+def positions(main: Sequence[fx.Node], spec: Spec, mesh: Mesh) -> list[int]:
+    """Where the stages after the first begin, as positions in the main ops.
+
+    mesh: of the ranks of one stage. Raises ShardcError, at the spec's line, for modules that do not exist or are not in
+    the order in which they run, counts that are not the model's, and more stages than there are ops.
+    """
+    p = spec.pipeline
+    assert p is not None
+    if p.cut is not None:
+        return _before(main, p.cut, spec)
+    if p.balance is not None:
+        return _counted(main, p.balance, spec)
+    n = p.stages or default_stages(spec)
+    most = sum(x.target not in JOINED for x in main)
+    if n > most:
+        what = f"{n} stages, and the model has only {most} ops that depend on its input and its weights"
+        raise ShardcError(what, where=spec.where(("pipeline", "stages")), fix=f"at most {most} stages")
+    whole, starts = Ops.of(main, mesh, spec.batch.microbatches).joined()
+    return [starts[at] for at in even(whole, n)]
+
+
+def default_stages(spec: Spec) -> int:
+    """One stage a rank; two for the schedules that need several."""
+    p = spec.pipeline
+    assert p is not None
+    return spec.mesh.size(p.axis) * (2 if p.schedule in ("interleaved", "zb-v") else 1)
+
+
+# --- before modules, by counts ----------------------------------------------------------------------------------------
+
+
+def _module(node: fx.Node) -> str:
+    found: Source = node.meta.get("source", Source())
+    return found.module
+
+
+def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[int]:
+    errors = Errors()
+    every = dict.fromkeys(m for n in main for m in _outer(_module(n)))
+    found = []
+    for i, name in enumerate(names):
+        where = spec.where(("pipeline", "cut", i))
+        inside = [at for at, n in enumerate(main) if any(match(name, m) for m in _outer(_module(n)))]
+        if not inside:
+            near = nearest(name, every)
+            fix = (
+                f"is it {near}?"
+                if near
+                else "name a module as model.named_modules() does; one whose ops depend on its input"
+            )
+            errors.add(f"no op of the model runs in a module {name!r}", where=where, fix=fix)
+        elif inside[0] == 0:
+            errors.add(
+                f"{name!r} runs first: nothing is left for the stage before it",
+                where=where,
+                fix="leave it out, or name a later module",
+            )
+        else:
+            found.append((inside[0], name, where))
+    for (at, name, _), (then, other, where) in pairwise(found):
+        if then < at:
+            errors.add(
+                f"{other!r} begins before {name!r} does",
+                where=where,
+                fix="list the modules in the order in which they run",
+            )
+        elif then == at:
+            what = f"{other!r} begins where {name!r} does" if other != name else f"{other!r} is listed twice"
+            errors.add(
+                f"{what}: nothing is left for the stage between",
+                where=where,
+                fix="leave it out, or name a later module",
+            )
+    errors.raise_any()
+    return [at for at, _, _ in found]
+
+
+def _outer(module: str) -> list[str]:
+    """a.b.c -> a.b.c, a.b, a"""
+    parts = module.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)] if module else []
+
+
+def layer_of(module: str) -> tuple[str, str] | None:
+    """(outermost list of layers, the layer's number) that a module, or a parameter, is in: "h.3.attn" -> ("h", "3")."""
+    m = _LAYER.match(module)
+    return (m[1] or "", m[2]) if m else None
+
+
+def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
+    """The model's outermost lists of layers: {list: [(layer, position of its first op)]}, all in the order in which
+    they run.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for at, n in enumerate(main):
+        if m := _LAYER.match(_module(n)):
+            found.setdefault(m[1] or "", {}).setdefault(f"{m[1]}.{m[2]}" if m[1] else m[2], at)
+    return {name: sorted(each.items(), key=lambda item: item[1]) for name, each in found.items()}
+
+
+def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list[int]:
+    found = {name: each for name, each in layers(main).items() if len(each) > 1}
+    lists = {
+        ", ".join(found): sorted((layer for each in found.values() for layer in each), key=lambda item: item[1])
+    } | found
+    fitting = {name: each for name, each in lists.items() if len(each) == sum(counts)}
+    if len(fitting) != 1:
+        has = ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in found.items()) or "no lists of layers"
+        what = f"balance counts {sum(counts)} layers, and the model has {has}"
+        many = len(lists[", ".join(found)])
+        fix = f"make the counts add up to {many}" if many else "write stages: N, or cut: [modules]"
+        raise ShardcError(what, where=spec.where(("pipeline", "balance")), fix=fix)
+    (each,) = fitting.values()
+    starts = list(accumulate(counts))[:-1]
+    return [each[i][1] for i in starts]
+
+
+# --- by cost ----------------------------------------------------------------------------------------------------------
+
+
+def even(ops: Ops, n: int) -> list[int]:
+    """n - 1 cuts for which the costliest stage is as cheap as can be (up to SLACK), and little crosses. n <= the number
+    of ops.
+    """
+    low, high = sum(ops.work) / n, max(sum(ops.work), *map(ops.sending, range(len(ops.work))))
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _Limit(ops, middle).allows(0, n) else (middle, high)
+    limit = _Limit(ops, high * SLACK)
+    cuts: list[int] = []
+    a = 0
+    for left in range(n - 1, 0, -1):  # stages after this one
+        fits = [c for c in range(a + 1, limit.furthest(a) + 1) if limit.may(c) and limit.allows(c, left)]
+        share = max((limit.begins[-1] - limit.begins[a]) / (left + 1), 1.0)
+        least = max(min(ops.crossing[c] for c in fits), 1)
+        off = {c: abs(limit.begins[c] - limit.begins[a] - share) / share for c in fits}
+        a = min(fits, key=lambda c: off[c] + CROSSING * ops.crossing[c] / least + INSIDE * _inside(ops, c))
+        cuts.append(a)
+    return cuts
+
+
+class _Limit:
+    """Stages that cost at most `limit`, and what is sent between them. begins: the work before every position."""
+
+    def __init__(self, ops: Ops, limit: float) -> None:
+        self.ops, self.limit = ops, limit
+        self.begins = [0.0, *accumulate(ops.work)]
+        end = len(ops.work)
+        last = list(accumulate((c if self.may(c) else 0 for c in range(end)), max))  # the last cut up to every position
+        self.fewest, self.most = (
+            [0.0] * (end + 1),
+            [0] * (end + 1),
+        )  # how many stages the ops from every position on can be
+        for a in reversed(range(end)):
+            b = self.furthest(a)
+            b = last[b] if b < end else end
+            self.fewest[a] = 1 + self.fewest[b] if b > a else math.inf
+            self.most[a] = self.most[a + 1] + (a + 1 == end or self.may(a + 1))
+
+    def may(self, cut: int) -> bool:
+        """May a cut be here?"""
+        return self.ops.sending(cut) <= self.limit
+
+    def furthest(self, a: int) -> int:
+        """Where a stage from position a on ends at the latest."""
+        return bisect_right(self.begins, self.begins[a] + self.limit) - 1
+
+    def allows(self, a: int, n: int) -> bool:
+        """Can the ops from a on be n stages?"""
+        return self.fewest[a] <= n <= self.most[a]
+
+
+def _inside(ops: Ops, cut: int) -> int:
+    """How deep in the model a cut is: the number of modules that it takes apart."""
+    one, other = _outer(_module(ops.nodes[cut - 1])), _outer(_module(ops.nodes[cut]))
+    return len(set(one) & set(other))

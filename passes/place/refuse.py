@@ -1,0 +1,131 @@
+"""What a placement cannot do is refused where it is known: ops without a rule before it, splits that would be lost
+after it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from shardc.capture.causes import way_around
+from shardc.errors import Errors
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Layout, Shard
+from shardc.ir.program import Program
+from shardc.passes import divisibility
+from shardc.passes.annotate import fused_weights
+from shardc.rules import registry
+from shardc.rules.calls import result, tensors
+from shardc.rules.registry import Choices
+from shardc.rules.views import reshape
+
+_TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.alias.default}
+
+
+def check_rules(program: Program, *, replicate: bool) -> list[str]:
+    """Ops without a rule: one error per op with the model's line, or, where the spec says replicate, one note each."""
+    errors, notes = Errors(), []
+    missing: dict[str, tuple[fx.Node, int]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem and registry.find(node.target) is None:
+            first, count = missing.get(str(node.target), (node, 0))
+            missing[str(node.target)] = (first, count + 1)
+    for name, (node, count) in missing.items():
+        at = str(node.meta.get("source", "")) or name
+        what = f"op {name} ({count}×) has no rule: shardc does not know what of it may be split"
+        if replicate:
+            notes.append(f"{at}: {name} has no rule; every rank runs it whole")
+        else:
+            around = way_around(name)
+            register = (
+                f'{"or " if around else ""}register one, shardc.rule({name}, "... -> ..."), or set `unknown_ops:'
+                " replicate`"
+            )
+            errors.add(what, where=at, fix=f"{around}; {register}" if around else register)
+    errors.raise_any()
+    return notes
+
+
+def refuse_pins(program: Program, mesh: Mesh) -> None:
+    """Annotated activations whose dim cannot be split further, because other axes split it already: the batch's, above
+    all.
+    """
+    errors = Errors()
+    for node in program.graph.nodes:
+        if "pin" not in node.meta:
+            continue
+        v = node.meta["value"]
+        layout = Layout.of({a: s.outputs[0] for a, s in node.meta["strategies"].items()}, mesh)
+        for axis, asked in node.meta["pin"].shards():
+            others = [a for a, _ in layout.shards(asked.dim) if a != axis]
+            if others and (problem := layout.fits(v.shape, mesh)):
+                errors.add(
+                    f"dim {asked.dim} of {replace(v, layout=Layout(tuple(i for i in layout.items if i[0] != axis)))} is"
+                    f" split over {' and '.join(others)} already, and cannot be split over {axis} as well: {problem}",
+                    where=f"{node.meta['cause'].get(axis, '')}, {node.meta['source']}",
+                    fix=f"name another dim for {axis}, or leave it out",
+                )
+    errors.raise_any()
+
+
+def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices]) -> None:
+    """Heads, key-value heads or groups that an axis does not divide: an annotated split that is lost where a dim is
+    taken
+    apart.
+
+    It could be gathered there, but that would undo the annotation unnoticed; one error for every such size and
+    annotation."""
+    errors, told = Errors(), set()
+    for node, c in choices.items():
+        if c.rule.notation is not reshape:
+            continue
+        source, i = result(tensors(node)[0])
+        for axis, n in mesh.axes:
+            why = source.meta.get("why", {}).get(axis, "")
+            if n == 1 or not why or source.op != "call_function":
+                continue
+            lies, taken = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
+            if (
+                not isinstance(lies, Shard) or isinstance(taken, Shard) or lies.padding
+            ):  # padded it divides: partition notes why it is gathered
+                continue
+            for factor, (places, _) in c.places.items():
+                place_of, size = places[0], c.signature.sizes[factor]
+                if (
+                    place_of is None
+                    or place_of[0] != lies.dim
+                    or lies.split % place_of[1]
+                    or size % (lies.split // place_of[1] * n) == 0
+                ):
+                    continue
+                if lies.split // place_of[1] >= size or (why, size) in told:
+                    continue
+                told.add((why, size))
+                better = fused_weights.instead(program, axis)
+                rest = (
+                    f"or write {better} before the entries that split a fused weight as one"
+                    if better
+                    else "or leave that weight whole"
+                )
+                seen = f"of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}"
+                errors.add(
+                    f"{size}{_noun(node)} ({seen}) does not divide by {axis}={n}",
+                    where=f"{why}, {node.meta['source']}",
+                    fix=f"{divisibility.ranks(axis, size, n)}; {rest}",
+                )
+    errors.raise_any()
+
+
+def _noun(node: fx.Node) -> str:
+    """What a dim is that a view takes apart: " heads", if attention takes the view, turned perhaps."""
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.target is torch.ops.aten.scaled_dot_product_attention.default:
+                return " heads"
+            if user.target in _TURNS:
+                todo.append(user)
+    return ""

@@ -1,0 +1,407 @@
+"""precision: the casts that mixed precision needs, in the program for everyone to read.
+
+precision: {compute: bfloat16}
+
+before                                              after
+    h = layer_norm(x, [64], w, b)     f32               x_f32 = to(x, float32)                    x: bf16
+                                                        h_f32 = layer_norm(x_f32, [64], w, b)     statistics in float32
+                                                        h = to(h_f32, bfloat16)
+    y = linear(h, p)                  f32               p_bf16 = to(p, bfloat16)                  p: f32, the master copy
+                                                        y = linear(h, p_bf16)                     bf16
+    loss = cross_entropy_loss(y, t)   f32               y_f32 = to(y, float32);  loss = cross_entropy_loss(y_f32, t)
+
+It works on the captured graph, where ops are still those that torch.autocast's lists speak of (precision_ops.py);
+canonical then takes norms and losses apart in the dtypes that stand here, and placement sees casts as what they are:
+elementwise ops, so a weight's cast is split like the weight, and what is gathered or summed is the narrow tensor.
+Gradients reach a parameter through its cast, in its own dtype.
+
+Touched is only what depends on parameters or on floating inputs: position tables, masks, running statistics keep their
+dtypes."""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir import types as values
+from shardc.ir.program import Param, Program, Source, Value
+from shardc.passes.precision.op_lists import CASTS, LOOKUPS, LOW, MOVES, NARROWED, PROMOTE, STAY, is_wide
+from shardc.spec import Precision as Asked
+from shardc.torch_private import OpOverload
+
+aten = torch.ops.aten
+#: Where a tensor is made: said nowhere in a program, and in the way of working types out.
+_PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """params: dtype in which parameters are stored. compute: dtype of products and of the activations between them.
+    None:
+        as in the model.
+
+    compute None with params given: compute as stored. Sums, statistics and losses run in float32, or wider where
+    operands are.
+    reduce: dtype in which gradients are summed over ranks, for the data pass; None: as stored.
+    """
+
+    params: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    @staticmethod
+    def of(asked: Asked) -> Precision:
+        """The pass for a spec's section."""
+        return Precision(
+            *(getattr(torch, name) if name else None for name in (asked.params, asked.compute, asked.reduce))
+        )
+
+    def run(self, program: Program) -> Program:
+        """program: captured, before canonical. Gives a program with the same ops, casts between them, and parameters in
+        `params`.
+        """
+        compute = self.compute or self.params
+        if compute is None:
+            return program
+        params = tuple(map(self._stored, program.params))
+        return replace(program, params=params, graph=_Writer(program, compute, {p.name: p for p in params}).run())
+
+    def _stored(self, p: Param) -> Param:
+        return replace(p, dtype=self.params) if self.params is not None and p.dtype.is_floating_point else p
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A value of the old graph in the new one.
+
+    node: in the dtype in which it is made. lean: made wider than the compute dtype, because a wide operand took part;
+    ops that follow their operands read it in the compute dtype. stored: comes from parameters and constants by moves
+    and elementwise ops alone: a wide one gives way to activations. scoped: it stands for a cast that captures cannot
+    tell from its operand (see `_cast`): the module in which the cast counts, and its dtype.
+    """
+
+    node: fx.Node
+    live: bool  # depends on parameters or floating inputs
+    lean: bool = False
+    stored: bool = False
+    scoped: tuple[str, torch.dtype] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _value(self.node).dtype
+
+    @property
+    def floats(self) -> bool:
+        return _floating(self.node)
+
+
+@dataclass
+class _Writer:
+    program: Program
+    compute: torch.dtype
+    params: dict[str, Param]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    held: dict[fx.Node, _Held] = field(default_factory=dict)
+    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+    source: Source = field(default_factory=Source)
+
+    def __post_init__(self) -> None:
+        self.wide = torch.promote_types(self.compute, torch.float32)
+        self.alive, self.body = _reach(self.program.graph)
+
+    def run(self) -> fx.Graph:
+        floating = {i.name for i in self.program.inputs if i.dtype.is_floating_point}
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                new = self.graph.placeholder(node.name)
+                new.meta = dict(node.meta)
+                if (p := self.params.get(node.name)) is not None:
+                    new.meta["value"] = replace(node.meta["value"], dtype=p.dtype)
+                self.held[node] = _Held(new, p is not None or node.name in floating, stored=p is not None)
+            elif node.op == "output":
+                self._output(node)
+            elif node in self.alive:
+                self.source = node.meta["source"]
+                self.held[node] = self._call(node)
+        self.graph.lint()
+        return self.graph
+
+    def _output(self, node: fx.Node) -> None:
+        """The loss at least in float32, new buffers in their own dtypes."""
+        output: Any = node.args[0]
+        loss, news = output
+        dtypes = [b.dtype for b in self.program.buffers if b.updated]
+        new = self.held[loss].node
+        made = self._as(new, torch.promote_types(_value(new).dtype, torch.float32)) if self.held[loss].live else new
+        self.graph.output((made, tuple(self._as(self.held[n].node, d) for n, d in zip(news, dtypes, strict=True))))
+
+    # --- one op
+
+    def _call(self, node: fx.Node) -> _Held:
+        name = values.op_name(node.target)
+        used = {n: self._seen(n, node) for n in node.all_input_nodes}
+        floats = [h for h in used.values() if h.floats]
+        live = any(h.live for h in used.values())
+        if not any(h.live for h in floats):
+            return _Held(self._copy(node, {n: h.node for n, h in used.items()}), live)
+        if not _known(
+            node.target
+        ):  # what a foreign kernel or a backward of the model's own takes, only capture has seen
+            return _Held(self._copy(node, {n: self._captured(n, h) for n, h in used.items()}), True)
+        if name in CASTS:
+            return self._cast(node, used)
+        if name in MOVES:
+            return self._move(node, used)
+        if name in LOW:
+            stay = {node.args[i] for i in STAY.get(name, ())}
+            return _Held(
+                self._copy(node, {n: h.node if n in stay else self._low(h, name) for n, h in used.items()}), True
+            )
+        if name in LOOKUPS:
+            return self._narrowed(self._copy(node, {n: h.node for n, h in used.items()}), True)
+        if is_wide(name):
+            return self._widened(node, used, name)
+        return self._following(node, used, name)
+
+    def _captured(self, node: fx.Node, h: _Held) -> fx.Node:
+        """An operand in the dtype that it had in capture."""
+        return (
+            h.node
+            if isinstance(node.meta["value"], tuple)
+            else self._as(h.node, _value(node).dtype)
+            if h.floats
+            else h.node
+        )
+
+    def _low(self, h: _Held, name: str) -> fx.Node:
+        """An operand in the compute dtype. A mask's least number must not become -inf: a row that sees nothing would
+        become NaN.
+        """
+        node = h.node
+        if not h.floats or h.dtype == self.compute:
+            return node
+        limit = torch.finfo(self.compute)
+        if name.endswith("attention") and not h.live and limit.max < torch.finfo(h.dtype).max:
+            if (node, self.compute) not in self.casts:
+                v = _value(node)
+                inside = self._emit(v, aten.clamp.default, node, limit.min, limit.max)
+                endless = self._emit(replace(v, dtype=torch.bool, requires_grad=False), aten.isinf.default, node)
+                kept = self._emit(v, aten.where.self, endless, node, inside)
+                self.casts[node, self.compute] = self._as(kept, self.compute)
+            return self.casts[node, self.compute]
+        return self._as(node, self.compute)
+
+    def _widened(self, node: fx.Node, used: dict[fx.Node, _Held], name: str) -> _Held:
+        """In float32, or the widest of its operands."""
+        dtype = self.wide
+        for h in used.values():
+            dtype = torch.promote_types(dtype, h.dtype) if h.floats else dtype
+        first = next(h for h in used.values() if h.floats)
+        new = self._copy(node, {n: self._as(h.node, dtype) if h.floats else h.node for n, h in used.items()})
+        if name in NARROWED and node in self.body and self._read(first) == self.compute:
+            return self._narrowed(new, True)
+        return _Held(new, True)
+
+    def _narrowed(self, new: fx.Node, live: bool) -> _Held:
+        """A result that goes on in the compute dtype; of several results it is the first."""
+        if isinstance(new.meta["value"], tuple):
+            first = self._emit(new.meta["value"][0], operator.getitem, new, 0)
+            self.casts[new, self.compute] = self._as(first, self.compute)  # found again by `_move`
+            return _Held(new, live)
+        return _Held(self._as(new, self.compute), live) if _floating(new) else _Held(new, live)
+
+    def _move(self, node: fx.Node, used: dict[fx.Node, _Held]) -> _Held:
+        first = next(h for h in used.values() if h.floats)
+        if node.target is operator.getitem and node.args[1] == 0 and (first.node, self.compute) in self.casts:
+            return _Held(self.casts[first.node, self.compute], True)
+        new = self._copy(node, {n: h.node for n, h in used.items()})
+        return _Held(new, True, first.lean, first.stored)
+
+    def _cast(self, node: fx.Node, used: dict[fx.Node, _Held]) -> _Held:
+        """The model's own casts stay.
+
+        One that changed nothing in capture (`x.float()` of what was float32) counts within its own module, and only
+        widens: for capture it was its operand itself, so that a residual sum outside may well name the cast where the
+        model names the operand."""
+        (operand, *_), h = node.all_input_nodes, used[node.all_input_nodes[0]]
+        was, now = _value(operand), _value(node)
+        if not h.floats or was.dtype != now.dtype:
+            same = _value(h.node).dtype == now.dtype
+            return _Held(h.node if same else self._emit(now, aten._to_copy.default, h.node, dtype=now.dtype), True)
+        return replace(h, scoped=(node.meta["source"].module, now.dtype))
+
+    def _following(self, node: fx.Node, used: dict[fx.Node, _Held], name: str) -> _Held:
+        """In the dtype of its operands, the widest of several.
+
+        Between two products a value that an activation in the compute dtype took part in is an activation itself: those
+        that read it get it in the compute dtype. Behind the last product nothing is narrowed any more: there only the
+        loss is left."""
+        floats = {n: h for n, h in used.items() if h.floats}
+        acts = [h for h in floats.values() if h.live and not h.stored]
+        if not acts:
+            new = self._copy(node, {n: h.node for n, h in used.items()})
+            return _Held(new, True, stored=True)
+        big = [h for h in acts if _value(h.node).shape] or acts
+        narrow = any(h.dtype == self.compute for h in big)
+        if not narrow:  # what is read wide is computed wide
+            floats = {n: replace(h, lean=False) for n, h in floats.items()}
+        if narrow and not self._fits(node):
+            new = self._copy(
+                node,
+                {
+                    n: self._as(h.node, torch.promote_types(h.dtype, self.wide)) if h.floats else h.node
+                    for n, h in used.items()
+                },
+            )
+            return _Held(new, True)
+        read = {n: h.node for n, h in used.items()}
+        for n, h in floats.items():
+            read[n] = self._as(h.node, self.compute if narrow and h.stored else self._read(h))
+        if name not in PROMOTE and len({_value(read[n]).dtype for n in floats}) > 1:
+            shaped = {
+                _value(read[n]).dtype for n in floats if _value(read[n]).shape
+            }  # numbers give way to tensors, as in torch
+            one = (
+                self.compute
+                if narrow and node in self.body
+                else _widest(shaped or {_value(read[n]).dtype for n in floats})
+            )
+            read |= {n: self._as(read[n], one) for n in floats}
+        new = self._copy(node, read)
+        wider = _floating(new) and not isinstance(new.meta["value"], tuple) and _value(new).dtype != self.compute
+        return _Held(new, True, lean=wider and node in self.body and (narrow or any(h.lean for h in acts)))
+
+    def _read(self, h: _Held) -> torch.dtype:
+        """The dtype in which ops that follow their operands read a value."""
+        return self.compute if h.lean else h.dtype
+
+    def _fits(self, node: fx.Node) -> bool:
+        """Whether the numbers that stand in a call can be said in the compute dtype (masks are filled with float32's
+        least number).
+        """
+        limit = torch.finfo(self.compute)
+        numbers = [abs(a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
+        return all(a == 0 or a == float("inf") or a != a or limit.tiny <= a <= limit.max for a in numbers)
+
+    # --- values of the new graph
+
+    def _seen(self, node: fx.Node, user: fx.Node) -> _Held:
+        """A value as one user sees it."""
+        h = self.held[node]
+        if h.scoped is None:
+            return h
+        (module, dtype), at = h.scoped, user.meta["source"].module
+        h = replace(h, scoped=None)
+        if not (at == module or at.startswith(f"{module}." if module else "")):
+            return h
+        wider = torch.promote_types(self._read(h), dtype)
+        return h if h.stored or wider == self._read(h) else _Held(self._as(h.node, wider), h.live)
+
+    def _as(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """A floating value of the new graph in a dtype, made once. Of moved parameters the parameter itself is cast."""
+        if not _floating(node) or isinstance(node.meta["value"], tuple) or _value(node).dtype == dtype:
+            return node
+        if (node, dtype) not in self.casts:
+            v = replace(_value(node), dtype=dtype)
+            root = self._root(node)
+            if root is not None:
+                moved = self._as(root, dtype)
+                new = self._emit(
+                    v, node.target, *fx.map_arg(node.args, lambda n: moved if n is root else n), **node.kwargs
+                )
+            else:
+                new = self._emit(v, aten._to_copy.default, node, dtype=dtype)
+            self.casts[node, dtype] = new
+        return self.casts[node, dtype]
+
+    def _root(self, node: fx.Node) -> fx.Node | None:
+        """What a view of a parameter is a view of."""
+        if node.op != "call_function" or values.op_name(node.target) not in MOVES or node.target is operator.getitem:
+            return None
+        operands = [n for n in node.all_input_nodes if _floating(n)]
+        at = operands[0] if len(operands) == 1 else None
+        while at is not None and at.op == "call_function":
+            at = self._parent(at)
+        return operands[0] if at is not None and at.name in self.params else None
+
+    def _parent(self, node: fx.Node) -> fx.Node | None:
+        operands = [n for n in node.all_input_nodes if _floating(n)]
+        fit = values.op_name(node.target) in MOVES and node.target is not operator.getitem and len(operands) == 1
+        return operands[0] if fit else None
+
+    def _emit(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = {"value": value, "source": self.source}
+        return new
+
+    def _copy(self, node: fx.Node, read: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The same call with other operands; its type worked out again if theirs are other types."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: read[n])
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+        value = node.meta["value"]
+        if any(_types(old) != _types(now) for old, now in read.items()):
+            value = values.infer(node.target, args, {k: v for k, v in kwargs.items() if k not in _PLACE})
+            value = _regraded(value, node.meta["value"])
+        new.meta = {**node.meta, "value": value}
+        return new
+
+
+# --- types
+# --------------------------------------------------------------------------------------------------------------
+
+
+def _value(node: fx.Node) -> Value:
+    v = node.meta["value"]
+    assert isinstance(v, Value), f"{node} is no single tensor"
+    return v
+
+
+def _all(node: fx.Node) -> tuple[Any, ...]:
+    v = node.meta.get("value")
+    return v if isinstance(v, tuple) else (v,)
+
+
+def _known(target: Any) -> bool:
+    """Whether torch's lists can speak of an op, or ours do."""
+    return target is operator.getitem or (
+        isinstance(target, OpOverload) and (target.namespace == "aten" or values.op_name(target) in STAY)
+    )
+
+
+def _types(node: fx.Node) -> list[Any]:
+    return [v and v.dtype for v in _all(node)]
+
+
+def _floating(node: fx.Node) -> bool:
+    return any(v is not None and v.dtype.is_floating_point for v in _all(node))
+
+
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    first, *rest = dtypes
+    for d in rest:
+        first = torch.promote_types(first, d)
+    return first
+
+
+def _regraded(new: Any, old: Any) -> Any:
+    """Shapes and dtypes of `new`; gradients flow where they did."""
+    if isinstance(new, tuple):
+        return tuple(map(_regraded, new, old))
+    return replace(new, requires_grad=old.requires_grad) if new is not None and old is not None else new
+
+
+def _reach(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
+    """(what the output depends on, what some product depends on)."""
+    nodes = list(graph.nodes)
+    alive, body = set(nodes[-1:]), set()
+    for node in reversed(nodes):
+        if node in alive:
+            alive.update(node.all_input_nodes)
+            if node in body or (node.op == "call_function" and values.op_name(node.target) in LOW):
+                body.update(node.all_input_nodes)
+    return alive, body

@@ -1,0 +1,48 @@
+"""Axes of the mesh that split nothing: their ranks all compute the same, which a user should know of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardc.ir.placement import REPLICATE, Layout
+from shardc.ir.program import Program
+from shardc.spec import Spec
+
+
+def notes(program: Program, spec: Spec) -> tuple[str, ...]:
+    """A note for each axis of more than one rank that no layout, collective, bucket, pipeline or expert has: its spec
+    line, and what would use it.
+    """
+    used = {axis.partition("[")[0].partition(".")[0] for axis in _used(program)}
+    return tuple(_note(spec, axis, size) for axis, size in spec.mesh.axes if size > 1 and axis not in used)
+
+
+def _used(program: Program) -> Iterator[str]:
+    """The axes that a program has to do with, digits and parts of axes too."""
+    yield program.axis
+    for x in program.stored:
+        yield from _split(x.layout)
+    for b in program.buckets:
+        yield from (*b.axes, b.shard)
+    for stage in program.stages:
+        for node in stage.graph.nodes:
+            if (c := node.meta.get("collective")) is not None:
+                yield from c.axes
+            value = node.meta.get("value")
+            for v in value if isinstance(value, tuple) else (value,):
+                if v is not None:
+                    yield from _split(v.layout)
+
+
+def _split(layout: Layout) -> Iterator[str]:
+    return (axis for axis, placement in layout.items if placement != REPLICATE)
+
+
+def _note(spec: Spec, axis: str, size: int) -> str:
+    use = "structure" if axis == "tp" else f"{{plan: structure, axis: {axis}}}"
+    return (
+        f"{spec.where(('mesh', axis))}: {axis}={size} splits nothing: its {size} ranks all compute the same. Use it for"
+        f" weights (shard: {{use: {use}}}, or entries by name), the batch (data: {{axis: {axis}}}), a pipeline"
+        f" (pipeline: {{axis: {axis}, stages: {size}}}) or experts (experts: [{{match: ..., axis: {axis}}}]), or leave"
+        " it out"
+    )

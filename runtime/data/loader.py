@@ -1,0 +1,330 @@
+"""Batches for an engine: every rank reads its own part, in an order that knows the seed and not the mesh, and goes on
+where it stopped.
+
+    for part in engine.loader(dataset):       # one epoch, or what is left of it
+        engine.step(part, local=True)
+
+Which samples of a global batch a rank reads follows from the layouts of the program's inputs, so ranks that hold the
+same part of the batch (they differ in tp, say) read the same samples. torch.utils.data.DataLoader does the reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir.placement import Layout
+from shardc.ir.program import Program
+from shardc.runtime.data.order import Order
+from shardc.runtime.data.worker import Reader, Stream
+from shardc.runtime.step.inputs import batch_dims, name_of
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The last batch of an epoch, of fewer samples than others: all of it on every rank. `engine.step` knows what to do
+    with it.
+    """
+
+    batch: Any
+
+
+class Loader:
+    """One epoch at a time of local parts of global batches, for `engine.step(part, local=True)`. Made by
+    `engine.loader`,
+    which see.
+
+    What a checkpoint keeps moves on when a part is handed out, whatever workers have read ahead; the last part of an
+    epoch moves it to the next epoch. An iteration that is broken off is gone on with by the next one.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Any,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        drop_last: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        name: str | None = "train",
+        **options: Any,
+    ) -> None:
+        self.program, self.mesh, self.name, self.dataset = program, mesh, name, dataset
+        self._where = f"loader {name!r}" if name is not None else "loader"
+        self._dims = batch_dims(program)
+        self.batch_size = self._batch_size(batch_size)
+        size = None if self._is_stream() else len(dataset)
+        # a value of its own, not this object: DataLoader holds its sampler, and workers end at once only where there is
+        # no cycle
+        self.order = Order(
+            size,
+            self.batch_size,
+            self._samples(),
+            size is not None if shuffle is None else shuffle,
+            seed,
+            rest=not drop_last,
+        )
+        self._check(drop_last, num_workers, options)
+        self._collate = collate_fn or default_collate
+        # the workers' seeds are drawn from a generator of their own: the process's stays as it is
+        self._options = {"generator": torch.Generator().manual_seed(seed), "num_workers": num_workers, **options}
+        self._reading: DataLoader[Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Of the next part."""
+        return self.order.epoch
+
+    @property
+    def consumed(self) -> int:
+        """How many samples of that epoch all ranks together have been given."""
+        return self.order.consumed
+
+    def __len__(self) -> int:
+        """Global batches in an epoch. TypeError for an iterable dataset."""
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's parts of what is left of the epoch."""
+        stream, found = self.order.size is None, self.consumed > 0
+        for part in self._reader():
+            found, rest = True, self.order.at_rest
+            self.order.advance()
+            yield Rest(part) if rest else self._cut(part)
+        if stream:
+            if not found:
+                what = f"the dataset ends before it gives one global batch of {self.batch_size} samples"
+                raise ShardcError(what, where=self._where, fix="give it more samples, or compile for a smaller batch")
+            self.order.next_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: where it stands and what fixes the order."""
+        return self.order.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the next sample that the saved loader had not handed out; on any mesh, ranks and batch size.
+
+        The saved seed and order win. Raises ShardcError for a dataset of another size.
+        """
+        if state["size"] != self.order.size:
+            sizes = [
+                f"{n} samples" if n is not None else "an iterable dataset" for n in (state["size"], self.order.size)
+            ]
+            raise ShardcError(
+                f"the checkpoint is in the middle of {sizes[0]}, and this is {sizes[1]}",
+                where=self._where,
+                fix="go on with the same dataset, or give this loader another name: it then begins anew",
+            )
+        self.order.load_state_dict(state)
+        self._reading = None  # its reader has the seed
+
+    # --- reading
+
+    def _reader(self) -> DataLoader[Any]:
+        order = self.order
+        if order.size is None:  # made anew for each epoch: its workers' copies know where to begin
+            stream = Stream(self.dataset, self._collate, order.seed, order.batch, order.mine.tolist())
+            stream.epoch, stream.consumed = order.epoch, order.consumed
+            return DataLoader(stream, batch_size=None, collate_fn=_same, **self._options)
+        if self._reading is None:  # kept, for persistent_workers
+            reader = Reader(self.dataset, self._collate, order.seed)
+            self._reading = DataLoader(reader, batch_sampler=order, collate_fn=_same, **self._options)
+        return self._reading
+
+    def _cut(self, part: Any) -> Any:
+        """What lies split in other dims than the batch's, such as a sequence, is read whole and cut here."""
+        cuts = {}
+        for x in self.program.inputs:
+            layout = Layout(tuple((a, s) for a, s in x.layout.shards() if s.dim != self._dims[x.name]))
+            if layout.items:
+                cuts[x.path] = layout
+        return (
+            _mapped(part, (), lambda path, leaf: self._local(cuts[path], leaf) if path in cuts else leaf)
+            if cuts
+            else part
+        )
+
+    def _local(self, layout: Layout, leaf: Any) -> Any:
+        fits = isinstance(leaf, Tensor) and not layout.fits(leaf.shape, self.program.mesh)
+        return (
+            layout.local(leaf, self.program.mesh, self._coords) if fits else leaf
+        )  # what does not fit, the engine's step names
+
+    # --- what is asked for, and whether it can be
+
+    @property
+    def _coords(self) -> dict[str, int]:
+        return self.program.mesh.coords(self.mesh.rank)
+
+    def _batch_size(self, given: int | None) -> int:
+        """Samples in a global batch: the size of the inputs' batch dim (the smallest, if a collate function merges it
+        with others).
+        """
+        errors = Errors()
+        for x in self.program.inputs:
+            if x.layout.paddings():
+                what = (
+                    f"its size {list(x.shape)} does not divide over the ranks, so the last ones' parts would be"
+                    " filled up"
+                )
+                fix = "compile for a batch that divides, or give engine.step whole batches of a DataLoader of your own"
+                errors.add(what, where=name_of(x.path), fix=fix)
+        errors.raise_any()
+        sizes = {name_of(x.path): x.shape[d] for x in self.program.inputs if (d := self._dims[x.name]) is not None}
+        if not sizes:
+            raise ShardcError(
+                "no input of the program has a batch dim",
+                where=self._where,
+                fix="give one in the spec's batch: {dims: ...}",
+            )
+        found = min(sizes.values())
+        for name, size in sizes.items():
+            if size % found:
+                fix = f"give {name!r} its batch dim in the spec's batch: {{dims: ...}}, or null if it has none"
+                errors.add(
+                    f"its batch dim is {size} long, which is no multiple of the others' {found}", where=name, fix=fix
+                )
+        errors.raise_any()
+        if given is not None and given != found:
+            raise ShardcError(
+                f"batch_size is {given}, but the program was compiled for global batches of {found} samples",
+                where=self._where,
+                fix=f"leave it out, or compile with a batch of {given}",
+            )
+        return found
+
+    def _samples(self) -> Tensor:
+        """The places in a global batch that this rank reads, i64[local batch]: what the layouts leave of 0 ... batch
+        size - 1.
+        """
+        found: Tensor | None = None
+        for x in self.program.inputs:
+            d = self._dims[x.name]
+            if d is None:
+                continue
+            rows = x.shape[d] // self.batch_size  # of one sample
+            layout = Layout(tuple((a, replace(s, dim=0)) for a, s in x.layout.shards(d)))
+            places = layout.local(torch.arange(x.shape[d]) // rows, self.program.mesh, self._coords)
+            mine = places[::rows]
+            if not torch.equal(places, mine.repeat_interleave(rows)) or (
+                found is not None and not torch.equal(found, mine)
+            ):
+                raise ShardcError(
+                    "its batch dim is split otherwise than by whole samples that the other inputs have on the same"
+                    " ranks",
+                    where=name_of(x.path),
+                    fix=(
+                        "give all inputs the same split of the batch, or give engine.step whole batches of a DataLoader"
+                        " of your own"
+                    ),
+                )
+            found = mine
+        assert found is not None
+        return found
+
+    def _is_stream(self) -> bool:
+        """Whether samples come in the dataset's own order. Raises ShardcError for what is no dataset."""
+        data = self.dataset
+        if isinstance(data, DataLoader):
+            raise ShardcError(
+                "a DataLoader is no dataset",
+                where=self._where,
+                fix="pass its dataset, and its collate_fn and num_workers",
+            )
+        if isinstance(data, Mapping):
+            fix = f"pass one of its entries, such as {next(iter(data))!r}" if data else "pass a dataset"
+            raise ShardcError(f"a {type(data).__name__} is no dataset", where=self._where, fix=fix)
+        if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+            return False
+        if not hasattr(data, "__iter__"):
+            what = f"a {type(data).__name__} is no dataset: it has neither __getitem__ and __len__, nor __iter__"
+            raise ShardcError(what, where=self._where, fix="pass a torch.utils.data.Dataset or IterableDataset")
+        if isinstance(data, Iterator):
+            fix = "pass an object whose __iter__ begins anew, such as a torch.utils.data.IterableDataset"
+            raise ShardcError(f"a {type(data).__name__} can be read once only", where=self._where, fix=fix)
+        return True
+
+    def _check(self, drop_last: bool, num_workers: int, options: Mapping[str, Any]) -> None:
+        errors, size = Errors(), self.order.size
+        for name in {"sampler", "batch_sampler"} & options.keys():
+            fix = "leave it out; for an order of your own, wrap the dataset and pass shuffle=False"
+            errors.add(f"{name} is the loader's own: it knows what each rank reads", where=self._where, fix=fix)
+        if size is None and self.order.shuffle:
+            fix = "leave shuffle out, and shuffle in the dataset"
+            errors.add("an iterable dataset comes in its own order", where=self._where, fix=fix)
+        if size is None and num_workers > 1:
+            what = f"{num_workers} workers would each read the iterable dataset from its beginning"
+            errors.add(what, where=self._where, fix="use num_workers=1, or a dataset with __getitem__ and __len__")
+        if size is not None and size < self.batch_size:
+            what = f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}"
+            errors.add(what, where=self._where, fix="give it more samples, or compile for a smaller batch")
+        elif not drop_last and (size is None or (size % self.batch_size and self.program.resize is None)):
+            rest = f"{size % self.batch_size} samples" if size is not None else "what is left over"
+            what = (
+                f"the last batch of an epoch would be {rest} and not {self.batch_size}, for which the program was"
+                " compiled"
+            )
+            errors.add(
+                what, where=self._where, fix="leave drop_last out: another epoch's order leaves other samples over"
+            )
+        errors.raise_any()
+
+
+class Loaders(dict[str, Loader]):
+    """An engine's loaders by name, and what a checkpoint knew of those that are not made yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: dict[str, Any] = {}
+
+    def add(self, loader: Loader) -> Loader:
+        """Keep it in checkpoints under its name, unless that is None."""
+        if loader.name is None:
+            return loader
+        if loader.name in self:
+            raise ShardcError(
+                f"the engine has a loader of the name {loader.name!r} already",
+                where="engine.loader",
+                fix=(
+                    "use that one for every epoch, or give this one a name of its own; name=None is not kept in"
+                    " checkpoints"
+                ),
+            )
+        if loader.name in self._waiting:
+            loader.load_state_dict(self._waiting[loader.name])
+        self[loader.name] = loader
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._waiting | {name: loader.state_dict() for name, loader in self.items()}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """States of loaders that the engine does not have wait until it has them."""
+        self._waiting = dict(states)
+        for name in self.keys() & states.keys():
+            self[name].load_state_dict(states[name])
+
+
+def _same(part: Any) -> Any:
+    return part
+
+
+def _mapped(batch: Any, path: tuple[str | int, ...], leaf: Callable[[Any, Any], Any]) -> Any:
+    """A nested batch with every leaf replaced by leaf(path, leaf); see shardc.runtime.step.inputs.leaves."""
+    if isinstance(batch, Mapping):
+        return {k: _mapped(v, (*path, k), leaf) for k, v in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_mapped(v, (*path, k), leaf) for k, v in zip(batch._fields, batch, strict=True)))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_mapped(v, (*path, i), leaf) for i, v in enumerate(batch))
+    return leaf(path, batch)

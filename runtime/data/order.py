@@ -1,0 +1,88 @@
+"""The order in which samples are read, and how far it has come: fixed by seed and epoch alone, the same on every rank
+and mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from shardc.runtime.rng import key
+
+Key = tuple[int, int]  # epoch, index of the sample
+
+
+class Order(Sampler[list[Key]]):
+    """A batch sampler: what one rank reads of every global batch, from where all ranks together stand.
+
+    size: samples in the dataset; None for a stream, of which only the count is kept. batch: samples in a global batch;
+    mine: the places in it that this rank reads, i64[local batch]. rest: what fills no batch is read too, by all ranks.
+    epoch, consumed: where the next batch begins.
+    """
+
+    def __init__(
+        self, size: int | None, batch: int, mine: Tensor, shuffle: bool, seed: int, rest: bool = False
+    ) -> None:
+        self.rest = rest and size is not None
+        self.size, self.batch, self.mine, self.shuffle, self.seed = size, batch, mine, shuffle, seed
+        self.epoch = self.consumed = 0
+
+    def __len__(self) -> int:
+        """Global batches in an epoch."""
+        if self.size is None:
+            raise TypeError("an iterable dataset has no length")  # what list() and tqdm expect then
+        return -(-self.size // self.batch) if self.rest else self.size // self.batch
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        """What is left of the epoch. Workers read ahead, so this does not move on."""
+        assert self.size is not None
+        order, epoch = self.whole(), self.epoch
+        for begin in range(self.consumed, self.size - self.batch + 1, self.batch):
+            yield [(epoch, i) for i in order[begin : begin + self.batch][self.mine].tolist()]
+        left = (self.size - self.consumed) % self.batch
+        if self.rest and left:
+            yield [(epoch, i) for i in order[self.size - left :].tolist()]
+
+    @property
+    def at_rest(self) -> bool:
+        """Is the next batch the rest of an epoch?"""
+        return self.rest and self.size is not None and self.size - self.consumed < self.batch
+
+    def whole(self) -> Tensor:
+        """All of the epoch: i64[size]."""
+        assert self.size is not None
+        if not self.shuffle:
+            return torch.arange(self.size)
+        low, high = (k & 0xFFFFFFFF for k in key(self.seed, self.epoch))
+        return torch.randperm(self.size, generator=torch.Generator().manual_seed(high << 32 | low))
+
+    def advance(self) -> None:
+        """A batch was handed out."""
+        self.consumed += self.batch
+        self._turn()
+
+    def next_epoch(self) -> None:
+        self.epoch, self.consumed = self.epoch + 1, 0
+
+    def _turn(self) -> None:
+        """The next epoch, if this one has no whole batch left."""
+        if self.size is not None and self.size - self.consumed < (1 if self.rest else self.batch):
+            self.next_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "size": self.size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
+        self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
+        self._turn()

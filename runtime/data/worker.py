@@ -1,0 +1,130 @@
+"""What a DataLoader's workers do for shardc.runtime.data.loader: read this rank's samples of one global batch, and
+collate
+them.
+
+Random numbers that a dataset or a collate function draws (crops, masked words) do not know the mesh: `random`, numpy
+and torch are seeded for every sample, from the loader's seed, the epoch and the sample's index, and for every collation
+from the first of its samples. So ranks that read the same samples (they differ in tp only, say) get the same numbers,
+whatever else their processes do, and a run that goes on later gets the numbers it would have got. The process's own
+random state is left as it was."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from shardc.runtime.data.order import Key
+from shardc.runtime.rng import key
+
+# Python's, numpy's and torch's random states belong to the process: ranks that are threads take turns with them.
+# Workers are processes of their own, and may have been forked while another thread held this.
+_DRAWING = threading.Lock()
+
+
+@contextmanager
+def _draws(seed: Sequence[int] | None = None, state: _State | None = None) -> Iterator[None]:
+    """Run with random states of its own, seeded, or as they were when `state` was last used; the process's are put
+    back.
+    """
+    with _DRAWING if get_worker_info() is None else nullcontext():
+        before = _get()
+        try:
+            if state is not None and state.now is not None:
+                _set(state.now)
+            elif seed is not None:
+                _seed(seed)
+            yield
+        finally:
+            if state is not None:
+                state.now = _get()
+            _set(before)
+
+
+class _State:
+    """Random states between two uses."""
+
+    now: tuple[Any, ...] | None = None
+
+
+def _get() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def _set(state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.default_generator.set_state(state[2])
+
+
+def _seed(words: Sequence[int]) -> None:
+    low, high = (k & 0xFFFFFFFF for k in key(*words))
+    random.seed(high << 32 | low)
+    np.random.seed(low)
+    torch.default_generator.manual_seed(high << 32 | low)  # torch.manual_seed would seed the devices too
+
+
+class Reader(Dataset[Any]):
+    """A map-style dataset, read a local batch at a time. dataset, collate: the user's. seed: of what they draw."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.dataset, self.collate, self.seed = dataset, collate, seed
+
+    def __getitem__(self, item: Key) -> Any:
+        return self.__getitems__([item])
+
+    def __getitems__(self, keys: list[Key]) -> Any:
+        """The collated samples of one local batch: DataLoader calls this where there is one."""
+        with _draws():
+            if getattr(self.dataset, "__getitems__", None):  # it reads a batch faster than its samples one by one
+                _seed((self.seed, 1, *keys[0]))
+                items = self.dataset.__getitems__([i for _, i in keys])
+            else:
+                items = [self._one(k) for k in keys]
+            _seed((self.seed, 2, *keys[0]))
+            return self.collate(items)
+
+    def _one(self, k: Key) -> Any:
+        _seed((self.seed, 0, *k))
+        return self.dataset[k[1]]
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable dataset as collated local batches: every rank reads the whole stream and keeps its own samples.
+
+    batch: samples in a global batch; mine: their places that this rank reads. epoch, consumed: where to begin.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, batch: int, mine: Sequence[int]
+    ) -> None:
+        self.dataset, self.collate, self.seed = dataset, collate, seed
+        self.batch, self.mine = batch, list(mine)
+        self.epoch = self.consumed = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        state = _State()
+        with _draws((self.seed, 3, self.epoch), state):
+            if hasattr(
+                self.dataset, "set_epoch"
+            ):  # as torch's distributed samplers and Hugging Face's datasets have it
+                self.dataset.set_epoch(self.epoch)
+            stream = iter(self.dataset)
+            next(itertools.islice(stream, self.consumed, self.consumed), None)  # skip
+        at = self.consumed
+        while True:
+            with _draws(state=state):
+                items = list(itertools.islice(stream, self.batch))
+            if len(items) < self.batch:
+                return
+            with _draws((self.seed, 2, self.epoch, at)):
+                part = self.collate([items[i] for i in self.mine])
+            at += self.batch
+            yield part

@@ -1,0 +1,277 @@
+"""All ranks of a mesh in one process, in lockstep: one thread each, sums in the order of ranks, so that a run repeats
+exactly.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardc.ir.mesh import Mesh
+from shardc.runtime.mesh import RankMesh, Work
+
+T = TypeVar("T")
+
+
+class Aborted(RuntimeError):
+    """Another rank failed; this one stops where it waits for it."""
+
+
+class _Meeting:
+    """Where one group's ranks meet. items: what those who are here brought; results: what those who still sleep will
+    get.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], lock: threading.Lock) -> None:
+        self.ranks = ranks
+        self.changed = threading.Condition(lock)
+        self.items: dict[int, tuple[str, Any]] = {}
+        self.results: dict[int, Any] = {}
+
+
+class _World:
+    """All meetings of a mesh. One lock guards everything here; tensors are worked on outside of it."""
+
+    def __init__(self, layout: Mesh) -> None:
+        self.lock = threading.Lock()
+        self.layout = layout
+        self.meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.mail: dict[
+            tuple[int, int, int], tuple[str, Tensor]
+        ] = {}  # (from, to, how many before it) -> what was sent
+        self.sent: Counter[tuple[int, int]] = Counter()
+        self.posted: Counter[tuple[int, int]] = Counter()
+        self.expects: dict[int, tuple[int, int, int]] = {}  # rank that sleeps until something comes -> what
+        self.arrived = threading.Condition(self.lock)
+        self.waiting: dict[int, str] = {}  # rank -> what it sleeps in
+        self.running = set(range(layout.world))
+        self.failed = False
+
+    def exchange(
+        self, ranks: tuple[int, ...], rank: int, what: str, item: Any, combine: Callable[[list[Any]], Sequence[Any]]
+    ) -> Any:
+        """Bring `item`; get this rank's entry of combine(items of all ranks in order).
+
+        The last to come computes everyone's entry while the others sleep, so nobody changes a tensor that is still
+        read."""
+        with self.lock:
+            if self.failed:
+                raise Aborted
+            meeting = self.meetings.setdefault(ranks, _Meeting(ranks, self.lock))
+            meeting.items[rank] = (what, item)
+            if len(meeting.items) < len(ranks):
+                return self._sleep(meeting, rank, what)
+            brought, meeting.items = meeting.items, {}
+        if len({w for w, _ in brought.values()}) > 1:
+            each = "; ".join(f"rank {r}: {brought[r][0]}" for r in ranks)
+            raise RuntimeError(f"ranks meet in different collectives: {each}")
+        made = dict(zip(ranks, combine([brought[r][1] for r in ranks]), strict=True))
+        with self.lock:
+            mine = made.pop(rank)
+            meeting.results |= made
+            for r in made:
+                del self.waiting[r]
+            meeting.changed.notify_all()
+        return mine
+
+    def _sleep(self, meeting: _Meeting, rank: int, what: str) -> Any:
+        self.waiting[rank] = what
+        self._check()
+        while rank not in meeting.results:
+            if self.failed:
+                raise Aborted
+            meeting.changed.wait()
+        return meeting.results.pop(rank)
+
+    def send(self, rank: int, to: int, what: str, item: Tensor) -> None:
+        with self.lock:
+            self.mail[rank, to, self.sent[rank, to]] = what, item
+            self.sent[rank, to] += 1
+            self.arrived.notify_all()
+
+    def post(self, rank: int, source: int) -> int:
+        """The next item from another rank will be received: its number."""
+        with self.lock:
+            self.posted[source, rank] += 1
+            return self.posted[source, rank] - 1
+
+    def receive(self, rank: int, source: int, number: int, what: str) -> Tensor:
+        """An item from another rank; it has to be called what is expected."""
+        key = (source, rank, number)
+        with self.lock:
+            while key not in self.mail:
+                self.waiting[rank], self.expects[rank] = f"receive {what} from rank {source}", key
+                self._check()
+                if not self.failed:
+                    self.arrived.wait()
+                if self.failed:
+                    raise Aborted
+                del self.waiting[rank], self.expects[rank]
+            sent, item = self.mail.pop(key)
+        if sent != what:
+            raise RuntimeError(f"rank {rank} waits for {what}, and rank {source} sent {sent}")
+        return item
+
+    def _check(self) -> None:
+        """Raise if nobody is left who could wake the sleepers."""
+        asleep = [r for r in self.waiting if self.expects.get(r) not in self.mail]
+        if asleep and len(asleep) == len(self.running) and not self.failed:
+            every = (f"rank {r}: {self.waiting.get(r, 'has ended')}" for r in range(self.layout.world))
+            raise RuntimeError(f"ranks wait for each other: {'; '.join(every)}")
+
+    def end(self, rank: int) -> None:
+        """A rank's work is done. Raises if others wait for it."""
+        with self.lock:
+            self.running.discard(rank)
+            self._check()
+
+    def abort(self) -> None:
+        with self.lock:
+            self.failed = True
+            self.arrived.notify_all()
+            for m in self.meetings.values():
+                m.changed.notify_all()
+
+
+class LoopbackMesh(RankMesh):
+    """One rank of a mesh whose ranks are threads. Made by `loopback`."""
+
+    def __init__(self, layout: Mesh, rank: int, world: _World) -> None:
+        super().__init__(layout, rank, "cpu", record=True)
+        self._world = world
+        self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def _exchange(self, axes: tuple[str, ...], what: str, item: Any, combine: Callable[[list[Any]], Sequence[T]]) -> T:
+        if axes not in self._ranks:
+            self._ranks[axes] = self.layout.group(self.rank, axes)
+        found: T = self._world.exchange(self._ranks[axes], self.rank, f"{what} over {', '.join(axes)}", item, combine)
+        return found
+
+    def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
+        def combine(items: list[Tensor]) -> list[Tensor]:
+            total = items[0].clone(memory_format=torch.contiguous_format)
+            for other in items[1:]:
+                total = torch.maximum(total, other) if op == "max" else total.add_(other)
+            return [total, *(total.clone() for _ in items[1:])]
+
+        return self._exchange(axes, f"all_reduce {op} {_named(tag, x)}", x.detach(), combine)
+
+    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
+        flat.copy_(self._all_reduce(flat, axes, "sum", tag))
+        return Work()
+
+    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
+        whole.copy_(self._all_gather(part, axis, tag).view(-1))
+        return Work()
+
+    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
+        part.copy_(self._reduce_scatter(flat.view(self.size(axis), -1), axis, tag))
+        return Work()
+
+    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
+        def combine(items: list[Tensor]) -> list[Tensor]:
+            return [torch.stack(items) for _ in items]
+
+        return self._exchange((axis,), f"all_gather {_named(tag, x)}", x.detach(), combine)
+
+    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor:
+        def combine(items: list[Tensor]) -> list[Tensor]:
+            totals = [p.clone() for p in items[0].unbind(0)]
+            for i, total in enumerate(totals):
+                for other in items[1:]:
+                    total += other[i]
+            return totals
+
+        return self._exchange((axis,), f"reduce_scatter {_named(tag, parts)}", parts.detach(), combine)
+
+    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor:
+        def combine(items: list[Tensor]) -> list[Tensor]:
+            return [torch.stack([sent[i] for sent in items]) for i in range(len(items))]
+
+        return self._exchange((axis,), f"all_to_all {_named(tag, parts)}", parts.detach(), combine)
+
+    def _all_to_all_rows(
+        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    ) -> Tensor:
+        def combine(items: list[tuple[Tensor, ...]]) -> list[Tensor]:
+            return [torch.cat([parts[i] for parts in items]) for i in range(len(items))]
+
+        what = f"all_to_all {tag} {x.dtype} rows of {list(x.shape[1:])}"  # their numbers differ from rank to rank
+        found = self._exchange(axes, what, x.detach().split_with_sizes(sent), combine)
+        assert len(found) == sum(received)
+        return found
+
+    def _peer(self, axis: str, coordinate: int) -> int:
+        return self.layout.group(self.rank, (axis,))[coordinate]
+
+    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
+        self._world.send(self.rank, self._peer(axis, to), _named(tag, x), x.clone())
+        return Work()
+
+    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
+        sender = self._peer(axis, source)
+        number = self._world.post(self.rank, sender)
+
+        def arrive() -> None:
+            into.copy_(self._world.receive(self.rank, sender, number, _named(tag, into)))
+
+        return Work(then=arrive)
+
+    def barrier(self) -> None:
+        if self.layout.world > 1:
+            self._exchange(self.layout.names, "barrier", None, lambda items: items)
+
+
+def _named(tag: str, x: Tensor) -> str:
+    return f"{tag} {x.dtype} {list(x.shape)}".strip()
+
+
+def loopback(layout: Mesh, work: Callable[[LoopbackMesh], T]) -> list[T]:
+    """Run `work(mesh)` as every rank of a mesh, each in a thread; results by rank.
+
+    If a rank raises, all others stop where they wait, and the error of the rank that failed first is raised, with a
+    note that names the rank and its coordinates. Ranks that meet in different collectives, or wait for each other
+    without end, are errors."""
+    world = _World(layout)
+    if layout.world == 1:
+        return [work(LoopbackMesh(layout, 0, world))]
+    results: list[Any] = [None] * layout.world
+    errors: list[tuple[int, BaseException]] = []
+    intra = torch.get_num_threads()
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(
+            intra
+        )  # a new thread takes it lazily, and convolutions not at all: they would use all cores
+        try:
+            results[rank] = work(LoopbackMesh(layout, rank, world))
+            world.end(rank)
+        except Aborted:
+            pass
+        except BaseException as e:  # whatever it is, it is raised again where loopback was called
+            errors.append((rank, e))
+            world.abort()
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(layout.world)
+    ]
+    for t in threads:
+        t.start()
+    try:
+        for t in threads:
+            t.join()
+    finally:
+        world.abort()  # on Ctrl-C: nobody is left sleeping
+    if errors:
+        rank, error = errors[0]
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"on rank {rank} of {layout.world} ({', '.join(f'{a}={c}' for a, c in layout.coords(rank).items())})"
+            )
+        raise error
+    return results

@@ -1,0 +1,137 @@
+"""Offload: what a rank does not work with right now lies outside of its device (Rajbhandari et al. 2021,
+"ZeRO-Infinity").
+
+    optimizer     the optimizer's state, and at zero 1-2 the master copy of parameters that are computed in another dtype. The optimizer
+                  steps page by page (shardc.runtime.offload.optimizer)
+    parameters    at zero 3, this rank's parts of the parameters; they are read ahead of every gather
+
+Only copies are made: the step is the same, bit for bit.
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.runtime.mesh.allocator import return_freed
+from shardc.runtime.offload.copies import Home, Mover
+from shardc.runtime.offload.storage import Files, Memory, Place
+
+_Read = tuple[Home, str]  # what is read, and for which direction
+
+
+class Offload:
+    """One rank's places outside of its device. asked: {"optimizer": place, "parameters": place}, as the spec names
+    them;
+    {} = none.
+
+    .homes: where each parameter is kept that the optimizer works on, of those that are kept outside. At rest such a
+    parameter's data is its home; on a GPU it is a stand-in without memory, so that gradients on the device fit to it.
+    """
+
+    def __init__(self, asked: Mapping[str, Any], mesh: Any) -> None:
+        self.device: torch.device = mesh.device
+        self._mover: Mover | None = None
+        self.page_bytes = int(float(asked.get("page_mb", 25.0)) * 2**20)
+        self.places: dict[str, Place] = {}
+        made: dict[str, Place] = {}
+        for what in ("optimizer", "parameters"):
+            name = str(asked.get(what, "none"))
+            if name != "none":
+                made[name] = made.get(name) or self._place(name, mesh, f"data.offload.{what}")
+                self.places[what] = made[name]
+        self.homes: dict[nn.Parameter, Home] = {}
+        self._after: dict[_Read, tuple[_Read, torch.dtype | None]] = {}
+        self._last: _Read | None = None
+        self._coming: tuple[_Read, Future[Any]] | None = None
+        self._read: list[Home] = []  # what may still be read
+
+    def _place(self, name: str, mesh: Any, where: str) -> Place:
+        if name == "cpu":
+            return Memory(self.device)
+        if self.device.type == "cpu":
+            return_freed()
+        return Files(name, mesh.rank, where)
+
+    @property
+    def mover(self) -> Mover:
+        if self._mover is None:
+            self._mover = Mover(self.device)
+        return self._mover
+
+    # --- parameters
+
+    def room(self, what: str, n: int, dtype: torch.dtype) -> Home | None:
+        """A flat tensor of n zeros outside of the device, if `what` is kept there."""
+        if what not in self.places:
+            return None
+        like = torch.empty(n, dtype=dtype, device="meta")
+        slot = self.places[what].slot(n * dtype.itemsize)
+        return Home(slot.take(like), slot)
+
+    def keep(self, params: Iterable[nn.Parameter], home: Home) -> None:
+        """These parameters are views of `home`, and filled."""
+        for p in params:
+            self.homes[p] = Home(p.data, home.slot)
+            self.rest(p)
+        home.slot.behind()
+
+    def rest(self, p: nn.Parameter) -> None:
+        """The parameter is not worked with."""
+        home = self.homes[p].tensor
+        p.data = (
+            home if self.device.type == "cpu" else torch.zeros((), dtype=p.dtype, device=self.device).expand(home.shape)
+        )
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """In here parameters' data is their home, on the CPU, for checkpoints; their gradients are away."""
+        grads = {p: p.grad for p in self.homes}
+        for p, home in self.homes.items():
+            p.grad, p.data = None, home.tensor
+        try:
+            yield
+        finally:
+            for p, grad in grads.items():
+                self.rest(p)
+                p.grad = grad
+            for slot in {h.slot for h in self.homes.values()}:
+                slot.behind()
+
+    # --- reading ahead of gathers
+
+    def read(self, home: Home, direction: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A home's contents on the device; then begins to read what followed it in the step before.
+
+        Forward after backward is not read ahead: the parameters may change in between.
+        """
+        key = (home, direction)
+        begun = self._coming
+        coming = begun[1] if begun is not None and begun[0] == key else self.mover.fetch([home], dtype)
+        if self._last is not None and (self._last[1], direction) != ("backward", "forward"):
+            self._after[self._last] = key, dtype
+        self._last, self._coming = key, None
+        (found,) = self.mover.taken(coming)
+        self._read.append(home)
+        if len(self._read) > 2:  # gathers that began earlier have ended, or bring it in again
+            self._read.pop(0).slot.behind()
+        if key in self._after:
+            following, as_dtype = self._after[key]
+            self._coming = following, self.mover.fetch([following[0]], as_dtype)
+        return found
+
+    def changed(self) -> None:
+        """Parameters have changed: what was read ahead is old."""
+        self._coming = self._last = None
+        while self._read:
+            self._read.pop().slot.behind()
+
+    def close(self) -> None:
+        """Remove the files. Tensors in them stay readable as long as someone holds them."""
+        for place in self.places.values():
+            place.close()

@@ -1,0 +1,166 @@
+"""An optimizer whose state lies outside of the device: it steps page by page, as any program works on what does not fit
+in
+memory.
+
+    fetch 1 | step 1, fetch 2 | put 1, step 2 | fetch 3 | step 3, put 2 | ...       what is fetched and put moves in the background
+
+A page is some parameters with their state; at most two are on the device. That stepping them apart comes to the same as
+together is proven for the very optimizer, not assumed: one that, say, scales every update by the norm of all of them is
+refused."""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardc.errors import ShardcError
+from shardc.runtime.offload import Offload
+from shardc.runtime.offload.copies import Home
+from shardc.runtime.offload.storage import room_of
+from shardc.runtime.zero.optimizer_check import only, settings, why_together
+
+
+class Paged:
+    """Steps `optimizer`, whose parameters' homes are in `offload`, and whose state is kept there if the spec asks for
+    it.
+
+    Between steps `optimizer.state` holds CPU tensors, all of its numbers up to date. What is nested in lists or dicts
+    of a parameter's state stays where it is. Hooks on the optimizer's step run once a page.
+    """
+
+    def __init__(self, optimizer: Optimizer, offload: Offload) -> None:
+        prove_apart(optimizer)
+        self.optimizer, self._offload = optimizer, offload
+        self._state: dict[nn.Parameter, dict[str, Home]] = {}
+        self._here: set[nn.Parameter] = set()  # parameters that are kept outside, and are on the device now
+        self.rest()
+
+    def step(self) -> None:
+        """As the optimizer's own step: parameters without gradients are left alone."""
+        pages = self._pages()
+        before = settings(self.optimizer)
+        coming = self._fetch(pages[0]) if pages else None
+        try:
+            for i, page in enumerate(pages):
+                assert coming is not None
+                moving, found = coming
+                self._arrive(moving, self._offload.mover.taken(found))
+                coming = self._fetch(pages[i + 1]) if i + 1 < len(pages) else None
+                try:
+                    with only(self.optimizer, page, before):
+                        self.optimizer.step()
+                finally:
+                    self._leave(page)
+        finally:
+            self._offload.mover.drain()
+            self._offload.changed()
+
+    def rest(self) -> None:
+        """Put all state where it belongs, after somebody else made it: a constructor, a checkpoint."""
+        for page in self._pages(every=True):
+            self._leave(page)
+            self._offload.mover.drain()
+
+    def room(self, p: nn.Parameter, name: str, like: Tensor) -> Tensor:
+        """Where state of this name and form is kept, to be filled by a checkpoint; zeros, or what is there."""
+        if "optimizer" not in self._offload.places or not _moves(like, like.device):
+            return torch.zeros_like(like, device=p.device)
+        if not self._fits(p, name, like):
+            slot = self._offload.places["optimizer"].slot(room_of([like]))
+            self._state.setdefault(p, {})[name] = Home(slot.take(like), slot)
+        return self._state[p][name].tensor
+
+    def _pages(self, every: bool = False) -> list[list[nn.Parameter]]:
+        """The parameters that a step updates, cut into stretches of about a bucket's size."""
+        pages: list[list[nn.Parameter]] = []
+        filled = 0
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if p.grad is None and not every:
+                continue
+            if not pages or filled + p.nbytes > self._offload.page_bytes:
+                pages.append([])
+                filled = 0
+            pages[-1].append(p)
+            filled += p.nbytes
+        return pages
+
+    def _fetch(self, page: Sequence[nn.Parameter]) -> tuple[list[tuple[nn.Parameter, str]], Future[Any]]:
+        """Begin to bring a page: (parameter, key of its state, or "" for itself), and their tensors."""
+        moving, homes = [], []
+        for p in page:
+            there = {"": self._offload.homes[p]} if p in self._offload.homes else {}
+            state = self.optimizer.state.get(p, {})
+            there |= {k: h for k, h in self._state.get(p, {}).items() if self._is_home(p, k, state.get(k))}
+            moving += [(p, k) for k in there]
+            homes += list(there.values())
+        return moving, self._offload.mover.fetch(homes)
+
+    def _arrive(self, moving: Sequence[tuple[nn.Parameter, str]], found: Sequence[Tensor]) -> None:
+        for (p, key), x in zip(moving, found, strict=True):
+            if key:
+                self.optimizer.state[p][key] = x
+            else:
+                p.data = x
+                self._here.add(p)
+
+    def _leave(self, page: Sequence[nn.Parameter]) -> None:
+        """Begin to put a page back. State that is new, or has another form than it had, gets its room."""
+        moves = [(p.data, self._offload.homes[p]) for p in page if p in self._here]
+        for p in self._here.intersection(page):
+            self._offload.rest(p)
+        self._here.difference_update(page)
+        self._offload.mover.put(moves)
+        if "optimizer" not in self._offload.places:
+            return
+        away = [
+            (p, key, x)
+            for p in page
+            for key, x in self.optimizer.state.get(p, {}).items()
+            if isinstance(x, Tensor) and (_moves(x, self._offload.device) or self._is_home(p, key, x))
+        ]
+        forms = {(p, key): torch.empty_like(x, device="meta") for p, key, x in away}  # dense strides
+        new = [at for at, form in forms.items() if not self._fits(*at, form)]
+        if new:  # in one piece; before anything is moved, for want of room ends the run
+            slot = self._offload.places["optimizer"].slot(room_of(forms[at] for at in new))
+            for p, key in new:
+                self._state.setdefault(p, {})[key] = Home(slot.take(forms[p, key]), slot)
+        self._offload.mover.put([(x, self._state[p][key]) for p, key, x in away])
+        for p, key, _ in away:
+            self.optimizer.state[p][key] = self._state[p][key].tensor
+
+    def _is_home(self, p: nn.Parameter, key: str, x: Any) -> bool:
+        home = self._state.get(p, {}).get(key)
+        return home is not None and home.tensor is x
+
+    def _fits(self, p: nn.Parameter, key: str, form: Tensor) -> bool:
+        home = self._state.get(p, {}).get(key)
+        return home is not None and _same_form(home.tensor, form)
+
+
+def _moves(x: Tensor, device: torch.device) -> bool:
+    """Is it worth moving? Counts of steps are single numbers; some stay on the CPU in any case."""
+    return x.dim() > 0 and x.numel() > 0 and x.device == device
+
+
+def _same_form(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+
+
+def prove_apart(optimizer: Optimizer) -> None:
+    """Raises ShardcError for an optimizer whose parameters' updates hang on one another."""
+    why = why_together(optimizer)
+    if why is not None:
+        kind = type(optimizer).__name__
+        raise ShardcError(
+            f"{why}, but data.offload has only some of them on the device at once",
+            where="data.offload",
+            fix=(
+                "use an optimizer that updates every parameter by itself (SGD, Adam, AdamW, ...), or leave"
+                f" data.offload out with {kind}"
+            ),
+        )

@@ -1,0 +1,185 @@
+"""Places outside of the device where tensors are kept: the machine's memory, or a file of a directory.
+
+A file is mapped into memory: its tensors are ordinary CPU tensors, which checkpoints and users read as any other. The
+system reads their pages when they are touched, or earlier if it is told (`Slot.ahead`), and writes them in the
+background; what is not worked with is let go (`Slot.behind`): then it is not this process's memory, and the system's
+cache keeps it only as long as there is memory to spare."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import tempfile
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardc.errors import ShardcError
+
+#: Files grow by so many bytes of address space; room on the disk is taken as it is used.
+_CHUNK = 2**30
+_NAME = "shardc-offload-"
+_ALIGN = 64
+
+
+class Slot:
+    """Room outside of the device, in one piece. bytes: all of it, uint8, zeros at first."""
+
+    def __init__(self, room: Tensor) -> None:
+        self.bytes = room
+        self._used = 0
+
+    def take(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The next tensor in it: of the size, strides and dtype of `like`, in which no two elements share a place."""
+        start, nbytes = self._used, room_of([like], dtype)
+        self._used += nbytes
+        flat = self.bytes[start : start + nbytes].view(dtype or like.dtype)
+        return flat.as_strided(like.shape, like.stride())
+
+    def ahead(self) -> None:
+        """It will be read soon."""
+
+    def behind(self) -> None:
+        """It is not needed for a while. What was written is kept."""
+
+
+def room_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
+    """Bytes that a slot needs for them."""
+    nbytes = 0
+    for x in tensors:
+        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+        nbytes += -(-last * (dtype or x.dtype).itemsize // _ALIGN) * _ALIGN
+    return nbytes
+
+
+class Place(Protocol):
+    """Where slots are made."""
+
+    def slot(self, nbytes: int) -> Slot: ...
+
+    def close(self) -> None: ...
+
+
+class Memory:
+    """The machine's memory; pinned where a GPU copies from it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pin = device.type == "cuda"
+
+    def slot(self, nbytes: int) -> Slot:
+        return Slot(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._pin))
+
+    def close(self) -> None:
+        """Nothing outlives its tensors."""
+
+
+@dataclass
+class _Chunk:
+    """A stretch of a file. mapped: all of it. start: where it begins in the file. used: bytes of it that are taken."""
+
+    mapped: mmap.mmap
+    start: int
+    used: int = 0
+
+
+class _Mapped(Slot):
+    """A slot in a chunk of a file, from `at`, a whole number of pages."""
+
+    def __init__(self, chunk: _Chunk, at: int, nbytes: int, room: int) -> None:
+        empty = torch.zeros(0, dtype=torch.uint8)
+        super().__init__(
+            torch.frombuffer(chunk.mapped, dtype=torch.uint8, count=nbytes, offset=at) if nbytes else empty
+        )
+        self._chunk, self._at, self._room = chunk, at, room
+
+    def ahead(self) -> None:
+        if self._room:
+            self._chunk.mapped.madvise(mmap.MADV_WILLNEED, self._at, self._room)
+
+    def behind(self) -> None:
+        # a shared mapping loses nothing: what was written is in the system's cache, or on the disk
+        if self._room:
+            self._chunk.mapped.madvise(mmap.MADV_DONTNEED, self._at, self._room)
+
+
+class Files:
+    """One file of one rank in a directory, which grows. It goes away with `close`, or with this process, however that
+    ends.
+
+    A file that a killed process left is removed by the next one that comes: its owner held a lock, which ended with it.
+    folder: made if it is not there. where: the spec's key, for messages. Raises ShardcError where nothing can be
+    written."""
+
+    def __init__(self, folder: str, rank: int, where: str) -> None:
+        self.folder, self._where = Path(folder).expanduser().absolute(), where
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _sweep(self.folder)
+            self._fd, path = _create(self.folder, rank)
+        except OSError as e:
+            what = f"nothing can be written in the directory {self.folder}: {e.strerror}"
+            raise ShardcError(what, where=where, fix="name a directory that every rank may write to, or cpu") from e
+        self._size = 0
+        self._chunk: _Chunk | None = None
+        self.close = weakref.finalize(self, _remove, self._fd, path, os.getpid())
+
+    def slot(self, nbytes: int) -> Slot:
+        """Raises ShardcError if the disk is full."""
+        room = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        try:
+            if self._chunk is None or self._chunk.used + room > len(self._chunk.mapped):
+                size = max(room, _CHUNK)
+                os.ftruncate(self._fd, self._size + size)
+                self._chunk = _Chunk(mmap.mmap(self._fd, size, offset=self._size), self._size)
+                self._size += size
+            chunk, at = self._chunk, self._chunk.used
+            if room:  # taken now: a mapped page for which there is no room later would end the process
+                os.posix_fallocate(self._fd, chunk.start + at, room)
+        except OSError as e:
+            free = os.statvfs(self.folder)
+            what = (
+                f"{self.folder} has no room for {nbytes:,} bytes more ({free.f_bavail * free.f_frsize:,} are free):"
+                f" {e.strerror}"
+            )
+            raise ShardcError(
+                what, where=self._where, fix="name a directory on a larger disk, or split over more ranks"
+            ) from e
+        chunk.used += room
+        return _Mapped(chunk, at, nbytes, room)
+
+
+def _create(folder: Path, rank: int) -> tuple[int, str]:
+    while True:
+        fd, path = tempfile.mkstemp(prefix=f"{_NAME}{socket.gethostname()}-{os.getpid()}-rank{rank}-", dir=folder)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody can sweep there
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_nlink:  # no one swept it before it was locked
+            return fd, path
+        os.close(fd)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove files whose owners are gone."""
+    for path in folder.glob(f"{_NAME}*"):
+        with contextlib.suppress(OSError):  # another one removes it, or it is not ours to open
+            fd = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            finally:
+                os.close(fd)
+
+
+def _remove(fd: int, path: str, owner: int) -> None:
+    if os.getpid() == owner:  # not in a copy of the process that only loads data
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        os.close(fd)

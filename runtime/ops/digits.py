@@ -1,0 +1,56 @@
+"""One digit of a tensor's dim, cut and joined in a single copy (none where the digit is the outermost one).
+
+A shard sees its dim as [split, n, rest] (shardc.ir.placement). Collectives send and receive *stacks* [n, ...]: the
+digit moved to the front, part i being what rank i of the axis holds. Sections, which are no digit, take the longer way
+through `chunks`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardc.ir.placement import Shard, chunks, unchunk
+
+
+def _seen(x: Tensor, s: Shard, n: int) -> Tensor:
+    """x[..., d, ...] as [..., split, n, rest, ...]."""
+    d, size = s.dim, x.shape[s.dim]
+    return x.reshape(*x.shape[:d], s.split, n, size // (s.split * n), *x.shape[d + 1 :])
+
+
+def stack(x: Tensor, s: Shard, n: int) -> Tensor:
+    """[n, *local]: part i of the shard at index i; contiguous."""
+    if s.sections:
+        return torch.stack(chunks(x, s, n))
+    d = s.dim
+    return _seen(x, s, n).movedim(d + 1, 0).reshape(n, *x.shape[:d], x.shape[d] // n, *x.shape[d + 1 :]).contiguous()
+
+
+def unstack(parts: Tensor, s: Shard) -> Tensor:
+    """The inverse of `stack`: the whole tensor, contiguous."""
+    if s.sections:
+        return unchunk(parts.unbind(0), s)
+    d, (n, *local) = s.dim, parts.shape
+    size = local[d]
+    seen = parts.reshape(n, *local[:d], s.split, size // s.split, *local[d + 1 :]).movedim(0, d + 1)
+    return seen.reshape(*local[:d], n * size, *local[d + 1 :]).contiguous()
+
+
+def cut(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
+    """Part i of n, contiguous."""
+    if s.sections:
+        return chunks(x, s, n)[i].contiguous()
+    d = s.dim
+    return _seen(x, s, n).select(d + 1, i).reshape(*x.shape[:d], x.shape[d] // n, *x.shape[d + 1 :]).contiguous()
+
+
+def pad(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
+    """The whole tensor that has x as its part i and zeros elsewhere."""
+    if s.sections:
+        zero = torch.zeros_like(x)
+        return unchunk([x if j == i else zero for j in range(n)], s)
+    d, size = s.dim, x.shape[s.dim]
+    whole = x.new_zeros(*x.shape[:d], n * size, *x.shape[d + 1 :])
+    part = _seen(whole, s, n).select(d + 1, i)
+    part.copy_(x.reshape(part.shape))
+    return whole

@@ -1,0 +1,329 @@
+"""Experts: every token is sent to the few experts that a router chose for it, and gets the weighted sum of what they
+make
+    of it.
+
+    order, counts = experts_route(index, ...)       which (token, choice) pairs go where, sorted by rank and expert; counts are exchanged
+    rows = experts_send(x, order, counts, ...)      all_to_all of just these rows; they come sorted by expert
+    made = experts_apply(rows, counts, up, ...)     grouped products over the experts that are here
+    back = experts_return(made, counts, ...)        all_to_all back
+    y    = experts_combine(back, order, weights)    weighted sum of the choices of each token
+
+Each is differentiable, and its backward is the transposed exchange. Without axes nothing is sent: `experts` is all of
+it on one device. How many rows a rank gets depends on the router; nothing is padded and nothing dropped, so the result
+is exact for any routing.
+
+    x        f[t, h]            tokens
+    index    i64[t, k]          experts of each token, 0 .. e-1; a choice outside of that gives nothing (a dropped token)
+    weights  f[t, k]            of the choices
+    up       f[e, m, h]         first product of each expert; transposed: f[e, h, m]. m: what the activation takes apart
+    down     f[e, h, i]         second one; transposed: f[e, i, h]
+    order    i64[n]             the pairs t * k + choice that go anywhere, sorted by where they go
+    counts   i64[2, ranks, e']  rows that are sent to, and received from, every rank, by the experts there / here; on the CPU
+
+After Lepikhin et al. 2020, "GShard"; dropless as in Gale et al. 2022, "MegaBlocks".
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc.ir.placement import Layout, Shard
+from shardc.runtime.ops import expert_activation
+from shardc.runtime.ops.grouped_mm import grouped
+from shardc.torch_private import FakeTensor
+
+Mesh = Any
+Digits = Sequence[tuple[Any, ...]]
+
+
+def experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str | Callable[[Tensor], Tensor],
+    transposed: bool = False,
+) -> Tensor:
+    """f[t, h] like x: sum over k of weights[t, k] * (down[e] @ activation(up[e] @ x[t] + up_bias[e]) + down_bias[e]), e
+    =
+    index[t, k].
+
+    activation: text (shardc.runtime.ops.expert_activation), or what it says.
+    """
+    order, counts = experts_route(index, None, (), up.shape[0], ())
+    rows = experts_send(x, order, counts, None, (), index.shape[1])
+    made = experts_apply(rows, counts, up, down, up_bias, down_bias, activation, transposed)
+    return experts_combine(made, order, weights)
+
+
+def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
+    """i64[t, k]: the choices, -1 for those beyond the first `limit` of an expert, by position: token by token, and in
+    each
+    choice by choice.
+
+    index: i64[t, k], or i64[chunks, t, k]: each chunk by itself.
+    """
+    flat = index.reshape(-1)
+    chunks = index.shape[0] if index.dim() == 3 else 1
+    inside = (flat >= 0) & (flat < experts)
+    slot = torch.where(inside, flat, experts)
+    if chunks > 1:
+        slot = (slot.view(chunks, -1) + torch.arange(chunks, device=flat.device).unsqueeze(1) * (experts + 1)).view(-1)
+    order = slot.argsort(stable=True)
+    sizes = _count(slot, chunks * (experts + 1))
+    first = sizes.cumsum(0) - sizes  # where each expert's choices begin, sorted
+    before = torch.arange(flat.numel(), device=flat.device) - first[slot[order]]
+    return torch.where(inside & (torch.empty_like(flat).index_copy_(0, order, before) < limit), flat, -1).view_as(index)
+
+
+def _count(slot: Tensor, slots: int) -> Tensor:
+    """i64[slots]: how often each slot stands in i64[n]. `bincount` has a size that hangs on its values, for which a
+    GPU's work is waited.
+    """
+    return torch.zeros(slots, dtype=torch.int64, device=slot.device).scatter_add_(0, slot, torch.ones_like(slot))
+
+
+# --- routing ----------------------------------------------------------------------------------------------------------
+
+
+def experts_route(
+    index: Tensor,
+    mesh: Mesh,
+    axes: Sequence[str],
+    experts: int,
+    digits: Digits,
+    padding: int = 0,
+    blocks: int = 1,
+    *,
+    tag: str = "",
+) -> tuple[Tensor, Tensor]:
+    """(order, counts). The ranks of `axes` exchange rows; of each only what its experts get.
+
+    experts: their number in all. digits: (axis, split, *sections) of each shard of the experts' dim, padding, blocks:
+    its own (shardc.ir.placement.Shard). Choices of experts that no rank of `axes` has (those of another tensor-parallel
+    rank) go nowhere."""
+    flat = index.reshape(-1)
+    if isinstance(index, FakeTensor):
+        ranks, here = _sizes(mesh, tuple(axes), experts, digits, padding, blocks)
+        if ranks > 1:
+            mesh.all_to_all_rows(flat.new_empty(ranks, here), [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
+        return torch.empty_like(flat), torch.empty(2, ranks, here, dtype=torch.int64)
+    place, ranks, here = _places(mesh, tuple(axes), experts, digits, padding, blocks)
+    inside = (flat >= 0) & (flat < experts)
+    slot = place.to(flat.device)[torch.where(inside, flat, experts)]
+    order = slot.argsort(stable=True)
+    sent = _count(slot, ranks * here + 1)[: ranks * here].view(ranks, here)
+    received = sent if ranks == 1 else mesh.all_to_all_rows(sent, [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
+    counts = torch.stack([sent, received]).cpu()
+    if mesh is not None and mesh.routed is not None:
+        chosen = _count(torch.where(inside, flat, experts), experts + 1)
+        mesh.routed.append((tag, chosen[:-1], int(chosen[-1]), int(counts[1].sum())))
+    return order[: int(counts[0].sum())], counts
+
+
+def _places(
+    mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, padding: int, blocks: int
+) -> tuple[Tensor, int, int]:
+    """(place, ranks, experts of each). place[e] = rank in the group of `axes` * experts of each + which of them; the
+    last
+    number of all for experts that no rank of the group has, and as entry `experts`."""
+    if not digits:
+        return torch.arange(experts + 1), 1, experts
+    layout = _layout(digits, padding, blocks)
+    numbers = torch.arange(1, experts + 1)  # padding is zero
+    group = mesh.layout.group(mesh.rank, axes) if axes else (mesh.rank,)
+    held = torch.stack([layout.local(numbers, mesh.layout, mesh.layout.coords(r)) for r in group])
+    place = torch.full((experts + 1,), held.numel())
+    real = held > 0
+    place[held[real] - 1] = torch.arange(held.numel()).view_as(held)[real]
+    return place, len(group), held.shape[1]
+
+
+def _layout(digits: Digits, padding: int, blocks: int) -> Layout:
+    return Layout(tuple((a, Shard(0, split, tuple(sections), padding, blocks)) for a, split, *sections in digits))
+
+
+# --- tensors without data (a rehearsal): every expert gets as much as any other ---------------------------------------
+
+
+def _sizes(
+    mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, padding: int, blocks: int
+) -> tuple[int, int]:
+    """(ranks, experts of each), as `_places`."""
+    if not digits:
+        return 1, experts
+    return mesh.members(axes), _layout(digits, padding, blocks).local_shape((experts,), mesh.layout)[0]
+
+
+def _even(rows: int, parts: int) -> list[int]:
+    return [rows // parts + (i < rows % parts) for i in range(parts)]
+
+
+def _by_rank(rows: Tensor, counts: Tensor) -> tuple[list[int], list[int]]:
+    """Rows sent to and received from every rank; `rows` are those of this one."""
+    if isinstance(counts, FakeTensor):
+        each = _even(rows.shape[0], counts.shape[1])
+        return each, each
+    sent, received = counts.sum(-1).tolist()
+    return sent, received
+
+
+def _by_expert(rows: Tensor, counts: Tensor) -> list[int]:
+    """Rows of each expert here."""
+    if isinstance(counts, FakeTensor):
+        return _even(rows.shape[0], counts.shape[2])
+    each: list[int] = counts[1].sum(0).tolist()
+    return each
+
+
+# --- exchange ---------------------------------------------------------------------------------------------------------
+
+
+def _sorted(rows: Tensor, received: Tensor, *, back: bool) -> Tensor:
+    """Rows that came by rank, by expert within each -> by expert, by rank within each; back: the reverse. received:
+    i64[ranks, e'].
+    """
+    ranks, here = received.shape
+    if ranks == 1 or here == 1:
+        return rows
+    if isinstance(received, FakeTensor):
+        return torch.empty_like(rows)
+    by_rank = torch.arange(here).repeat(ranks).repeat_interleave(received.flatten())
+    order = by_rank.argsort(stable=True).to(rows.device)
+    if not back:
+        return rows.index_select(0, order)
+    return torch.empty_like(rows).index_copy_(0, order, rows)
+
+
+def _there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
+    if not axes:
+        return rows
+    sent, received = _by_rank(rows, counts)
+    return _sorted(
+        mesh.all_to_all_rows(rows, sent, received, axes, direction=direction, tag=tag), counts[1], back=False
+    )
+
+
+def _back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
+    if not axes:
+        return rows
+    sent, received = _by_rank(rows, counts)
+    found: Tensor = mesh.all_to_all_rows(
+        _sorted(rows, counts[1], back=True), received, sent, axes, direction=direction, tag=tag
+    )
+    return found
+
+
+class _Send(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], k: int, tag: str
+    ) -> Tensor:
+        ctx.save_for_backward(order, counts)
+        ctx.how = mesh, axes, k, tag, x.shape
+        return _there(x.index_select(0, order // k if k > 1 else order), counts, mesh, axes, "forward", tag)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        order, counts = ctx.saved_tensors
+        mesh, axes, k, tag, (t, h) = ctx.how
+        got = _back(g, counts, mesh, axes, "backward", tag)
+        each = _unsorted(got, order, t * k)
+        return each.view(t, k, h).sum(1) if k > 1 else each, *[None] * 6
+
+
+class _Return(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.how = mesh, axes, tag
+        return _back(rows, counts, mesh, axes, "forward", tag)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        mesh, axes, tag = ctx.how
+        return _there(g, ctx.saved_tensors[0], mesh, axes, "backward", tag), *[None] * 4
+
+
+def _unsorted(rows: Tensor, order: Tensor, n: int) -> Tensor:
+    """[n, h]: the rows in the order of pairs, zeros for those that went nowhere."""
+    whole = rows.new_empty if order.numel() == n else rows.new_zeros
+    return whole(n, rows.shape[1]).index_copy_(0, order, rows)
+
+
+def experts_send(
+    x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tag: str = ""
+) -> Tensor:
+    """f[rows, h]: the tokens that the experts here have to work on, of all ranks of `axes`, sorted by expert. k:
+    choices of a token.
+    """
+    found: Tensor = _Send.apply(x, order, counts, mesh, tuple(axes), k, tag)  # type: ignore[no-untyped-call]
+    return found
+
+
+def experts_return(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = "") -> Tensor:
+    """f[pairs, h]: what the experts made of this rank's pairs, in their `order`."""
+    found: Tensor = _Return.apply(rows, counts, mesh, tuple(axes), tag)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Combine(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        t, k = weights.shape
+        each = _unsorted(rows, order, t * k).view(t, k, -1)
+        ctx.save_for_backward(each, order, weights)
+        if weights.dtype == rows.dtype:
+            return torch.bmm(weights.unsqueeze(1), each).squeeze(1)
+        return (each * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        each, order, weights = ctx.saved_tensors
+        k = weights.shape[1]
+        rows = of_weights = None
+        if ctx.needs_input_grad[0]:
+            chosen = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+            rows = (g.index_select(0, order // k) * chosen).to(each.dtype)
+        if ctx.needs_input_grad[2]:
+            wide = torch.promote_types(g.dtype, weights.dtype)
+            of_weights = torch.bmm(each.to(wide), g.to(wide).unsqueeze(-1)).squeeze(-1).to(weights.dtype)
+        return rows, None, of_weights
+
+
+def experts_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """f[t, h]: the sum over each token's choices of weight * row; choices that went nowhere give nothing."""
+    found: Tensor = _Combine.apply(rows, order, weights)  # type: ignore[no-untyped-call]
+    return found
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def experts_apply(
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str | Callable[[Tensor], Tensor],
+    transposed: bool = False,
+) -> Tensor:
+    """f[rows, h]: what the experts here make of their rows, which are sorted by expert."""
+    sizes = _by_expert(rows, counts)
+    first = grouped(rows, up, up_bias, sizes, transposed)
+    between = expert_activation.read(activation) if isinstance(activation, str) else activation
+    return grouped(between(first), down, down_bias, sizes, transposed).to(rows.dtype)

@@ -1,0 +1,64 @@
+"""`torch.ops.shardc.experts`: what stands for experts in a captured graph, until the canonical pass makes it
+`ops.experts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime.ops.expert_parallel import experts as run
+
+
+@torch.library.custom_op("shardc::experts", mutates_args=())
+def experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    transposed: bool,
+) -> Tensor:
+    """As shardc.runtime.ops.expert_parallel.experts."""
+    return run(x, index, weights, up, down, up_bias, down_bias, activation, transposed)
+
+
+@experts.register_fake
+def _(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    transposed: bool,
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.options = inputs[7:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Run again, with autograd: in programs `ops.experts` runs, which keeps what it needs."""
+    given = [
+        None if x is None else x.detach().requires_grad_(n)
+        for x, n in zip(ctx.saved_tensors, ctx.needs_input_grad[:7], strict=True)
+    ]
+    with torch.enable_grad():
+        made = run(*given, *ctx.options)  # type: ignore[arg-type]
+    wanted = [x for x in given if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(made, wanted, grad, allow_unused=True))
+    return (*(next(found) if x is not None and x.requires_grad else None for x in given), None, None)
+
+
+experts.register_autograd(_backward, setup_context=_save)

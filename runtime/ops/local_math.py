@@ -1,0 +1,196 @@
+"""Local math that no single aten op does: loss per position, the loss on split classes,
+look-ups in a part of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc.ir.placement import Shard, chunks, widen
+from shardc.torch_private import FakeTensor
+
+Mesh = Any
+Digits = Sequence[tuple[str, int]]
+
+
+def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
+    """Where this rank keeps entries of a dim of `size`, and whether it has them. index: global, an int or a tensor of
+    them.
+
+    digits: (axis, split) of each shard of the dim (shardc.ir.placement.Shard). Where `has` is False the local index
+    means nothing."""
+    has: Any = True
+    for axis, split in sorted(
+        digits, key=lambda d: -d[1]
+    ):  # inner digits first: taking one out leaves the outer ones alone
+        n = mesh.size(axis)
+        rest = size // (split * n)
+        if split == 1:  # the outermost digit: a range
+            local = index - mesh.coordinate(axis) * rest
+            has = has & (local >= 0) & (local < rest)
+        else:
+            high = index // rest
+            local = high // n * rest + index % rest
+            has = has & (high % n == mesh.coordinate(axis))
+        index, size = local, size // n
+    return index, has
+
+
+def check_range(index: Tensor, size: int, what: str, ignore: int | None = None) -> None:
+    """Raise IndexError for a global index outside 0 ... size - 1 that is not `ignore`: no rank has it, each would take
+    it
+    for another's.
+
+    what: names the index. On the CPU only, where torch's own look-ups tell as well: elsewhere asking would wait for the
+    device."""
+    if index.device.type != "cpu" or isinstance(index, FakeTensor):
+        return
+    outside = (index < 0) | (index >= size)
+    if ignore is not None:
+        outside &= index != ignore
+    if outside.any():
+        raise IndexError(f"{what} {int(index[outside][0])} is out of range: it must be at least 0 and less than {size}")
+
+
+def fill_padding(
+    x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, padding: int, blocks: int = 1, fill: float = 0.0
+) -> Tensor:
+    """x with `fill` where its dim is padding (shardc.ir.placement.Shard); the gradient there is zero. x itself on ranks
+    without any.
+
+    digits: (axis, split) of each shard of the dim, whose global size is `size` without padding.
+    """
+    real = widen(torch.ones(size, dtype=torch.bool), Shard(0, 1, (), padding, blocks))
+    for axis, split in sorted(digits, key=lambda d: -d[1]):
+        real = chunks(real, Shard(0, split), mesh.size(axis))[mesh.coordinate(axis)]
+    if bool(real.all()):
+        return x
+    return x.masked_fill(~real.to(x.device).view(-1, *[1] * (x.dim() - 1 - dim)), fill)
+
+
+def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:
+    """BatchNorm's choice of statistics: the batch's when training, else the running one's
+    (cast to the batch's dtype).
+    """
+    return batch if rng is None or rng.training else running.to(batch.dtype).reshape(batch.shape)
+
+
+def total(mesh: Mesh, index: int) -> Tensor:
+    """The sum over a step's microbatches of what its `counts` found on this rank (shardc.passes.accumulate)."""
+    found: Tensor = mesh.totals[index]
+    return found
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, index: int) -> Tensor:
+        if mesh.summing is None:
+            return mesh.totals[index].clone()  # type: ignore[no-any-return]
+        mesh.summing[index] = mesh.summing[index] + x if index in mesh.summing else x
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, None, None
+
+
+def summed(x: Tensor, mesh: Mesh, index: int) -> Tensor:
+    """The sum of x over a step's microbatches, which a forward of all has found before (Interpreter.count). Backward:
+    identity, so that each microbatch has the gradient of its summand."""
+    found: Tensor = _Summed.apply(x, mesh, index)  # type: ignore[no-untyped-call]
+    return found
+
+
+def partial_mean(x: Tensor, dims: list[int], keepdim: bool, count: int) -> Tensor:
+    """This rank's share of a mean over `count` elements in all: the sum over `dims` of what is here, over count."""
+    return x.sum(dims, keepdim) / count
+
+
+def nll(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
+    """Negative log likelihood per position: logits [n, c, ...] (or [c]), target [n, ...]
+    -> [n, ...]; 0 where ignored.
+    """
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+
+
+def nll_max(logits: Tensor) -> Tensor:
+    """The largest logit of each position over this rank's classes; detached."""
+    return logits.detach().amax(1 if logits.dim() > 1 else 0)
+
+
+class _NllParts(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, maximum: Tensor, local: Tensor, here: Tensor) -> Tensor:
+        c = 1 if logits.dim() > 1 else 0
+        shifted = logits - maximum.unsqueeze(c)
+        local = local.masked_fill(~here, 0).unsqueeze(c)
+        picked = shifted.gather(c, local).squeeze(c).masked_fill_(~here, 0)
+        exps = shifted.exp_()
+        ctx.save_for_backward(exps, local, here)
+        ctx.c = c
+        return torch.stack([exps.sum(c), picked])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        exps, local, here = ctx.saved_tensors
+        c = ctx.c
+        # the saved buffer, as large as the logits, becomes the gradient; autograd notices if backward is run again
+        grad = exps.mul_(g[0].unsqueeze(c))
+        grad.scatter_add_(c, local, torch.where(here, g[1], 0).unsqueeze(c))
+        return grad, None, None, None, None
+
+
+def nll_parts(
+    logits: Tensor, target: Tensor, maximum: Tensor, mesh: Mesh, digits: Digits, classes: int, ignore_index: int = -100
+) -> Tensor:
+    """This rank's summands of the loss: [2, n, ...] = (sum of exp(logit - maximum) over its classes; target's logit -
+    maximum, or 0 if another rank has that class).
+
+    logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `held`); target [n, ...]: global
+    class indices; maximum [n, ...]: over all classes. Saves one buffer of the size of the logits. Backward works on it
+    in place, so it can run once."""
+    check_range(target, classes, "target", ignore_index)
+    local, here = held(target, classes, digits, mesh)
+    parts: Tensor = _NllParts.apply(logits, target, maximum, local, here & (target != ignore_index))  # type: ignore[no-untyped-call]
+    return parts
+
+
+def nll_join(parts: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
+    """log(sum of exponentials) - target's logit, from the summed parts; 0 where ignored."""
+    return (parts[0].log() - parts[1]).masked_fill(target == ignore_index, 0)
+
+
+def select_partial(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, index: int) -> Tensor:
+    """Entry `index` of a dim of `size` that is split by `digits` (see `held`): x's entry where this rank has it, else
+    zeros.
+    """
+    local, mine = held(index, size, digits, mesh)
+    entry = x.select(dim, local if mine else 0)
+    # zeros that hang on x all the same: every rank has to run the collectives of backward
+    return entry if mine else entry.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+
+
+def embedding_partial(
+    weight: Tensor, ids: Tensor, mesh: Mesh, digits: Digits, rows: int, padding_idx: int = -1
+) -> Tensor:
+    """Look-up in this rank's rows of a table of `rows`: ids global -> [..., d], zeros for rows of other ranks.
+
+    weight [rows/ranks, d]: split by `digits` (see `held`).
+    """
+    check_range(ids, rows, "index")
+    local, here = held(ids, rows, digits, mesh)
+    padding, mine = held(padding_idx, rows, digits, mesh)
+    # padding's row gets no gradient in `embedding`, and rows of other ranks none through the mask
+    found: Tensor = torch.ops.aten.embedding.default(
+        weight, local.masked_fill(~here, 0), padding if mine and padding_idx >= 0 else -1
+    )
+    return found.masked_fill(~here.unsqueeze(-1), 0)

@@ -1,0 +1,30 @@
+"""What a program calls to have the parameters of a cut bucket whole (shardc.ir.program.Bucket, shardc.passes.data)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def gather_start(params: Sequence[Any], tag: str = "") -> Any:
+    """Begin to gather a bucket, in the background. params: all of the bucket's; only their parts exist. Backward:
+    reduce_scatter.
+    """
+    params[0].bucket.gather()
+    return params[0].bucket
+
+
+def gather_wait(bucket: Any) -> tuple[Tensor, ...]:
+    """The bucket's parameters, whole, once `gather_start` is done. They are freed when nothing uses them, and gathered
+    again in backward.
+    """
+    found: tuple[Tensor, ...] = bucket.used()
+    return found
+
+
+def updated(params: Sequence[Any], tag: str = "") -> tuple[Tensor, ...]:
+    """The bucket's parameters, whole, once the gather that followed the last update is done."""
+    found: tuple[Tensor, ...] = params[0].bucket.updated()
+    return found

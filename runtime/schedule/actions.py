@@ -1,0 +1,160 @@
+"""What a pipeline's schedule is made of: for each rank a list of actions. Data only: it prints, and parses back
+(`schedule_text`).
+
+    2F0             stage 2 forward, microbatch 0
+    2B0             its whole backward; or, split in two:
+    2I0 2W0         the gradients of its inputs, which the stage before waits for, and later those of its weights
+    1SEND_F0>2      what 1F0 made leaves for stage 2             2RECV_F0<1    and is received there, for 2F0
+    2SEND_B0>1      the gradients of it leave for stage 1        1RECV_B0<2    and are received there, for 1B0 or 1I0
+    2REDUCE         stage 2's gradients, of all microbatches now, are reduced over the data axes
+    STEP            tied weights' gradients are summed over the stages, norms taken, weights updated; every rank's last
+
+The letters are those of torch.distributed.pipelining and of "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241),
+whose B is I here. A send is started and not waited for; a receive is posted where it stands, and waited for by the
+action that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from shardc.errors import ShardcError
+
+Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "STEP"]
+
+COMPUTE: frozenset[Kind] = frozenset(("F", "B", "I", "W"))
+SENDS: frozenset[Kind] = frozenset(("SEND_F", "SEND_B"))
+RECEIVES: frozenset[Kind] = frozenset(("RECV_F", "RECV_B"))
+_OTHER_END: dict[Kind, Kind] = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
+
+
+class Action(NamedTuple):
+    """stage: -1 for STEP. microbatch: -1 for REDUCE and STEP. peer: the other stage of a send or receive, else -1."""
+
+    kind: Kind
+    stage: int = -1
+    microbatch: int = -1
+    peer: int = -1
+
+    def __str__(self) -> str:
+        if self.kind == "STEP":
+            return "STEP"
+        if self.kind == "REDUCE":
+            return f"{self.stage}REDUCE"
+        head = f"{self.stage}{self.kind}{self.microbatch}"
+        return head if self.peer < 0 else f"{head}{'>' if self.kind in SENDS else '<'}{self.peer}"
+
+    def other_end(self) -> Action:
+        """The receive of a send, the send of a receive."""
+        return Action(_OTHER_END[self.kind], self.peer, self.microbatch, self.stage)
+
+
+class Link(NamedTuple):
+    """Stage `target` uses values that stage `source`, an earlier one, makes. gradient: gradients of some of them come
+    back.
+    """
+
+    source: int
+    target: int
+    gradient: bool = True
+
+
+class Crossing(Protocol):
+    """The same of a program: shardc.ir.program.Edge."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def target(self) -> int: ...
+    @property
+    def gradient(self) -> bool: ...
+
+
+Edges = Iterable[Crossing | tuple[int, int]]
+
+
+def links(edges: Edges | None, stages: int) -> tuple[Link, ...]:
+    """edges as Links, sorted; None: each stage uses the one before. Raises ShardcError for an edge that goes back, or
+    to no stage.
+    """
+    given: Edges = ((s, s + 1) for s in range(stages - 1)) if edges is None else edges
+    found = {Link(*e) if isinstance(e, tuple) else Link(e.source, e.target, e.gradient) for e in given}
+    for e in found:
+        if not 0 <= e.source < e.target < stages:
+            what = f"an edge from stage {e.source} to stage {e.target} of {stages}"
+            raise ShardcError(what, where="edges", fix="an edge goes from a stage to a later one")
+    return tuple(sorted(found))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """placement: the rank (coordinate on the pipeline's axis) of each stage. actions: of each rank, in order.
+
+    where: for errors, the place of every action in the file it was read from.
+    """
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    where: tuple[tuple[str, ...], ...] = field(default=(), compare=False, repr=False)
+
+    @staticmethod
+    def of(name: str, actions: Sequence[Sequence[Action]], where: tuple[tuple[str, ...], ...] = ()) -> Schedule:
+        """Stages and microbatches are those that occur; a stage is the rank's that has its first action, -1 if none
+        has.
+        """
+        placement: dict[int, int] = {}
+        for rank, each in enumerate(actions):
+            for a in each:
+                placement.setdefault(a.stage, rank)
+        placement.pop(-1, None)
+        stages = range(max(placement, default=-1) + 1)
+        microbatches = max((a.microbatch for each in actions for a in each), default=-1) + 1
+        return Schedule(
+            name, microbatches, tuple(placement.get(s, -1) for s in stages), tuple(map(tuple, actions)), where
+        )
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def sizes(self) -> str:
+        counts = (self.stages, "stage", "s"), (self.ranks, "rank", "s"), (self.microbatches, "microbatch", "es")
+        stages, ranks, microbatches = (f"{n} {what}{many if n != 1 else ''}" for n, what, many in counts)
+        return f"{stages} on {ranks}, {microbatches}"
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(s for s, r in enumerate(self.placement) if r == rank)
+
+    def place(self, rank: int, index: int) -> str:
+        """Where an action stands, for errors."""
+        return self.where[rank][index] if self.where else f"{self.name}: rank {rank}, action {index + 1}"
+
+    def __iter__(self) -> Iterator[tuple[int, int, Action]]:
+        """(rank, position, action) of all."""
+        return ((r, i, a) for r, each in enumerate(self.actions) for i, a in enumerate(each))
+
+    def __str__(self) -> str:
+        rows = (f"rank {r}: {' '.join(map(str, each))}".rstrip() for r, each in enumerate(self.actions))
+        return "\n".join([f"# {self.name}: {self.sizes}", *rows, ""])
+
+
+def live(actions: Iterable[Action]) -> int:
+    """The most microbatches of stages that a rank has activations of at once: from F to B, or W where backward is
+    split.
+    """
+    now = peak = 0
+    for a in actions:
+        if a.kind == "F":
+            now += 1
+            peak = max(peak, now)
+        elif a.kind in ("B", "W"):
+            now -= 1
+    return peak

@@ -1,0 +1,23 @@
+"""GPipe (arXiv 1811.06965): all microbatches forward, then all backward. Keeps the activations of all of them.
+
+rank 0: 0F0 0F1 0F2     0B0 0B1 0B2
+rank 1:     1F0 1F1 1F2 1B0 1B1 1B2
+"""
+
+from __future__ import annotations
+
+from shardc.runtime.schedule.actions import Action
+
+
+def gpipe(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
+    """A rank's several stages run one after the other, all microbatches each ("looped breadth first", arXiv
+    2211.05953).
+    """
+    each = range(microbatches)
+    made = []
+    for rank in range(ranks):
+        mine = range(rank, stages, ranks)
+        made.append(
+            [Action("F", s, m) for s in mine for m in each] + [Action("B", s, m) for s in reversed(mine) for m in each]
+        )
+    return made

@@ -1,0 +1,43 @@
+"""1F1B (arXiv 1806.03377, 2006.09503) and interleaved 1F1B (arXiv 2104.04473): as soon as a rank can, it runs one
+backward
+for each forward.
+
+    rank 0: 0F0 0F1             0B0 0F2     0B1     0B2
+    rank 1:     1F0 1B0     1F1 1B1     1F2 1B2
+
+Rank i of p warms up by p-1-i forwards, so that it keeps the activations of p-i microbatches, however many there are.
+With v stages a rank (stage s is rank s mod p's) microbatches go in rounds of p: a round through the rank's first stage,
+then through its second, ...; the warm-up is (v-1)p + 2(p-1-i) forwards, and the bubble is a v-th of what it was.
+
+Rounds must be whole for these numbers: with fewer microbatches the order is that of the next multiple of p, without
+those that are not there. What is left of a legal order without some microbatches is legal too, as microbatches do not
+depend on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardc.runtime.schedule.actions import Action
+
+
+def one_f_one_b(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
+    v = stages // ranks
+    whole = -(-microbatches // ranks) * ranks if v > 1 else microbatches
+    made = []
+    for rank in range(ranks):
+        warm = (v - 1) * ranks + 2 * (ranks - 1 - rank) if v > 1 else ranks - 1 - rank
+        mine = range(rank, stages, ranks)
+        forward = [Action("F", s, m) for s, m in _rounds(mine, ranks, whole)]
+        backward = [Action("B", s, m) for s, m in _rounds(mine[::-1], ranks, whole)]
+        order = forward[:warm]
+        for i, b in enumerate(backward):
+            order += [*forward[warm + i : warm + i + 1], b]
+        made.append([a for a in order if a.microbatch < microbatches])
+    return made
+
+
+def _rounds(mine: range, size: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, microbatches, size):
+        for stage in mine:
+            for m in range(begin, min(begin + size, microbatches)):
+                yield stage, m

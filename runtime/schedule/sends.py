@@ -1,0 +1,69 @@
+"""Fills a schedule of F, B, I and W in: its sends and receives, a REDUCE for each stage, STEP.
+
+All that happens is put in one order, and each rank's list is its part of it. An action has its place by when it ends
+where every F, I and W takes 1, then by its rank; what it sends comes right behind it, on both ranks. Sends and receives
+in one order, each at one moment on both its
+ranks: there is no deadlock under any buffering, and every pair of ranks sees one order (`schedule_prove`). As actions
+stand where they end, a receive comes before the action that its rank runs while the value is made: it is posted ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardc.runtime.schedule.actions import COMPUTE, SENDS, Action, Edges, Schedule, links
+from shardc.runtime.schedule.timeline import timeline
+
+
+def fill(schedule: Schedule, edges: Edges | None = None) -> Schedule:
+    """schedule: proven. What it has already of sends and receives, of REDUCE, or of STEP stays as it is."""
+    known = {a.kind for each in schedule.actions for a in each}
+    actions = schedule.actions
+    if not known & SENDS:
+        actions = _with_sends(schedule, edges)
+    if "REDUCE" not in known and known & {"B", "W"}:
+        actions = tuple(map(_with_reduce, actions))
+    if "STEP" not in known and known & {"B", "W"}:
+        actions = tuple((*each, Action("STEP")) for each in actions)
+    return schedule if actions == schedule.actions else replace(schedule, actions=actions, where=())
+
+
+def _with_sends(schedule: Schedule, edges: Edges | None) -> tuple[tuple[Action, ...], ...]:
+    there: dict[int, list[int]] = {}  # of each stage: the stages on other ranks that use what it makes
+    back: dict[int, list[int]] = {}  # ... that made what it uses
+    for link in links(edges, schedule.stages):
+        if schedule.placement[link.source] != schedule.placement[link.target]:
+            there.setdefault(link.source, []).append(link.target)
+            if link.gradient:
+                back.setdefault(link.target, []).append(link.source)
+    listed: list[list[tuple[tuple[float, int, int], Action]]] = [[] for _ in schedule.actions]
+    clock = timeline(schedule, edges=edges)
+    for rank, each in enumerate(schedule.actions):
+        ends = iter(clock.slots[rank])
+        end = 0.0
+        for a in each:
+            if a.kind in COMPUTE:
+                end = next(ends).end
+            listed[rank].append(((end, rank, 0 if a.kind in COMPUTE else 2), a))
+            peers = there if a.kind == "F" else back if a.kind in ("B", "I") else {}
+            for peer in peers.get(a.stage, ()):
+                send = Action("SEND_F" if a.kind == "F" else "SEND_B", a.stage, a.microbatch, peer)
+                listed[rank].append(((end, rank, 1), send))
+                listed[schedule.placement[peer]].append(((end, rank, 1), send.other_end()))
+    return tuple(tuple(a for _, a in sorted(each, key=lambda x: x[0])) for each in listed)
+
+
+def _with_reduce(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Behind the last backward of each stage, and what that sends."""
+    last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
+    made: list[Action] = []
+    due: list[Action] = []
+    for i, a in enumerate(actions):
+        if a.kind not in SENDS:
+            made += due
+            due = []
+        made.append(a)
+        if last.get(a.stage) == i:
+            due.append(Action("REDUCE", a.stage))
+    return (*made, *due)

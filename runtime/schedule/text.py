@@ -1,0 +1,87 @@
+"""Schedules as text: one line a rank. Written by `str(schedule)`, read by `parse`; a user may write such a file.
+
+    # what follows a # is a remark
+    rank 0: 0F0 0F1 0B0 0B1
+    rank 1: 1F0 1B0
+            1F1 1B1             a line without `rank` goes on with the rank before
+
+The actions are those of `schedule_actions`. Sends and receives, REDUCE and STEP may be left out: they are filled in.
+A file without any `rank` has a line a rank, split by commas or blanks: what torch.distributed.pipelining writes as CSV
+is read."""
+
+from __future__ import annotations
+
+import re
+
+from shardc.errors import Errors
+from shardc.runtime.schedule.actions import RECEIVES, SENDS, Action, Kind, Schedule
+
+_RANK = re.compile(r"\s*rank\s+(\d+)\s*:")
+_TITLE = re.compile(r"# (.+): \d+ stages? on \d+ ranks?, \d+ microbatch(?:es)?\n")
+_WORD = re.compile(r"[^\s,]+")
+_ACTION = re.compile(
+    r"(?:(?P<stage>\d+)(?:(?P<kind>[FBIW]|SEND_[FB]|RECV_[FB])(?P<microbatch>\d+)(?:(?P<way>[<>])(?P<peer>\d+))?|REDUCE)|STEP)"
+)
+
+
+def parse(text: str, file: str = "schedule") -> Schedule:
+    """The inverse of `str(schedule)`; its name is `file` where the text has none.
+
+    Raises ShardcError with the line and column of every word that is no action.
+    """
+    lines = [line.partition("#")[0] for line in text.splitlines()]
+    named = any(map(_RANK.match, lines))
+    actions: list[list[Action]] = []
+    places: list[list[str]] = []
+    errors = Errors()
+    for n, line in enumerate(lines, 1):
+        start = 0
+        if found := _RANK.match(line):
+            start = found.end()
+            if int(found[1]) != len(actions):
+                errors.add(
+                    f"rank {found[1]} comes after {len(actions)} ranks",
+                    where=f"{file}:{n}:1",
+                    fix=f"write `rank {len(actions)}:` here",
+                )
+        if found or (not named and line.strip(" ,\t")):
+            actions.append([])
+            places.append([])
+        for word in _WORD.finditer(line, start):
+            where = f"{file}:{n}:{word.start() + 1}"
+            if not actions:
+                errors.add(f"{word[0]} stands before the first rank", where=where, fix="begin with `rank 0:`")
+                break
+            made = _action(word[0])
+            if isinstance(made, Action):
+                actions[-1].append(made)
+                places[-1].append(where)
+            else:
+                errors.add(f"{word[0]!r} is no action", where=where, fix=made)
+    if not any(actions):
+        errors.add("the schedule has no actions", where=file, fix="write a line a rank: `rank 0: 0F0 0B0`")
+    errors.raise_any()
+    first = _TITLE.match(text)
+    return Schedule.of(first[1] if first else file, actions, tuple(map(tuple, places)))
+
+
+def _action(word: str) -> Action | str:
+    """An action, or what to write instead."""
+    found = _ACTION.fullmatch(word)
+    if found is None:
+        return "write stage, kind, microbatch: 2F0, 2B0, 2I0, 2W0, 1SEND_F0>2, 2RECV_F0<1; or 2REDUCE, STEP"
+    if found["stage"] is None:
+        return Action("STEP")
+    stage = int(found["stage"])
+    if found["kind"] is None:
+        return Action("REDUCE", stage)
+    kind: Kind = found["kind"]  # type: ignore[assignment]  # one of the expression's
+    sign = ">" if kind in SENDS else "<" if kind in RECEIVES else None
+    if found["way"] != sign:
+        right = f"{stage}{kind}{found['microbatch']}"
+        return (
+            f"write {right}"
+            if sign is None
+            else f"write {right}{sign}N with the other stage N, or leave all sends and receives out"
+        )
+    return Action(kind, stage, int(found["microbatch"]), int(found["peer"] or -1))

@@ -1,0 +1,110 @@
+"""When each action of a schedule runs, given what each stage costs: start and end, bubbles, activations kept.
+
+A rank runs its actions in their order, one at a time; each starts when the rank is free and what it uses has arrived.
+Sends take no time of their rank, as nothing waits for them; REDUCE and STEP are not counted. So the end is the longest
+path through the actions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardc.runtime.schedule.actions import COMPUTE, Action, Edges, Schedule, links, live
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of each stage and one microbatch, in any one unit. B costs inputs + weights.
+
+    transfer: of what goes over (source stage, target stage) between two ranks, there; and back again for its gradients.
+    """
+
+    forward: tuple[float, ...]
+    inputs: tuple[float, ...]
+    weights: tuple[float, ...]
+    transfer: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    @staticmethod
+    def even(stages: int, forward: float = 1, inputs: float = 1, weights: float = 1) -> Costs:
+        return Costs((forward,) * stages, (inputs,) * stages, (weights,) * stages)
+
+    def of(self, a: Action) -> float:
+        if a.kind == "F":
+            return self.forward[a.stage]
+        return (self.inputs[a.stage] if a.kind in ("B", "I") else 0) + (
+            self.weights[a.stage] if a.kind in ("B", "W") else 0
+        )
+
+
+class Slot(NamedTuple):
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """slots: of each rank, F, B, I and W in order. live: of each rank the peak number of microbatches of stages with
+    activations.
+    """
+
+    schedule: Schedule
+    slots: tuple[tuple[Slot, ...], ...]
+    live: tuple[int, ...]
+
+    @property
+    def end(self) -> float:
+        return max((each[-1].end for each in self.slots if each), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        return sum(s.end - s.start for s in self.slots[rank])
+
+    def bubble(self, rank: int | None = None) -> float:
+        """The part of the time in which the rank (None: all of them, on average) does nothing."""
+        ranks = range(len(self.slots)) if rank is None else (rank,)
+        return 1 - sum(map(self.busy, ranks)) / (len(ranks) * self.end) if self.end else 0.0
+
+
+def timeline(schedule: Schedule, costs: Costs | None = None, edges: Edges | None = None) -> Timeline:
+    """schedule: a proven one. costs: None: F, I and W take 1 each, in every stage."""
+    costs = costs or Costs.even(schedule.stages)
+    before: list[list[tuple[int, float]]] = [
+        [] for _ in range(schedule.stages)
+    ]  # of a stage: the stages whose values it uses
+    after: list[list[tuple[int, float]]] = [[] for _ in range(schedule.stages)]  # ... whose gradients it uses
+    for link in links(edges, schedule.stages):
+        far = schedule.placement[link.source] != schedule.placement[link.target]
+        time = costs.transfer.get((link.source, link.target), 0.0) if far else 0.0
+        before[link.target].append((link.source, time))
+        if link.gradient:
+            after[link.source].append((link.target, time))
+    ends: dict[tuple[bool, int, int], float] = {}  # (forward?, stage, microbatch)
+    mine = [[a for a in each if a.kind in COMPUTE] for each in schedule.actions]
+    slots: list[list[Slot]] = [[] for _ in mine]
+    ready = deque(range(len(mine)))
+    waiters: dict[tuple[bool, int, int], list[int]] = {}
+    while ready:
+        rank = ready.popleft()
+        done = slots[rank]
+        for a in mine[rank][len(done) :]:
+            forward = a.kind == "F"
+            start = done[-1].end if done else 0.0
+            late = None
+            for stage, time in () if a.kind == "W" else (before if forward else after)[a.stage]:
+                end = ends.get((forward, stage, a.microbatch))
+                if end is None:
+                    late = forward, stage, a.microbatch
+                    break
+                start = max(start, end + time)
+            if late is not None:
+                waiters.setdefault(late, []).append(rank)
+                break
+            done.append(Slot(a, start, start + costs.of(a)))
+            if a.kind != "W":
+                made = forward, a.stage, a.microbatch
+                ends[made] = done[-1].end
+                ready.extend(waiters.pop(made, ()))
+    assert all(len(d) == len(each) for d, each in zip(slots, mine, strict=True)), "prove the schedule first"
+    return Timeline(schedule, tuple(map(tuple, slots)), tuple(map(live, schedule.actions)))

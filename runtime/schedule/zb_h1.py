@@ -1,0 +1,35 @@
+"""ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B whose backward is split; the gradients of weights wait, and fill the
+bubble
+at the end.
+
+    rank 0: 0F0 0F1         0I0 0W0 0F2 0I1 0W1     0I2 0W2
+    rank 1:     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+
+Rank i is i gradients of weights behind, so that every rank keeps activations of p microbatches: no more than 1F1B's
+first. With F, I and W alike the bubble is a third of 1F1B's. Several stages a rank: the same of interleaved 1F1B.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shardc.runtime.schedule.actions import Action
+from shardc.runtime.schedule.one_f_one_b import one_f_one_b
+
+
+def zb_h1(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
+    return [_split(order, rank) for rank, order in enumerate(one_f_one_b(stages, ranks, microbatches))]
+
+
+def _split(order: list[Action], behind: int) -> list[Action]:
+    made: list[Action] = []
+    waiting: deque[Action] = deque()
+    for a in order:
+        if a.kind == "F":
+            made.append(a)
+            continue
+        made.append(a._replace(kind="I"))
+        waiting.append(a._replace(kind="W"))
+        if len(waiting) > behind:
+            made.append(waiting.popleft())
+    return [*made, *waiting]

@@ -1,0 +1,202 @@
+"""Weights without a copy of the whole model: a builder is recorded without memory, and each parameter is computed by
+itself.
+
+    model, recipe = record(lambda: GPT(config))                     # the model on the meta device; nothing is allocated
+    recipe.materialise("blocks.0.qkv.weight", seed=0)               # that parameter, computed from counters
+
+Every rank computes a parameter, keeps its shard and frees the rest, so nothing is broadcast. Random ops draw from the
+counter-based generator, keyed by (seed, ordinal of the op in the recording): `torch.manual_seed` plays no role, and
+every mesh and `materialise_model`, the single-device reference, get the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardc.errors import Errors, ShardcError
+from shardc.runtime.state.init_recorder import Recorder, Ref, Tape
+from shardc.torch_private import pytree
+
+Builder = Callable[[], nn.Module]
+_RECORDING = (
+    threading.RLock()
+)  # a recording replaces a function of torch.nn.init for a while, which all threads would see
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to compute each parameter and buffer of a model. names: FQN (all names of tied
+    tensors) -> place on the tape.
+    """
+
+    tape: Tape
+    names: dict[str, Ref]
+
+    def materialise(self, fqn: str, seed: int, device: torch.device | str = "cpu") -> Tensor:
+        """The whole tensor of this name, in the dtype that the builder gave it; new memory on every call.
+
+        Raises ShardcError if the builder never gave it a value, KeyError if there is no such name.
+        """
+        ref = self.names[fqn]
+        writers = [self.tape.entries[i] for i in self.tape.writers.get(ref.storage, ())]
+        if 0 not in ref.shape and all(e.func is not None and e.func.overloadpacket in _EMPTY for e in writers):
+            made = next((str(e.line) for e in writers), "")
+            raise ShardcError(
+                f"{fqn} is never initialised" + (f" (made at {made})" if made else ""),
+                where=fqn.rpartition(".")[0],
+                fix="initialise it where the model is built, or pass a real model instead of its builder",
+            )
+        found = self.tape.replay([ref], seed, device)[0]
+        return (
+            found.clone(memory_format=torch.contiguous_format) if ref.stride != found.contiguous().stride() else found
+        )
+
+
+_EMPTY = {
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+}
+
+
+def record(builder: Builder) -> tuple[nn.Module, Recipe]:
+    """Run a zero-argument builder without memory: the model it builds, on the meta device, and the recipe of its
+    values.
+
+    Raises ShardcError, with the line, where building depends on random values or uses randomness that is not torch's.
+    """
+    with _RECORDING, Recorder() as recorder:
+        before = _foreign_randomness()
+        model = builder()
+        if not isinstance(model, nn.Module):
+            raise ShardcError(
+                f"the builder returned a {type(model).__name__}, not a torch.nn.Module", fix="return the model"
+            )
+        for name, was, now in zip(("random", "numpy.random"), before, _foreign_randomness(), strict=True):
+            if was != now:
+                raise ShardcError(
+                    f"building {type(model).__name__} draws from Python's module {name}, which would differ from rank"
+                    " to rank",
+                    where=type(model).__name__,
+                    fix="draw from torch, or pass a real model instead of its builder",
+                )
+        names = {name: recorder.ref(x) for name, x in named_tensors(model)}
+    _settle_attributes(model, recorder)
+    return model, Recipe(recorder.tape, names)
+
+
+def record_reset(model: nn.Module) -> Recipe:
+    """The recipe of a model that lies on the meta device: every module's own `reset_parameters`, as FSDP does it.
+
+    Only for what is on the meta device. Raises ShardcError for modules that have no `reset_parameters`, and for models
+    with an initialisation of their own, which `reset_parameters` would not follow.
+    """
+    errors = Errors()
+    for name, module in model.named_modules():
+        if any(hasattr(module, own) for own in ("init_weights", "_init_weights")):
+            errors.add(
+                "the model is on the meta device and has an initialisation of its own, which ran there without effect",
+                where=name or type(module).__name__,
+                fix="pass the function that builds the model instead of the model",
+            )
+            break
+        if any(t.is_meta for t in _own(module)) and _reset_of(module) is None:
+            errors.add(
+                f"{type(module).__name__} is on the meta device and has no reset_parameters()",
+                where=name,
+                fix="pass the function that builds the model instead of the model",
+            )
+    errors.raise_any()
+    duplicate = copy.deepcopy(model)
+
+    def build() -> nn.Module:
+        fresh: dict[int, Tensor] = {}
+        for module in duplicate.modules():
+            for held in (module._parameters, module._buffers):
+                for name, x in held.items():
+                    if x is not None and x.untyped_storage().device.type == "meta":
+                        empty = torch.empty(x.shape, dtype=x.dtype)
+                        made = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+                        held[name] = fresh.setdefault(id(x), made)  # type: ignore[assignment]
+        changed = {id(x) for x in fresh.values()}
+        for module in duplicate.modules():
+            reset = _reset_of(module)
+            if reset is not None and any(id(x) in changed for x in _own(module)):
+                reset()
+        return duplicate
+
+    return record(build)[1]
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    found: Any = getattr(module, "reset_parameters", None) or getattr(
+        module, "_reset_parameters", None
+    )  # the latter: attention
+    return found if callable(found) else None
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    yield from (x for held in (module._parameters, module._buffers) for x in held.values() if x is not None)
+
+
+def materialise_model(
+    builder: Builder, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> nn.Module:
+    """The plain, unsharded model with exactly the weights that every mesh gets for this seed.
+
+    dtype: floating-point parameters and buffers are cast to it afterwards, as `model.to(dtype)` does.
+    """
+    model, recipe = record(builder)
+    real: dict[int, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, x in [*module._parameters.items(), *module._buffers.items()]:
+            if x is None:
+                continue
+            if id(x) not in real:
+                value = recipe.materialise(f"{path}.{name}" if path else name, seed, device)
+                real[id(x)] = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
+            setattr(module, name, real[id(x)])  # modules such as LSTM keep further references up to date this way
+    return model.to(dtype) if dtype is not None else model
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All names of all parameters and buffers, also of tied and non-persistent ones."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _foreign_randomness() -> tuple[str, str]:
+    kind, numbers, *rest = np.random.get_state(legacy=True)
+    return str(random.getstate()), str((kind, np.asarray(numbers).tobytes(), rest))
+
+
+def _settle_attributes(model: nn.Module, recorder: Recorder) -> None:
+    """Tensors that modules hold as plain attributes become real: they are constants of the program, not state of the
+    model.
+    """
+
+    def real(x: Any) -> Any:
+        if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or not x.is_meta:
+            return x
+        if id(x) in registered:
+            return x
+        return recorder.value(x)
+
+    registered = {id(x) for _, x in named_tensors(model)}
+    for module in model.modules():
+        for name, held in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules") and _holds_tensors(held):
+                vars(module)[name] = pytree.tree_map(real, held)
+
+
+def _holds_tensors(x: Any) -> bool:
+    children: Iterable[Any] = x.values() if type(x) is dict else x if type(x) in (list, tuple) else ()
+    return isinstance(x, Tensor) or any(map(_holds_tensors, children))

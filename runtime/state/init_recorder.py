@@ -1,0 +1,368 @@
+"""A tape of what a model's constructor does to its tensors, and the replay of any one of them.
+
+While a `Recorder` is open, tensors are made on the meta device, without memory, but answer that they lie on the CPU, so
+that code which treats meta tensors differently (transformers, torch.nn.init) runs as always. Every op that makes or
+changes a tensor goes on the tape. Tensors are known by their *storage*: views, `.data` and parameters made of a tensor
+all lead to the same one, so views need no entry. Replaying a tensor means running, in order, just the ops that its
+storage depends on.
+
+A value that Python asks for (`.item()`, `if x.any()`) is replayed on the spot if no random number goes into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.runtime import draw, rng
+from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
+
+_STREAM = 0x1417  # keeps initial weights apart from dropout's streams of the same seed
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor of the tape: a window on a storage."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One op. name: of a random op or "constant", "trunc_normal_"; else "". args: with Refs for tensors; by schema name
+    if
+    random.
+
+    made: for each result, its Ref if the op made its storage. writes, reads: storages. line: the user's line.
+    """
+
+    func: OpOverload | None
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    made: tuple[Ref | None, ...]
+    writes: frozenset[int]
+    reads: frozenset[int]
+    line: source.Source
+    random: int = -1  # ordinal among the random ops
+
+
+@dataclass
+class Tape:
+    """Entries in order. Positions in `writers` tell which entries make or change a storage."""
+
+    entries: list[Entry] = field(default_factory=list)
+    writers: dict[int, list[int]] = field(default_factory=dict)
+    randoms: int = 0
+
+    def add(self, entry: Entry) -> None:
+        for s in entry.writes:
+            self.writers.setdefault(s, []).append(len(self.entries))
+        self.entries.append(entry)
+
+    def closure(self, storages: Iterable[int]) -> list[int]:
+        """Positions of all entries that the present values of these storages depend on, in order."""
+        bound: dict[int, int] = {}
+        needed: set[int] = set()
+        todo = [(s, len(self.entries)) for s in storages]
+        while todo:
+            storage, before = todo.pop()
+            if bound.get(storage, -1) >= before:
+                continue
+            bound[storage] = before
+            for at in self.writers.get(storage, ()):
+                if at < before and at not in needed:
+                    needed.add(at)
+                    todo += [(s, at) for s in (*self.entries[at].reads, *self.entries[at].writes)]
+        return sorted(needed)
+
+    def replay(self, refs: Iterable[Ref], seed: int | None, device: torch.device | str = "cpu") -> list[Tensor]:
+        """The values of these tensors on `device`; they share memory where they did. seed None: no random ops."""
+        wanted = list(refs)
+        memory: dict[int, torch.UntypedStorage] = {}
+
+        def real(ref: Ref) -> Tensor:
+            if ref.storage not in memory:
+                what = "a tensor was made on the meta device, which keeps no values"
+                raise ShardcError(what, fix="build the model without torch.device('meta')")
+            return torch.empty(0, dtype=ref.dtype, device=device).set_(
+                memory[ref.storage], ref.offset, ref.shape, ref.stride
+            )
+
+        with torch.no_grad():
+            for at in self.closure(r.storage for r in wanted):
+                self._run(self.entries[at], memory, real, seed, torch.device(device))
+            return [real(r) for r in wanted]
+
+    def _run(
+        self,
+        e: Entry,
+        memory: dict[int, torch.UntypedStorage],
+        real: Callable[[Ref], Tensor],
+        seed: int | None,
+        device: torch.device,
+    ) -> None:
+        def argument(x: Any) -> Any:
+            return real(x) if isinstance(x, Ref) else device if isinstance(x, torch.device) else x
+
+        if e.random >= 0:
+            if seed is None:
+                raise RandomValue(e)
+            (out,) = e.made
+            target = e.kwargs.get("self") if out is None else out
+            assert isinstance(target, Ref)
+            if out is not None:
+                memory[out.storage] = _empty(out, device).untyped_storage()
+            draw.draw(e.name, real(target), rng.key(seed, _STREAM, e.random), pytree.tree_map(argument, dict(e.kwargs)))
+            return
+        if e.func is None:
+            results: Any = e.args
+        else:
+            results = e.func(*pytree.tree_map(argument, e.args), **pytree.tree_map(argument, dict(e.kwargs)))
+        for ref, x in zip(e.made, pytree.tree_flatten(results)[0], strict=True):
+            if ref is not None:
+                if e.func is None or x.stride() != ref.stride or x.storage_offset() != ref.offset:
+                    # a constant must not be written to; windows assume the strides of the recorded result
+                    x = _empty(ref, device).copy_(x)
+                memory[ref.storage] = x.untyped_storage()
+
+
+def _empty(ref: Ref, device: torch.device) -> Tensor:
+    last = sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
+    flat = torch.empty(ref.offset if 0 in ref.shape else ref.offset + last + 1, dtype=ref.dtype, device=device)
+    return flat.as_strided(ref.shape, ref.stride, ref.offset)
+
+
+class RandomValue(Exception):
+    """A value that Python asked for depends on this random op."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__(entry.name)
+        self.entry = entry
+
+
+class Recorder:
+    """`with Recorder() as r:` records on `r.tape`; `r.ref(tensor)` is a tensor's place on it."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self._held: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that their ids stay theirs
+        self._shadows: dict[int, Tensor] = {}  # of real tensors' storages: meta tensors of the same size
+        self._stack = ExitStack()
+        self._paused = False
+
+    def __enter__(self) -> Recorder:
+        self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))
+        self._stack.enter_context(_Pretend(self))
+        self._stack.enter_context(_Dispatch(self))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def ref(self, x: Tensor) -> Ref:
+        """Where x is on the tape."""
+        x = self._meta(x)
+        storage = x.untyped_storage()
+        self._held[id(storage)] = storage
+        return Ref(id(storage), x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
+
+    def value(self, x: Tensor) -> Tensor:
+        """The real value of a recorded tensor. Raises ShardcError if it depends on random numbers."""
+        ref = self.ref(x)
+        try:
+            with self._pause():
+                return self.tape.replay([ref], None)[0]
+        except RandomValue as e:
+            at = source.of_call()
+            raise ShardcError(
+                f"building the model looks at the value of random numbers ({at.code or e.entry.name})",
+                where=at.line,
+                fix="pass a real model instead of its builder",
+            ) from e
+
+    def _meta(self, x: Tensor) -> Tensor:
+        """x itself, or the meta tensor that stands for a real x (from outside, from numpy, a file, torch.tensor): a
+        constant.
+        """
+        if x.layout is not torch.strided or x.is_quantized:
+            raise ShardcError(
+                f"a {x.layout} tensor is made while the model is built",
+                where=source.of_call().line,
+                fix="pass a real model instead of its builder",
+            )
+        storage = x.untyped_storage()
+        if storage.device.type == "meta":
+            return x
+        with self._pause():
+            return self._shadow(x, storage)
+
+    def _shadow(self, x: Tensor, storage: torch.UntypedStorage) -> Tensor:
+        if id(storage) not in self._shadows:
+            whole = torch.empty(0, dtype=x.dtype, device=storage.device).set_(storage)
+            shadow = torch.empty(whole.shape, dtype=x.dtype, device="meta")
+            self._held[id(storage)], self._shadows[id(storage)] = storage, shadow
+            ref = self.ref(shadow)
+            self._add(None, "constant", (whole.detach().clone(),), {}, (ref,), {ref.storage}, set())
+        like = torch.empty(0, dtype=x.dtype, device="meta")
+        return like.set_(self._shadows[id(storage)].untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Our own work on tensors is not recorded."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _add(
+        self,
+        func: OpOverload | None,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        made: tuple[Ref | None, ...],
+        writes: set[int],
+        reads: set[int],
+        random: bool = False,
+    ) -> None:
+        ordinal = self.tape.randoms if random else -1
+        self.tape.randoms += random
+        self.tape.add(
+            Entry(func, name, args, kwargs, made, frozenset(writes), frozenset(reads), source.of_call(), ordinal)
+        )
+
+    # --- ops
+
+    def op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op on meta tensors and put it on the tape if it makes or changes a tensor."""
+        if self._paused:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            return self._meta(args[0])
+        if torch.Tag.data_dependent_output in func.tags:
+            return func(*self._values(args), **self._values(kwargs))
+        if any(a.name == "device" for a in func._schema.arguments) and not _tensors((args, kwargs)):
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # made explicit, so that replay can replace it
+        changed = [x for a, x in _by_name(func, args, kwargs) if a.alias_info is not None and a.alias_info.is_write]
+        changed = _tensors(changed)
+        args, kwargs = (
+            pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, given) for given in (args, kwargs)
+        )
+        try:
+            results = func(*pytree.tree_map(_on_meta, args), **pytree.tree_map(_on_meta, kwargs))
+        except NotImplementedError:
+            if changed:  # an op in place needs no run to know its result
+                results = changed[0]
+            else:  # the shape of the result depends on values: boolean indexing, nonzero
+                results = func(*self._values(args), **self._values(kwargs))
+                return pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, results)
+        self._record(func, args, kwargs, changed, results)
+        alias = func._schema.returns[0].alias_info if len(func._schema.returns) == 1 else None
+        return changed[0] if alias is not None and alias.is_write and len(changed) == 1 else results
+
+    def _record(self, func: OpOverload, args: Any, kwargs: Any, changed: list[Tensor], results: Any) -> None:
+        writes = {self.ref(x).storage for x in changed}
+        made: list[Ref | None] = []
+        for x in pytree.tree_flatten(results)[0]:
+            new = isinstance(x, Tensor) and id(x.untyped_storage()) not in self._held
+            made.append(self.ref(x) if new else None)
+        writes |= {r.storage for r in made if r is not None}
+        if not writes:
+            return  # a view
+        args, kwargs = (
+            pytree.tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, given) for given in (args, kwargs)
+        )
+        reads = {r.storage for r in pytree.tree_flatten((args, kwargs))[0] if isinstance(r, Ref)}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            if made and made[0] is not None and any(a.name == "dtype" for a in func._schema.arguments[len(args) :]):
+                kwargs = {**kwargs, "dtype": made[0].dtype}  # the default dtype may be another one at replay
+            self._add(func, "", args, kwargs, tuple(made), writes, reads)
+            return
+        name, named = func.overloadpacket.__name__, {a.name: x for a, x in _by_name(func, args, kwargs)}
+        if not draw.known(name, named) or len(made) != 1:
+            raise ShardcError(
+                f"the random op {func} has no counter-based form",
+                where=source.of_call().line,
+                fix=(
+                    "initialise with normal_, uniform_, trunc_normal_, bernoulli_, randint or randperm, or pass a real"
+                    " model"
+                ),
+            )
+        self._add(func, name, (), named, tuple(made), writes, reads, random=True)
+
+    def _trunc_normal(
+        self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Tensor:
+        """Stands in for torch.nn.init's, which draws again until all numbers fit, and so looks at them."""
+        ref = self.ref(tensor)
+        named = {"self": ref, "mean": mean, "std": std, "a": a, "b": b}
+        self._add(None, "trunc_normal_", (), named, (None,), {ref.storage}, set(), random=True)
+        return tensor
+
+    def _values(self, given: Any) -> Any:
+        return pytree.tree_map(lambda x: self.value(x) if isinstance(x, Tensor) else x, given)
+
+
+class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorder.op(func, tuple(args), dict(kwargs or {}))
+
+
+_PRETENCES: dict[Any, Any] = {
+    torch.Tensor.device.__get__: torch.device("cpu"),
+    torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+}
+
+
+class _Pretend(TorchFunctionMode):
+    """Meta tensors answer that they lie on the CPU, and give their values to Python and numpy."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # this mode is off in here: devices are the true ones
+        if func in _PRETENCES and args[0].device.type == "meta":
+            return _PRETENCES[func]
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__) and args[0].device.type == "meta":
+            args = (self.recorder.value(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """(argument of the schema, what was given for it)."""
+    declared = func._schema.arguments
+    return [
+        *zip(declared, args, strict=False),
+        *((a, kwargs[a.name]) for a in declared[len(args) :] if a.name in kwargs),
+    ]
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_flatten(x)[0] if isinstance(t, Tensor)]
+
+
+def _on_meta(x: Any) -> Any:
+    if isinstance(x, torch.Generator):
+        return None  # a generator of the CPU does not fit a meta tensor
+    return torch.device("meta") if isinstance(x, torch.device) else x

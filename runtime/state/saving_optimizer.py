@@ -1,0 +1,216 @@
+"""The optimizer in a checkpoint: tensors of its state lie like their parameters; all the rest of it stands in the
+manifest.
+
+"optimizer": {"class": "AdamW", "groups": [{"lr": 1e-3, ..., "params": [FQN, ...]}, ...], "numbers": {FQN: {"step": 3}}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir.placement import Layout
+from shardc.ir.program import Param, Program
+from shardc.runtime.state.saving_boxes import Part, Runs, copied, cut_axes, part_of, replicas
+from shardc.runtime.state.sources import check_names
+
+#: (parameter, name of a state of it, a tensor of its form) -> a tensor to fill
+Room = Callable[[Any, str, Tensor], Tensor]
+
+
+def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer) -> list[list[Param]]:
+    """The program's parameters in the optimizer's groups."""
+    known = {id(params[p.name]): p for p in program.params if p.name in params}
+    for group in optimizer.param_groups:
+        for x in group["params"]:
+            if id(x) not in known:
+                raise ShardcError(
+                    f"the optimizer holds a tensor of shape {list(x.shape)} that is no parameter of the program",
+                    fix="make the optimizer from the parameters that shardc gives it",
+                )
+    return [[known[id(x)] for x in group["params"]] for group in optimizer.param_groups]
+
+
+def state_parts(
+    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, runs: Runs, mesh: Any
+) -> tuple[dict[str, Part], dict[str, Any]]:
+    """Tensors of the optimizer's state as parts, and all the rest of it as JSON-able values."""
+    parts: dict[str, Part] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    groups = _groups(program, params, optimizer)
+    for p in (p for group in groups for p in group):
+        local, run = params[p.name], runs.get(p.name)
+        if run is not None and not run.size:
+            continue  # of a stretch without elements there is no state, or none that means anything
+        # a number is the same on all ranks; the first that holds some of the parameter writes it
+        first = run is None or not run.start
+        whole = replicas(program, Layout(), cut_axes(program, p) if run is not None else ())
+        for name, x in optimizer.state.get(local, {}).items():
+            if not isinstance(x, Tensor):
+                numbers.setdefault(p.fqn, {})[name] = x
+            elif x.shape == local.shape:
+                parts[f"optimizer.{p.fqn}.{name}"] = part_of(program, p, x, run, mesh)
+            elif x.dim() == 0 or (run is None and not p.layout.shards()):
+                if first:
+                    parts[f"optimizer.{p.fqn}.{name}"] = Part(
+                        x, tuple(x.shape), replicas=whole, copy=copied(program, p, mesh)
+                    )
+            else:
+                raise ShardcError(
+                    f"the optimizer's state {name!r} of shape {list(x.shape)} does not lie like its parameter,"
+                    f" {list(local.shape)}",
+                    where=p.fqn,
+                    fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
+                )
+    facts = []
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        hyper = {
+            k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in ("params", "param_names")
+        }
+        facts.append({**hyper, "params": [p.fqn for p in members]})
+    return parts, {"class": type(optimizer).__name__, "groups": facts, "numbers": numbers}
+
+
+def together(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The optimizer's facts from those of all ranks: the first rank that has a number says it.
+
+    The n-th groups of all stages are one group, if their settings are the same; else each stays what it is (a learning
+    rate by layer)."""
+    numbers: dict[str, Any] = {}
+    for found in reversed(facts):
+        for fqn, values in found["numbers"].items():
+            numbers[fqn] = {**numbers.get(fqn, {}), **values}
+    groups = [dict(group) for group in facts[0]["groups"]]
+    for found in facts[1:]:
+        for i, group in enumerate(found["groups"]):
+            if i < len(groups) and _settings(groups[i]) == _settings(group):
+                groups[i]["params"] = list(dict.fromkeys([*groups[i]["params"], *group["params"]]))
+            elif group not in groups:
+                groups.append(group)
+    return {**facts[0], "groups": groups, "numbers": numbers}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: x for k, x in group.items() if k != "params"}
+
+
+def room_for(
+    program: Program,
+    params: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    manifest: Mapping[str, Any],
+    stored: Mapping[str, TensorStorageMetadata],
+    parts: dict[str, Part],
+    folder: str,
+    runs: Runs,
+    room: Room | None,
+    mesh: Any,
+) -> dict[str, dict[str, Any]]:
+    """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to
+    `parts`.
+    """
+    facts = manifest.get("optimizer")
+    if facts is None:
+        fix = "save it with its optimizer, or load it with optimizer=None"
+        raise ShardcError("the checkpoint has no optimizer state", where=folder, fix=fix)
+    if facts["class"] != type(optimizer).__name__:
+        raise ShardcError(
+            f"the checkpoint is of the optimizer {facts['class']}, not {type(optimizer).__name__}",
+            where=folder,
+            fix=f"use {facts['class']}, or load it with optimizer=None",
+        )
+    groups = _groups(program, params, optimizer)
+    members = {p.fqn: p for group in groups for p in group}
+    errors = Errors()
+    saved = {
+        n: stored[f"model.{n}"].size for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored
+    }
+    if idle := [p.fqn for p in program.params if p.fqn in saved and p.name in params and p.fqn not in members]:
+        what = (
+            f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, and this"
+            " one has not"
+        )
+        fix = (
+            "train the same parameters, or load it with optimizer=None, and begin with that engine's full_state_dict()"
+            " as the model"
+        )
+        errors.add(what, where=folder, fix=fix)
+    check_names(
+        errors,
+        {n: p.shape for n, p in members.items()},
+        saved,
+        [p.fqn for p in program.params],
+        "the checkpoint's optimizer",
+    )
+    for i, group in enumerate(groups):
+        _check_settings(errors, i, [p.fqn for p in group], facts["groups"], folder)
+    errors.raise_any()
+    states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(n, {})) for n in members}
+    for key, tensor in stored.items():
+        fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
+        if not key.startswith("optimizer.") or fqn not in members:
+            continue
+        p, local = members[fqn], params[members[fqn].name]
+        alike = tuple(tensor.size) == p.shape and (bool(p.shape) or name != "step")
+        form = torch.empty(local.shape if alike else tensor.size, dtype=tensor.properties.dtype, device="meta")
+        x = (
+            room(local, name, form)
+            if room and name != "step"
+            else torch.zeros_like(form, device="cpu" if name == "step" else local.device)
+        )
+        states[fqn][name] = x
+        parts[key] = part_of(program, p, x, runs.get(p.name), mesh) if alike else Part(x, tuple(tensor.size))
+    return states
+
+
+def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[str, Any]], folder: str) -> None:
+    """Have the parameters of a group the same settings in the checkpoint?"""
+    first: tuple[str, dict[str, Any]] | None = None
+    for name in names:
+        theirs = next((_settings(g) for g in saved if name in g["params"]), None)
+        if theirs is None:
+            continue
+        first = first or (name, theirs)
+        if other := [k for k in theirs.keys() | first[1].keys() if theirs.get(k) != first[1].get(k)]:
+            k = min(other)
+            each = f"{first[0]} {first[1].get(k)}, {name} {theirs.get(k)}"
+            what = (
+                f"parameters of the optimizer's group {i} were in groups of other settings when this was saved: {k} of"
+                f" {each}"
+            )
+            errors.add(what, where=folder, fix="make the groups as they were, or load it with optimizer=None")
+            return
+
+
+def fill(
+    program: Program,
+    params: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    facts: Mapping[str, Any],
+    states: Mapping[str, dict[str, Any]],
+) -> None:
+    """Through the optimizer's own load_state_dict, which knows where its state lies and in which dtype."""
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    for i, (group, members) in enumerate(zip(optimizer.param_groups, _groups(program, params, optimizer), strict=True)):
+        # by name; a group of which this rank has nothing, by number
+        alike = [g for g in facts["groups"] if members[0].fqn in g["params"]] if members else facts["groups"][i : i + 1]
+        hyper: dict[str, Any] = alike[0] if alike else {}
+        numbered = list(range(len(state), len(state) + len(members)))
+        state |= dict(zip(numbered, (states[p.fqn] for p in members), strict=True))
+        settled = {k: _like(group.get(k), x) for k, x in hyper.items()}
+        groups.append({**{k: x for k, x in group.items() if k != "params"}, **settled, "params": numbered})
+    optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
+
+
+def _like(now: Any, saved: Any) -> Any:
+    """JSON knows no tuples and no tensors (a learning rate may be one)."""
+    if isinstance(now, Tensor):
+        return torch.full_like(now, saved)
+    return tuple(saved) if isinstance(now, tuple) and isinstance(saved, list) else saved

@@ -1,0 +1,399 @@
+"""One rank's training loop around a program: cut the batch, forward, backward, reduce, update. Every rank gets the
+global loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc import torch_modes
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime import state
+from shardc.runtime.data.loader import Loader, Loaders, Rest
+from shardc.runtime.mesh import TorchMesh
+from shardc.runtime.offload import Offload
+from shardc.runtime.offload.optimizer import Paged
+from shardc.runtime.ops.expert_parallel import experts_route
+from shardc.runtime.rng import Rng
+from shardc.runtime.step import inputs, lr, param_groups
+from shardc.runtime.step.expert_load import Load, Loads
+from shardc.runtime.step.interpreter import Around, Interpreter
+from shardc.runtime.step.loss_scale import Scaler
+from shardc.runtime.zero.buckets import Buckets, GradNorm, norm_axes
+from shardc.runtime.zero.early_step import ByBucket
+from shardc.runtime.zero.optimizer import stand_in, take_over
+from shardc.runtime.zero.optimizer_check import prove
+
+OptimizerOf = Callable[[param_groups.Parameters], torch.optim.Optimizer]
+
+
+def adamw(params: param_groups.Parameters) -> torch.optim.Optimizer:
+    """What trains where the user names no optimizer: AdamW(3e-4)."""
+    return torch.optim.AdamW(params, lr=3e-4)
+
+
+def groups_of(program: Program) -> list[tuple[str, ...]]:
+    """The sets of axes over which the program communicates: a mesh makes its process groups for them."""
+    found = [
+        axes
+        for b in program.buckets
+        for axes in (b.axes, (b.shard,) if b.shard else (), tuple(a for a in b.axes if a != b.shard))
+    ]
+    found += [(program.axis,)] if program.axis else []
+    found += [tuple(a for a, _ in p.layout.shards()) for p in program.params]
+    found += [norm_axes(program, p.name) for p in program.params]
+    for stage in program.stages:
+        found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
+    if "loss_scale" in program.meta or any(
+        s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
+    ):
+        found.append(program.mesh.names)  # all ranks skip a step alike; the loads of experts
+    return [axes for axes in dict.fromkeys(found) if axes]
+
+
+def runtime_mesh(program: Program) -> TorchMesh:
+    """This rank of torch.distributed's world, with the groups that a program communicates in."""
+    return TorchMesh(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else ())
+
+
+class Engine:
+    """Trains one rank's part of a model. Made by `program.engine(...)`, in each process of torchrun or thread of
+    loopback.
+
+    model: where the weights come from: an nn.Module (not changed), a function that builds it, a state_dict or a file;
+           see shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
+    optimizer: params -> torch optimizer; None: no update, for evaluation and gradients only. params: (name, parameter)
+        pairs, which
+               torch's optimizers take as they are; shardc.groups(params, ...) makes groups of them by pattern.
+    scheduler: optimizer -> learning-rate scheduler, stepped after every step that updates.
+    seed: of dropout and of weights that are computed. clip_norm: gradients are scaled down to this global 2-norm.
+    routing: note in every step how tokens are spread over experts, in `.loads`: one
+    shardc.runtime.step.expert_load.Load a layer.
+    norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
+    mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
+    interpreter: what runs the program's stages; offload: where what `data.offload` names lies (shardc.cost has others
+        of both).
+
+    .params, .buffers: this rank's parts by placeholder name: of parameters what it updates, that is, at ZeRO >= 1 a
+    flat stretch of each, perhaps empty; gradients stand there, after the update in the dtype in which they were summed.
+    .grad_norm: 2-norm of the whole gradient in the last step, before clipping; 0-dim, on every rank; None before the
+    first step, and without `norm` and `clip_norm`. .scaler: the loss scaling that the spec asks for
+    (shardc.runtime.step.loss_scale), or None. A step whose gradients are not finite on some rank leaves parameters and
+    optimizer as they are, on every rank.
+
+    `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets still are
+    (shardc.runtime.zero.early_step), if the optimizer steps each parameter by itself and nothing has to be known of all
+    gradients first (clip_norm, loss scaling).
+
+    An error in a step before its update (a wrong batch, a failing op, Ctrl-C) leaves the engine as it was, if all ranks
+    meet it: the next step starts afresh. One in the update itself, as in an optimizer of one's own, does not: the
+    engine then asks for a checkpoint."""
+
+    def __init__(
+        self,
+        program: Program,
+        model: Any,
+        optimizer: OptimizerOf | None = adamw,
+        seed: int = 0,
+        *,
+        scheduler: lr.SchedulerOf | None = None,
+        clip_norm: float | None = None,
+        norm: bool = False,
+        routing: bool = False,
+        mesh: Any = None,
+        interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
+        offload: Callable[[Mapping[str, Any], Any], Offload] = Offload,
+    ) -> None:
+        self.program = program
+        self.mesh = mesh if mesh is not None else runtime_mesh(program)
+        self.rng = Rng(seed)
+        self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
+        parts, self.buffers = state.local_parts(program, model, self.mesh, seed)
+        self._offload = offload(program.meta.get("offload", {}), self.mesh)
+        self._buckets = Buckets(program, parts, self.mesh, self._offload)
+        self.params = self._buckets.owned
+        self._updates, self._whole = optimizer is not None, True
+        self.optimizer = (
+            self._optimizer(optimizer) if optimizer is not None else None
+        )  # None also where a rank has nothing to train
+        whole = (
+            clip_norm is not None or "loss_scale" in program.meta or bool(self._offload.places)
+        )  # nothing may be updated before all is there
+        self._by_bucket = (
+            ByBucket(self.optimizer, self.params)
+            if self.optimizer is not None and not whole and self._buckets.several
+            else None
+        )
+        self._stepping = False
+        self._paged = (
+            Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
+        )
+        self.scheduler = (
+            lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        )
+        self.loaders = Loaders()
+        self.loads: tuple[Load, ...] = ()
+        self._loads = Loads(program, self.mesh) if routing else None
+        self.grad_norm: Tensor | None = None
+        self._norm = GradNorm(program, self.params, self.mesh)
+        self._runs = interpreter
+        self._interpreter = interpreter(program, self.mesh)
+        self._others: dict[tuple[int, ...], tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of fewer rows
+        self.scaler = Scaler(program.meta["loss_scale"], self.mesh) if "loss_scale" in program.meta else None
+        self._unbucketed = [n for n in self.params if n not in self._buckets.names]
+
+    def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:
+        """The user's optimizer on what this rank owns. It is made from parameters of the shapes that the model's layers
+        have here.
+        """
+        runs = self._buckets.runs
+        shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in self.params.items()}
+        trained = param_groups.Parameters.of(self.program, shown)
+        if not trained:
+            return None
+        optimizer = make(trained)
+        param_groups.check(optimizer)
+        self._prove(optimizer, shown)
+        if runs:
+            take_over(optimizer, shown, self.params, runs)
+        return optimizer
+
+    def _prove(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+        """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters."""
+        prove(self.program, optimizer, params, self._buckets.runs)
+
+    @property
+    def step_count(self) -> int:
+        """Steps done."""
+        return self.rng.step
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate that the next step uses, of the first parameter group; None without an optimizer."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else None
+
+    # --- training
+
+    def step(self, batch: Any, *, local: bool = False) -> Tensor:
+        """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss,
+        0-dim,
+        detached.
+
+        A whole batch may have fewer rows than the program was compiled for, such as the last one of an epoch: the first
+        time that so many come, every rank compiles for them (shardc.resize).
+        Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
+        """
+        self._stepping = self._by_bucket is not None and self._by_bucket.begin()
+        try:
+            loss = self.backward(batch, local=local)
+            self.update()
+        finally:
+            self._stepping = False
+        return loss
+
+    @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
+    def backward(self, batch: Any, *, local: bool = False) -> Tensor:
+        """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
+        self._check()
+        torch_modes.check("engine.step", self.mesh.device.type)
+        self._buckets.reset(forward=True)
+        self.rng.training = True
+        interpreter, values = self._take(batch, local=local)
+        for p in self.params.values():
+            p.grad = None
+        self._norm.start()
+        scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
+        around = Around(self._buckets.saving, self._buckets.start, self._buckets.pause, self._buckets.reduce, scaled)
+        self.mesh.routed = [] if self._loads is not None else None
+        total, news = interpreter.step(values, around)
+        if self._loads is not None:
+            self.loads, self.mesh.routed = self._loads(self.mesh.routed or ()), None
+        # copies, before anything is updated: what a buffer gets may be a parameter, or the batch
+        news = {
+            name: new.clone(memory_format=torch.contiguous_format) for name, new in news.items() if name in self.buffers
+        }
+        self._buckets.finish(self._reduced)
+        self._reduced(self._unbucketed)
+        if self.scaler is not None:
+            self.scaler.agree()
+        self.buffers |= news
+        return total
+
+    def _take(self, batch: Any, *, local: bool) -> tuple[Interpreter, list[dict[str, Any]]]:
+        """What runs a batch of this size, and what its stages here take, by microbatch: {placeholder: value}; what the
+        microbatches add up to is known then."""
+        if isinstance(batch, Rest):
+            batch, local = batch.batch, False
+        interpreter, constants = (self._interpreter, {}) if local else self._sized(batch)
+        program = interpreter.program
+        parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
+        stored = {"mesh": self.mesh, "rng": self.rng, **self._buckets.given, **self.buffers, **constants}
+        values = [{**stored, **dict(zip((x.name for x in program.inputs), given, strict=True))} for given in parts]
+        interpreter.count(values)
+        return interpreter, values
+
+    def _sized(self, batch: Any) -> tuple[Interpreter, dict[str, Tensor]]:
+        """What runs a whole batch, and constants of its own: the engine's program, or one for fewer rows, made when
+        such a batch comes.
+        """
+        rows = inputs.fewer_rows(self.program, batch)
+        if rows is None or self.program.resize is None:
+            return self._interpreter, {}
+        if rows not in self._others:
+            self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
+            program = self.program.resize(self.program, batch)
+            self.mesh.barrier()
+            if isinstance(self.mesh, TorchMesh):
+                self.mesh.add_groups(groups_of(program))
+            self._others[rows] = self._runs(program, self.mesh), state.constants(program, self.mesh)
+        return self._others[rows]
+
+    def _reduced(self, names: Sequence[str]) -> None:
+        """Gradients that are summed over ranks, while others still are on their way."""
+        if self.scaler is not None:
+            self.scaler.unscale(self.params[n].grad for n in names)
+        if self._wants_norm:
+            self._norm.add(names)
+        if self._stepping and self._by_bucket is not None and names:
+            self._whole = False
+            self._by_bucket.step(names)
+
+    def update(self) -> None:
+        """The second half of `step`: clip, and step the optimizer."""
+        if not self._stepping:
+            self._check()
+        if self._updates:
+            if self._wants_norm:
+                self.grad_norm = self._norm.total()
+            if self.scaler is None or not self.scaler.overflow:
+                self._whole = False
+                if self.clip_norm is not None and self.grad_norm is not None:
+                    nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
+                if self.optimizer is not None and not self._stepping:
+                    (self._paged or self.optimizer).step()
+                self._buckets.publish()
+                if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either
+                    self.scheduler.step()
+        self._buckets.narrow()
+        if self.scaler is not None:
+            self.scaler.next()
+        self.rng.step += 1
+        self._whole = True
+
+    def _check(self) -> None:
+        """After an error in backward the next step is as any other; after one in an update, nobody knows what was
+        updated.
+        """
+        if not self._whole:
+            raise ShardcError(
+                "an update or a load failed halfway: some parameters may be new, others not, and ranks may differ",
+                where="Engine.update",
+                fix="load a checkpoint into this engine, or make a new one",
+            )
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
+        """The global loss without dropout and with BatchNorm's running statistics; nothing changes."""
+        self._check()
+        torch_modes.check("engine.evaluate", self.mesh.device.type, training=False)
+        self._buckets.reset(forward=True)
+        self.rng.training = False
+        interpreter, values = self._take(batch, local=local)
+        return interpreter.evaluate(values)
+
+    # --- data
+
+    def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
+        """An iterable of epochs of this rank's parts of global batches, for `step(part, local=True)`; `save` and `load`
+        know where it stands.
+
+        dataset: map-style (__getitem__, __len__), or iterable: then every rank reads the whole stream and keeps its own
+            samples, and
+                 num_workers is at most 1.
+        batch_size: samples in a global batch; what the program was compiled for, and need not be given.
+        shuffle: an order fixed by (seed, epoch), the same on every mesh; default for map-style datasets. seed: 0.
+        drop_last: True: samples that fill no batch are left out of that epoch's order. False: they come as the epoch's
+            last batch, smaller,
+                 to every rank whole (shardc.resize); refused for streams, and for a program read from an artifact.
+        collate_fn: samples -> batch as the program was compiled for, but of this rank's samples only; default: torch's.
+        name: "train"; under which checkpoints keep it; None: they do not. num_workers, pin_memory, ...: as of torch's
+        DataLoader. What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the
+        same samples. Raises ShardcError for a batch size that was not compiled, and for datasets shorter than a batch.
+        """
+        return self.loaders.add(Loader(self.program, self.mesh, dataset, batch_size=batch_size, **options))
+
+    # --- state
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint that any mesh can load: parameters, buffers, optimizer, scheduler, loaders, step, seed.
+        Collective.
+        """
+        self._check()
+        extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
+        if self.scaler is not None:
+            extra["loss_scale"] = self.scaler.state_dict()
+        if self.scheduler is not None:
+            extra["scheduler"] = lr.state_dict(self.scheduler)
+        extra["loaders"] = self.loaders.state_dict()
+        with self._offload.at_home():
+            state.save(
+                folder,
+                self.program,
+                self.mesh,
+                self.params,
+                self.buffers,
+                self.optimizer,
+                extra,
+                runs=self._buckets.runs,
+            )
+
+    def load(self, folder: str | Path) -> None:
+        """Read a checkpoint that any mesh wrote. Collective."""
+        self._buckets.reset(forward=True)
+        self._buckets.settled()
+        room = self._paged.room if self._paged is not None else None
+        with self._offload.at_home():
+            extra = state.load(
+                folder,
+                self.program,
+                self.mesh,
+                self.params,
+                self.buffers,
+                self.optimizer,
+                runs=self._buckets.runs,
+                room=room,
+            )
+        self._whole = False  # if what follows does not fit
+        self._offload.changed()
+        if self._paged is not None:
+            self._paged.rest()
+        self._buckets.publish()
+        self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
+        if self.scaler is not None and "loss_scale" in extra:
+            self.scaler.load_state_dict(extra["loss_scale"])
+        if self.scheduler is not None and "scheduler" in extra:
+            lr.load_state_dict(self.scheduler, extra["scheduler"])
+        self.loaders.load_state_dict(extra.get("loaders", {}))
+        self._whole = True
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
+        return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers)
+
+    def wholes(self) -> Mapping[str, Tensor]:
+        """{placeholder name: this rank's whole local part, detached}. What ZeRO keeps cut is gathered when it is asked
+        for, a bucket at a
+        time: all ranks must ask alike."""
+        return self._buckets.wholes()
+
+    def close(self) -> None:
+        """Remove the files of `data.offload`; leave torch.distributed's world, if this engine joined it."""
+        self._offload.close()
+        if isinstance(self.mesh, TorchMesh):
+            self.mesh.close()

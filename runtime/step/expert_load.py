@@ -1,0 +1,92 @@
+"""How tokens are spread over experts: what routing noted on each rank in a step, put together (`program.engine(...,
+routing=True)`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir.program import Program
+from shardc.runtime.ops.expert_parallel import experts_route
+
+#: One routing on this rank: (its op, choices of its own tokens by expert i64[experts], those of no expert, rows that it
+#: works on).
+Noted = tuple[str, Tensor, int, int]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one layer of experts, over a step of the global batch.
+
+    tokens: choices that each expert got. dropped: share of all choices that no expert took. imbalance: rows of the
+    busiest rank over those of the average one; 1 = even.
+    """
+
+    module: str
+    tokens: tuple[int, ...]
+    dropped: float
+    imbalance: float
+
+    def __str__(self) -> str:
+        drops = f", {self.dropped:.1%} dropped" if self.dropped else ""
+        return (
+            f"{self.module or 'experts'}: {min(self.tokens)}-{max(self.tokens)} tokens an expert, busiest rank"
+            f" x{self.imbalance:.2f}{drops}"
+        )
+
+
+class Loads:
+    """Puts the ranks' notes together. Collective over the mesh."""
+
+    def __init__(self, program: Program, mesh: Any) -> None:
+        self.mesh = mesh
+        self.layers: list[
+            tuple[str, str, int, int, int]
+        ] = []  # op, module, experts, ranks with the same tokens, ranks with the layer
+        for stage in program.stages:
+            for node in stage.graph.find_nodes(op="call_function", target=experts_route):
+                index: Any = node.args[0]
+                having = program.mesh.world // (program.mesh.size(program.axis) if program.axis else 1)
+                split = [a for a, _ in index.meta["value"].layout.shards(0)]
+                same = having // math.prod(program.mesh.size(a) for a in split)
+                self.layers.append((node.name, _module(node), _experts(node), same, having))
+
+    def __call__(self, noted: Sequence[Noted]) -> tuple[Load, ...]:
+        """The loads of all layers, in their order, on every rank."""
+        if not self.layers:
+            return ()
+        at = {name: i for i, (name, *_) in enumerate(self.layers)}
+        width = max(experts for _, _, experts, _, _ in self.layers)
+        found = torch.zeros(
+            len(self.layers), width + 2, dtype=torch.float64
+        )  # tokens of each expert, dropped, rows here
+        for tag, tokens, dropped, rows in noted:
+            if tag in at:
+                found[at[tag], : tokens.numel()] += tokens.cpu()
+                found[at[tag], -2:] += torch.tensor([dropped, rows])
+        names = self.mesh.layout.names
+        given = found.to(self.mesh.device)
+        total = self.mesh.all_reduce(given, names, direction="update", tag="routing").cpu()
+        most = self.mesh.all_reduce(given[:, -1].contiguous(), names, op="max", direction="update", tag="routing").cpu()
+        loads = []
+        for i, (_, module, experts, same, having) in enumerate(self.layers):
+            each, none, mean = total[i, :experts] / same, float(total[i, -2]) / same, float(total[i, -1]) / having
+            share = none / max(float(each.sum()) + none, 1)
+            loads.append(Load(module, tuple(map(round, each.tolist())), share, float(most[i]) / mean if mean else 1.0))
+        return tuple(loads)
+
+
+def _module(node: fx.Node) -> str:
+    source = node.meta.get("source")
+    return source.module if source is not None else ""
+
+
+def _experts(node: fx.Node) -> int:
+    found: Any = node.args[3]
+    return int(found)

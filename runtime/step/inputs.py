@@ -1,0 +1,156 @@
+"""A user's batch -> one rank's inputs: found by path, compared with what was compiled, cut by layout."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.errors import Errors
+from shardc.ir.placement import DTYPES, chunks, widen
+from shardc.ir.program import Input, Program
+from shardc.spec.patterns import match
+
+Path = tuple[str | int, ...]
+
+
+def leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """(path, leaf) of everything in a nested batch of mappings and sequences."""
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        for key, value in zip(batch._fields, batch, strict=True):
+            yield from leaves(value, (*path, key))
+    elif isinstance(batch, (tuple, list)):
+        for i, value in enumerate(batch):
+            yield from leaves(value, (*path, i))
+    else:
+        yield path, batch
+
+
+def name_of(path: Path) -> str:
+    return ".".join(map(str, path)) or "the batch"
+
+
+def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor]:
+    """This rank's part of every input, in the program's order, on the mesh's device.
+
+    local: the batch is this rank's own part already. Leaves that are no tensors were baked into the program and are not
+    looked at. Raises ShardcError for every input that is missing, unknown or of another shape or dtype: its name, what
+    came, what should."""
+    given = dict(leaves(batch))
+    errors = Errors()
+    for path, leaf in given.items():
+        if isinstance(leaf, Tensor) and path not in {x.path for x in program.inputs}:
+            near = difflib.get_close_matches(
+                name_of(path), [name_of(x.path) for x in program.inputs if x.path not in given], 1
+            )
+            errors.add(
+                f"the program was compiled without this input, {_type(leaf.dtype, leaf.shape)}",
+                where=name_of(path),
+                fix=f"name it {near[0]!r}" if near else "leave it out, or compile again with a batch that has it",
+            )
+    found = []
+    for x in program.inputs:
+        if local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
+            what = f"its size {list(x.shape)} does not divide over the ranks, so no rank's part says what the whole is"
+            errors.add(
+                what, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide"
+            )
+            continue
+        want = x.layout.local_shape(x.shape, program.mesh) if local else x.shape
+        leaf = given.get(x.path)
+        if isinstance(leaf, Tensor) and tuple(leaf.shape) == want and leaf.dtype == x.dtype:
+            part = leaf if local else x.layout.local(leaf, program.mesh, program.mesh.coords(mesh.rank), copies=True)
+            found.append(
+                part.detach().to(mesh.device, non_blocking=True).contiguous()
+            )  # programs give inputs no gradient
+        else:
+            errors.add(_mismatch(x, given, want, local), where=name_of(x.path), fix=_fix(x, leaf, local))
+    errors.raise_any()
+    return found
+
+
+def fewer_rows(program: Program, batch: Any) -> tuple[int, ...] | None:
+    """The sizes of the batch dims of a whole batch that differs from what was compiled in having fewer rows; None: it
+    is none.
+    """
+    given, found, dims = dict(leaves(batch)), [], batch_dims(program)
+    for x in program.inputs:
+        leaf, d = given.get(x.path), dims[x.name]
+        if not isinstance(leaf, Tensor) or leaf.dtype != x.dtype or leaf.dim() != len(x.shape):
+            return None
+        if any(n != m and i != d for i, (n, m) in enumerate(zip(leaf.shape, x.shape, strict=True))):
+            return None
+        found.append((leaf.shape[d], x.shape[d]) if d is not None else (1, 1))
+    (rows, whole), *_ = [f for f in found if f[1] > 1] or [(1, 1)]
+    fewer = 0 < rows < whole and all(n * whole == m * rows for n, m in found if m > 1)
+    return tuple(n for n, _ in found) if fewer else None
+
+
+def batch_dims(program: Program) -> dict[str, int | None]:
+    """{input's name: its batch dim, None = it has none}, as the spec's `batch: {dims: ...}` says; 0 where it says
+    nothing.
+    """
+    given = program.spec.batch.dims if program.spec is not None else {}
+
+    def dim(x: Input) -> int | None:
+        name = name_of(x.path) if x.path else x.name
+        return next((d for pattern, d in given.items() if match(pattern, name)), 0) if x.shape else None
+
+    return {x.name: dim(x) for x in program.inputs}
+
+
+def microbatches(program: Program, given: Sequence[Tensor]) -> list[list[Tensor]]:
+    """What `take` gave, cut into the step's microbatches."""
+    found: list[list[Tensor]] = [[] for _ in range(program.microbatches)]
+    for x, part in zip(program.inputs, given, strict=True):
+        s = x.microbatch
+        if s is None:
+            pieces = [part] * program.microbatches
+        else:
+            if s.padding and not x.layout.shards(s.dim):  # else the other axes' shards have padded it
+                part = widen(part, s, copies=True)
+            pieces = chunks(part, s, program.microbatches)
+        for into, piece in zip(found, pieces, strict=True):
+            into.append(piece.contiguous())
+    return found
+
+
+def _type(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
+
+
+def _mismatch(x: Input, given: Mapping[Path, Any], want: Sequence[int], local: bool) -> str:
+    expected = f"the program was compiled for {_type(x.dtype, want)}{' on each rank' if local else ''}"
+    if x.path not in given:
+        return f"the batch does not have it (it has {', '.join(sorted(map(name_of, given))) or 'nothing'}); {expected}"
+    leaf = given[x.path]
+    got = _type(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+    return f"the batch gives {got}, but {expected}"
+
+
+def _fix(x: Input, leaf: Any, local: bool) -> str:
+    if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and local and tuple(leaf.shape) == x.shape:
+        return "pass this rank's own part, or the whole batch without local=True"
+    return "pass a batch of the compiled shapes and dtypes, or compile again for this one"
+
+
+def from_call(program: Program, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The batch, in the form it was compiled with, from the arguments of a call that looks like the model's own.
+
+    Positional arguments of a program that was compiled from keyword arguments (or the other way) are matched by the
+    names in the model's forward.
+    """
+    names = list(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else []
+    heads = {x.path[0] if x.path else None for x in program.inputs}
+    if heads == {None}:
+        return next(iter((*args, *kwargs.values())), None)
+    if any(isinstance(h, str) for h in heads):
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(enumerate(args)), **{(names.index(k) if k in names else k): v for k, v in kwargs.items()}}

@@ -1,0 +1,404 @@
+"""Runs the actions of one rank: a small loop over a list (shardc.runtime.schedule), and what each kind of action does.
+
+A stage is a function of its rank's parameters, buffers and inputs and of values of other stages; autograd is cut at
+those. For a stage s and a microbatch m, forward keeps what the stage received (leaves) and what it made for others;
+backward starts from the gradients of the latter, and leaves those of the former, to be sent back. A program of one
+stage is the same loop over `F0 B0 F1 B1 ...`.
+
+A receive is posted where it stands and waited for by the action that uses it; a send is waited for, and what it sent
+freed, when IN_FLIGHT others have begun after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir.program import Edge, Program, Stage, Value
+from shardc.runtime import schedule
+from shardc.runtime.mesh import Work
+from shardc.runtime.ops.local_math import summed
+from shardc.runtime.schedule import Action
+from shardc.runtime.step.recompute import taped
+from shardc.runtime.step.split_backward import Split, split
+
+#: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
+IN_FLIGHT = 2
+# fx writes a graph's code with notes on its nodes, and a node that gets one is not found for a moment
+# (fx.Node.__setattr__): ranks that are threads of one process, and share a program, must not look at its graphs
+# meanwhile
+_WRITING = threading.RLock()
+
+
+def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphModule:
+    """A stage as a function of its placeholders; frees each value after its last use."""
+    graph = stage.graph
+    if device.type != "cpu":
+        from shardc.verify.reference import on_device
+
+        graph = on_device(graph, device)
+    with _WRITING:
+        return taped(graph, program)
+
+
+@dataclass
+class _Kept:
+    """Of one run of a stage, until its backward: what it received, and where backward begins."""
+
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)  # name -> where its gradient goes in
+    loss: Tensor | None = None
+    split: Split | None = None
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the engine does around forward and backward: see `shardc.runtime.zero.buckets.Buckets`. scaled: the loss
+    that backward begins with.
+    """
+
+    saving: Callable[..., Any]
+    start: Callable[..., None]
+    pause: Callable[[], None]
+    reduce: Callable[[], None]
+    scaled: Callable[[Tensor], Tensor]
+
+
+Way = Literal["forward", "backward"]
+Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, but for what comes from other stages
+
+
+class Interpreter:
+    """The stages that this rank runs. mesh: a runtime mesh. note: is told each action of a pipeline as it begins."""
+
+    def __init__(self, program: Program, mesh: Any, note: Callable[[str], None] | None = None) -> None:
+        self.program, self.mesh, self.axis = program, mesh, program.axis
+        self.note = note if note is not None and program.axis else lambda text: None
+        self.schedule = program.schedule if program.schedule is not None else schedule.alone(program.microbatches)
+        self.at = mesh.coordinate(self.axis) if self.axis else 0
+        self.actions = self.schedule.actions[self.at]
+        mine = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
+        divided = any(a.kind == "I" for a in self.actions)
+        with _WRITING:
+            self.stages = {s: _Runnable(program, s, mesh.device, divided=divided) for s in mine}
+            self.edges = {(e.source, e.target): e for e in program.edges}
+            self._count = runnable(program.counts, mesh.device, program) if program.counts is not None else None
+            self._counted = (
+                [n.name for n in program.counts.graph.find_nodes(op="placeholder")]
+                if program.counts is not None
+                else []
+            )
+            summing = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=summed)]
+            self._sums = max((int(str(n.args[2])) + 1 for n in summing), default=0)
+        self.adding = {b.name for b in program.buffers if b.adds}
+
+    def count(self, values: Values) -> None:
+        """Before the step: what all microbatches add up to. First of the batch alone; then of what forward makes, which
+        takes a forward of all of them."""
+        totals: list[Tensor] = []
+        if self._count is not None:
+            for i, given in enumerate(values):
+                self.mesh.turn_to(i, len(values))
+                found, _ = self._count(*(given.get(n) for n in self._counted))  # of parameters it looks at none
+                totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else list(found)
+        self.mesh.turn_to(0, len(values), totals)
+        if self._sums:
+            found = self._summed(values)
+            none = torch.zeros((), device=self.mesh.device)  # of stages elsewhere
+            self.mesh.turn_to(0, len(values), (*totals, *(found.get(i, none) for i in range(len(totals), self._sums))))
+
+    @torch.no_grad()
+    def _summed(self, values: Values) -> dict[int, Tensor]:
+        """By number, what `ops.summed` of the stages here takes, added up over microbatches."""
+        found: dict[int, Tensor] = {}
+        self.mesh.summing = found
+        try:
+            self._forward(values)
+        finally:
+            self.mesh.summing = None
+        return found
+
+    def step(self, values: Values, around: Around) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward of all microbatches.
+
+        Returns (the global loss, 0-dim, on every rank; {buffer: its new value} of the stages here).
+        """
+        run = Run(self, values, self.actions, around)
+        run.go()
+        return self._total(run.losses), self._spread(run.news)
+
+    def _spread(self, news: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The new values of the buffers that are here, from the ranks whose stages computed them."""
+        found, works = {}, []
+        for b in self.program.buffers if self.axis else ():
+            home, others = self.program.spreads(b)
+            if self.at in others:
+                found[b.name] = self.empty(b.value)
+                works.append(self.mesh.start_receive(found[b.name], self.axis, home, tag=b.name))
+            elif b.name in news:
+                works += [
+                    self.mesh.start_send(news[b.name], self.axis, c, direction="update", tag=b.name) for c in others
+                ]
+        for work in works:
+            work.wait()
+        return {**news, **found}
+
+    def empty(self, value: Value) -> Tensor:
+        """Room for this rank's part of a value."""
+        return torch.empty(value.local_shape(self.program.mesh), dtype=value.dtype, device=self.mesh.device)
+
+    @torch.no_grad()
+    def evaluate(self, values: Values) -> Tensor:
+        """The global loss alone."""
+        return self._total(self._forward(values).losses)
+
+    def _forward(self, values: Values) -> Run:
+        run = Run(self, values, schedule.forward_only(self.schedule, tuple(self.edges.values())).actions[self.at], None)
+        run.go()
+        return run
+
+    def _total(self, losses: Sequence[Tensor]) -> Tensor:
+        total = sum(losses[1:], losses[0]) if losses else self._zero()
+        if self.axis and self.mesh.size(self.axis) > 1:
+            total = self.mesh.all_reduce(total, (self.axis,), direction="forward", tag="loss")
+        return total
+
+    def _zero(self) -> Tensor:
+        """The loss of a rank that does not compute it."""
+        returned: Any = self.program.graph.output_node().args[0]
+        return torch.zeros((), dtype=returned[0].meta["value"].dtype, device=self.mesh.device)
+
+
+class _Runnable:
+    """One stage, compiled. divided: its backward comes in two, for inputs and for weights."""
+
+    def __init__(self, program: Program, index: int, device: torch.device, *, divided: bool) -> None:
+        stage = program.stages[index]
+        self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
+        self.receives, self.sends, self.updates = stage.receives, stage.sends, stage.updates
+        self.piped = bool(program.axis)
+        whole = split(stage, {p.name for p in program.params}, {x.name for x in program.inputs}) if divided else stage
+        self.run = runnable(whole, device, program)
+        if not self.piped:
+            self.updates = tuple(b.name for b in program.buffers if b.updated)
+
+
+#: Kind of action -> the method that does it. (A table in the run itself would tie it into a knot, which is freed much
+#: later.)
+_DOES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "inputs",
+    "W": "weights",
+    "SEND_F": "send",
+    "SEND_B": "send",
+    "RECV_F": "post",
+    "RECV_B": "post",
+    "REDUCE": "reduce",
+}
+
+
+class Run:
+    """One step under way."""
+
+    def __init__(
+        self, interpreter: Interpreter, values: Values, actions: Sequence[Action], around: Around | None
+    ) -> None:
+        self.on, self.values, self.actions, self.around = interpreter, values, actions, around
+        self.losses: list[Tensor] = []
+        self.news: dict[str, Tensor] = {}
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.inbox: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> values of other stages
+        self.grads: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> gradients of what it made
+        self.posted: dict[
+            tuple[int, int, Way], list[tuple[Edge, dict[str, Tensor], list[Work]]]
+        ] = {}  # (stage, microbatch, way)
+        self.outbox: dict[tuple[int, int, int, Way], list[Tensor]] = {}
+        self.sending: deque[list[Work]] = deque()
+        wanted = [a for a in actions if a.kind in ("B", "W")]
+        self.first = wanted[0] if wanted else None
+        self.last = {a.stage: a for a in wanted}
+
+    def go(self) -> None:
+        for action in self.actions:
+            self.do(action)
+        for works in self.sending:
+            for work in works:
+                work.wait()
+        self.on.note("after all actions of a step")
+
+    def do(self, action: Action) -> None:
+        """One action. STEP is the engine's."""
+        doing = f"at {action} of the schedule" + (
+            f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else ""
+        )
+        self.on.note(doing)
+        if action.kind in ("F", "B", "I", "W"):
+            self.on.mesh.turn_to(action.microbatch, len(self.values), self.on.mesh.totals)
+        try:
+            if action.kind != "STEP":
+                getattr(self, _DOES[action.kind])(action)
+        except Exception as e:
+            if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
+                e.add_note(doing)
+            raise
+
+    # --- computing
+
+    def forward(self, action: Action) -> None:
+        s, m = action.stage, action.microbatch
+        self._received(s, m, "forward")
+        stage, key = self.on.stages[s], (s, m)
+        values = self.values[m]
+        training = self.around is not None
+        leaves = {}
+        for name, x in self.inbox.pop(key, {}).items():
+            leaves[name] = x.detach().requires_grad_(training and stage.receives[name].requires_grad)
+        args = [leaves[n] if n in leaves else values[n] for n in stage.takes]
+        if self.around is None:
+            returned = stage.run(*args)
+        else:
+            with self.around.saving(key):
+                returned = stage.run(*args)
+        loss, news, made, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
+        for name, new in zip(stage.updates, news, strict=True):
+            self.news[name] = (
+                self.news[name] + new.detach() if name in self.news and name in self.on.adding else new.detach()
+            )
+        if loss is not None:
+            self.losses.append(loss.detach())
+        out = dict(zip(stage.sends, made, strict=True))
+        if training:
+            edges = {n: torch.autograd.graph.get_gradient_edge(x) for n, x in out.items() if x.requires_grad}
+            begin = loss if loss is not None and loss.requires_grad else None
+            self.kept[key] = _Kept(leaves, edges, begin, Split(*rest) if rest else None)
+        for edge in self.on.edges.values():
+            if edge.source == s:
+                self._deliver(edge, m, {n: out[n].detach() for n in edge.names}, "forward")
+
+    def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[list[Any], list[Tensor | None]]:
+        """Where backward begins, and with which gradients."""
+        assert self.around is not None
+        self._received(*key, "backward")
+        grads = self.grads.pop(key, {})
+        tensors: list[Any] = [kept.made[n] for n in kept.made if n in grads]
+        begin: list[Tensor | None] = [grads[n] for n in kept.made if n in grads]
+        if kept.loss is not None:
+            tensors.append(self.around.scaled(kept.loss))
+            begin.append(None)
+        return tensors, begin
+
+    def backward(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        kept = self.kept.pop(key)
+        tensors, begin = self._begin(kept, key)
+        self._start(action)
+        if tensors:
+            torch.autograd.backward(tensors, begin)
+        self._pause()
+        self._give_back(action, {n: x.grad for n, x in kept.leaves.items()})
+
+    def inputs(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        kept = self.kept[key]
+        tensors, begin = self._begin(kept, key)
+        assert kept.split is not None
+        leaves = {n: x for n, x in kept.leaves.items() if x.requires_grad}
+        self._give_back(
+            action, dict(zip(leaves, kept.split.inputs(tensors, begin, list(leaves.values())), strict=True))
+        )
+        kept.leaves, kept.made, kept.loss = {}, {}, None
+
+    def weights(self, action: Action) -> None:
+        kept = self.kept.pop((action.stage, action.microbatch))
+        assert kept.split is not None
+        self._start(action)
+        kept.split.weights()
+        self._pause()
+
+    def _start(self, action: Action) -> None:
+        assert self.around is not None
+        key = (action.stage, action.microbatch)
+        self.around.start(key, stage=action.stage, first=action is self.first, last=action is self.last[action.stage])
+
+    def _pause(self) -> None:
+        assert self.around is not None
+        self.around.pause()
+
+    def _give_back(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
+        """Gradients of what a stage received: to the stages of this rank at once; the rest waits to be sent."""
+        s, m = action.stage, action.microbatch
+        for edge in self.on.edges.values():
+            if edge.target == s:
+                theirs = {}
+                for name, value in edge.differentiable():
+                    found = grads.get(name)
+                    theirs[name] = found if found is not None else self.on.empty(value).zero_()
+                self._deliver(edge, m, theirs, "backward")
+
+    def reduce(self, action: Action) -> None:
+        if self.around is not None:
+            self.around.reduce()
+
+    # --- between stages
+
+    def _deliver(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
+        """To a stage of this rank at once; for another one, when its turn to be sent comes."""
+        if (edge.target if way == "forward" else edge.source) in self.on.stages:
+            self._arrived(edge, microbatch, values, way)
+        else:
+            self.outbox[edge.source, edge.target, microbatch, way] = list(values.values())
+
+    def _arrived(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
+        if way == "forward":
+            self.inbox.setdefault((edge.target, microbatch), {}).update(values)
+        else:
+            mine = self.grads.setdefault((edge.source, microbatch), {})
+            for name, g in values.items():
+                mine[name] = mine[name] + g if name in mine else g
+
+    def _way(self, action: Action) -> tuple[Edge, Way]:
+        """The edge over which an action sends or receives, and in which direction."""
+        here, there = action.stage, action.peer
+        source, target = (here, there) if action.kind in ("SEND_F", "RECV_B") else (there, here)
+        return self.on.edges[source, target], "forward" if action.kind in ("SEND_F", "RECV_F") else "backward"
+
+    def post(self, action: Action) -> None:
+        """Begin to receive."""
+        edge, way = self._way(action)
+        into = {
+            n: self.on.empty(v)
+            for n, v in (zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable())
+        }
+        peer = self.on.schedule.placement[action.peer]
+        works = [self.on.mesh.start_receive(x, self.on.axis, peer, tag=n) for n, x in into.items()]
+        self.posted.setdefault((action.stage, action.microbatch, way), []).append((edge, into, works))
+
+    def _received(self, stage: int, microbatch: int, way: Way) -> None:
+        """Wait for what is on its way to an action."""
+        for edge, into, works in self.posted.pop((stage, microbatch, way), ()):
+            for work in works:
+                work.wait()
+            self._arrived(edge, microbatch, into, way)
+
+    def send(self, action: Action) -> None:
+        edge, way = self._way(action)
+        names = edge.names if way == "forward" else tuple(n for n, _ in edge.differentiable())
+        to = self.on.schedule.placement[action.peer]
+        values = self.outbox.pop((edge.source, edge.target, action.microbatch, way))
+        works = [
+            self.on.mesh.start_send(x, self.on.axis, to, direction=way, tag=n)
+            for n, x in zip(names, values, strict=True)
+        ]
+        self.sending.append(works)
+        if (
+            len(self.sending) > IN_FLIGHT
+        ):  # schedules are proven to end even if every send waited for its receive at once
+            for work in self.sending.popleft():
+                work.wait()

@@ -1,0 +1,179 @@
+"""A program as an nn.Module for a user's own loop: this rank's parameters under the model's names, gradients reduced as
+by DDP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc import torch_modes
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime import state
+from shardc.runtime.rng import Rng
+from shardc.runtime.step import inputs
+from shardc.runtime.step.engine import runtime_mesh
+from shardc.runtime.step.interpreter import runnable
+from shardc.runtime.zero.buckets import Buckets
+from shardc.torch_private import after_backward
+
+
+class _Start(Function):
+    """Identity on the loss, whose backward is the first thing that runs: it opens the buckets, and closes them when all
+    is done.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, buckets: Buckets) -> Tensor:
+        ctx.buckets = buckets
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        buckets: Buckets = ctx.buckets
+        if not buckets.active:  # of two losses in one backward, the first one opens
+            buckets.start()
+            after_backward(buckets.finish)
+        return g, None
+
+
+class _Updates:
+    """Tells when parameters may have changed since they were last gathered: after a backward, or when weights were
+    loaded.
+    """
+
+    def __init__(self, buckets: Buckets) -> None:
+        self.buckets, self.due = buckets, False
+
+    def note(self, *_: Any) -> None:
+        self.due = True
+
+    def carry_out(self) -> None:
+        if self.due:
+            self.buckets.publish()
+        self.due = False
+
+
+@dataclass
+class _Running:
+    """What a ShardedModule holds beside parameters and buffers; one attribute, so that no name of the model can clash
+    with it.
+    """
+
+    program: Program
+    model: Any
+    mesh: Any
+    rng: Rng
+    run: fx.GraphModule
+    buckets: Buckets
+    updates: _Updates
+
+
+class ShardedModule(nn.Module):
+    """One rank's part of a model. Made by `program.module(model)`; arguments as of shardc.runtime.step.engine.Engine.
+
+    Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's
+    part of a batch, as the model's forward would, and returns the global loss, 0-dim. When `loss.backward()` returns,
+    the gradients are those of the global loss. The loss may be scaled; but other terms that use parameters directly
+    would be summed over ranks. `precision.loss_scale` is the engine's: a loop of one's own scales the loss itself
+    (shardc.runtime.step.loss_scale has the means). Dropout draws new masks in every training forward; `eval()` switches
+    it and BatchNorm as usual.
+
+    At ZeRO >= 1 each parameter here is this rank's flat stretch of it (1-d, perhaps empty), in state_dict too: any
+    optimizer that updates every element by itself works on them; group them by name, not by shape. What others updated
+    is gathered by the next forward."""
+
+    def __init__(self, program: Program, model: Any, seed: int = 0, *, mesh: Any = None) -> None:
+        super().__init__()
+        if program.microbatches > 1:
+            raise ShardcError(
+                f"a step of this program is {program.microbatches} microbatches, each with a backward of its own: a"
+                " module has one",
+                where="batch.microbatches",
+                fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
+            )
+        if program.axis:
+            raise ShardcError(
+                f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule",
+                where="pipeline",
+                fix="use program.engine(...)",
+            )
+        if program.meta.get("offload"):
+            raise ShardcError(
+                "the engine moves what is offloaded, and a module has none: it does not step the optimizer",
+                where="data.offload",
+                fix="use program.engine(...), or leave offload out",
+            )
+        mesh = mesh if mesh is not None else runtime_mesh(program)
+        parts, buffers = state.local_parts(program, model, mesh, seed)
+        buckets = Buckets(program, parts, mesh)
+        for x in program.params:
+            for fqn in (x.fqn, *x.aliases):
+                parent, name = _home(self, fqn)
+                parent.register_parameter(name, buckets.owned[x.name])
+        self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
+        for b in program.buffers:
+            for fqn in (b.fqn, *b.aliases) if b.fqn else ():
+                parent, name = _home(self, fqn)
+                parent.register_buffer(name, buffers[b.name], persistent=b.persistent)
+        updates = _Updates(buckets)
+        self.register_load_state_dict_post_hook(updates.note)  # type: ignore[no-untyped-call]
+        self._running = _Running(
+            program, model, mesh, Rng(seed), runnable(program.stages[0], mesh.device, program), buckets, updates
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The global loss of this rank's part of a batch. Raises ShardcError for another part than was compiled."""
+        r = self._running
+        torch_modes.check("module.forward", r.mesh.device.type, training=False)
+        batch = inputs.from_call(r.program, r.model, args, kwargs)
+        given = inputs.take(r.program, batch, r.mesh, local=True)
+        r.buckets.reset()
+        r.rng.training = self.training
+        r.updates.carry_out()
+        params = [
+            r.buckets.given[p.name] if p.name in r.buckets.runs else self.get_parameter(p.fqn) for p in r.program.params
+        ]
+        buffers = [self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in r.program.buffers]
+        with r.buckets.saving():
+            loss, news = r.run(r.mesh, r.rng, *params, *buffers, *given)
+        if self.training:
+            r.rng.step += 1
+            for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=True):
+                self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
+        if not loss.requires_grad:
+            return loss  # type: ignore[no-any-return]
+        result: Tensor = _Start.apply(loss, r.buckets)  # type: ignore[no-untyped-call]
+        result.register_hook(r.updates.note)  # type: ignore[no-untyped-call]
+        return result
+
+    def _replace_buffer(self, name: str, new: Tensor) -> None:
+        # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or
+        # the batch
+        b = next(b for b in self._running.program.buffers if b.name == name)
+        for fqn in (b.fqn, *b.aliases):
+            parent, last = _home(self, fqn)
+            setattr(parent, last, new)
+
+    def extra_repr(self) -> str:
+        r = self._running
+        return f"rank {r.mesh.rank} of {r.program.mesh}"
+
+
+def _home(root: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """The module that holds `fqn` (made if need be), and the last part of the name."""
+    *path, name = fqn.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        found = root._modules[part]
+        assert found is not None
+        root = found
+    return root, name

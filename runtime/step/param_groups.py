@@ -1,0 +1,120 @@
+"""Parameter groups by name: what an engine gives to `optimizer=`, and how its parts get settings of their own.
+
+engine = program.engine(model, optimizer=lambda params: torch.optim.AdamW(
+    shardc.groups(params, {"*.{bias,norm*.weight}": {"weight_decay": 0.0}}, lr=3e-4, weight_decay=0.1)))
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir.program import Program
+from shardc.spec import patterns
+
+#: How alike an unknown setting must be to one of the optimizer's to be called a misspelling of it: optimizers may have
+#: settings of groups that stand in no defaults.
+_ALIKE = 0.88
+
+
+class Parameters(list[tuple[str, nn.Parameter]]):
+    """The (name, parameter) pairs that `optimizer=` receives: this rank's parts of the parameters that are trained.
+
+    torch.optim's optimizers, and all that derive from torch.optim.Optimizer, take such pairs as they take plain
+    parameters.
+    known: {name: all names of that parameter} of the whole model, also of those that other ranks hold: a tied weight
+    answers to each."""
+
+    def __init__(self, pairs: Iterable[tuple[str, nn.Parameter]], known: Mapping[str, tuple[str, ...]]) -> None:
+        super().__init__(pairs)
+        self.known = dict(known)
+
+    @classmethod
+    def of(cls, program: Program, params: Mapping[str, nn.Parameter]) -> Parameters:
+        """params: this rank's, by placeholder name."""
+        trained = [p for p in program.params if p.requires_grad]
+        known = {p.fqn: (p.fqn, *p.aliases) for p in trained}
+        return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known)
+
+
+def groups(
+    params: Iterable[tuple[str, nn.Parameter]], settings: Mapping[str, Mapping[str, Any]], **default: Any
+) -> list[dict[str, Any]]:
+    """Parameter groups for a torch optimizer, one for each pattern and one for all the rest; first match wins.
+
+    params: what `optimizer=` receives, or model.named_parameters(). settings: {glob over the parameters' names (`*` any
+    characters, `{a,b}` alternatives): {"lr": ..., "weight_decay": ...}}. default: settings of every group that does not
+    say otherwise. The groups are the same on every rank; on a rank that holds no parameter of a group it is empty.
+    Raises ShardcError for patterns that match no parameter that is trained, or only ones that others have taken; all at
+    once."""
+    pairs = list(params)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ShardcError(
+                f"groups() needs (name, parameter) pairs, not a {type(pair).__name__}",
+                fix="pass what `optimizer=` receives, or model.named_parameters()",
+            )
+    known = params.known if isinstance(params, Parameters) else {name: (name,) for name, _ in pairs}
+    globs, errors = list(settings), Errors()
+    won: dict[str, int] = {}
+    hit: set[int] = set()
+    for name, names in known.items():
+        hits = [i for i, g in enumerate(globs) if any(patterns.match(g, n) for n in names)]
+        hit.update(hits)
+        won |= {name: hits[0]} if hits else {}
+    every = [n for names in known.values() for n in names]
+    for i, g in enumerate(globs):
+        where = f"parameter group {g!r}"
+        if wrong := patterns.faults(g):
+            errors.add(f"the pattern {wrong}", where=where, fix="write a glob over parameter names, such as '*.bias'")
+        elif not isinstance(settings[g], Mapping):
+            what = f"its settings are a {type(settings[g]).__name__}, not a dict"
+            errors.add(what, where=where, fix=f'write {{"{g}": {{"weight_decay": 0.0}}}}')
+        elif i not in hit:
+            near = patterns.nearest(g, every)
+            fix = (
+                f"did you mean {near!r}?"
+                if near
+                else f"name parameters, such as {every[0]!r}"
+                if every
+                else "leave the group out"
+            )
+            errors.add("it matches no parameter that is trained", where=where, fix=fix)
+        elif i not in won.values():
+            taken = next(globs[k] for name, k in won.items() if any(patterns.match(g, n) for n in known[name]))
+            fix = "put it first, or leave it out"
+            errors.add(f"all that it matches is matched by earlier ones, such as {taken!r}", where=where, fix=fix)
+    errors.raise_any()
+    made = []
+    for i, own in [*enumerate(dict(settings[g]) for g in globs), (-1, {})]:
+        if i >= 0 or len(won) < len(known):
+            members = [(name, p) for name, p in pairs if won.get(name, -1) == i]
+            # an empty group must say that it is one with names: torch tells that from its members
+            made.append({**default, **own, "params": members, **({} if members else {"param_names": []})})
+    return made
+
+
+def check(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ShardcError for an optimizer that computes the loss itself, and for settings of groups that look like
+    misspelt ones of the optimizer's: torch would ignore them."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        what = (
+            f"{type(optimizer).__name__} computes the loss as often as it likes in a step, and the engine computes it"
+            " once"
+        )
+        fix = "use program.module(model) in a loop of your own, and optimizer.step(closure)"
+        raise ShardcError(what, where="optimizer", fix=fix)
+    errors = Errors()
+    for i, group in enumerate(optimizer.param_groups):
+        for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names"}:
+            if near := difflib.get_close_matches(key, optimizer.defaults, 1, _ALIKE):
+                what = f"{type(optimizer).__name__} has no setting {key!r}, and would ignore it"
+                errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near[0]!r}?")
+    errors.raise_any()

@@ -1,0 +1,430 @@
+"""Recomputation: a region's values are not kept for backward, but computed again when backward first asks for one of
+them.
+
+Which ops are in which region, and whose results are kept all the same, stands in the program
+(shardc.passes.checkpoint). What autograd wants to save is told here from what it is: a result of an op of the region, a
+value from outside, or something the op made for itself (a dropout's mask, a norm's statistics).
+
+    forward     op saves x     x is a result in the region, not kept:  a note (op, size, stride, offset) is saved instead
+                               anything else:                          x itself; packed by the hooks around the program, if any (ZeRO 3's)
+    the region ends            which ops have to run again for the notes, and which values from outside they take: those are held
+    backward    note asked     these ops run, in their order, without autograd; what notes want is given to them; all else is freed
+
+An op whose result nobody needs is not run again: the last products and sums of a layer never are, nor a collective
+whose result is kept. Ops that made something for themselves run again under autograd, alone, to catch it. Regions may
+nest: what an inner region takes from its outer one is a note of the outer one. (Compare torch.utils.checkpoint with
+use_reentrant=False, which runs forward again as a whole, under autograd, up to the last saved tensor; and Chen et al.
+2016, "Training Deep Nets with Sublinear Memory Cost".)"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardc.ir.program import Program
+from shardc.runtime import ops
+from shardc.runtime.step.activation_offload import Away, beside
+from shardc.torch_private import outer_hooks
+
+#: Ops whose result may be their operand on some ranks and a new tensor on others: what they save must not start a
+#: recomputation on some ranks only. It is small, and kept.
+BY_RANK = frozenset({ops.fill_padding, ops.select_partial, ops.to_partial, ops.varying_to_partial, ops.unvary})
+
+#: What was made by an op: (op, part). part -1: its result; 0, 1, ...: that one of several results; -2 - n: the n-th
+#: tensor that it saved for backward and made for itself.
+Made = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands in an op's arguments for one of the nodes that it takes."""
+
+    index: int
+
+
+@dataclass(eq=False)
+class _Region:
+    """A region's ops in a graph, those of inner regions too. above: itself and the regions around it, innermost first.
+
+    ops: in their order; inside: those whose results it computes again; away: what it holds lies on the CPU until
+    backward."""
+
+    name: str
+    above: tuple[_Region, ...]
+    away: bool
+    ops: list[int] = field(default_factory=list)
+    inside: set[int] = field(default_factory=set)
+    plans: dict[frozenset[Made], _Plan] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Op:
+    """An op of a region. takes: the nodes among its arguments; chain: its regions, innermost first; closes: those whose
+    last op it is.
+
+    foreign: positions in `takes` of nodes of no region; outside: by region of the chain, of what that region does not
+    compute again."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    takes: tuple[int, ...]
+    chain: tuple[_Region, ...]
+    closes: tuple[_Region, ...] = ()
+    foreign: tuple[int, ...] = ()
+    outside: tuple[tuple[_Region, tuple[int, ...]], ...] = ()
+
+    def __call__(self, given: Sequence[Any]) -> Any:
+        return self.target(
+            *[_fill(a, given) for a in self.args], **{k: _fill(a, given) for k, a in self.kwargs.items()}
+        )
+
+
+def _mapped(a: Any, slots: Mapping[fx.Node, _Slot]) -> Any:
+    found: Any = fx.map_arg(a, slots.__getitem__)  # type: ignore[arg-type]
+    return found
+
+
+def _fill(a: Any, given: Sequence[Any]) -> Any:
+    if isinstance(a, _Slot):
+        return given[a.index]
+    if isinstance(a, (tuple, list)):
+        return type(a)([_fill(x, given) for x in a])
+    return a
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a region computes some of its values again. steps: (op, nodes whose last use it is); inputs: nodes that it
+    takes.
+    """
+
+    steps: tuple[tuple[int, tuple[int, ...]], ...]
+    inputs: tuple[int, ...]
+
+
+class Regions:
+    """The regions of one graph. weights: nodes that follow from parameters and buffers alone. `tape(mesh, rng)` begins
+    a run.
+    """
+
+    def __init__(self, ops: dict[int, _Op], weights: frozenset[int]) -> None:
+        self.ops, self.weights = ops, weights
+
+    def tape(self, mesh: Any, rng: Any) -> Tape:
+        return Tape(self, mesh, rng)
+
+    def plan(self, region: _Region, wanted: frozenset[Made]) -> _Plan:
+        """What has to run for the wanted values: found by walking back from them, to values that the region does not
+        compute.
+        """
+        if wanted not in region.plans:
+            needed = {op for op, _ in wanted}
+            for i in reversed(region.ops):
+                if i in needed:
+                    needed.update(at for at in self.ops[i].takes if at in region.inside)
+            order = [i for i in region.ops if i in needed]
+            last = {i: i for i in order}  # what nothing takes is gone at once
+            last |= {at: i for i in order for at in self.ops[i].takes}
+            gone: dict[int, list[int]] = {i: [] for i in order}
+            for at, i in last.items():
+                gone[i].append(at)
+            inputs = dict.fromkeys(at for i in order for at in self.ops[i].takes if at not in region.inside)
+            region.plans[wanted] = _Plan(tuple((i, tuple(gone[i])) for i in order), tuple(inputs))
+        return region.plans[wanted]
+
+
+def taped(graph: fx.Graph, program: Program) -> fx.GraphModule:
+    """A stage's graph as a module in which the ops of regions run on a tape. A graph without regions stays as it is."""
+    index = {n: i for i, n in enumerate(graph.nodes)}
+    tagged = [n for n in graph.nodes if "region" in n.meta]
+    if not tagged:
+        return fx.GraphModule(nn.Module(), graph)
+    regions: dict[str, _Region] = {}
+    for r in program.regions:  # outer ones first
+        regions[r.name] = made = _Region(r.name, (), r.offload)
+        made.above = (made, *(regions[r.parent].above if r.parent else ()))
+    found: dict[int, _Op] = {}
+    for n in tagged:
+        slots = {u: _Slot(k) for k, u in enumerate(n.all_input_nodes)}
+        args, kwargs = _mapped(n.args, slots), {k: _mapped(a, slots) for k, a in n.kwargs.items()}
+        op = found[index[n]] = _Op(
+            n.target, args, kwargs, tuple(index[u] for u in slots), regions[n.meta["region"]].above
+        )
+        for region in op.chain:
+            region.ops.append(index[n])
+            if region.name not in n.meta.get("kept", ()):
+                region.inside.add(index[n])
+    for op in found.values():
+        op.foreign = tuple(k for k, at in enumerate(op.takes) if at not in found)
+        op.outside = tuple((r, tuple(k for k, at in enumerate(op.takes) if at not in r.inside)) for r in op.chain)
+    for region in reversed(regions.values()):
+        if region.ops:
+            found[region.ops[-1]].closes += (region,)
+    return _module(graph, Regions(found, _weights(graph, program, index)))
+
+
+def _weights(graph: fx.Graph, program: Program, index: dict[fx.Node, int]) -> frozenset[int]:
+    """What follows from parameters and buffers alone: it stays on the device anyway, or its parts do."""
+    stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
+    found: set[fx.Node] = set()
+    for n in graph.nodes:
+        if (
+            n.name in stored
+            if n.op == "placeholder"
+            else n.all_input_nodes and all(u in found for u in n.all_input_nodes)
+        ):
+            found.add(n)
+    return frozenset(index[n] for n in found)
+
+
+def _module(graph: fx.Graph, regions: Regions) -> fx.GraphModule:
+    copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    tape: fx.Node | None = None
+    for i, n in enumerate(graph.nodes):
+        if i in regions.ops:
+            if tape is None:
+                first = {n.name: env[n] for n in graph.nodes if n in env and n.op == "placeholder"}
+                tape = copy.call_method("tape", (copy.get_attr("regions"), first["mesh"], first["rng"]))
+            env[n] = copy.create_node(
+                "call_method", "run", (tape, i, *(env[u] for u in n.all_input_nodes)), name=n.name
+            )
+        else:
+            env[n] = copy.node_copy(n, env.__getitem__)
+    root = nn.Module()
+    root.regions = regions  # type: ignore[assignment]
+    return fx.GraphModule(root, copy)
+
+
+class Saved:
+    """What autograd holds for a tensor that it wanted to save. It is one of: the tensor; what outer hooks made of it,
+    or
+    its way back from the CPU (`held`, `unpack`); or the frame that will compute it."""
+
+    __slots__ = ("__weakref__", "frame", "held", "tensor", "unpack", "version")
+
+    def __init__(self) -> None:
+        self.frame: _Frame | None = None
+        self.tensor: Tensor | None = None
+        self.version = 0
+        self.held: Any = None
+        self.unpack: Callable[[Any], Tensor] | None = None
+
+    def put(self, x: Tensor) -> None:
+        """This is the tensor. Its graph is not held: that would hold this."""
+        self.tensor, self.version, self.frame = x.detach() if x.grad_fn is not None else x, x._version, None
+
+    def get(self) -> Tensor:
+        """The tensor. Raises RuntimeError, as autograd does, if it was changed in place meanwhile."""
+        if self.frame is not None:
+            self.frame.recompute()
+        if self.unpack is not None:
+            return self.unpack(self.held)
+        assert self.tensor is not None
+        if self.tensor._version != self.version:
+            what = (
+                "a tensor that backward needs was modified in place: backward ran twice over an op that reuses it, or"
+                " something wrote to it"
+            )
+            raise RuntimeError(what)
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A note of a frame: where to put which part of which op's results, and seen how."""
+
+    saved: weakref.ref[Saved]
+    made: Made
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+    def put(self, x: Tensor) -> None:
+        saved = self.saved()
+        if saved is not None:  # else autograd needs it no more
+            same = x.size() == self.size and x.stride() == self.stride and x.storage_offset() == self.offset
+            saved.put(x if same else x.as_strided(self.size, self.stride, self.offset))
+
+
+class _Frame:
+    """One run of a region, until backward is through with it.
+
+    seen: in forward, what the region may have to hold; inputs: what it does hold, by node; wanted: what autograd has
+    notes of.
+    needs: of ops that saved something of their own, which of the nodes they take needed a gradient.
+    """
+
+    def __init__(self, region: _Region, tape: Tape) -> None:
+        self.region, self.regions = region, tape.regions
+        self.mesh, self.moment = tape.mesh, tape.moment
+        self.seen: dict[int, Any] = {}
+        self.inputs: dict[int, Any] = {}
+        self.wanted: list[_Wanted] = []
+        self.needs: dict[int, tuple[bool, ...]] = {}
+        self.plan = _Plan((), ())
+
+    def recompute(self) -> None:
+        """Compute what is wanted. It happens once: then all who want something have it."""
+        asked: dict[int, list[_Wanted]] = {}
+        for w in self.wanted:
+            asked.setdefault(w.made[0], []).append(w)
+        env: dict[int, Any] = {}
+
+        def value(at: int) -> Any:
+            if at not in env:  # an input: fetched or gathered as late as possible
+                x = self.inputs.pop(at)
+                env[at] = x.get() if isinstance(x, Saved) else x
+            return env[at]
+
+        self.wanted = []
+        with torch.no_grad(), self.mesh.again(self.moment):
+            for i, gone in self.plan.steps:
+                op = self.regions.ops[i]
+                given = [value(at) for at in op.takes]
+                wanted = asked.get(i, ())
+                env[i] = result = self._caught(i, given, wanted) if i in self.needs else op(given)
+                for w in wanted:
+                    if w.made[1] >= -1:
+                        w.put(result if w.made[1] == -1 else result[w.made[1]])
+                for at in gone:
+                    del env[at]
+
+    def _caught(self, i: int, given: Sequence[Any], wanted: Sequence[_Wanted]) -> Any:
+        """Run an op as autograd does, for what it saves of its own."""
+        caught: list[Tensor] = []
+        needing = [g.detach().requires_grad_() if needs else g for g, needs in zip(given, self.needs[i], strict=True)]
+        with torch.enable_grad(), saved_tensors_hooks(caught.append, _never):
+            result = self.regions.ops[i](needing)
+        for w in wanted:
+            if w.made[1] < -1:
+                w.put(caught[-2 - w.made[1]])
+        caught.clear()  # autograd holds the hook, the hook this list, and a result in it would hold autograd's graph
+        return result.detach() if isinstance(result, Tensor) else type(result)(x.detach() for x in result)
+
+
+def _never(_: None) -> Tensor:
+    raise AssertionError("backward of a recomputation")
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Collects what one op saves. Autograd keeps this as long as what was saved: it must not know the tape."""
+
+    pending: list[tuple[Saved, Tensor]]
+
+    def __call__(self, x: Tensor) -> Saved:
+        self.pending.append((saved := Saved(), x))
+        return saved
+
+
+class Tape:
+    """One run of a graph with regions, used by the code that `taped` writes. It ends with forward."""
+
+    def __init__(self, regions: Regions, mesh: Any, rng: Any) -> None:
+        self.regions, self.mesh = regions, mesh
+        self.moment = mesh.moment()
+        self.rng, self._then = rng, replace(rng)  # as it is now: someone's own loop may step it before backward
+        self.outer = outer_hooks()
+        self._frames: dict[_Region, _Frame] = {}
+        self._where: dict[_Storage, Made] = {}
+        self._away: dict[Any, Away] = {}
+        self._beside: Any = None
+
+    def run(self, i: int, *given: Any) -> Any:
+        """Run op i on the values of the nodes that it takes."""
+        op = self.regions.ops[i]
+        if not torch.is_grad_enabled():
+            return op(given)
+        for k in op.foreign:
+            self._note(op.takes[k], given[k])
+        for region, positions in op.outside:
+            seen = self._frame(region).seen
+            for k in positions:
+                seen[op.takes[k]] = given[k]
+        pending: list[tuple[Saved, Tensor]] = []
+        with saved_tensors_hooks(_Packing(pending), Saved.get):
+            result = op(given)
+        self._note(i, result)
+        for n, (saved, x) in enumerate(pending):
+            self._settle(i, n, saved, x, given)
+        pending.clear()  # as in `_Frame._caught`
+        for region in op.closes:
+            self._close(self._frames.pop(region))
+        return result
+
+    def _frame(self, region: _Region) -> _Frame:
+        if region not in self._frames:
+            self._frames[region] = _Frame(region, self)
+        return self._frames[region]
+
+    def _note(self, at: int, result: Any) -> None:
+        """A storage belongs to the first node that had it: views of it are views of that node's result."""
+        if isinstance(result, Tensor):
+            if result.layout is torch.strided:
+                self._where.setdefault(_storage(result), (at, -1))
+        elif isinstance(result, (tuple, list)):
+            for k, x in enumerate(result):
+                if isinstance(x, Tensor) and x.layout is torch.strided:
+                    self._where.setdefault(_storage(x), (at, k))
+
+    def _settle(self, i: int, n: int, saved: Saved, x: Tensor, given: Sequence[Any]) -> None:
+        """The n-th tensor that op i saved: where it will come from."""
+        op = self.regions.ops[i]
+        own = i, -2 - n
+        made = self._where.get(_storage(x), own) if x.layout is torch.strided and x.numel() else own
+        frame = self._ask(() if made is own and op.target in BY_RANK else op.chain, op.chain, saved, made, x)
+        if frame is not None and made is own:
+            frame.needs[i] = tuple(isinstance(g, Tensor) and g.requires_grad for g in given)
+
+    def _ask(
+        self, askable: Sequence[_Region], chain: Sequence[_Region], saved: Saved, made: Made, x: Tensor
+    ) -> _Frame | None:
+        """Have the innermost region that computes it again compute it; hold it if there is none."""
+        for region in askable:
+            if made[0] in region.inside:
+                frame = saved.frame = self._frames[region]
+                frame.wanted.append(_Wanted(weakref.ref(saved), made, x.size(), x.stride(), x.storage_offset()))
+                return frame
+        if any(r.away for r in chain) and made[0] not in self.regions.weights and Away.useful(x):
+            key = (_storage(x), x.size(), x.stride(), x.storage_offset())
+            if key not in self._away:
+                self._beside = self._beside or beside(x.device)
+                self._away[key] = Away(x, self._beside)
+            saved.held, saved.unpack = self._away[key], Away.back
+        elif self.outer is not None:
+            saved.held, saved.unpack = self.outer[0](x.detach() if x.grad_fn is not None else x), self.outer[1]
+        else:
+            saved.put(x)
+        return None
+
+    def _close(self, frame: _Frame) -> None:
+        """Forward is through with the region: it holds just what it needs to compute what is wanted of it."""
+        frame.wanted = [w for w in frame.wanted if w.saved() is not None]
+        frame.plan = self.regions.plan(frame.region, frozenset(w.made for w in frame.wanted))
+        chain = frame.region.above
+        for at in frame.plan.inputs:
+            x = frame.seen[at]
+            if isinstance(x, Tensor):
+                frame.inputs[at] = saved = Saved()
+                self._ask(chain[1:], chain, saved, (at, -1), x)
+            else:
+                frame.inputs[at] = self._then if x is self.rng else x
+        frame.seen = {}
+
+
+_Storage = tuple[StorageWeakRef, torch.dtype, bool, bool]
+
+
+def _storage(x: Tensor) -> _Storage:
+    """What tensors that are views of each other by size, stride and offset have in common. Does not keep memory; is
+    never given twice.
+    """
+    return StorageWeakRef(x.untyped_storage()), x.dtype, x.is_conj(), x.is_neg()  # type: ignore[no-untyped-call]

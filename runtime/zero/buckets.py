@@ -1,0 +1,292 @@
+"""Gradient buckets: sums over ranks that run while backward still runs (DESIGN section 3; Li et al. 2020, "PyTorch
+    Distributed").
+
+When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer; when a bucket
+is full, and all before it have started, its sum starts in the background. Buckets come from the program in the order in
+which backward finishes them: no warm-up step finds it out, and all ranks agree. What ZeRO keeps cut is a matter of each
+bucket: shardc.runtime.zero.bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.ir.program import Program
+from shardc.runtime.offload import Offload
+from shardc.runtime.zero.bucket import Cut, Stored, Summed, owned_run
+from shardc.runtime.zero.flat import Run
+from shardc.runtime.zero.gather import Gathered
+from shardc.torch_private import norms
+
+Reduced = Callable[[Sequence[str]], None]
+
+
+class Buckets:
+    """The buckets of one rank. params: whole local parameters by name, which the buckets take over, one at a time.
+
+    Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. Forward runs within
+    `saving()`. Several backwards a step, of microbatches and of a pipeline's stages: `start(...)`, backward, `pause()`
+    for each, `reduce()` after a stage's last, and `finish()`.
+
+    .given: what the program's graph gets, in order. .owned: what the optimizer works on, and where gradients stand: the
+    parameters, or this rank's stretch of each (1-d). .runs: which stretch, of those that are cut.
+
+    A parameter that has a `.grad` when backward starts gets the new sum added to it, as on one device; one that
+    backward does not reach counts as zeros in the sum, and keeps the `.grad` it had, also as on one device.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        params: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+        mesh: Any,
+        offload: Offload | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self._offload = offload if offload is not None else Offload({}, mesh)
+        self._gathered = Gathered()
+        at = mesh.coordinate(program.axis) if program.axis else 0
+        here = (
+            {s for s, coordinate in enumerate(program.schedule.placement) if coordinate == at}
+            if program.schedule is not None
+            else {0}
+        )
+        mine = [i for i, b in enumerate(program.buckets) if not here.isdisjoint(b.stages)]
+        self._all = [
+            self._make(program, i, mesh)
+            for i in mine
+            if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1
+        ]
+        self._stages = {b: here.intersection(b.spec.stages) for b in self._all}
+        self._left: dict[Summed, set[int]] = {}  # the stages of a bucket whose last backward of a step has not begun
+        self._of = {n: b for b in self._all for n in b.spec.params}
+        self._hooked = [b for b in self._all if not isinstance(b, Stored)]
+        self._next = 0
+        self._active = False
+        self._flying: list[Summed] = []
+        self.given: dict[str, Any] = {}
+        self.owned: dict[str, nn.Parameter] = {}
+        for name, p in params.items() if isinstance(params, Mapping) else params:
+            self.given[name] = self._of[name].adopt(name, p) if name in self._of else p
+            self.owned[name] = p if name not in self._of else nn.Parameter()
+        for b in self._all:
+            b.ready()
+            self.owned |= b.owned
+        self.runs: dict[str, Run] = {n: run for n, b in self._of.items() if (run := owned_run(b, n)) is not None}
+        for b in self._hooked:
+            for name, p in b.params.items():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(self._hook(b, name))  # type: ignore[no-untyped-call]
+
+    def _make(self, program: Program, index: int, mesh: Any) -> Summed:
+        zero = program.buckets[index].zero
+        if zero == 3:
+            return Stored(
+                program, index, mesh, self._offload, self._gathered, self._launched, lambda b: not self._left[b]
+            )
+        return Cut(program, index, mesh, self._offload) if zero else Summed(program, index, mesh)
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that are in buckets."""
+        return set(self._of)
+
+    @property
+    def several(self) -> bool:
+        """Are sums of some gradients under way when those of others have come?"""
+        return len(self._all) > 1
+
+    @property
+    def active(self) -> bool:
+        """Between `start` and `finish`."""
+        return self._active
+
+    # --- gradients
+
+    def saving(self, run: Hashable = 0) -> AbstractContextManager[None]:
+        """Around forward. run: which one, where several wait for their backward."""
+        return self._gathered.saving(run) if len(self._hooked) < len(self._all) else nullcontext()
+
+    def start(self, run: Hashable = 0, stage: int = 0, first: bool = True, last: bool = True) -> None:
+        """Before backward, or as its first act. first: of the step on this rank; last: of the step, of this stage of a
+        pipeline.
+        """
+        if first:
+            self._next, self._active, self._flying = 0, True, []
+            self._left = {b: set(stages) for b, stages in self._stages.items()}
+        for b in self._all:
+            if first or stage in self._stages[b]:
+                b.start(first)
+            if last:
+                self._left[b].discard(stage)
+        self._gathered.turn_to(run)
+
+    def pause(self) -> None:
+        """After a backward, if others of the same step may come."""
+        self._gathered.finish()
+
+    def reduce(self) -> None:
+        """After the last backward of a stage: begin the sums that wait for gradients which did not come."""
+        for b in self._hooked:
+            if not self._left[b]:
+                b.missing = set()  # what has not come will not come
+        self._launch(all_of_them=False)
+
+    def reset(self, *, forward: bool = False) -> None:
+        """Forget a backward that failed halfway, and forwards that wait for theirs too. Not while one is running."""
+        if self._active or forward:
+            self._gathered.finish()
+        for b in self._all:
+            b.reset()
+        self._active = False
+
+    def _hook(self, bucket: Summed, name: str) -> Callable[[Tensor], None]:
+        def arrived(p: Tensor) -> None:
+            if self._active:
+                bucket.put(name)
+                self._launch(all_of_them=False)
+
+        return arrived
+
+    def _launch(self, *, all_of_them: bool) -> None:
+        """Start the buckets that are due, in order: every rank must start them alike."""
+        while self._next < len(self._hooked):
+            bucket = self._hooked[self._next]
+            if self._left[bucket] or ((bucket.missing or bucket.spec.late) and not all_of_them):
+                return
+            bucket.launch()
+            self._next += 1
+            self._launched(bucket)
+
+    def _launched(self, bucket: Summed) -> None:
+        """A bucket's sum is under way: go on with the one before it, whose buffer is then free."""
+        for other in self._flying:
+            other.settle()
+        self._flying = [bucket]
+
+    def finish(self, reduced: Reduced | None = None) -> None:
+        """After backward: wait for all sums. reduced: called with each bucket's parameters while later ones are still
+        under way.
+        """
+        self._launch(all_of_them=True)
+        self._gathered.finish()
+        for b in self._all:
+            if isinstance(b, Stored):
+                b.launch()
+        for b in self._all:
+            b.settle()
+        for b in self._all:
+            b.finish()
+            if reduced is not None:
+                reduced(b.spec.params)
+        self._active = False
+
+    def narrow(self) -> None:
+        """After an update, if nobody adds to gradients: they take the memory of their sums, where that is in a narrower
+        dtype.
+        """
+        for b in self._all:
+            b.narrow()
+
+    # --- parameters
+
+    def publish(self) -> None:
+        """After an update: begin to gather what other ranks updated, first what forward needs first."""
+        for b in reversed(self._all):
+            b.publish()
+
+    def settled(self) -> None:
+        """Wait for what `publish` began."""
+        for b in self._all:
+            b.settled()
+
+    def wholes(self) -> Mapping[str, Tensor]:
+        """{name: whole local part, as stored, detached}; a bucket is gathered when one of its names is asked for: by
+        all ranks alike.
+        """
+        return _Wholes(self.given, self._of)
+
+
+class _Wholes(Mapping[str, Tensor]):
+    def __init__(self, given: Mapping[str, Any], of: Mapping[str, Summed]) -> None:
+        self._given, self._of = given, of
+        self._bucket: Summed | None = None
+        self._there: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._of:
+            found: Tensor = self._given[name].detach()
+            return found
+        if self._bucket is not self._of[name]:
+            self._there = {}  # one bucket at a time
+            self._bucket, self._there = self._of[name], self._of[name].wholes()
+        return self._there[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+
+class GradNorm:
+    """The 2-norm of all gradients of the whole model, every parameter counted once however it is split.
+
+    params: what the optimizer works on. Use: `start()`, `add`, `total()`. `add` takes parameters as their sums are
+    ready, so that most of the work is done while other sums are still under way.
+    """
+
+    def __init__(self, program: Program, params: Mapping[str, nn.Parameter], mesh: Any) -> None:
+        self.params, self.mesh = params, mesh
+        self._axes = {p.name: norm_axes(program, p.name) for p in program.params}
+        at = mesh.coordinate(program.axis) if program.axis else 0
+        self._mine = {
+            p.name for p in program.params if not program.axis or program.holders(p)[0] == at
+        }  # of copies, the first one counts
+        self._dtypes: dict[
+            tuple[str, ...], torch.dtype
+        ] = {}  # known without gradients: a rank may have none where others have some
+        for p in program.params:
+            axes = self._axes[p.name]
+            real = p.dtype.to_real() if p.dtype.is_complex else p.dtype
+            self._dtypes[axes] = torch.promote_types(self._dtypes.get(axes, torch.float32), real)
+        self._squares: dict[tuple[str, ...], list[Tensor]] = {}
+        self._todo: set[str] = set()
+
+    def start(self) -> None:
+        self._squares = {axes: [] for axes in self._axes.values()}
+        self._todo = set(self._mine)
+
+    def add(self, names: Sequence[str]) -> None:
+        groups: dict[tuple[str, ...], list[Tensor]] = {}
+        for name in (n for n in names if n in self._mine):
+            grad = self.params[name].grad
+            if grad is not None and grad.numel():
+                groups.setdefault(self._axes[name], []).append(grad.detach())
+        for axes, grads in groups.items():
+            self._squares[axes].append(torch.stack(norms(grads, self._dtypes[axes])).square().sum())
+        self._todo.difference_update(names)
+
+    def total(self) -> Tensor:
+        """0-dim, float32 or wider, the same on all ranks. Collective where parameters are split."""
+        self.add([n for n in self._axes if n in self._todo])
+        whole = torch.zeros((), device=self.mesh.device)
+        for axes in sorted(self._squares):  # on all ranks alike, also where one has no gradient
+            found = self._squares[axes]
+            part = torch.stack(found).sum() if found else torch.zeros((), dtype=self._dtypes[axes], device=whole.device)
+            whole = whole + (self.mesh.all_reduce(part, axes, direction="update", tag="grad_norm") if axes else part)
+        return whole.sqrt()
+
+
+def norm_axes(program: Program, name: str) -> tuple[str, ...]:
+    """The axes whose ranks hold different parts of a parameter's gradient."""
+    p, mesh = program.param(name), program.mesh
+    cut = {a for a, _ in p.layout.shards()} | ({program.axis} if program.axis else set())
+    bucket = program.bucket(p)
+    if bucket is not None and bucket.zero:
+        cut |= set(mesh.parts(bucket.shard))
+    return tuple(a for a in mesh.names if a in cut and mesh.size(a) > 1)

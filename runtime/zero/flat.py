@@ -1,0 +1,99 @@
+"""How a bucket's parameters lie in one flat buffer, and which part of it each rank of the data axis keeps. Pure
+arithmetic.
+
+parameters of 5, 3 and 4 elements, 3 ranks:   a a a a | a b b b | c c c c      each rank keeps 4 elements
+8 elements of one, 3 ranks:                   d d d | d d d | d d -            the buffer is padded to a multiple of the ranks
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+from shardc.ir.program import Bucket, Program
+
+
+@dataclass(frozen=True)
+class Flat:
+    """names: the bucket's parameters; shapes: of their local parts; ranks: that keep a part each."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, program: Program, bucket: Bucket) -> Flat:
+        shapes = tuple(program.param(n).value.local_shape(program.mesh) for n in bucket.params)
+        return cls(bucket.params, shapes, program.mesh.size(bucket.shard) if bucket.shard else 1)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [math.prod(s) for s in self.shapes]
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each parameter begins in the buffer."""
+        return list(accumulate(self.sizes, initial=0))[:-1]
+
+    @property
+    def part(self) -> int:
+        """Elements that each rank keeps."""
+        return -(-sum(self.sizes) // self.ranks)
+
+    @property
+    def padded(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.part * self.ranks
+
+    def runs(self, rank: int) -> dict[str, Run]:
+        """The stretch of each parameter's flattened local part that a rank keeps."""
+        low, high = rank * self.part, (rank + 1) * self.part
+        found = {}
+        for name, shape, start, size in zip(self.names, self.shapes, self.starts, self.sizes, strict=True):
+            begin, end = max(start, low), min(start + size, high)
+            found[name] = Run(shape, begin - start, end - start) if begin < end else Run(shape, 0, 0)
+        return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """The elements start .. stop of a parameter's flattened local part, of `shape`."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def boxes(self) -> list[tuple[tuple[int, int], ...]]:
+        """The run as boxes of the local part: per dim (start, length). At most 2·ndim - 1, in order; each is one
+        stretch of memory.
+        """
+        return _boxes(self.shape, self.start, self.stop)
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # within one row
+        index = start // row
+        return [((index, 1), *box) for box in _boxes(shape[1:], start - index * row, stop - index * row)]
+    head = [((first - 1, 1), *box) for box in _boxes(shape[1:], start - (first - 1) * row, row)] if start % row else []
+    body = [((first, last - first), *((0, n) for n in shape[1:]))] if first < last else []
+    tail = [((last, 1), *box) for box in _boxes(shape[1:], 0, stop - last * row)] if stop % row else []
+    return head + body + tail
+
+
+def elements(box: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> tuple[int, int]:
+    """(first element, number of elements) of a box that is one stretch of memory, in a flattened tensor of `shape`."""
+    first = 0
+    for (at, _), n in zip(box, shape, strict=True):
+        first = first * n + at
+    return first, math.prod(n for _, n in box)

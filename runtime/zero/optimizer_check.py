@@ -1,0 +1,285 @@
+"""May an optimizer step parts? That is tried with the very optimizer, not looked up: copies of it step small random
+parameters.
+
+    one after the other (`why_together`)    while sums of others are under way (shardc.runtime.zero.early_step), or their state is away (offload)
+    without the others (`prove`)            where ranks have other parameters, or other parts of them, than the next ones
+    in parts (`prove`)                      where parameters are split over ranks, or ZeRO leaves each rank a stretch of them
+
+SGD, Adam and all that treat every element by itself pass all three. An optimizer that scales its updates by the norm of
+all of them passes none; one that looks at a parameter as a matrix (Muon, Adafactor) fails the third; one that counts
+its steps, the first only. Without the proof each rank would train by the part that it sees, and ranks that hold the
+same parameter would drift apart."""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Param, Program
+from shardc.runtime.zero.flat import Run
+
+_STEPS, _SIDE = 3, 4
+_LR = 1e-2  # at least: a warm-up may begin at 0, and 16-bit numbers do not move by little, which would show nothing
+#: How far a step in pieces may be from the whole one, relative to the update: vector instructions round the last digits
+#: differently.
+_SLACK = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How ranks have a parameter. dims: those that are split; () = each has a stretch of its elements.
+
+    why, where, instead: for errors: what it comes from, and what else to do than take another optimizer.
+    """
+
+    dims: tuple[int, ...]
+    why: str
+    where: str
+    instead: str
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """Two parts in each dim, of unequal size, perhaps empty."""
+        parts = [x] if self.dims else [x.reshape(-1)]
+        for d in self.dims or (0,):
+            first = math.ceil(parts[0].shape[d] / 3)
+            parts = [q for p in parts for q in p.split_with_sizes([first, p.shape[d] - first], d)]
+        return parts
+
+
+def prove(program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run]) -> None:
+    """Raises ShardcError for an optimizer that would do something else on what ranks have than on the whole model.
+
+    params: what it was made from, by name: whole local parts. runs: of which of them it will get a stretch.
+    """
+    cuts: dict[Tensor, Cut] = {
+        params[p.name]: cut for p in program.params if p.name in params and (cut := _cut(program, p, runs)) is not None
+    }
+    if not cuts and not program.axis:
+        return
+    kind = type(optimizer).__name__
+    first = next(
+        iter(cuts.values()),
+        Cut((), f"each rank along {program.axis} has those of its stages", "pipeline", "leave the pipeline out"),
+    )
+    fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or {first.instead}"
+    try:
+        whole, pieces, more = (
+            SmallCopy(optimizer, cuts),
+            SmallCopy(optimizer, cuts),
+            SmallCopy(optimizer, cuts, copies=2),
+        )
+        samples, grads = more.data()
+        every = more.run(samples, grads)
+        n = len(whole.members)
+        samples, grads = samples[:n], [g[:n] for g in grads]
+        one = whole.run(samples, grads)
+        if any(x.numel() for x in samples) and all(
+            torch.equal(before, after) for before, (after,) in zip(samples, one, strict=True)
+        ):
+            raise ValueError("it moves none of the parameters in its param_groups")
+    except Exception as e:  # the user's own optimizer: whatever it raises is the reason
+        what = (
+            f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so nothing shows that"
+            " it may update parts"
+        )
+        raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix) from e
+    if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
+        what = f"the optimizer {kind} updates a parameter by what others are, and no rank has all of them: {first.why}"
+        raise ShardcError(what, where=first.where, fix=fix)
+    try:
+        two = pieces.run(samples, grads, cut=True)
+    except Exception as e:  # the user's own optimizer: whatever it raises is the reason
+        what = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {first.why}"
+        raise ShardcError(what, where=first.where, fix=fix) from e
+    for m, before, (after,), parts in zip(whole.members, samples, one, two, strict=True):
+        if m.cut is not None and not _same(m.cut.parts(before), m.cut.parts(after), parts, _SLACK):
+            what = f"the optimizer {kind} needs whole parameters: it updates parts of them otherwise, and {m.cut.why}"
+            raise ShardcError(what, where=m.cut.where, fix=fix)
+
+
+def _cut(program: Program, p: Param, runs: Mapping[str, Run]) -> Cut | None:
+    if p.name in runs:
+        return Cut(
+            (),
+            f"data.zero: {program.buckets[p.bucket].zero} gives each rank a part of them",
+            "data.zero",
+            "write data.zero: 0",
+        )
+    axes = {s.dim: a for a, s in p.layout.shards() if program.mesh.size(a) > 1}
+    over = ", ".join(dict.fromkeys(axes.values()))
+    return Cut(tuple(sorted(axes)), f"{p.fqn} is split over {over}", p.fqn, f"leave {p.fqn} whole") if axes else None
+
+
+def why_together(optimizer: Optimizer) -> str | None:
+    """Why an optimizer has to step all parameters at once; None if stepping one after the other comes to the same, bit
+    by bit.
+    """
+    kind = type(optimizer).__name__
+    try:
+        together, apart = SmallCopy(optimizer, copies=2), _Apart(optimizer, copies=2)
+        samples, grads = together.data()
+        one, two = together.run(samples, grads), apart.run(samples, grads)
+    except Exception as e:  # the user's own optimizer: whatever it raises is the reason
+        what = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e})"
+        return f"{what}, so nothing shows that it may step some parameters"
+    if all(_same([before], a, b, None) for before, a, b in zip(samples, one, two, strict=True)):
+        return None
+    return f"the optimizer {kind} updates parameters together, not each by itself"
+
+
+def _same(
+    before: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor], slack: Mapping[torch.dtype, float] | None
+) -> bool:
+    """Have parts of a parameter come to the same, measured by how far they moved? slack None: bit by bit."""
+    atol, dtype = 0.0, before[0].dtype
+    if slack is not None:
+        moved = max(
+            (float((a - b).abs().nan_to_num(0.0).max()) for a, b in zip(one, before, strict=True) if a.numel()),
+            default=0.0,
+        )
+        atol = slack.get(dtype, 5e-2) * moved + torch.finfo(dtype).tiny
+    return all(torch.allclose(a, b, rtol=0.0, atol=atol, equal_nan=True) for a, b in zip(one, other, strict=True))
+
+
+# --- some of an optimizer's parameters
+# -------------------------------------------------------------------------------------
+
+
+def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What stands in every parameter group beside its parameters."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+@contextmanager
+def only(optimizer: Optimizer, some: Sequence[nn.Parameter], before: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """In here the optimizer's groups hold `some` parameters only. before: its settings as the whole step begins with
+    them.
+
+    What a step changes in a group, such as a count of steps, is thus what one step changes.
+    """
+    here = {id(p) for p in some}
+    every = [list(group["params"]) for group in optimizer.param_groups]
+    for group, given in zip(optimizer.param_groups, before, strict=True):
+        for new in group.keys() - given.keys() - {"params"}:
+            del group[new]
+        group.update(given)
+        group["params"][:] = [p for p in group["params"] if id(p) in here]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, every, strict=True):
+            group["params"][:] = params
+
+
+# --- copies
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A small parameter. group: its number; like: one that it stands for; cut: how ranks have that."""
+
+    group: int
+    shape: tuple[int, ...]
+    like: Tensor
+    cut: Cut | None
+
+    def parts(self, x: Tensor, *, cut: bool) -> list[Tensor]:
+        return self.cut.parts(x) if cut and self.cut is not None else [x]
+
+
+class SmallCopy:
+    """A copy of an optimizer, with all it holds, that works on other parameters.
+
+    members: one for all parameters of a group that would be alike; copies: how often all of them.
+    """
+
+    def __init__(self, optimizer: Optimizer, cuts: Mapping[Tensor, Cut] | None = None, copies: int = 1) -> None:
+        self.members: list[_Member] = []
+        for i, group in enumerate(optimizer.param_groups):
+            found: dict[Any, _Member] = {}
+            for p in group["params"]:
+                shape, cut = tuple(min(n, _SIDE) for n in p.shape), (cuts or {}).get(p)
+                found.setdefault((shape, cut.dims if cut is not None else None), _Member(i, shape, p, cut))
+            self.members += found.values()
+        self.members *= copies
+        # parameters and their state are not copied: new ones take their place
+        memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        memo |= {id(s): {} for s in optimizer.state.values()}
+        made = {
+            k: v for k, v in optimizer.__dict__.items() if k != "step"
+        }  # a scheduler's wrapper of the original's step
+        self.optimizer: Optimizer = object.__new__(type(optimizer))
+        self.optimizer.__dict__.update(copy.deepcopy(made, memo))
+        self._made = optimizer.state  # by its constructor
+
+    def data(self) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """(the members' values, gradients by step), random."""
+        generator = torch.Generator().manual_seed(0)
+        values, *grads = [[_random(m, generator) for m in self.members] for _ in range(1 + _STEPS)]
+        return values, grads
+
+    def step(self) -> None:
+        type(self.optimizer).step(self.optimizer)
+
+    def run(
+        self, values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], *, cut: bool = False
+    ) -> list[list[Tensor]]:
+        """The members' parts after some steps. cut: as ranks have them; else each is one."""
+        self.optimizer.state.clear()
+        held = [
+            [nn.Parameter(part.clone()) for part in m.parts(x, cut=cut)]
+            for m, x in zip(self.members, values, strict=True)
+        ]
+        for i, group in enumerate(self.optimizer.param_groups):
+            group["params"][:] = itertools.chain(
+                *(parts for m, parts in zip(self.members, held, strict=True) if m.group == i)
+            )
+            if (lr := group.get("lr", _LR)) is None or lr < _LR:
+                group["lr"] = torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR
+        for m, parts in zip(self.members, held, strict=True):
+            self._begin(m, parts, cut)
+        for step in grads:
+            for m, parts, grad in zip(self.members, held, step, strict=True):
+                for p, g in zip(parts, m.parts(grad, cut=cut), strict=True):
+                    p.grad = g.clone() if p.numel() else None
+            self.step()
+        return [[p.detach() for p in parts] for parts in held]
+
+    def _begin(self, m: _Member, parts: Sequence[nn.Parameter], cut: bool) -> None:
+        """State that the optimizer makes in its constructor, of the small shape."""
+        for key, made in self._made.get(m.like, {}).items():
+            alike = lies_alike(key, made, m.like)
+            small = m.parts(made[tuple(slice(n) for n in m.shape)], cut=cut) if alike else [made] * len(parts)
+            for p, x in zip(parts, small, strict=True):
+                self.optimizer.state[p][key] = copy.deepcopy(x)
+
+
+class _Apart(SmallCopy):
+    """A small copy of an optimizer that steps every parameter by itself."""
+
+    def step(self) -> None:
+        before = settings(self.optimizer)
+        for p in [p for group in self.optimizer.param_groups for p in group["params"]]:
+            with only(self.optimizer, [p], before):
+                super().step()
+
+
+def lies_alike(key: str, x: Any, p: Tensor) -> bool:
+    """Does a piece of state lie like its parameter? A scalar's count of steps only looks so."""
+    return isinstance(x, Tensor) and x.shape == p.shape and (p.dim() > 0 or key != "step")
+
+
+def _random(m: _Member, generator: torch.Generator) -> Tensor:
+    wide = torch.complex128 if m.like.dtype.is_complex else torch.float64
+    return torch.randn(m.shape, generator=generator, dtype=wide).to(device=m.like.device, dtype=m.like.dtype)

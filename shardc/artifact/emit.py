@@ -1,0 +1,311 @@
+"""Print a program as Python that a person can read, and that runs as it stands.
+
+    # h.0.proj (gpt.py:31): x = x + self.proj(y)
+    proj = aten.linear.default(y, h_0_proj_weight, None)  # f32[8, 16, 64] +tp ~dp grad
+    proj_sum = ops.all_reduce(proj, mesh, ('tp',), tag='proj_sum')  # f32[8, 16, 64] grad | all_reduce/none tp 32768
+    "spec.yaml:9:3 '*.proj': row" del proj, y
+
+A line is one op; its comment is the type of the result (shardc.ir.placement.show), `grad` where a gradient flows, and
+for collectives what runs forward/backward, the axes, bytes per rank and cause (`unasked` before it if no annotation
+asked for it). Before that stands the region of values that backward computes again, and `kept` with those that it does
+not. `shardc.artifact.parser` reads it back: the text is the artifact, not a picture of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.errors import ShardcError
+from shardc.ir.placement import show
+from shardc.ir.program import Bucket, Buffer, Collective, Input, Param, Program, Region, Source, Value
+from shardc.torch_private import OpOverload
+
+HEADER = """import torch
+
+from shardc.runtime import ops
+
+aten = torch.ops.aten
+"""
+#: Names that the text itself uses; fx keeps its own names off Python's keywords and builtins, and off `torch`.
+RESERVED = {"ops", "aten"}
+
+
+def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
+    """One graph as the text of a Python function.
+
+    Raises ShardcError where a name of the model hides one that the text needs, TypeError for an argument with no
+    written form."""
+    about = {x.name: x for x in program.stored}
+    lines = [f"def {name}("]
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            x = about.get(node.name)
+            if node.name in RESERVED:
+                fix = "rename it in the model: programs call their ops by that name"
+                raise ShardcError(
+                    f"{node.name!r} cannot be the name of a parameter, buffer or input",
+                    where=what_is(x) if x else "",
+                    fix=fix,
+                )
+            kind = f"  # {value_text(node.meta['value'])}  {what_is(x)}".rstrip() if x is not None else ""
+            if "collective" in node.meta:  # a value of another stage
+                lines.append(f"    # {source_text(node.meta.get('source', Source()))}")
+                kind = f"  # {comment(node)}"
+            lines.append(f"    {node.name},{kind}")
+    lines.append("):")
+    last = _last_uses(graph)
+    said, source_said = source_text(Source()), Source()
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"    return {_arg(node.args[0])}")
+        elif node.op == "call_function":
+            source = node.meta.get("source", Source())
+            if source != source_said:
+                source_said = source
+                if (now := source_text(source)) != said:  # two sources may read the same
+                    said = now
+                    lines.append(f"    # {said}")
+            lines.append(f"    {node.name} = {_call(node)}  # {comment(node)}")
+            if node in last:
+                lines.append(f"    del {', '.join(last[node])}")
+    return "\n".join(lines) + "\n"
+
+
+def what_is(x: Param | Buffer | Input) -> str:
+    """What a placeholder stands for: the model's name of it, or its place in the batch."""
+    if isinstance(x, Input):
+        return plain(f"input {'.'.join(map(str, x.path))}").rstrip()
+    return plain(x.fqn) or "constant"
+
+
+def module(graph: fx.Graph, program: Program, doc: str) -> str:
+    """One graph as the text of a Python file."""
+    return f'"""{doc}"""\n\n{HEADER}\n\n{function(graph, program)}'
+
+
+def text(program: Program) -> str:
+    """The whole program: what it is, how everything is stored, what is reduced, and what every rank runs."""
+    lines = [*_head(program), ""]
+    if program.stages:
+        often = f", {program.microbatches} times a step" if program.microbatches > 1 else ""
+        if program.counts is not None:
+            lines += [f"# counts: what every rank adds up over the {program.microbatches} microbatches first"]
+            lines += [function(program.counts.graph, program, program.counts.name)]
+        for i, stage in enumerate(program.stages):
+            lines += [f"# {stage.name}: what {who(program, i)} runs{often}", function(stage.graph, program, stage.name)]
+    else:
+        lines += ["# the model as one device runs it", function(program.graph, program, "single")]
+    return "\n".join(lines)
+
+
+def who(program: Program, stage: int) -> str:
+    """The ranks that run a stage."""
+    return (
+        "every rank"
+        if program.schedule is None
+        else f"every rank with {program.axis}={program.schedule.placement[stage]}"
+    )
+
+
+def _head(program: Program) -> Iterator[str]:
+    mesh = program.mesh
+    stages = f", {plural(len(program.stages), 'stage')}" if program.stages else ""
+    yield f"# {program.meta.get('model', 'program')} on {mesh}: {plural(mesh.world, 'rank')}{stages}"
+    whole = sum(p.value.nbytes() for p in program.params)
+    mine = sum(p.value.nbytes(mesh) for p in program.params)
+    count = sum(math.prod(p.shape) for p in program.params)
+    yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {human(whole)}; {human(mine)} a rank"
+    yield from (f"# note: {plain(n)}" for n in program.notes)
+    if program.meta.get("shard"):
+        yield "# shard: what `use` came to, as entries of a spec"
+        yield from (f"# {plain(line)}" for line in program.meta["shard"])
+    yield from _offload(program.meta.get("offload", {}))
+    yield "# parameters: name, type, axes its gradient is summed over, bucket"
+    yield from (f"#   {param_text(p)}" for p in program.params)
+    if program.buffers:
+        yield "# buffers: name, type"
+        yield from (f"#   {buffer_text(b)}" for b in program.buffers)
+    yield "# inputs: place in the batch, type"
+    yield from (f"#   {what_is(i)}  {i.value}" for i in program.inputs)
+    yield from (f"# region {plain(r.name)}: {region_head(r)}" for r in program.regions)
+    for i, b in enumerate(program.buckets):
+        yield f"# bucket {i}: {bucket_text(b, program)}"
+    for e in program.edges:
+        size = human(sum(v.nbytes(program.mesh) for v in e.values))
+        yield f"# stage{e.source} -> stage{e.target}: {', '.join(e.names)}, {size} a microbatch"
+
+
+def _offload(asked: Mapping[str, Any]) -> Iterator[str]:
+    where = {"optimizer": "optimizer state", "parameters": "parameters' parts"}
+    kept = [(text, asked[what]) for what, text in where.items() if asked.get(what, "none") != "none"]
+    if kept:
+        places = (f"{text} on the cpu" if at == "cpu" else f"{text} in files of {plain(at)}" for text, at in kept)
+        yield f"# offload: {'; '.join(places)}"
+
+
+def param_text(p: Param) -> str:
+    names = plain(" = ".join((p.fqn, *p.aliases)))
+    reduced = (
+        f"  sum over {'+'.join(p.reduce)}, bucket {p.bucket}"
+        if p.reduce
+        else f"  bucket {p.bucket}"
+        if p.bucket >= 0
+        else ""
+    )
+    return f"{names}  {show(p.shape, p.dtype, p.layout)}{reduced}{'' if p.requires_grad else '  frozen'}"
+
+
+def buffer_text(b: Buffer) -> str:
+    names = plain(" = ".join((b.fqn, *b.aliases))) if b.constant is None else f"constant {b.name}"
+    updated = "  updated by the sum over microbatches" if b.adds else "  updated" if b.updated else ""
+    return f"{names}  {b.value}{updated}{'' if b.persistent or b.constant is not None else '  not saved'}"
+
+
+def bucket_text(b: Bucket, program: Program) -> str:
+    size = human(sum(program.param(n).value.nbytes(program.mesh) for n in b.params))
+    if not b.zero:
+        return (
+            f"all_reduce over {'+'.join(b.axes)} of {plural(len(b.params), 'gradient')}, {size}, from {b.params[0]} to"
+            f" {b.params[-1]}"
+        )
+    kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(
+        " and ", ", ", b.zero - 2 if b.zero > 2 else 0
+    )
+    ways = [f"reduce_scatter over {b.shard}"] if b.shard in b.axes else []
+    ways += (
+        [f"all_reduce of the part over {'+'.join(a for a in b.axes if a != b.shard)}"]
+        if set(b.axes) - {b.shard}
+        else []
+    )
+    often = "once a step" if b.keep else f"in forward and in backward, {plural(b.prefetch, 'bucket')} ahead"
+    after = f"all_gather {often}" if b.zero == 3 else "all_gather after the update"
+    return (
+        f"{kept} split over {b.shard}: {plural(len(b.params), 'parameter')}, {size}, from {b.params[0]} to"
+        f" {b.params[-1]}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
+    )
+
+
+def region_head(r: Region) -> str:
+    where = f"in {plain(r.parent)}, " if r.parent else ""
+    repeats = f" and {plural(r.again, 'collective')}" if r.again else ""
+    return (
+        f"{where}keeps {human(r.kept)}{' on the CPU' if r.offload else ''}, computes {human(r.dropped)}{repeats} again "
+        f" {plain(r.cause)}"
+    )
+
+
+def plural(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def plain(text: str) -> str:
+    """Text for a comment: on one line, whatever stands in it. (Form feeds and Unicode's line ends count as lines to
+    some readers.)
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def human(nbytes: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+# --- one line ---------------------------------------------------------------------------------------------------------
+
+
+def source_text(source: Source) -> str:
+    """`module (file.py:31): code`; the root module is `·`."""
+    code = plain(source.code).strip()
+    return f"{plain(source.module) or '·'} ({plain(source.line)})" + (f": {code}" if code else "")
+
+
+def value_text(value: Value | tuple[Value, ...] | None) -> str:
+    """The type of a result, as `show` prints it; `?` for an op that gives nothing (asserts, before canonical)."""
+    if value is None:
+        return "?"
+    vs = value if isinstance(value, tuple) else (value,)
+    one = " ; ".join(str(v) + (" grad" if v.requires_grad else "") for v in vs)
+    return f"({one})" if isinstance(value, tuple) else one
+
+
+def comment(node: fx.Node) -> str:
+    found: Collective | None = node.meta.get("collective")
+    parts = [value_text(node.meta["value"])]
+    if "region" in node.meta:
+        parts.append(region_text(node.meta["region"], node.meta.get("kept", ()), node.meta.get("again", 0)))
+    return " | ".join(parts if found is None else [*parts, collective_text(found)])
+
+
+def region_text(region: str, kept: Sequence[str], again: int) -> str:
+    """`region "h.0"`; with a result that is kept, `region "h.0" kept "h.0"`; a collective that is repeated once,
+    `region "h.0" again 1`.
+    """
+    names = [json.dumps(n) for n in (region, *kept)]  # escaped: on one line, and read back as they are
+    return " ".join(
+        ["region", names[0], *(["kept", *names[1:]] if kept else []), *(["again", str(again)] if again else [])]
+    )
+
+
+def collective_text(c: Collective) -> str:
+    return (
+        f"{c.kind}/{c.backward} {'+'.join(c.axes)} {c.bytes}"
+        f" {'' if c.asked else 'unasked '}{json.dumps(plain(c.cause), ensure_ascii=False)}"
+    )
+
+
+def _call(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        return f"{_arg(node.args[0])}[{node.args[1]!r}]"
+    args = [_arg(a) for a in node.args] + [f"{k}={_arg(v)}" for k, v in node.kwargs.items()]
+    return f"{target_text(node.target)}({', '.join(args)})"
+
+
+def target_text(target: Any) -> str:
+    """`aten.add.Tensor`, `torch.ops.lib.op.default`, `ops.all_reduce`."""
+    if isinstance(target, OpOverload):
+        name = str(target)
+        return name if name.startswith("aten.") else f"torch.ops.{name}"
+    return f"ops.{target.__name__}"
+
+
+def _arg(a: Any) -> str:
+    if isinstance(a, fx.Node):
+        return a.name
+    if isinstance(a, tuple):
+        return f"({', '.join(map(_arg, a))}{',' if len(a) == 1 else ''})"
+    if isinstance(a, list):
+        return f"[{', '.join(map(_arg, a))}]"
+    if isinstance(a, float) and not math.isfinite(a):
+        return f"float('{a}')"
+    if a is None or isinstance(a, (bool, int, float, str, torch.dtype, torch.layout, torch.memory_format)):
+        return repr(a)
+    if isinstance(a, torch.device):
+        return f"torch.device({str(a)!r})"
+    if isinstance(a, complex):
+        return f"complex({str(a)!r})"
+    raise TypeError(f"{a!r} of type {type(a).__name__} cannot stand in a program")
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
+    """Op -> the values that nothing after it reads: deleting them there keeps memory as eager code would."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        last[node] = node  # until something reads it
+        for used in node.all_input_nodes:
+            last[used] = node
+    gone: dict[fx.Node, list[str]] = {}
+    for used, at in last.items():
+        if used.op == "call_function" and at.op != "output":
+            gone.setdefault(at, []).append(used.name)
+    return gone

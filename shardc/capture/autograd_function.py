@@ -1,0 +1,291 @@
+"""Custom autograd Functions keep their own backward: as ordinary ops, which every rule knows, instead of a node that
+none
+does.
+
+`torch.export` traces through the forward of a custom `autograd.Function` and forgets its backward. A backward is nearly
+always linear in the incoming gradients g: gx = B(g), with B made from what forward saved. Its transpose B' (the
+derivative of B, transposed) is a function from x to y, and the derivative of B'(x) is B. So for  y = F(x)  the graph
+holds
+
+    y = with_gradient_of(F(detach(x)), B'(x))         the value of the first, the gradient of the second
+
+F and B' are traced into aten ops; elementwise functions (GELU by hand, straight-through estimators, gradient reversal)
+stay elementwise, matmuls stay matmuls, and placement splits them as it splits everything else. Where the backward is
+nothing but the derivative of the forward, which is tried on numbers, the forward alone stands in the graph.
+
+A part of the backward that does not depend on g (auxiliary losses that are smuggled in: gx = g + c) is a term of the
+loss, <c, x>, whose value is left out. A backward that is not linear in g, such as clipping, cannot be kept: it is
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.capture.dependence import Zeros, made_only_for, uses, works
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.runtime.ops.torch_library import with_gradient_of
+from shardc.torch_private import pytree, traced_on
+
+#: Calls of up to so many elements are run to see whether their backward is the derivative of their forward.
+TRY_LIMIT = 1 << 20
+#: Largest relative difference, in float64, from the derivative of the forward.
+SAME = 1e-13
+
+Untraced = Callable[..., Any]
+
+
+class Context:
+    """What `forward` and `backward` get as `ctx`: saves what it is told to, as torch's own does."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.quiet: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """For forward-mode derivatives, which training does not use."""
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        """The captured graph is functional: what was changed in place is returned."""
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self.quiet = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Gradients that are zero are always given as zeros: backward is linear in them."""
+
+
+def forward(cls: type[torch.autograd.Function], ctx: Context, args: Sequence[Any]) -> Any:
+    """Run the forward of a Function, written in either of torch's two ways."""
+    if cls.setup_context is torch.autograd.Function.setup_context:
+        return cls.forward(ctx, *args)
+    result = cls.forward(*args)
+    cls.setup_context(ctx, tuple(args), result)
+    return result
+
+
+@dataclass
+class Study:
+    """One call, traced. module: (x..., dx..., g...) -> [y...], [B'(dx) for every y], [the part of every gx without g],
+    or
+    None each.
+
+    outputs: what forward returned. own: the backward is the forward's derivative.
+    """
+
+    module: fx.GraphModule
+    outputs: Any
+    own: bool
+
+
+def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[Tensor], untraced: Untraced) -> Any:
+    """`cls.apply(*args)` while a model is traced: its results, with a gradient that is the Function's own.
+
+    side: gets the terms that the loss has to have besides (see the module's docstring). untraced: calls a function
+    outside of the trace. Raises ShardcError, with the model's line, for a backward that is not linear, and for one that
+    cannot be traced."""
+    call = _Call(cls, args)
+    if not torch.is_grad_enabled() or not any(call.needs):
+        with torch.no_grad():
+            return forward(cls, Context(call.context.needs_input_grad), args)
+    study: Study = untraced(call.study)
+    if study.own:
+        return forward(cls, call.fresh(), args)
+    inputs = [*(x.detach() for x in call.tensors), *call.tensors]
+    gradients = (torch.zeros(y.shape, dtype=y.dtype, device=y.device) for y in call.outs)  # only their shapes are used
+    outs, paths, constants = _Replay(study.module).run(*inputs, *gradients)
+    for x, c in zip(call.tensors, constants, strict=True):
+        if c is not None:
+            side.append((c.detach() * x).sum())
+    results = iter(
+        y.detach() if path is None else with_gradient_of(y.detach(), path) for y, path in zip(outs, paths, strict=True)
+    )
+    return pytree.tree_map(lambda y: next(results) if isinstance(y, Tensor) else y, study.outputs)
+
+
+class _Replay(fx.Interpreter):
+    """Runs a traced graph on tensors that are being traced. Tensors that are no arguments get no gradient."""
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = super().get_attr(target, args, kwargs)
+        return found.detach() if isinstance(found, Tensor) and found.requires_grad else found
+
+
+class _Call:
+    """One call of a custom Function: its tensors, and the ways to run it on others."""
+
+    def __init__(self, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> None:
+        self.cls, self.args, self.at = cls, args, source.of_call()
+        self.flat, self.spec = pytree.tree_flatten(args)
+        self.places = [i for i, a in enumerate(self.flat) if isinstance(a, Tensor)]
+        self.tensors: list[Tensor] = [self.flat[i] for i in self.places]
+        # autograd sees only the tensors that are arguments themselves, not those in lists
+        tops = [id(a) for a in args if isinstance(a, Tensor)]
+        self.needs = [x.requires_grad and id(x) in tops for x in self.tensors]
+        self.context = Context(tuple(isinstance(a, Tensor) and a.requires_grad for a in args))
+        self.outs: list[Tensor] = []
+
+    def fresh(self) -> Context:
+        return Context(self.context.needs_input_grad)
+
+    def refuse(self, what: str, fix: str) -> ShardcError:
+        return ShardcError(f"the custom autograd function {self.cls.__name__} {what}", where=self.at.line, fix=fix)
+
+    # --- running it
+
+    def run(self, xs: Sequence[Tensor]) -> tuple[Context, Any]:
+        """Forward without gradients on other tensors."""
+        ctx = self.fresh()
+        with torch.no_grad():
+            return ctx, forward(self.cls, ctx, self.with_tensors(xs))
+
+    def with_tensors(self, xs: Sequence[Tensor]) -> Any:
+        """The arguments with other tensors in the places of theirs."""
+        flat = list(self.flat)
+        for i, x in zip(self.places, xs, strict=True):
+            flat[i] = x
+        return pytree.tree_unflatten(flat, self.spec)
+
+    def back(self, ctx: Context, gs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Backward: the gradient of every tensor, in its shape and dtype; None where there is none."""
+        function = self.cls.backward
+        function = getattr(
+            function, "__wrapped__", function
+        )  # without `once_differentiable`: it is differentiated here
+        given = function(ctx, *gs)
+        given = given if isinstance(given, tuple) else (given,)
+        by_id = {id(a): g for a, g in zip(self.args, given, strict=False) if isinstance(a, Tensor)}
+        found: list[Tensor | None] = []
+        for x, need in zip(self.tensors, self.needs, strict=True):
+            g = by_id.get(id(x)) if need else None
+            if g is not None and g.shape != x.shape:
+                g = g.sum_to_size(x.shape) if g.dim() >= x.dim() else g.expand(x.shape)
+            found.append(g)
+        return found
+
+    # --- looking at it, outside of the trace
+
+    def study(self) -> Study:
+        xs = [x.detach() for x in self.tensors]
+        _, outputs = self.run(xs)
+        self.outs = _tensors(outputs)
+        module = traced_on(
+            self.traced, [*xs, *(torch.empty_like(x) for x in xs), *(torch.zeros_like(y) for y in self.outs)]
+        )
+        n = len(xs)
+        gs = [p for p in module.graph.nodes if p.op == "placeholder"][2 * n :]
+        output = next(p for p in reversed(module.graph.nodes) if p.op == "output")
+        ys, paths, grads = output.args[0]
+        # a gradient that autograd cannot follow, or a derivative of the backward that still depends on the gradients
+        linear = not any(
+            g is not None and uses(g, gs) and not smooth for g, smooth in zip(grads, self.differentiable, strict=True)
+        )
+        linear = linear and not any(t is not None and uses(t, gs) for t in paths)
+        zero = Zeros(module, gs)
+        constants = [g if g is not None and not zero(g) else None for g in grads]
+        heavy = any(map(works, made_only_for(paths, ys)))
+        if (not linear or heavy) and self.is_derivative():
+            return Study(module, outputs, True)
+        if not linear:
+            raise self.refuse(
+                "has a backward that is not linear in the gradients it gets, and is not the derivative of its forward",
+                "clip or change gradients in the optimizer's step, or write the forward in ordinary torch ops",
+            )
+        output.args = ((ys, paths, constants),)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        return Study(module, outputs, False)
+
+    def traced(self, *tensors: Tensor) -> Any:
+        """(x..., dx..., g...) -> (y..., B'(dx)..., B(g)...)."""
+        n = len(self.tensors)
+        xs, dxs, gs = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
+        ctx, outputs = self.run(xs)
+        ys = _tensors(outputs)
+        smooth = [y.is_floating_point() and not any(y is q for q in ctx.quiet) for y in ys]
+        with torch.enable_grad():
+            leaves = [g.detach().requires_grad_() if s else g for g, s in zip(gs, smooth, strict=True)]
+            grads = self.back(ctx, leaves)
+            self.differentiable = [g is not None and g.requires_grad for g in grads]
+            pairs = [(g, dx.to(g.dtype)) for g, dx in zip(grads, dxs, strict=True) if g is not None and g.requires_grad]
+            wanted = [g for g, s in zip(leaves, smooth, strict=True) if s]
+            found = (
+                torch.autograd.grad([g for g, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True)
+                if pairs
+                else ()
+            )
+        given = iter(found)
+        paths = [next(given, None) if s else None for s in smooth]
+        return ys, paths, [None if g is None else g.detach() for g in grads]
+
+    def is_derivative(self) -> bool:
+        """Whether backward is what autograd makes of the forward, on random numbers in float64."""
+        if sum(x.numel() for x in (*self.tensors, *self.outs)) > TRY_LIMIT:
+            return False
+        generator = torch.Generator().manual_seed(0)
+        xs = [_some(x, generator) for x in self.tensors]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                mine, theirs = self.both_gradients(xs, generator)
+        except Exception:  # the user's own code, on made-up numbers: then nothing is known
+            return False
+        return all(_close(a, b) for a, b in zip(mine, theirs, strict=True))
+
+    def both_gradients(
+        self, xs: list[Tensor], generator: torch.Generator
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of every tensor by the Function's backward, and by autograd through its forward, for random
+        gradients.
+        """
+        torch.manual_seed(0)  # forward may draw numbers
+        ctx, outputs = self.run(xs)
+        ys = _tensors(outputs)
+        gs = [
+            torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) if y.is_floating_point() else y
+            for y in ys
+        ]
+        with torch.no_grad():
+            mine = self.back(ctx, gs)
+        torch.manual_seed(0)
+        with torch.enable_grad():
+            leaves = [x.requires_grad_(need) for x, need in zip(xs, self.needs, strict=True)]
+            again = _tensors(forward(self.cls, self.fresh(), self.with_tensors(leaves)))
+        pairs = [(y, g) for y, g in zip(again, gs, strict=True) if y.requires_grad]
+        wanted = [x for x in leaves if x.requires_grad]
+        found = (
+            torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            if pairs
+            else ()
+        )
+        given = iter(found)
+        return mine, [next(given, None) if x.requires_grad else None for x in leaves]
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [y for y in pytree.tree_leaves(outputs) if isinstance(y, Tensor)]
+
+
+def _some(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers in float64, random truth values, zeros for indices."""
+    if x.dtype == torch.bool:
+        return torch.randint(2, x.shape, generator=generator).bool()
+    if not x.is_floating_point():
+        return torch.zeros(x.shape, dtype=x.dtype)
+    return torch.randn(x.shape, generator=generator, dtype=torch.float64)
+
+
+def _close(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        there = a if a is not None else b
+        return there is None or not bool(there.any())
+    scale = float(b.detach().abs().nan_to_num(0.0).max()) if b.numel() else 0.0
+    return torch.allclose(a.double(), b.double(), rtol=0, atol=SAME * max(scale, 1.0), equal_nan=True)

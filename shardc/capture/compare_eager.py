@@ -1,0 +1,188 @@
+"""The proof that a captured graph is the model: loss, gradients and new buffers against eager, once, on real numbers.
+
+Both run in the captured dtype, on the model's own weights if it has any, else on small random ones, from the same state
+of torch's random generator: a captured graph has the same random ops in the same order, so dropout may stay on.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.capture import patches
+from shardc.errors import Errors, ShardcError
+from shardc.ir import source
+from shardc.ir.program import Program, Source
+from shardc.torch_private import FakeTensor, pytree
+from shardc.verify.reference import interpret, reach
+
+#: Models up to so many multiply-adds (parameters × tokens) are run; larger ones only pass the static checks.
+LIMIT_WORK = 2e11
+LIMIT_PARAMS = 50e6
+#: Largest error, relative to the largest entry of the gradient. Both sides run the same kernels; only the order of sums
+#: differs.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+
+def prove(
+    program: Program, model: nn.Module, batch: Any, eager: Callable[[Any], Tensor], changed: Mapping[str, Source]
+) -> tuple[str, ...]:
+    """Compare the captured graph with `eager(batch) -> loss`, which runs the user's model. changed: attributes that its
+    forward sets.
+
+    Returns notes for the user: why nothing was compared, if so. Raises ShardcError naming every tensor that differs.
+    """
+    sizes = [math.prod(p.shape) for p in program.params]
+    elements = max(i.value.nbytes() // i.dtype.itemsize for i in program.inputs)
+    if sum(sizes) > LIMIT_PARAMS or sum(sizes) * elements > LIMIT_WORK:
+        sets = (
+            (f"forward sets {', '.join(map(repr, changed))}: the program sees the value of the first call",)
+            if changed
+            else ()
+        )
+        return ("capture was checked statically only: the model is too large to run here once", *sets)
+    real = not any(
+        _empty(x) for x in (*model.parameters(), *model.buffers(), *(reach(batch, i.path) for i in program.inputs))
+    )
+    generator = torch.Generator().manual_seed(0)
+    tensors = {id(x): _leaf(x, generator) for x in (*model.parameters(), *model.buffers())}
+    inputs = {i.name: _real(reach(batch, i.path), generator, ones=True) for i in program.inputs}
+    whole = _rebuilt(batch, iter(inputs.values()))
+
+    def named(kind: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: tensors[id(x)] for name, x in kind}
+
+    params, buffers = (
+        named(model.named_parameters(remove_duplicate=False)),
+        named(model.named_buffers(remove_duplicate=False)),
+    )
+    before = {name: b.clone() for name, b in buffers.items()}
+    trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model's own, which appear whenever it runs
+        torch.manual_seed(0)
+        try:
+            with patches.swapped(model, tensors):  # backward too: a reentrant checkpoint runs the model again
+                want = eager(whole)
+                want_grads = _grads(want, trained)
+                after = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
+            if changed:
+                with torch.no_grad():
+                    for name, buffer in buffers.items():
+                        buffer.copy_(before[name])
+                torch.manual_seed(0)
+                with patches.swapped(model, tensors):
+                    _same_again(want, eager(whole), changed)
+        except ShardcError:
+            raise
+        except Exception as e:  # the user's own code; on made-up numbers it may fail where it would not on real ones
+            if not real:
+                why = f"the model does not run on made-up numbers ({type(e).__name__}: {e})"
+                return (f"capture was checked statically only: {why}",)
+            at = source.of_exception(e)
+            raise ShardcError(
+                f"the model's forward failed: {type(e).__name__}: {e}",
+                where=at.line,
+                fix="check that model and batch run together in plain PyTorch",
+            ) from e
+        torch.manual_seed(0)
+        got, news = interpret(program, params, before, inputs)
+        got_grads = _grads(got, trained)
+    errors = Errors()
+    _compare(errors, "the loss", "", want, got)
+    errors.raise_any()  # gradients that differ as well say nothing more
+    # a gradient that is zero in exact arithmetic (an attention key's bias) is rounding on both sides: measured against
+    # the largest
+    floor = 1e-3 * max((_largest(g) for g in want_grads.values()), default=0.0)
+    for p in program.params:
+        if p.requires_grad:
+            _compare(errors, "the gradient", p.fqn, want_grads[p.name], got_grads[p.name], floor)
+    for b in program.buffers:
+        if b.updated:
+            _compare(errors, "the new value", b.fqn, after[b.fqn], news[b.name])
+        elif b.constant is None and not torch.equal(before[b.fqn], after[b.fqn]):
+            errors.add(
+                "the model updates the buffer, but the captured graph does not",
+                where=b.fqn,
+                fix="update it with an in-place op in forward",
+            )
+    errors.raise_any()
+    return ()
+
+
+def _same_again(first: Tensor, second: Tensor, changed: Mapping[str, Source]) -> None:
+    """Raise ShardcError if two calls of the model, with the same buffers and random numbers, gave different losses."""
+    again = Errors()
+    _compare(again, "the loss", "", first, second)
+    if again.found:
+        at = next((at for at in changed.values() if at.line), Source())
+        code = f" ({at.code})" if at.code else ""
+        names = ", ".join(map(repr, changed))
+        raise ShardcError(
+            f"the model gives another loss when it is called again: its forward sets {names}, of which a program sees"
+            f" the first value{code}",
+            where=at.line,
+            fix="make it a buffer (register_buffer) that forward changes in place, or set it outside of forward",
+        )
+
+
+def _empty(x: Any) -> bool:
+    return isinstance(x, FakeTensor) or x.device.type == "meta"
+
+
+def _leaf(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A real tensor that stands for a parameter or buffer."""
+    fresh = _real(x.detach(), generator)
+    return nn.Parameter(fresh, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else fresh
+
+
+def _real(x: Tensor, generator: torch.Generator, ones: bool = False) -> Tensor:
+    """A copy of `x`; made-up numbers if it has none: small and positive, integers 0 (or 0 and 1 if `ones`)."""
+    if not _empty(x):
+        return x.detach().clone()
+    if x.dtype.is_floating_point:
+        return (0.02 + 0.1 * torch.rand(tuple(x.shape), generator=generator, dtype=torch.float64)).to(x.dtype)
+    return torch.randint(0, 2 if ones else 1, tuple(x.shape), generator=generator).to(x.dtype)
+
+
+def _rebuilt(batch: Any, tensors: Iterator[Tensor]) -> Any:
+    return pytree.tree_map(lambda x: next(tensors) if isinstance(x, Tensor) else x, batch)
+
+
+def _grads(loss: Tensor, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By `backward`, since reentrant checkpoints refuse `autograd.grad`; the tensors' `.grad` is left empty."""
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    found = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
+        for name, p in trained.items()
+    }
+    for p in trained.values():
+        p.grad = None
+    return found
+
+
+def _largest(x: Tensor) -> float:
+    return x.detach().abs().nan_to_num(0, 0, 0).max().item() if x.numel() else 0.0
+
+
+def _compare(errors: Errors, what: str, where: str, want: Tensor, got: Tensor, floor: float = 0.0) -> None:
+    bound = TOLERANCE.get(want.dtype.to_real() if want.dtype.is_complex else want.dtype, 0.0)
+    wide = torch.promote_types(want.dtype, torch.float64)
+    want, got = want.detach().to(wide), got.detach().to(wide)
+    scale = max(_largest(want), floor)
+    if not torch.allclose(got, want, rtol=0, atol=bound * scale + 1e-30, equal_nan=True):
+        worst = (got - want).abs().max().item() / (scale or 1.0)
+        errors.add(
+            f"{what} of the captured graph differs from the model's own by {worst:.1e} of its size",
+            where=where,
+            fix=(
+                "report it, with the model; a custom backward or Python state that changes between calls is the usual"
+                " cause"
+            ),
+        )

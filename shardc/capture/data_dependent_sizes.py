@@ -1,0 +1,104 @@
+"""Ops whose result has a size that depends on values, where a model calls them with values that are known: the result
+is a
+constant.
+
+lengths = torch.repeat_interleave(sizes, counts)     # sizes and counts made of constants, as masks and grids of images are
+x[mask]                                              # x[i, j], if the mask is known
+x.repeat_interleave(counts, dim=0)                   # with output_size, if the counts are known
+torch.arange(counts.sum()), F.pad(x, (left, right))  # numbers in the place of tensors
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardc.capture.patches import untraced
+from shardc.torch_private import pytree, tracing
+
+#: By name, as functions of torch's and as methods.
+SIZED = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
+_CALLS = {getattr(holder, name) for holder in (torch, Tensor) for name in SIZED if hasattr(holder, name)}
+#: Calls in whose arguments torch reads numbers where Python does not see it.
+_NUMBERED = {
+    torch.arange,
+    torch.linspace,
+    torch.full,
+    torch.zeros,
+    torch.ones,
+    torch.empty,
+    torch.rand,
+    torch.randn,
+    F.pad,
+    F.interpolate,
+    Tensor.view,
+    Tensor.reshape,
+    Tensor.expand,
+    Tensor.repeat,
+    Tensor.narrow,
+    Tensor.new_zeros,
+    Tensor.new_ones,
+    Tensor.new_full,
+}
+_REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
+_MINE = {Tensor.__getitem__, torch.where, *_CALLS, *_NUMBERED}
+
+
+class KnownSizes(TorchFunctionMode):
+    """While open, ops of SIZED and indexing with masks have sizes that are known, where values are. known: a traced
+    tensor's value.
+    """
+
+    def __init__(self, known: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.known = known
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _MINE:  # thousands are: every look at a shape passes here
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if func is Tensor.__getitem__:
+            if _hidden(args[1]) and tracing():
+                args = (args[0], self._places(args[1]))
+        elif (func in _CALLS or (func is torch.where and len(args) == 1 and not kwargs)) and tracing():
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            values = {id(x): self.known(x) for x in tensors}
+            if all(v is not None for v in values.values()):
+                args, kwargs = pytree.tree_map(
+                    lambda x: values.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs)
+                )
+                return pytree.tree_map_only(Tensor, torch.clone, untraced(lambda: func(*args, **kwargs)))
+            if func in _REPEAT and len(tensors) == 2 and (counts := values[id(tensors[1])]) is not None:
+                kwargs = {"output_size": int(counts.sum()), **kwargs}
+        elif func in _NUMBERED and tracing():
+            args, kwargs = pytree.tree_map_only(Tensor, self._number, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _number(self, x: Any) -> Any:
+        value = self.known(x) if isinstance(x, Tensor) and x.dim() == 0 else None
+        return x if value is None else untraced(value.item)
+
+    def _places(self, index: Any) -> tuple[Any, ...]:
+        """An index with the places where known masks are true in their stead, and numbers as bounds of slices."""
+        found: list[Any] = []
+        for i in index if isinstance(index, tuple) else (index,):
+            if isinstance(i, slice):
+                found.append(slice(*map(self._number, (i.start, i.stop, i.step))))
+            else:
+                value = self.known(i) if isinstance(i, Tensor) and _hidden(i) else None
+                found += [i] if value is None else [torch.clone(n) for n in untraced(value.nonzero).unbind(1)]
+        return tuple(found)
+
+
+def _hidden(index: Any) -> bool:
+    """Whether an index is, or has in it, a mask or a slice whose bounds are tensors."""
+    if isinstance(index, tuple):
+        return any(map(_hidden, index))
+    if isinstance(index, slice):
+        return any(isinstance(x, Tensor) for x in (index.start, index.stop, index.step))
+    return isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0

@@ -1,0 +1,265 @@
+"""Values that a model's Python asks for while it is captured, where they are known or where it does not matter.
+
+if (mask == causal).all():                  # masks made of constants: a traced tensor, whose value does not depend on the batch
+if (var < 0).any(): raise ValueError(...)   # a check: the captured program does what the model does where nothing is wrong
+assert ids.max() < n
+if mask.any(): x[mask] = 0                  # the branch does nothing where the condition is false: it may always be taken
+if not x.isfinite().all(): x = x.clamp(-big, big)    # likewise
+if not mask.any(): mask = None              # a shorter way to the same result: it need not be taken
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardc.capture.data_dependent_sizes import KnownSizes
+from shardc.capture.patches import constant_value, given_numbers, untraced
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.ir.program import Source
+from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)
+from shardc.torch_private import FakeTensor, traced_node
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked while a model was captured. sources: where for values that are not known; buffers: name -> where
+    for
+    its value.
+
+    inputs: those of which alone such values are made, where they are whole numbers (sizes of images, not images).
+    """
+
+    sources: list[Source] = field(default_factory=list)
+    inputs: set[fx.Node] = field(default_factory=set)
+    buffers: dict[str, Source] = field(default_factory=dict)
+
+    def refuse_changed(self, buffers: Iterable[str]) -> None:
+        """Raise ShardcError for a buffer whose value was asked for, and which forward changes: the next step would ask
+        in vain.
+        """
+        for name in sorted(self.buffers.keys() & set(buffers)):
+            at = self.buffers[name]
+            raise ShardcError(
+                f"what the program does depends on the value of the buffer {name!r}, which it changes ({at.code})",
+                where=at.line,
+                fix="compute both branches and choose with torch.where(condition, a, b)",
+            )
+
+
+@contextmanager
+def known_values(model: nn.Module, *, sizes: bool = False) -> Iterator[Asked]:
+    """While open, Python may ask for the value of a traced tensor that depends on no input, no parameter and no buffer
+    that is saved.
+
+    A buffer that is not (persistent=False) is as the model's constructor left it, like a number in its attributes.
+    Where it asks for the truth of one that does, in a check that only raises, it is told that all is well. What else is
+    asked gets into what this gives: torch has a symbol for it, and export fails if anything hangs on that. sizes: also
+    where torch asks for values of its own accord (shardc.capture.data_dependent_sizes), which takes a look at every
+    call of torch."""
+    asked = Asked()
+    kept = {
+        n: b
+        for n, b in model.named_buffers()
+        if not _saved(model, n) and b.device.type != "meta" and not isinstance(b, FakeTensor)
+    }
+
+    def known(x: Tensor) -> Tensor | None:
+        names = {node: n for n, b in model.named_buffers() if n in kept and (node := traced_node(b)) is not None}
+        value, used = constant_value(x, {node: kept[n] for node, n in names.items()})
+        asked.buffers.update(dict.fromkeys((names[node] for node in used), source.of_call()) if used else {})
+        return value
+
+    with ExitStack() as stack:
+        if sizes:
+            stack.enter_context(KnownSizes(known))
+        for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist"):
+            for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
+                stack.enter_context(
+                    mock.patch.object(
+                        kind, name, _asking(getattr(kind, name), known, asked, check=name in ("__bool__", "item"))
+                    )
+                )
+        stack.enter_context(mock.patch.object(torch, "ctc_loss", ctc_loss))
+        yield asked
+
+
+def _saved(model: nn.Module, name: str) -> bool:
+    """Whether a buffer is in the model's state_dict."""
+    path, _, own = name.rpartition(".")
+    return own not in model.get_submodule(path)._non_persistent_buffers_set
+
+
+def _asking(
+    original: Callable[..., Any], known: Callable[[Tensor], Tensor | None], asked: Asked, check: bool
+) -> Callable[..., Any]:
+    """A method of Tensor that answers with the constant's value where there is one."""
+
+    def method(self: Tensor) -> Any:
+        if not isinstance(self, FakeTensor):
+            return original(self)
+        if (value := known(self)) is not None:
+            return untraced(getattr(Tensor, original.__name__), value)
+        truth = check and (self.dtype == torch.bool or original.__name__ != "item")
+        if truth and (fine := harmless(sys._getframe(1))) is not None:
+            return fine
+        asked.sources.append(source.of_call())
+        asked.inputs.update(given_numbers(self))
+        return original(self)
+
+    return method
+
+
+def harmless(frame: FrameType) -> bool | None:
+    """The truth value that does no harm to what `frame` asks: with which a check does not raise; None if what runs
+    there is no check.
+    """
+    return _checks(frame.f_code).get(frame.f_lineno)
+
+
+@lru_cache(maxsize=256)
+def _checks(code: CodeType) -> dict[int, bool]:
+    """Lines of a function's checks (`if x: raise`, `assert x`) -> the truth value of what they ask with which they do
+    not
+    raise.
+
+    And of conditions of branches that may always be taken (`if mask.any(): x[mask] = 0`) -> with which they are; of
+    those that never need to be (`if not mask.any(): mask = None`) -> with which they are not.
+    """
+    try:
+        lines, first = inspect.getsourcelines(code)
+    except OSError:  # code without a file
+        return {}
+    try:
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except SyntaxError:  # a lambda in the middle of an expression
+        return {}
+    shift = max(first, 1) - 1
+    found: dict[int, bool] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and all(isinstance(s, ast.Raise) for s in node.body):
+            asked = _asked(node.test, False)
+        elif isinstance(node, ast.If) and not node.orelse and all(_writes_where(node.test, s) for s in node.body):
+            asked = {True}
+        elif isinstance(node, ast.If) and not node.orelse and _clamps(node):
+            asked = _asked(node.test, True)
+        elif isinstance(node, ast.If) and not node.orelse and all(_drops(node.test, s) for s in node.body):
+            asked = _asked(node.test, False)
+        elif isinstance(node, ast.Assert):
+            asked = _asked(node.test, True)
+        else:
+            continue
+        if len(asked) == 1:
+            span = range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1)
+            found |= dict.fromkeys((line + shift for line in span), asked.pop())
+    return found
+
+
+def _writes_where(test: ast.expr, statement: ast.stmt) -> bool:
+    """Is it `x[mask] = value` behind `if mask.any():` (or torch.any(mask))?"""
+    if not isinstance(test, ast.Call) or not isinstance(test.func, ast.Attribute) or test.func.attr != "any":
+        return False
+    mask = test.args[0] if test.args else test.func.value
+    return isinstance(statement, ast.Assign) and all(
+        isinstance(t, ast.Subscript) and ast.dump(t.slice) == ast.dump(mask) for t in statement.targets
+    )
+
+
+def _clamps(branch: ast.If) -> bool:
+    """Is it `if not x.isfinite().all(): x = x.clamp(-big, big)` (or isinf, isnan), which models have for float16?
+
+    Only to bounds that are made of torch.finfo: those change nothing that is finite.
+    """
+    asks = {n.attr for n in ast.walk(branch.test) if isinstance(n, ast.Attribute)} & {"isfinite", "isinf", "isnan"}
+    body = [s for s in branch.body if isinstance(s, ast.Assign)]
+    bounds = {
+        ast.unparse(t) for s in body if "finfo" in ast.unparse(s.value) and not _clamp(s.value) for t in s.targets
+    }
+
+    def harmless(s: ast.Assign) -> bool:
+        if (clamp := _clamp(s.value)) is None:
+            return "finfo" in ast.unparse(s.value)
+        x, *limits = clamp
+        large = all("finfo" in (text := ast.unparse(at)) or text.lstrip("-") in bounds for at in limits)
+        return bool(limits) and large and all(ast.unparse(t) == ast.unparse(x) for t in s.targets)
+
+    return (
+        bool(asks) and len(body) == len(branch.body) and any(_clamp(s.value) for s in body) and all(map(harmless, body))
+    )
+
+
+def _clamp(value: ast.expr) -> list[ast.expr] | None:
+    """[x, bound, ...] of `torch.clamp(x, ...)` or `x.clamp(...)`."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr != "clamp":
+        return None
+    args = value.args if ast.unparse(value.func.value) == "torch" else [value.func.value, *value.args]
+    return [*args, *(k.value for k in value.keywords)]
+
+
+def _drops(test: ast.expr, statement: ast.stmt) -> bool:
+    """Is it `mask = None` behind `if not mask.any():` or `if mask.all():`? A mask that hides nothing is none, whether
+    True hides or keeps.
+    """
+    if (
+        not isinstance(statement, ast.Assign)
+        or not isinstance(statement.value, ast.Constant)
+        or statement.value.value is not None
+    ):
+        return False
+    calls = [
+        n
+        for n in ast.walk(test)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("any", "all")
+    ]
+    masks = {ast.unparse(c.args[0] if c.args else c.func.value) for c in calls if isinstance(c.func, ast.Attribute)}
+    told = ({c.func.attr for c in calls if isinstance(c.func, ast.Attribute)}, _asked(test, True))
+    return {ast.unparse(t) for t in statement.targets} == masks and told in (({"any"}, {False}), ({"all"}, {True}))
+
+
+def _asked(test: ast.expr, wanted: bool) -> set[bool]:
+    """The truth values that the parts of a condition need for the whole to be as wanted; two, where parts need
+    different ones.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _asked(test.operand, not wanted)
+    if isinstance(test, ast.BoolOp):
+        return set().union(*(_asked(v, wanted) for v in test.values))
+    return {wanted}
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """`torch.ctc_loss` as torch's C++ writes it, but on lengths that stay tensors: it reads their values to tell a
+    shape.
+    """
+    batched = log_probs.dim() == 3
+    x = log_probs if batched else log_probs.unsqueeze(1)
+    ins, outs = (torch.as_tensor(ls, dtype=torch.int64).reshape(-1) for ls in (input_lengths, target_lengths))
+    each: Tensor = torch.ops.shardc.ctc_loss.default(
+        x, targets if batched else targets.reshape(1, -1), ins, outs, blank, zero_infinity
+    )
+    if zero_infinity:
+        each = torch.where(each == torch.inf, 0.0, each)
+    if reduction == 1:
+        return (each / outs.clamp(min=1).to(each.dtype)).mean()
+    return each.sum() if reduction == 2 else each if batched else each.squeeze(0)

@@ -1,0 +1,300 @@
+"""What surrounds one capture: checks for what export would lose without a word, and patches that give better graphs.
+
+Everything here is a context manager and is undone when the capture ends, also when it fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardc.capture import autograd_function
+from shardc.capture.causes import PACKED, PADDED
+from shardc.errors import Errors, ShardcError
+from shardc.ir import source
+from shardc.torch_private import (
+    FakeTensor,
+    OpOverload,
+    fake_mode,
+    fake_tensor,
+    plain_checkpoints,
+    replaced_packing,
+    traced_constant,
+    traced_node,
+)
+
+T = TypeVar("T")
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Backward hooks of modules and parameters are not part of an exported graph: refuse them, all at once."""
+    errors = Errors()
+    for name, module in model.named_modules():
+        if hooks := [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]:
+            errors.add(
+                "the module has a backward hook, which a captured graph cannot keep",
+                where=_at(name or type(module).__name__, hooks),
+                fix="remove the hook, or compute what it does in forward",
+            )
+    for name, p in model.named_parameters():
+        held = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
+        if hooks := [hook for each in held if each for hook in each.values()]:
+            errors.add(
+                "the parameter has a gradient hook, which a captured graph cannot keep",
+                where=_at(name, hooks),
+                fix="remove the hook; gradient clipping and the like belong to the optimizer step",
+            )
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            errors.add("the parameter has no shape yet", where=name, fix="run a lazy module once before compiling it")
+    errors.raise_any()
+
+
+def _at(name: str, hooks: list[Callable[..., Any]]) -> str:
+    """A module's or parameter's name, with the line at which the first of its hooks is defined: "fc.weight
+    (model.py:12)".
+    """
+    line = source.of_function(hooks[0]).line
+    return f"{name} ({line})" if line else name
+
+
+def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise ShardcError, naming forward's line, if it does not take the batch."""
+    forward = inspect.signature(model.forward)
+    try:
+        forward.bind(*args, **kwargs)
+    except TypeError as e:
+        names, keys = ", ".join(forward.parameters), f" (its keys are {', '.join(kwargs)})" if kwargs else ""
+        raise ShardcError(
+            f"the batch does not fit the model's forward({names}): {e}{keys}",
+            where=source.of_function(model.forward).line,
+            fix=(
+                "a dict's keys are forward's arguments, a tuple's entries stand in their order, a tensor is the"
+                " first one"
+            ),
+        ) from None
+
+
+@contextmanager
+def watching(side: list[Tensor]) -> Iterator[None]:
+    """While open: custom autograd Functions keep their backward (shardc/capture/autograd_function.py); checkpoints run
+    plainly; tensor hooks raise, naming the user's line. side: gets terms that the loss has to have besides."""
+    original = torch.autograd.Function.apply
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            function, _preserve_rng_state, *operands = args
+            return function(*operands)  # recomputation changes no result; its own Function would cut the gradients
+        if cls.__module__.partition(".")[0] in ("torch", "shardc"):
+            return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+        return autograd_function.kept(cls, args, side, untraced)
+
+    def hook(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise ShardcError(
+            "a tensor hook is registered in forward, which a captured graph cannot keep",
+            where=source.of_call().line,
+            fix="remove register_hook; a custom gradient can be written as x + (y - x).detach()",
+        )
+
+    def packed(original: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+        if not isinstance(x, FakeTensor):
+            return original(x, *args)
+        at = source.of_call()  # here, and not where the recurrent layer then fails
+        raise ShardcError(f"{PACKED} ({at.code})", where=at.line, fix=PADDED)
+
+    def switch(self: Tensor, requires_grad: bool = True) -> Tensor:
+        if isinstance(self, FakeTensor) and not requires_grad and self.requires_grad and self.is_leaf:
+            at = source.of_call()
+            raise ShardcError(
+                f"the forward pass switches a parameter's gradient off, which tracing does not see ({at.code})",
+                where=at.line,
+                fix=(
+                    "run the module with detached weights: "
+                    "torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, x)"
+                ),
+            )
+        return grad(self, requires_grad)
+
+    def moved(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """`self.router.to(dtype)` within forward, where everything is so already."""
+        held = (*self.parameters(recurse), *self.buffers(recurse))
+        unchanged = all(change(x) is x for x in held)
+        return self if unchanged else put(self, change, recurse)  # type: ignore[no-untyped-call]
+
+    grad, put = Tensor.requires_grad_, nn.Module._apply
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", moved))
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(replaced_packing(packed))
+        stack.enter_context(plain_checkpoints())
+        stack.enter_context(mock.patch.object(Tensor, "requires_grad_", switch))
+        # distributions check the values of their arguments, on which a captured graph cannot branch; eager runs still
+        # do
+        stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
+        stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", hook))
+        stack.enter_context(mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", hook))
+        yield
+
+
+@contextmanager
+def lean_transformers(model: nn.Module) -> Iterator[None]:
+    """While open, models of the transformers library build no cache and only masks that they need.
+
+    transformers writes dense [batch, 1, seq, seq] masks when it is exported, because an exported graph may run on other
+    values. Ours runs only at these shapes, so a mask that depends on shapes alone may stay `is_causal`, as in eager
+    mode. That also leaves grouped-query heads to the attention op. Does nothing if transformers is not imported.
+    """
+    masking: ModuleType | None = sys.modules.get("transformers.masking_utils")
+    with ExitStack() as stack:
+        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
+        cached = [c for c in configs if getattr(c, "use_cache", None) is True]
+        for config in cached:
+            stack.enter_context(mock.patch.object(config, "use_cache", False))
+        if masking is not None:
+            packed = masking.find_packed_sequence_indices
+            # a model that fills a cache does not look for packed sequences; checkpointing turns its cache off
+            looks = not cached or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+
+            def find_packed_sequence_indices(position_ids: Tensor) -> Any:
+                if not looks:
+                    return None
+                known = constant(position_ids)
+                return packed(position_ids) if known is None or untraced(packed, known) is not None else None
+
+            stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
+            stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
+            stack.enter_context(
+                mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices)
+            )
+        yield
+
+
+def isinstance_fake(x: Any = None) -> bool:
+    """transformers' `is_tracing`, true only of tensors whose values are unknown."""
+    return isinstance(x, FakeTensor)
+
+
+def constant(x: Tensor) -> Tensor | None:
+    """The value of a traced tensor that depends on no input, parameter or buffer; None for all others."""
+    return constant_value(x, {})[0]
+
+
+def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor | None, set[fx.Node]]:
+    """The value of a traced tensor that depends on nothing given but what `stored` has the values of, and what of that
+    it
+    depends on.
+
+    Random numbers have no value, except where it is the same at both ends of their range: `torch.rand([]) < 0.0`.
+    """
+    if not isinstance(x, FakeTensor):
+        return x, set()
+    node = traced_node(x)
+    if node is None:
+        return None, set()
+    family = _family(node)
+    known = {n: c for n in family if n.op == "get_attr" and (c := traced_constant(str(n.target))) is not None}
+    known |= {n: c for n, c in stored.items() if n in family}
+    if any(n not in known and (n.op != "call_function" or (_random(n) and _name(n) not in UNIFORM)) for n in family):
+        return None, set()
+    low = untraced(_evaluate, node, family, known, 0.0)
+    if any(_random(n) for n in family) and not torch.equal(
+        low, untraced(_evaluate, node, family, known, 1.0 - 2.0**-24)
+    ):
+        return None, set()
+    return low, family & stored.keys()
+
+
+def given_numbers(x: Tensor) -> set[fx.Node]:
+    """The placeholders of which alone a traced tensor is made, if all of them hold whole numbers; else nothing."""
+    node = traced_node(x)
+    given = {n for n in _family(node) if n.op == "placeholder"} if node is not None else set()
+    dtypes = [getattr(n.meta.get("val"), "dtype", torch.float32) for n in given]
+    return set() if any(d.is_floating_point or d.is_complex for d in dtypes) else given
+
+
+def untraced(function: Callable[..., T], *args: Any) -> T:
+    """Call a function outside of the trace in progress: tracing modes belong to a thread, so a new thread has none."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _evaluate(node: fx.Node, family: set[fx.Node], given: Mapping[fx.Node, Tensor], drawn: float) -> Tensor:
+    """The value that a node has by now. family: see `_family`. drawn: what uniform random numbers are taken to be."""
+    known = {n: c.clone() for n, c in given.items()}
+    for n in node.graph.nodes:
+        if n in family and n not in known:
+            args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: known[m])
+            with torch.random.fork_rng(devices=[]):
+                result: Tensor = n.target(*args, **kwargs)
+            known[n] = result.fill_(drawn) if _random(n) else result
+    return known[node]
+
+
+def _family(node: fx.Node) -> set[fx.Node]:
+    """What a node's value depends on: what it is computed of, and what is written into
+    that, also through views of it.
+    """
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if n not in found:
+            found.add(n)
+            todo += n.all_input_nodes
+            todo += [user for user in n.users if _shares(user, n)]
+    return found
+
+
+def _shares(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a call's result is a view of one of its operands, or it writes to that."""
+    if not isinstance(user.target, OpOverload):
+        return user.target is operator.getitem
+    schema = user.target._schema.arguments
+    return any(a.alias_info is not None and x is node for a, x in zip(schema, user.args, strict=False))
+
+
+#: Random ops that draw from (0, 1).
+UNIFORM = ("aten::rand", "aten::rand_like")
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, OpOverload) else ""
+
+
+def _random(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+@contextmanager
+def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
+    """While open, the model's parameters and buffers are `tensors`, by the id of what
+    they stand for. Ties stay ties.
+    """
+    saved: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for module in model.modules():
+            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for held in holders:
+                for name, x in list(held.items()):
+                    if x is not None and id(x) in tensors:
+                        saved.append((held, name, x))
+                        held[name] = tensors[id(x)]
+        yield
+    finally:
+        for held, name, x in saved:
+            held[name] = x
+
+
+def fakes(model: nn.Module) -> tuple[Any, dict[int, Tensor]]:
+    """A fake mode, and for every parameter and buffer of the model a fake tensor of it, by id."""
+    mode = fake_mode()
+    return mode, {id(x): fake_tensor(mode, x) for x in (*model.parameters(), *model.buffers())}

@@ -1,0 +1,192 @@
+"""What a forward must not depend on besides weights, buffers, batch and torch's random numbers: a program sees it once,
+at
+capture.
+
+np.random.rand(), random.random()       every step of the program would use the numbers that were drawn while it was traced
+self.count += 1; y * self.count         every step would see the first value
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.ir.program import Source
+from shardc.torch_private import FakeTensor
+
+_HELD = ("_parameters", "_buffers", "_modules")
+
+
+# --- attributes of modules --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Changes:
+    """Attributes that a forward set, by their full name, and where. made: parameters, buffers and modules that it
+    added.
+    """
+
+    set: dict[str, Source] = field(default_factory=dict)
+    made: dict[str, Source] = field(default_factory=dict)
+
+    def refuse_made(self) -> None:
+        """Raise ShardcError for parameters, buffers and modules that exist only after the first forward."""
+        for name, at in self.made.items():
+            what = f"the forward pass makes {name!r}: it does not exist before the first call"
+            raise ShardcError(
+                what, where=at.line, fix="make it in __init__, or run the model once before you compile it"
+            )
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[Changes]:
+    """While open, what is set on the model's modules is noted; then everything is as it was before. Traced buffers are
+    set in place.
+    """
+    names = {id(m): name for name, m in model.named_modules()}
+    before = [(m, dict(m.__dict__), _contents(m)) for m in model.modules()]
+    lines: dict[tuple[int, str], Source] = {}
+    original = nn.Module.__setattr__
+    changes = Changes()
+
+    def setattr_(self: nn.Module, name: str, value: Any) -> None:
+        old = self.__dict__.get("_buffers", {}).get(name)
+        if (
+            isinstance(value, FakeTensor)
+            and isinstance(old, FakeTensor)
+            and (value.shape, value.dtype) == (old.shape, old.dtype)
+        ):
+            old.copy_(value)  # a traced `self.mean = 0.9 * self.mean + m`, which export would drop
+            return
+        at = lines[id(self), name] = source.of_call()
+        held = any(name in self.__dict__.get(h, ()) for h in _HELD)
+        if (
+            id(self) in names and not held and self.__dict__.get(name, changes) is not value
+        ):  # export itself may set it back
+            changes.set[_join(names[id(self)], name)] = at
+        original(self, name, value)
+
+    try:
+        with mock.patch.object(nn.Module, "__setattr__", setattr_):
+            yield changes
+    finally:
+        for module, attributes, contents in before:
+            path = names[id(module)]
+            for name in module.__dict__.keys() | attributes.keys():
+                inside = contents.get(name)
+                now, then = module.__dict__.get(name, changes), attributes.get(name, changes)
+                if name in _HELD and inside is not None:
+                    for key in module.__dict__[name].keys() - inside.keys():
+                        changes.made[_join(path, key)] = lines.get((id(module), key), Source())
+                elif not (
+                    _same(now, then) if inside is None else type(now) is type(inside) and _same_items(now, inside)
+                ):
+                    changes.set.setdefault(_join(path, name), lines.get((id(module), name), Source()))
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, inside in contents.items():
+                if not _same_items(attributes[name], inside):
+                    _refill(attributes[name], inside)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Shallow copies of the lists, dicts and sets among a module's attributes."""
+    return {name: x.copy() for name, x in module.__dict__.items() if isinstance(x, (list, dict, set))}
+
+
+def _same_items(now: Any, then: Any) -> bool:
+    if isinstance(now, set):
+        return {id(x) for x in now} == {id(x) for x in then}
+    one, other = (list(x.items()) if isinstance(x, Mapping) else list(enumerate(x)) for x in (now, then))
+    return len(one) == len(other) and all(k == j and _same(x, y) for (k, x), (j, y) in zip(one, other, strict=True))
+
+
+def _same(now: Any, then: Any) -> bool:
+    """One object, or plain values that are equal: a plan that was written again as it was is no change."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, (list, tuple, dict)):
+        return _same_items(now, then)
+    return isinstance(now, (str, int, float, bool)) and now == then
+
+
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    container.extend(items) if isinstance(container, list) else container.update(items)
+
+
+# --- random numbers that are not torch's ------------------------------------------------------------------------------
+
+
+def random_state() -> tuple[Any, ...]:
+    """The state of Python's and numpy's global generators."""
+    numpy = sys.modules.get("numpy")
+    legacy = () if numpy is None else numpy.random.get_state()
+    return random.getstate(), *(x.tobytes() if hasattr(x, "tobytes") else x for x in legacy)
+
+
+def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple[Source, str]:
+    """The user's line at which `state()` changes while `run()` runs, the innermost one, and its function. What `run`
+    raises is ignored.
+    """
+    found: list[tuple[Source, str]] = []
+    last: dict[FrameType, int] = {}
+    known = [state()]
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        if (now := state()) != known[0] and frame in last:
+            known[0] = now
+            found.append((source.of_frame(frame, last[frame]), frame.f_code.co_name))
+        last[frame] = frame.f_lineno
+        return local
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        return local if source.is_users(frame.f_code.co_filename) else None
+
+    old = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except Exception:  # the user's code, which ran before: only the line counts
+        pass
+    finally:
+        sys.settrace(old)
+    return found[0] if found else (Source(), "")
+
+
+#: Functions of libraries that draw with numpy -> the way out.
+KNOWN = {
+    "_compute_mask_indices": (
+        "config.apply_spec_augment = False (SpecAugment's masks), or give the masks with the batch (mask_time_indices)"
+    ),
+}
+
+
+def refuse_random(at: Source, function: str) -> ShardcError:
+    """The error for a forward that draws random numbers of Python's or numpy's."""
+    code = f" ({at.code})" if at.code else ""
+    fix = KNOWN.get(
+        function,
+        "draw with torch (torch.rand, torch.randint, torch.randn), or in the data, and pass it in with the batch",
+    )
+    return ShardcError(
+        f"the model draws random numbers from Python or numpy: every step would use the same{code}",
+        where=at.line,
+        fix=fix,
+    )

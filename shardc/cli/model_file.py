@@ -1,0 +1,206 @@
+"""Model files: what `shardc compile model.py` reads (SPEC.md, "Model files"), and transformers models from a config
+alone.
+
+model.py             model(), batch(); optional loss, data, collate, optimizer, scheduler
+model.py:name        another builder than `model`
+hf:config.json       transformers' AutoModelForCausalLM of that config; hf:ClassName:config.json another class
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from shardc.errors import ShardcError
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A model and what trains it. build: makes the module, wherever the default device is. batch: one global batch.
+
+    ref: what the user wrote. All others are for `run`, and None where the file has none.
+    data: split -> an iterable of global batches, or a map-style torch Dataset of samples, from which collate makes
+    batches.
+    optimizer: (name, parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler.
+    """
+
+    ref: str
+    build: Callable[[], nn.Module]
+    batch: Any
+    loss: Callable[[Any, Any], Tensor] | None = None
+    data: Callable[[str], Iterable[Any] | Dataset[Any]] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+
+    def on_meta(self) -> nn.Module:
+        """The model without weights: all that compiling needs."""
+        with torch.device("meta"):
+            return self.build()
+
+
+def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> ModelFile:
+    """Read a model reference. batch, seq: sizes of the example batch of an `hf:` model.
+
+    Raises ShardcError with file and line for everything in the file that does not work.
+    """
+    if ref.startswith("hf:"):
+        return _transformers(ref, batch or 8, seq or 128)
+    if batch is not None or seq is not None:
+        what = "--batch and --seq belong to hf: models; a model file's batch() says its own"
+        raise ShardcError(what, where=ref, fix="leave them out, or edit batch()")
+    name, _, builder = ref.partition(":") if not ref.endswith(".py") else (ref, "", "")
+    path = _existing(name, ref)
+    module = _import(path)
+    build = _function(module, path, builder or "model", needed="returns the nn.Module")
+    make_batch = _function(module, path, "batch", needed="returns one global batch")
+    assert build is not None
+    assert make_batch is not None
+
+    def checked() -> nn.Module:
+        with _users(path, f"{builder or 'model'}()"):
+            model = build()
+        if not isinstance(model, nn.Module):
+            raise ShardcError(
+                f"{builder or 'model'}() returns a {type(model).__name__}", where=str(path), fix="return an nn.Module"
+            )
+        return model
+
+    with _users(path, "batch()"):
+        example = make_batch()
+    if not isinstance(example, (dict, tuple, list, Tensor)):
+        what = f"batch() returns a {type(example).__name__}"
+        raise ShardcError(what, where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
+    optional = {n: _function(module, path, n) for n in ("loss", "data", "collate", "optimizer", "scheduler")}
+    return ModelFile(f"{path.resolve()}{':' + builder if builder else ''}", checked, example, **optional)
+
+
+def imported(ref: str) -> ModuleType:
+    """Run a Python file for what it registers, such as rules; it needs no model(). Raises
+    ShardcError as `load` does.
+    """
+    return _import(_existing(ref, ref, "file", "a Python file that registers rules"))
+
+
+def _existing(
+    name: str,
+    ref: str,
+    kind: str = "model file",
+    wanted: str = "a Python file with model() and batch(), or hf:config.json",
+) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [], 1
+        )
+        fix = f"did you mean {path.parent / near[0]}?" if near else f"name {wanted}"
+        raise ShardcError(f"there is no {kind} {name}", where=ref, fix=fix)
+    return path
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"shardc_model_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickling look their module up
+    sys.path.insert(0, str(path.parent.resolve()))
+    with _users(path, "importing it"):
+        try:
+            spec.loader.exec_module(module)
+        except SyntaxError as e:
+            raise ShardcError(
+                f"not Python: {e.msg}", where=f"{e.filename}:{e.lineno}:{e.offset}", fix="correct the syntax"
+            ) from None
+        finally:
+            sys.path.remove(str(path.parent.resolve()))
+    return module
+
+
+@contextmanager
+def _users(path: Path, doing: str) -> Iterator[None]:
+    """The user's own code runs: what it raises is told with the innermost line of the user's file, not as our
+    traceback.
+    """
+    try:
+        yield
+    except ShardcError:
+        raise
+    except Exception as e:  # any of the user's exceptions, whatever it is; the cause is kept for --debug
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).resolve() == path.resolve()]
+        where = f"{path}:{frames[-1].lineno}" if frames else str(path)
+        what = f"{doing} raises {type(e).__name__}: {e}"
+        raise ShardcError(what, where=where, fix="make it run on its own: `python -i` on the file shows it") from e
+
+
+def _function(module: ModuleType, path: Path, name: str, needed: str = "") -> Callable[..., Any] | None:
+    found = getattr(module, name, None)
+    if found is None and needed:
+        near = difflib.get_close_matches(
+            name, [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")], 1, 0.5
+        )
+        fix = f"define {name}(): it {needed}" + (f"; there is {near[0]}()" if near else "")
+        raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
+    if found is not None and not callable(found):
+        raise ShardcError(
+            f"{name} is a {type(found).__name__}, not a function", where=str(path), fix=f"write `def {name}(...)`"
+        )
+    return found
+
+
+def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
+    _, _, rest = ref.partition(":")
+    cls, _, file = rest.rpartition(":")
+    try:
+        import transformers
+    except ImportError:
+        raise ShardcError("hf: models need transformers", where=ref, fix="pip install transformers") from None
+    path = Path(file)
+    try:
+        values = json.loads(path.read_text())
+    except OSError as e:
+        raise ShardcError(
+            f"cannot read {file}: {e.strerror}", where=ref, fix="name a transformers config.json"
+        ) from None
+    except json.JSONDecodeError as e:
+        raise ShardcError(
+            f"not JSON: {e.msg}", where=f"{file}:{e.lineno}:{e.colno}", fix="name a transformers config.json"
+        ) from None
+    if "model_type" not in values:
+        raise ShardcError("the config has no model_type", where=file, fix='add "model_type": "llama", for example')
+    if cls and not hasattr(transformers, cls):
+        near = difflib.get_close_matches(cls, [n for n in dir(transformers) if n.startswith(cls[:3])], 1)
+        raise ShardcError(
+            f"transformers has no {cls}",
+            where=ref,
+            fix=f"did you mean {near[0]}?" if near else "see transformers' list of models",
+        )
+    try:
+        config = transformers.AutoConfig.for_model(**values)
+    except (ValueError, TypeError, KeyError) as e:
+        fix = "make it a config that this version of transformers reads"
+        raise ShardcError(f"transformers refuses the config: {e}", where=file, fix=fix) from None
+
+    def build() -> nn.Module:
+        if cls:
+            return getattr(transformers, cls)(config)  # type: ignore[no-any-return]
+        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
+
+    ids = torch.randint(
+        0, config.get_text_config().vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0)
+    )
+    full = f"hf:{cls + ':' if cls else ''}{path.resolve()}"
+    return ModelFile(full, build, {"input_ids": ids, "labels": ids.clone()})

@@ -1,0 +1,84 @@
+"""A rank of a mesh that is alone: its collectives make the tensors that they would make, and nothing comes or goes."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.cost.ledger import Ledger, Sent, Waited
+from shardc.ir.mesh import Mesh
+from shardc.runtime.mesh import RankMesh, Work
+
+
+class GhostMesh(RankMesh):
+    """Tells a ledger what it is asked to send. Buffers are those of NCCL: no copies beside arguments and results."""
+
+    def __init__(self, layout: Mesh, rank: int, ledger: Ledger) -> None:
+        super().__init__(layout, rank, torch.device("cpu"), record=True)
+        self._ledger = ledger
+        self._keys = count()
+
+    def _mark(self, x: Tensor, kind: str) -> None:
+        self._ledger.mark([x], kind)
+
+    def _started(self) -> Work:
+        """What was noted last runs beside what comes next."""
+        key, work = next(self._keys), self._ledger.parts[-1].work
+        at = next(i for i in reversed(range(len(work))) if isinstance(work[i], Sent))
+        work[at] = work[at]._replace(key=key)  # type: ignore[call-arg]
+        return Work(then=lambda: self._ledger.parts[-1].work.append(Waited(key)))
+
+    def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
+        super()._note(kind, axes, nbytes, direction, tag)
+        self._ledger.parts[-1].work.append(Sent(self.records[-1]))
+
+    def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
+        self._mark(flat, "gradients")
+        return self._started()
+
+    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
+        self._mark(whole, "gathered")
+        return self._started()
+
+    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
+        self._mark(flat, "gradients")
+        self._mark(part, "gradients")
+        return self._started()
+
+    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
+        return x.new_empty((self.size(axis), *x.shape))
+
+    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor:
+        return torch.empty_like(parts[0])
+
+    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor:
+        return torch.empty_like(parts)
+
+    def _all_to_all_rows(
+        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    ) -> Tensor:
+        return x.new_empty((sum(received), *x.shape[1:]))
+
+    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
+        self._started()
+        return Work(kept=x)
+
+    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
+        return Work()
+
+    def barrier(self) -> None:
+        """Nobody else is there."""
+
+
+def rank_of(mesh: Mesh, axis: str, coordinate: int) -> int:
+    """The rank that is looked at, of those at one coordinate of the pipeline's axis: the last, as first ones keep what
+    others make anew.
+    """
+    coords: dict[str, Any] = {a: mesh.size(a) - 1 for a in mesh.names}
+    return mesh.rank({**coords, axis: coordinate} if axis else coords)

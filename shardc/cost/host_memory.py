@@ -1,0 +1,85 @@
+"""What a step keeps outside of its device, where the CPU plays the device's part: copies are made as they are on a GPU,
+at
+once.
+
+`host` is told how to make a tensor that lies outside, so that whoever counts counts it apart: shardc.cost.dry_run, and
+the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime.offload import Offload
+from shardc.runtime.offload.copies import Mover
+from shardc.runtime.offload.storage import Place, Slot
+from shardc.runtime.step.activation_offload import Away
+
+#: Makes a tensor that lies in the machine's memory, or in a file.
+Host = Callable[[Callable[[], Tensor]], Tensor]
+
+
+def offload(host: Host, *, cpu: bool = False) -> Callable[[Mapping[str, Any], Any], Offload]:
+    """What makes an engine's `data.offload`. cpu: the device is one: its homes are worked on in place, and its own
+    memory is no other place.
+    """
+    return lambda asked, mesh: _Offload(asked, mesh, host, cpu)
+
+
+def away(host: Host) -> type[Away]:
+    """What `checkpoint: {offload: cpu}` moves activations into."""
+
+    class There(Away):
+        def _room(self, x: Tensor) -> Tensor:
+            return host(lambda: torch.empty_like(x))
+
+        @staticmethod
+        def useful(x: Tensor) -> bool:
+            return True
+
+    return There
+
+
+class _Offload(Offload):
+    def __init__(self, asked: Mapping[str, Any], mesh: Any, host: Host, cpu: bool) -> None:
+        self._host, self._cpu = host, cpu
+        super().__init__(asked, mesh)
+
+    def _place(self, name: str, mesh: Any, where: str) -> Place:
+        return _Place((lambda make: make()) if self._cpu and name == "cpu" else self._host)
+
+    @property
+    def mover(self) -> Mover:
+        if self._mover is None:
+            self._mover = _Mover(self.device, in_place=self._cpu)
+        return self._mover
+
+
+class _Place:
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def slot(self, nbytes: int) -> Slot:
+        return Slot(self._host(lambda: torch.zeros(nbytes, dtype=torch.uint8)))
+
+    def close(self) -> None:
+        """Nothing outlives its tensors."""
+
+
+class _AtOnce(ThreadPoolExecutor):
+    """Carries out what it is asked for before anything else happens."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+class _Mover(Mover):
+    def __init__(self, device: torch.device, *, in_place: bool) -> None:
+        super().__init__(device)
+        self._thread, self.in_place = _AtOnce(1), in_place

@@ -1,0 +1,133 @@
+"""Axis names and sizes of a device mesh, and rank <-> coordinates. Pure arithmetic: needs no process group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+#: The axis of microbatches, which run one after the other (shardc.passes.accumulate): they add up, and nobody gathers
+#: what others have.
+MICROBATCH = "microbatch"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A mesh of ranks. axes: (name, size) pairs, outermost first: the last axis holds neighbouring ranks.
+
+    >>> m = Mesh((("dp", 2), ("tp", 4)))
+    >>> m.world, m.size("tp"), m.coords(5), m.rank({"dp": 1, "tp": 1})
+    (8, 4, {'dp': 1, 'tp': 1}, 5)
+
+    An axis may be seen as several digits ("tp" as "tp.0" × "tp.1", outermost first; see `refine`): its own name then
+    stands for all of them wherever an axis is named.
+
+    >>> m.refine("tp", 2).axes
+    (('dp', 2), ('tp.0', 2), ('tp.1', 2))
+
+    Some coordinates of an axis are an axis too: their ranks, in order. Ranks elsewhere have no place on it.
+
+    >>> m.some("tp", (0, 3)), m.size("tp[0,3]"), m.group(1 * 4 + 3, ("tp[0,3]",))
+    ('tp[0,3]', 2, (4, 7))
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Mesh:
+        return cls(tuple(sizes.items()))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        return {name: math.prod(size for _, size in self.axes[i + 1 :]) for i, name in enumerate(self.names)}
+
+    @property
+    def world(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def parts(self, axis: str) -> tuple[str, ...]:
+        """The digits that a named axis consists of: itself, if it is seen whole. Raises KeyError on an unknown one."""
+        if "[" in axis:
+            return (axis,)
+        return self._digits[axis]
+
+    @cached_property
+    def _digits(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for name in self.names:
+            levels = name.split(".")
+            for i in range(1, len(levels) + 1):
+                axis = ".".join(levels[:i])
+                found[axis] = (*found.get(axis, ()), name)
+        return found
+
+    @staticmethod
+    def some(axis: str, coordinates: Iterable[int]) -> str:
+        """The axis of these coordinates alone: "pp[0,3]"."""
+        return f"{axis}[{','.join(map(str, coordinates))}]"
+
+    def among(self, axis: str) -> tuple[str, tuple[int, ...]]:
+        """The axis in the mesh and its coordinates that an axis consists of: what `some` put together; all of any
+        other.
+        """
+        whole, bracket, inside = axis.partition("[")
+        return whole, tuple(map(int, inside[:-1].split(","))) if bracket else tuple(range(self.size(axis)))
+
+    def refine(self, axis: str, *outer: int) -> Mesh:
+        """`axis` seen in digits: of these sizes, outermost first, and of what then remains."""
+        rest = self.size(axis) // math.prod(outer)
+        assert math.prod(outer) * rest == self.size(axis), f"{outer} does not divide {axis}={self.size(axis)}"
+        digits = [(f"{axis}.{i}", n) for i, n in enumerate((*outer, rest))]
+        return Mesh(tuple(new for old in self.axes for new in (digits if old[0] == axis else [old])))
+
+    def collapse(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The same axes, in the mesh's order, with one name for those of which all digits are there."""
+        given = {part for a in axes for part in self.parts(a)}
+        whole = {n: n.partition(".")[0] for n in given}
+        names = {n: parent if set(self.parts(parent)) <= given else n for n, parent in whole.items()}
+        return tuple(dict.fromkeys(names[n] for n in self.names if n in given))
+
+    def size(self, axis: str) -> int:
+        sizes = dict(self.axes)
+        if "[" in axis:
+            return len(self.among(axis)[1])
+        return sizes[axis] if axis in sizes else math.prod(sizes[part] for part in self.parts(axis))
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks between neighbours along `axis`."""
+        return self._strides[axis]
+
+    def coords(self, rank: int) -> dict[str, int]:
+        found = []
+        for name, size in reversed(self.axes):
+            rank, at = divmod(rank, size)
+            found.append((name, at))
+        return dict(reversed(found))
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        return sum(coords[name] * self.stride(name) for name in self.names)
+
+    def on(self, rank: int, axes: Iterable[str]) -> bool:
+        """Has the rank a place on all these axes?"""
+        at = self.coords(rank)
+        return all(at[whole] in some for whole, some in (self.among(part) for a in axes for part in self.parts(a)))
+
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only in `axes` (it is one of them), in the
+        order of those axes in the mesh.
+        """
+        wanted = dict(self.among(part) for a in axes for part in self.parts(a))
+        mine = self.coords(rank)
+        found = [rank - sum(mine[a] * self.stride(a) for a in wanted)]
+        for a in self.names:
+            if a in wanted:
+                found = [r + i * self.stride(a) for r in found for i in wanted[a]]
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name}={size}" for name, size in self.axes) or "one device"

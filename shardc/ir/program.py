@@ -1,0 +1,467 @@
+"""The compiled program: a value. It prints, saves and loads, and needs no process group, weights or devices to exist.
+
+A `Program` holds fx graphs whose nodes carry typed metadata (`Value`, `Source`, `Collective`) and the layouts of
+parameters, buffers and inputs. The *global* graph is the model as one device runs it; a *stage*'s graph is what one
+rank runs.
+
+Conventions of both graphs
+    placeholders   `mesh` (a runtime mesh) and `rng` (a runtime random state) first, then one for every entry of `params`,
+                   `buffers` and `inputs`, in that order, named as their `.name`. The stages of a pipeline take only
+                   those that they use, and after them the values of other stages: placeholders with a `collective`.
+    call_function  every other op: `torch.ops.*` overloads, `operator.getitem`, or functions of `shardc.runtime.ops`,
+    which
+                   take `mesh` / `rng` explicitly. Nothing in a graph depends on a global.
+    output         `(loss, (new value of every buffer with updated=True, in order))`; of a pipeline's stage
+                   `(loss or None, (new values of the buffers in its .updates), (what other stages take))`
+Node metadata (all of it: passes may rely on these keys only)
+    node.meta["value"]       Value, or a tuple of them for an op with several results (None for mesh and rng)
+    node.meta["source"]      Source: the model's module and line the op came from
+    node.meta["collective"]  Collective, on nodes that communicate
+    node.meta["through"]     names of modules that give this value as they take it (Dropout(0.0)), in the global graph
+    node.meta["region"]      name of the innermost Region that a stage's op is in; "kept": names of those of its regions that keep its result;
+                             "again": how often backward repeats it, on collectives
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Layout, Shard, show
+from shardc.runtime.ops.zero import gather_start, gather_wait, updated
+
+if TYPE_CHECKING:
+    from shardc.cost import Cost, Device
+    from shardc.runtime.schedule import Schedule
+    from shardc.runtime.step.engine import Engine
+    from shardc.runtime.step.module import ShardedModule
+    from shardc.spec import Spec
+    from shardc.verify import Report
+
+
+@dataclass(frozen=True)
+class Value:
+    """Type of one tensor: global shape, dtype, layout over the mesh, and whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    layout: Layout = Layout()
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        return self.layout.local_shape(self.shape, mesh)
+
+    def nbytes(self, mesh: Mesh | None = None) -> int:
+        """Bytes of one rank's part (mesh given), or of the global tensor."""
+        n = self.dtype.itemsize
+        for s in self.local_shape(mesh) if mesh else self.shape:
+            n *= s
+        return n
+
+    def __str__(self) -> str:
+        return show(self.shape, self.dtype, self.layout)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an op came from. module: FQN in the user's model ("" = the root); line: "file.py:31"; code: that line's
+    text.
+
+    calls: "FQN@n" for every module on the way that had been called n times before (not in the program's text).
+    """
+
+    module: str = ""
+    line: str = ""
+    code: str = ""
+    calls: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return " ".join(p for p in (self.module, f"({self.line})" if self.line else "") if p)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communicating op of the program.
+
+    kind: what forward runs: all_reduce | all_gather | reduce_scatter | all_to_all | none; backward: what its gradient
+    runs.
+    axes: mesh axes it runs over. bytes: per rank, of the whole (gathered or reduced) local tensor, per direction.
+    cause: the spec line that asked for it and why, e.g. "spec.yaml:9 '*.o_proj: row'".
+    """
+
+    kind: str
+    backward: str
+    axes: tuple[str, ...]
+    bytes: int
+    cause: str = ""
+    asked: bool = True  # False: no annotation asked for it (a note; an error under `strict`)
+
+
+@dataclass(frozen=True)
+class Param:
+    """A trainable or frozen parameter. Tied parameters are one Param with several names.
+
+    name: its placeholder in the graphs. fqn: the first of its names in the model; aliases: the others.
+    shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed (the `vary` lifted
+    out).
+    order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 =
+    none.
+    stages: of a pipeline: those that use it, whose ranks have it.
+    """
+
+    name: str
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+    layout: Layout = Layout()
+    reduce: tuple[str, ...] = ()
+    order: int = 0
+    bucket: int = -1
+    stages: tuple[int, ...] = ()
+
+    @property
+    def value(self) -> Value:
+        return Value(self.shape, self.dtype, self.requires_grad, self.layout)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer (running statistics, masks) or a constant tensor of the graph.
+
+    updated: the step computes a new value for it; adds: each microbatch a summand of it. persistent: it is in the
+    state_dict.
+    constant: the tensor itself, for constants that capture lifted out of the code (they have no name in the model).
+    stages: of a pipeline: those that use it, whose ranks have it.
+    """
+
+    name: str
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
+    layout: Layout = Layout()
+    updated: bool = False
+    adds: bool = False
+    persistent: bool = True
+    constant: torch.Tensor | None = field(default=None, compare=False)
+    stages: tuple[int, ...] = ()
+
+    @property
+    def value(self) -> Value:
+        return Value(self.shape, self.dtype, False, self.layout)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor of the batch. path: how to reach it in the user's batch, e.g. ("input_ids",) or (0, "mask"); () = the
+    batch itself.
+
+    microbatch: how a rank's part of it is cut into the step's microbatches; None = each gets all of it.
+
+    A batch is a dict (keyword arguments), tuple or tensor, possibly nested; leaves that are no tensors are baked into
+    the graph."""
+
+    name: str
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout = Layout()
+    microbatch: Shard | None = None
+
+    @property
+    def value(self) -> Value:
+        return Value(self.shape, self.dtype, False, self.layout)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that lie in one flat buffer, and whose gradients are reduced together.
+
+    axes: over which gradients are summed; () = they need no sum, or there are none. dtype: of the sums.
+    params: names in the order in which backward finishes them; local parts of one dtype.
+    shard: the data axis over which the flat buffer is cut into one part a rank; "" = nothing is cut.
+    zero: what is kept cut: 1 the optimizer's state, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020,
+    "ZeRO"); 0 = nothing.
+    compute: dtype in which the whole parameters are held or gathered, where all ops want another one than is stored;
+    None = as stored.
+    prefetch: at zero 3, how many buckets are gathered ahead of their use in backward. (Forward's gathers stand in the
+    graph.)
+    keep: at zero 3, what is gathered is kept, and gradients are not summed, until the last backward of a step.
+    stages: of a pipeline: those that use its parameters. late: other ranks' stages do too, and the sum is begun after
+        all backwards: the ranks do not get there at the same time.
+    """
+
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    params: tuple[str, ...]
+    shard: str = ""
+    zero: int = 0
+    compute: torch.dtype | None = None
+    prefetch: int = 1
+    stages: tuple[int, ...] = (0,)
+    late: bool = False
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """Ops whose results are computed again in backward, so that they need not be kept (shardc.passes.checkpoint,
+    shardc.runtime.step.recompute).
+
+    name: the FQN of the module, with the number of its call after the first ("encoder.layer@2"). parent: name of the
+    region around it.
+    offload: what it keeps lies on the CPU until backward. cause: the spec line.
+    kept, dropped: bytes of one rank that it holds until backward, and that it need not; again: collectives that
+    backward repeats."""
+
+    name: str
+    parent: str = ""
+    offload: bool = False
+    cause: str = ""
+    kept: int = 0
+    dropped: int = 0
+    again: int = 0
+
+
+@dataclass
+class Stage:
+    """What one rank runs. graph: local sizes, explicit collectives; see the module's docstring for its conventions.
+
+    updates: the buffers of which a pipeline's stage computes the new value.
+    """
+
+    graph: fx.Graph
+    name: str = "stage0"
+    updates: tuple[str, ...] = ()
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The params, buffers and inputs among its placeholders."""
+        return tuple(
+            n.name
+            for n in self.graph.find_nodes(op="placeholder")
+            if "collective" not in n.meta and n.meta.get("value") is not None
+        )
+
+    @property
+    def receives(self) -> dict[str, Value]:
+        """The values of other stages among its placeholders, in order."""
+        return {n.name: n.meta["value"] for n in self.graph.find_nodes(op="placeholder") if "collective" in n.meta}
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """What it makes for other stages, in the order in which it returns them."""
+        returned: Any = self.graph.output_node().args[0]
+        return tuple(n.name for n in returned[2]) if len(returned) > 2 else ()
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What one stage of a pipeline makes for another one. names: of the values; values: their types."""
+
+    source: int
+    target: int
+    names: tuple[str, ...]
+    values: tuple[Value, ...]
+
+    @property
+    def gradient(self) -> bool:
+        """Do gradients go back?"""
+        return bool(self.differentiable())
+
+    def differentiable(self) -> tuple[tuple[str, Value], ...]:
+        """(name, type) of those whose gradients go back."""
+        return tuple((n, v) for n, v in zip(self.names, self.values, strict=True) if v.requires_grad)
+
+
+@dataclass
+class Program:
+    """See the module docstring. `graph` is the global graph; `stages` is empty until partition has run.
+
+    microbatches: a step runs the stages so many times, each time on its part of every input, and adds losses and
+    gradients up.
+    counts: what is run on all microbatches before; output `(summands, ())`, whose sums over microbatches
+    `ops.total(mesh, i)` are.
+    axis: mesh axis over which the stages are spread; "" = there is one stage, on every rank. schedule: who runs which
+    of them when."""
+
+    mesh: Mesh
+    graph: fx.Graph
+    params: tuple[Param, ...]
+    buffers: tuple[Buffer, ...]
+    inputs: tuple[Input, ...]
+    stages: tuple[Stage, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    microbatches: int = 1
+    counts: Stage | None = None
+    spec: Spec | None = None
+    notes: tuple[str, ...] = ()  # what a user should know: gathers nobody asked for, replicated ops, ...
+    meta: dict[str, Any] = field(
+        default_factory=dict
+    )  # JSON-able facts for the manifest: model name, versions, seconds
+    axis: str = ""
+    schedule: Schedule | None = None
+    regions: tuple[Region, ...] = ()  # outer ones before those in them
+    resize: Callable[[Program, Any], Program] | None = field(
+        default=None, compare=False, repr=False
+    )  # for a batch of fewer rows; not saved
+
+    @property
+    def stored(self) -> tuple[Param | Buffer | Input, ...]:
+        """Parameters, buffers and inputs: what has a layout of its own, in the order of the graphs' placeholders."""
+        return (*self.params, *self.buffers, *self.inputs)
+
+    def param(self, name: str) -> Param:
+        """A parameter by placeholder name or by any of its FQNs."""
+        for p in self.params:
+            if name in (p.name, p.fqn, *p.aliases):
+                return p
+        raise KeyError(name)
+
+    def bucket(self, p: Param) -> Bucket | None:
+        """The bucket that a parameter lies in."""
+        return self.buckets[p.bucket] if 0 <= p.bucket < len(self.buckets) else None
+
+    # --- pipelines
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """What stages make for each other, by pair of stages."""
+        made = {name: i for i, stage in enumerate(self.stages) for name in stage.sends}
+        found: dict[tuple[int, int], dict[str, Value]] = {}
+        for i, stage in enumerate(self.stages):
+            for name, value in stage.receives.items():
+                found.setdefault((made[name], i), {})[name] = value
+        return tuple(Edge(*pair, tuple(each), tuple(each.values())) for pair, each in sorted(found.items()))
+
+    def holders(self, x: Param | Buffer) -> tuple[int, ...]:
+        """The coordinates on the pipeline's axis whose ranks have a parameter or buffer,
+        sorted; () without a pipeline.
+        """
+        return tuple(sorted({self.schedule.placement[s] for s in x.stages})) if self.schedule is not None else ()
+
+    def sharing(self, p: Param) -> str:
+        """The axis (shardc.ir.mesh) over which several coordinates have copies of a parameter; "" if one has it, or all
+        alike.
+        """
+        at = self.holders(p)
+        return self.mesh.some(self.axis, at) if len(at) > 1 else ""
+
+    def spreads(self, b: Buffer) -> tuple[int, tuple[int, ...]]:
+        """Which coordinate computes a buffer's new value, and which others have it too and get it after the step."""
+        if self.schedule is None or not b.updated:
+            return 0, ()
+        home = next(self.schedule.placement[i] for i, stage in enumerate(self.stages) if b.name in stage.updates)
+        return home, tuple(c for c in self.holders(b) if c != home)
+
+    @property
+    def reached(self) -> frozenset[str]:
+        """The parameters that gradients reach, in any of the stages."""
+        wanted = {name for e in self.edges for name, _ in e.differentiable()}
+        found: set[fx.Node] = set()
+        for stage in self.stages:
+            returned: Any = stage.graph.output_node().args[0]
+            todo = [n for n in (returned[0], *(returned[2] if len(returned) > 2 else ())) if n is not None]
+            todo = [n for n in todo if n is returned[0] or n.name in wanted]
+            while todo:
+                n = todo.pop()
+                value = n.meta.get("value")
+                if n not in found and any(
+                    v.requires_grad for v in (value if isinstance(value, tuple) else (value,)) if v is not None
+                ):
+                    found.add(n)
+                    todo += _operands(n)
+        return frozenset(n.name for n in found if n.op == "placeholder")
+
+    def has(self, x: Param | Buffer, coords: Mapping[str, int]) -> bool:
+        """Does the rank at these coordinates have it?"""
+        return not self.axis or coords[self.axis] in self.holders(x)
+
+    def with_layouts(self, layouts: Mapping[str, Layout]) -> Program:
+        """A copy with the layouts of the named params, buffers and inputs replaced."""
+
+        def put(x: Any) -> Any:
+            return replace(x, layout=layouts[x.name]) if x.name in layouts else x
+
+        return replace(
+            self,
+            params=tuple(map(put, self.params)),
+            buffers=tuple(map(put, self.buffers)),
+            inputs=tuple(map(put, self.inputs)),
+        )
+
+    # --- running it: in each process of torchrun, or as the one process of a one-rank mesh
+
+    def engine(self, model: Any, optimizer: Any = ..., seed: int = 0, **options: Any) -> Engine:
+        """A training loop for this rank. See shardc.runtime.step.engine.Engine. optimizer: default AdamW(3e-4); None:
+        nothing is updated.
+        """
+        from shardc.runtime.step.engine import Engine, adamw
+
+        return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
+
+    def module(self, model: Any, seed: int = 0, *, mesh: Any = None) -> ShardedModule:
+        """This rank's nn.Module, for a loop of one's own. See shardc.runtime.step.module.ShardedModule."""
+        from shardc.runtime.step.module import ShardedModule
+
+        return ShardedModule(self, model, seed, mesh=mesh)
+
+    # --- looking at it, keeping it, checking it
+
+    def __str__(self) -> str:
+        """Its typed text: how everything is stored, and what a rank runs, with every collective's cause and bytes."""
+        from shardc.artifact.emit import text
+
+        return text(self)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the artifact: readable Python, layouts, manifest; no pickle. `shardc.load` reads it. See
+        shardc.artifact.
+        """
+        from shardc.artifact import save
+
+        save(self, folder)
+
+    def verify(self, *, seed: int = 0) -> Report:
+        """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`. See
+        shardc.verify.
+        """
+        from shardc.verify import verify
+
+        return verify(self, seed=seed)
+
+    def cost(
+        self, device: str | Path | Device = "h100-80g", *, optimizer: Any = None, clip_norm: float | None = None
+    ) -> Cost:
+        """What a step takes on each rank: `.memory` (`.peak` in bytes, by kind, the op at the peak), `.flops`, `.comm`
+        {(axis, kind): bytes}, `.step_seconds`; `.symbolic`: closed forms. No weights, devices or processes are needed.
+        See shardc.cost.
+
+        device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device. optimizer: params ->
+        torch optimizer; default AdamW. clip_norm: of the engine. Raises ShardcError for a device that is not known.
+        """
+        from shardc.cost.device import device as described
+        from shardc.cost.step import cost
+        from shardc.runtime.step.engine import adamw
+
+        return cost(self, described(device), optimizer or adamw, clip_norm=clip_norm)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """What a node's gradient goes to: of a gathered bucket's entry, that parameter alone."""
+    if node.target is operator.getitem:
+        made, k = node.args
+        assert isinstance(made, fx.Node)
+        start = made.args[0] if made.target is gather_wait else made
+        if isinstance(start, fx.Node) and start.target in (gather_start, updated):
+            return [start.args[0][k]]  # type: ignore[index, list-item]
+    return node.all_input_nodes

@@ -1,0 +1,166 @@
+"""Where in the user's code something came from: of a traced node, of a raised exception, of the call being made.
+
+A user's frame is any that lies outside torch and shardc themselves; libraries such as transformers count as the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import linecache
+import re
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc import errors
+from shardc.ir.program import Source as Source  # also found here
+
+_FRAME = re.compile(r'File "(.*)", line (\d+), in .*(?:\n\s*(.*))?')
+_STDLIB = (str(Path(contextlib.__file__).parent),)
+_PARTS = [
+    find_spec(f"shardc.{name}") for name in ("passes", "runtime")
+]  # installed with us, but they may lie elsewhere
+_OURS = tuple(
+    f"{Path(f).parent}/" for f in (torch.__file__, errors.__file__, *(p.origin for p in _PARTS if p and p.origin))
+)
+
+
+@cache
+def is_users(filename: str) -> bool:
+    """Is this file neither torch's, nor shardc's, nor the interpreter's own?"""
+    if filename.startswith("<") or filename.startswith(_OURS):
+        return False
+    return not (filename.startswith(_STDLIB) and "site-packages" not in filename)
+
+
+def of_node(node: fx.Node, prefix: str = "model") -> Source:
+    """Module and line of an exported node. prefix: name under which the capture's wrapper module holds the user's
+    model.
+    """
+    module, calls = "", tuple[str, ...]()
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        module = _bare(next(reversed(stack.values())), prefix)
+        calls = tuple(f"{_bare(v, prefix)}@{k.rpartition('@')[2]}" for k, v in stack.items() if "@" in str(k))
+    for filename, line, code in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if is_users(filename):
+            return Source(module, f"{Path(filename).name}:{line}", code.strip(), calls)
+    return Source(module, calls=calls)
+
+
+def _bare(entry: tuple[Any, ...], prefix: str) -> str:
+    """The model's name of a module on the stack."""
+    return str(entry[0]).partition("@")[0].removeprefix(prefix).removeprefix(".")
+
+
+def where(source: Source) -> str:
+    """The place for an error: "h.0.attn (gpt.py:31)", or "gpt.py:31" in the root module."""
+    return str(source) if source.module else source.line
+
+
+def place(node: fx.Node) -> str:
+    """The place of an exported node, for an error."""
+    return where(of_node(node))
+
+
+def of_exception(error: BaseException) -> Source:
+    """The innermost user's line on the way to `error`, or to what caused it."""
+    seen: set[int] = set()
+    chain: list[BaseException] = []
+    e: BaseException | None = error
+    while e is not None and id(e) not in seen:
+        seen.add(id(e))
+        chain.append(e)
+        e = e.__cause__ or e.__context__
+    for e in reversed(chain):
+        found = Source()
+        tb = e.__traceback__
+        while tb is not None:
+            if is_users(tb.tb_frame.f_code.co_filename):
+                found = of_frame(tb.tb_frame, tb.tb_lineno)
+            tb = tb.tb_next
+        if found.line:
+            return found
+    return Source()
+
+
+def loops_of_node(node: fx.Node) -> str:
+    """The headers of the `for` statements around the line of an exported node, innermost first."""
+    for filename, line, _ in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if is_users(filename):
+            return _loops(filename, int(line))
+    return ""
+
+
+def loops_of_exception(error: BaseException) -> str:
+    """The headers of the `for` statements around the lines of the user's on the way to an error, innermost first."""
+    found: list[str] = []
+    tb = error.__traceback__
+    while tb is not None:
+        if is_users(name := tb.tb_frame.f_code.co_filename):
+            found.insert(0, _loops(name, tb.tb_lineno))
+        tb = tb.tb_next
+    return "\n".join(filter(None, found))
+
+
+def _loops(filename: str, line: int) -> str:
+    found: list[str] = []
+    depth = len(text := linecache.getline(filename, line)) - len(text.lstrip())
+    for at in range(line, 0, -1):
+        text = linecache.getline(filename, at)
+        inside = len(text) - len(text.lstrip())
+        if text.strip() and (inside < depth or at == line):
+            depth = min(depth, inside)
+            if re.match(r"\s*(async )?for\b", text):
+                found.append(text.strip())
+            elif re.match(r"\s*(def|class)\b", text):
+                break
+    return "\n".join(found)
+
+
+def of_call() -> Source:
+    """The innermost user's line of the calls now in progress."""
+    frame = _users_frame()
+    return Source() if frame is None else of_frame(frame, frame.f_lineno)
+
+
+def trace_of_call() -> str | None:
+    """The same as Python prints it, which `of_node` reads again."""
+    if (frame := _users_frame()) is None:
+        return None
+    name = frame.f_code.co_filename
+    return (
+        f'File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n   '
+        f" {linecache.getline(name, frame.f_lineno).strip()}"
+    )
+
+
+def _users_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def of_function(function: Any) -> Source:
+    """Where a function is defined; nowhere, if it is not Python's."""
+    function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return Source()
+    name, line = code.co_filename, code.co_firstlineno
+    return Source("", f"{Path(name).name}:{line}", linecache.getline(name, line).strip())
+
+
+def of_frame(frame: FrameType, line: int) -> Source:
+    """A line of a frame."""
+    name = frame.f_code.co_filename
+    return Source("", f"{Path(name).name}:{line}", linecache.getline(name, line).strip())

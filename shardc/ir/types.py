@@ -1,0 +1,144 @@
+"""Types of graph nodes: shapes and dtypes of results, and whether a gradient flows through them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir.program import Value
+from shardc.torch_private import OpOverload
+
+#: Ops whose result carries no gradient though their argument may; the rest follows from dtypes (comparisons, indices).
+_CUTS = {"detach", "nll_max", "all_reduce_max"}
+_LIKE = ("_like", "new_")
+
+
+def of_tensor(x: Tensor, requires_grad: bool = False) -> Value:
+    return Value(tuple(int(s) for s in x.shape), x.dtype, requires_grad and (x.is_floating_point() or x.is_complex()))
+
+
+def op_name(target: Any) -> str:
+    """`add` for torch.ops.aten.add.Tensor, `nll` for shardc.runtime.ops.nll."""
+    if isinstance(target, OpOverload):
+        return str(target._schema.name.partition("::")[2])
+    return str(getattr(target, "__name__", target))
+
+
+def carries_gradient(target: Any, args: Any, kwargs: Any) -> bool:
+    """Does a result of this call depend differentiably on an argument that requires a gradient? (dtypes aside)"""
+    name = op_name(target)
+    if name in _CUTS or name.endswith(_LIKE[0]) or name.startswith(_LIKE[1]):
+        return False
+    return any(requires_grad(n) for n in nodes_in((args, kwargs)))
+
+
+def nodes_in(x: Any) -> Iterable[fx.Node]:
+    """The graph nodes in nested arguments."""
+    found: list[fx.Node] = []
+    fx.map_arg(x, found.append)
+    return found
+
+
+def typed_key(x: Any) -> Any:
+    """Arguments of a call with types in the place of values (names for those without); hashable. Numbers keep apart
+    what is equal: 1, 1.0, True.
+    """
+    if isinstance(x, fx.Node):
+        value = x.meta.get("value")
+        return x.name if value is None else value
+    if isinstance(x, (tuple, list)):
+        return tuple(map(typed_key, x))
+    if isinstance(x, dict):
+        return tuple((k, typed_key(v)) for k, v in x.items())
+    return (type(x), x)
+
+
+def requires_grad(node: fx.Node) -> bool:
+    value = node.meta.get("value")
+    return (
+        any(v.requires_grad for v in value if v is not None)
+        if isinstance(value, tuple)
+        else bool(value and value.requires_grad)
+    )
+
+
+def typed(result: Any, target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:
+    """The `value` metadata of a call that gave `result` (a tensor without data, or a tuple of them)."""
+    if target is operator.getitem and isinstance(args[0].meta.get("value"), tuple):
+        value: Value | None = args[0].meta["value"][args[1]]
+        return value
+    grad = carries_gradient(target, args, kwargs)
+    if isinstance(result, (tuple, list)):
+        return tuple(of_tensor(r, grad) if isinstance(r, Tensor) else None for r in result)
+    return of_tensor(result, grad) if isinstance(result, Tensor) else None
+
+
+def on_meta(x: Any) -> Any:
+    """Arguments with every node replaced by an empty tensor on the meta device, to run an op for its result's type."""
+
+    def empty(node: fx.Node) -> Any:
+        value = node.meta["value"]
+        if isinstance(value, tuple):
+            return tuple(None if v is None else torch.empty(v.shape, dtype=v.dtype, device="meta") for v in value)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    return fx.map_arg(x, empty)
+
+
+def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:
+    """The value of `target(*args, **kwargs)`, by running it on the meta device. Only for aten ops and getitem."""
+    if target is operator.getitem:
+        return typed(None, target, args, kwargs)
+    if op_name(target) in _QUANTISED:
+        same: Value = args[0].meta["value"]
+        return replace(same, requires_grad=carries_gradient(target, args, kwargs))
+    with torch.no_grad():
+        if (found := _pointwise(target, args, kwargs)) is not None:
+            return found
+        return typed(target(*on_meta(args), **on_meta(kwargs)), target, args, kwargs)
+
+
+#: They give what they take, and have no kernel on the meta device.
+_QUANTISED = {"fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"}
+#: The CPU has every pointwise op for the first two, with operands of the others among them.
+_FLOATS = {torch.float32, torch.float64}
+_OTHERS = {torch.int64, torch.int32, torch.bool}
+
+
+def _pointwise(target: Any, args: Any, kwargs: Any) -> Value | None:
+    """The value of a pointwise op, from its result on tensors of one element; on the meta device it runs in Python, 30
+    times as long.
+    """
+    if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    given = [n.meta["value"] for n in nodes_in((args, kwargs))]
+    dtypes = {v.dtype if isinstance(v, Value) else None for v in given}
+    if not dtypes & _FLOATS or not dtypes <= _FLOATS | _OTHERS:
+        return None
+    a, k = fx.map_arg(
+        (args, kwargs), lambda n: torch.ones((1,) * len(n.meta["value"].shape), dtype=n.meta["value"].dtype)
+    )
+    result = target(*a, **k)
+    if not isinstance(result, Tensor):
+        return None
+    shape: torch.Size = torch.broadcast_shapes(*(v.shape for v in given))  # type: ignore[no-untyped-call]
+    return replace(of_tensor(result, carries_gradient(target, args, kwargs)), shape=tuple(shape))
+
+
+def behind(roots: Iterable[fx.Node], further: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
+    """The nodes themselves and all that they are made of; what a node is made of for which `further` is False is left
+    out.
+    """
+    found: set[fx.Node] = set()
+    todo = list(roots)
+    while todo:
+        if (node := todo.pop()) not in found:
+            found.add(node)
+            if further(node):
+                todo += node.all_input_nodes
+    return found

@@ -1,0 +1,219 @@
+"""What a spec takes, from its own rehearsal: a schedule put together from stages of layers, or from the whole program
+where that is small.
+
+Priced     step time, what it is spent on, peak memory by kind; of the mesh as it is, with ZeRO's buckets and overlap as the engine has them
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from shardc.cost.dry_run import rehearse
+from shardc.cost.ledger import KINDS
+from shardc.cost.replay import parts
+from shardc.cost.step import put_together
+from shardc.ir.mesh import Mesh
+from shardc.passes.pipeline.cuts import default_stages, layer_of
+from shardc.plan.rehearsals import Library, Stages
+from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, meter, part_of
+from shardc.runtime import schedule as schedules
+from shardc.runtime.schedule import Costs, Schedule
+from shardc.runtime.step.engine import adamw
+from shardc.spec import Spec
+
+#: Parts of a step that belong to no microbatch.
+ENDS = ("before", "REDUCE", "STEP", "after", "update")
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One training step. batch: rows of the global batch. seconds: of a step.
+
+    kinds: bytes at the peak, by kind, of the rank that has the highest; at: its coordinate on the pipeline's axis.
+    spent: seconds of the busiest rank, by what it does (parts.WHAT), and "bubble". counts: layers of each stage of a
+    pipeline.
+    exact: priced from a rehearsal of its own mesh, not estimated from one like it.
+    """
+
+    batch: int
+    seconds: float
+    kinds: Mapping[str, float]
+    spent: Mapping[str, float]
+    at: int = 0
+    counts: tuple[int, ...] = ()
+    exact: bool = True
+
+    @property
+    def peak(self) -> float:
+        """Bytes."""
+        return sum(self.kinds.values())
+
+    @property
+    def limit(self) -> str:
+        """What most of the time is spent on."""
+        return max(self.spent, key=lambda k: self.spent[k])
+
+
+def price(library: Library, asked: Spec, batch: int) -> Priced:
+    """A spec for a global batch of so many rows. Raises ShardcError if compile does."""
+    layers = library.subject.layers
+    each = asked.batch.microbatches
+    some = min(each, 3)  # the first, one like all between, the last
+    less = {**asked.to_dict(), "mesh": dict(asked.mesh.axes)}
+    less["batch"] = {**less.get("batch", {}), "microbatches": some}
+    rows = batch // each * some
+    if batch % (each * asked.data_ranks):
+        return _whole(library, asked, batch)  # compile says what does not divide
+    p = asked.pipeline
+    if p is None or asked.mesh.size(p.axis) == 1:
+        less.pop("pipeline", None)
+        return _composed(library, [library.alone(less, rows)], schedules.alone(each), asked.mesh, "", batch, ())
+    if layers is None or p.schedule not in schedules.SCHEDULES:
+        return _whole(library, asked, batch)
+    stages = library.pipelined(less, rows, p.axis)
+    counts = counted(asked, stages, layers.number)
+    schedule = schedules.make(p.schedule, stages=len(counts), ranks=asked.mesh.size(p.axis), microbatches=each)
+    made = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
+    return _composed(library, made, schedule, asked.mesh, p.axis, batch, counts)
+
+
+def counted(asked: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
+    """How many layers each stage has."""
+    p = asked.pipeline
+    assert p is not None
+    if p.balance is not None:
+        return p.balance
+    if p.cut is not None and all(layer_of(name) for name in p.cut):
+        starts = [0, *(int(layer_of(name)[1]) for name in p.cut), layers]  # type: ignore[index]
+        return tuple(b - a for a, b in pairwise(starts))
+    return balanced(stages, p.stages or default_stages(asked), layers)
+
+
+def balanced(stages: Stages, count: int, layers: int) -> tuple[int, ...]:
+    """Layers for each of `count` stages, such that the slowest is as fast as can be; of what is left over, later stages
+    take more: they keep fewer microbatches."""
+
+    def seconds(s: Stage) -> float:
+        return float(sum(part_of(s, kind, "middle")[CAUSES].sum() for kind in computing(s)))
+
+    one = seconds(stages.one)
+    unit = max(seconds(stages.two) - one, 1e-12) / stages.period
+    extra = [0.0] * count
+    extra[0] += seconds(stages.first) - one
+    extra[-1] += seconds(stages.last) - one
+    found = [1] * count
+    found[0] += stages.before
+    for _ in range(layers - sum(found)):
+        i = min(
+            range(count), key=lambda i: (round((extra[i] / unit + found[i] - (stages.before if i == 0 else 0)), 6), -i)
+        )
+        found[i] += 1
+    return tuple(found)
+
+
+def _composed(
+    library: Library,
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    mesh: Mesh,
+    axis: str,
+    batch: int,
+    counts: tuple[int, ...],
+) -> Priced:
+    """A step from its stages' parts."""
+    peaks, ends = [], []
+    for rank in range(schedule.ranks):
+        mine = schedule.stages_of(rank)
+        peaks.append(_memory([stages[s] for s in mine], {s: stages[s] for s in mine}, schedule, rank))
+        ends.append(np.sum([part_of(stages[s], kind, "")[CAUSES] for s in mine for kind in ENDS], 0))
+    at = max(range(len(peaks)), key=lambda r: peaks[r].sum())
+    whole = [
+        np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0) + ends[r]
+        for r in range(schedule.ranks)
+    ]
+    slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
+    if schedule.ranks == 1:
+        step = float(whole[0].sum())
+    else:
+        transfer = {}
+        for s in range(schedule.stages - 1):
+            pair = [mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[i]}) for i in (s, s + 1)]
+            transfer[s, s + 1] = library.device.comm_seconds(
+                "send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1])
+            )
+        late = (
+            part_of(stages[0], "F", "first")[CAUSES].sum() - part_of(stages[0], "F", "middle")[CAUSES].sum()
+        )  # for the last update's gathers
+        step = (
+            max(float(late), 0.0)
+            + schedules.timeline(schedule, costs(stages, transfer)).end
+            + max(float(e.sum()) for e in ends)
+        )
+    spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
+    spent["bubble"] = max(step - sum(spent.values()), 0.0)
+    return Priced(batch, step, {k: float(n) for k, n in zip(KINDS, peaks[at], strict=True) if n > 0}, spent, at, counts)
+
+
+def _all(s: Stage, microbatches: int) -> Vector:
+    """Seconds by cause of all microbatches on a stage: the first and the last one, and those between."""
+    some = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
+    return np.sum([n * part_of(s, kind, which)[CAUSES] for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
+
+
+def computing(s: Stage) -> tuple[str, ...]:
+    """The actions that a microbatch is, in a stage."""
+    return ("F", "I", "W") if any(k == "I" for k, _ in s) else ("F", "B")
+
+
+def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float]) -> Costs:
+    def of(*kinds: str) -> tuple[float, ...]:
+        return tuple(
+            float(sum(part_of(s, k, "middle")[CAUSES].sum() for k in kinds if k in computing(s))) for s in stages
+        )
+
+    return Costs(of("F"), of("B", "I"), of("W"), transfer)
+
+
+def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, rank: int) -> Any:
+    """Bytes by kind at the highest moment of a rank's step."""
+    live: Vector = np.sum([s["resident", ""][NET] for s in mine], 0)
+    best = live
+    for s in mine:
+        live = live + s["before", ""][NET]
+    for a in schedule.actions[rank]:
+        if a.stage < 0:
+            continue
+        which = "first" if a.microbatch == 0 else "last" if a.microbatch == schedule.microbatches - 1 else "middle"
+        v = part_of(by[a.stage], a.kind, which if a.microbatch >= 0 else "")
+        if (high := live + v[HIGH]).sum() > best.sum():
+            best = high
+        live = live + v[NET]
+    for kind in ("after", "update"):
+        for s in mine:
+            if (high := live + s[kind, ""][HIGH]).sum() > best.sum():
+                best = high
+            live = live + s[kind, ""][NET]
+    return np.maximum(best, 0)
+
+
+def _whole(library: Library, asked: Spec, batch: int) -> Priced:
+    """A spec whose program is compiled as it is, each of its ranks rehearsed."""
+    program = library.compiled(asked.to_dict(), batch)
+    schedule = program.schedule or schedules.alone(program.microbatches)
+    each = [rehearse(program, at, adamw, cpu=library.device.kind == "cpu") for at in range(schedule.ranks)]
+    found = put_together(program, schedule, each, library.device)
+    spent: list[dict[str, float]] = []
+    for r in each:
+        clock = meter(library.device, program, r.rank)
+        for _, part in parts(r, schedule.actions[r.at]):
+            clock.run(part)
+        spent.append(clock.spent)
+    most = max(spent, key=lambda c: sum(c.values()))
+    shown = {w: most[w] for w in WHAT} | {"bubble": max(found.step_seconds - sum(most.values()), 0.0)}
+    peak = max(found.ranks, key=lambda r: r.memory.peak)
+    return Priced(batch, found.step_seconds, dict(peak.memory.kinds), shown, peak.at)

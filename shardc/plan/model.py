@@ -1,0 +1,238 @@
+"""The model that is planned, at any number of rows and with any number of its layers: captured once for each.
+
+126 layers alike      ->    a shallow copy of the model whose list has its first 5: what it captures is what the whole would begin with
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardc.capture import capture
+from shardc.cost.extrapolate import fewer, layers
+from shardc.errors import ShardcError
+from shardc.ir.program import Program, Source
+from shardc.ir.types import op_name
+from shardc.passes.annotate import model_plan
+from shardc.plan.space import Layers
+from shardc.runtime.step import inputs
+from shardc.spec.patterns import of_every_layer
+from shardc.torch_private import pytree
+
+#: Units of layers that are enough to tell what each adds: stages of one (the first), one, two, and one (the last).
+UNITS = 5
+#: Attributes in which transformers' layers keep their own number.
+_NUMBERS = ("layer_idx", "layer_id", "layer_index")
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class Subject:
+    """A model, an example batch, and what is known of both. layers: the list that repeats, if it is long enough to be
+    cut
+    short.
+
+    rows: of the example batch; sequence: tokens of each, if all inputs that are sequences have the same.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss: Loss | None = None
+    layers: Layers | None = None
+    _short: nn.Module | None = None
+    _captured: dict[tuple[int, int | None, int | None], Program] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Any, loss: Loss | None = None) -> Subject:
+        found = _repeated(model)
+        subject = cls(model, batch, loss)
+        if found is not None:
+            name, first, period, number = found
+            subject.layers = Layers(name, number, first, period)
+            subject._short = _shortened(model, name, first + UNITS * period)
+        return subject
+
+    @property
+    def rows(self) -> int:
+        """What most inputs have as their first dim."""
+        found = Counter(x.shape[0] for x in _leaves(self.batch) if x.dim())
+        return found.most_common(1)[0][0]
+
+    @property
+    def sequence(self) -> int | None:
+        """Of ids and masks [batch, sequence], and of features [batch, sequence, hidden]: numbers [batch, n] are n
+        features of a row.
+        """
+        found = {x.shape[1] for x in _leaves(self.batch) if x.dim() == (3 if x.is_floating_point() else 2)}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def carried(self) -> bool:
+        """Does the model carry a plan for tensor parallelism?"""
+        return bool(model_plan.read(self.model))
+
+    def example(self, rows: int, sequence: int | None = None) -> Any:
+        """A batch of other sizes, of which only shapes are there."""
+        mine, long = self.rows, self.sequence
+
+        def sized(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != mine:
+                return x
+            rest = [sequence if i == 0 and sequence and n == long else n for i, n in enumerate(x.shape[1:])]
+            return torch.empty(rows, *rest, dtype=x.dtype, device="meta")
+
+        return pytree.tree_map(sized, self.batch)
+
+    def captured(self, rows: int, units: int | None = None, sequence: int | None = None) -> Program:
+        """units: of layers; None: all. Raises ShardcError as capture does."""
+        key = rows, units, sequence
+        if key not in self._captured:
+            self._captured[key] = self._capture(*key)
+        return self._captured[key]
+
+    def _capture(self, rows: int, units: int | None, sequence: int | None) -> Program:
+        if units is None or self.layers is None:
+            return capture(self.model, self.example(rows, sequence), loss=self.loss, prove=False)
+        if units < UNITS:
+            return fewer(self.captured(rows, UNITS, sequence), self.layers.first + units * self.layers.period)
+        if self._short is not None:
+            try:
+                return capture(self._short, self.example(rows, sequence), loss=self.loss, prove=False)
+            except ShardcError:
+                self._short = None  # it counts its layers itself
+        return fewer(self.captured(rows, None, sequence), self.layers.first + UNITS * self.layers.period)
+
+    def model_of(self, units: int | None) -> nn.Module:
+        """The module to name in compile: what it carries is the same."""
+        return self._short if units is not None and self._short is not None else self.model
+
+
+def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:
+    """`batch: {dims: ...}` for the inputs that have no rows; {} if all have."""
+    odd = [inputs.name_of(x.path) if x.path else x.name for x in program.inputs if not x.shape or x.shape[0] != rows]
+    return {**dict.fromkeys(odd), "*": 0} if odd else {}
+
+
+def cuts(program: Program) -> int:
+    """How many stages a pipeline may have: the layers of all lists."""
+    return max(sum(len(each) for each in layers(program).values()), 1)
+
+
+def regions(program: Program) -> tuple[str, ...]:
+    """Patterns of the modules that repeat: what a model recomputes."""
+    return tuple(f"{name}.*" if name else "*" for name in layers(program))
+
+
+def experts(program: Program) -> tuple[tuple[str, ...], int]:
+    """The modules that hold experts, as patterns, and the number of experts; ((), 0): none."""
+    nodes = [n for n in program.graph.nodes if n.op == "call_function" and op_name(n.target) == "experts"]
+    modules: dict[str, None] = {}
+    number = 0
+    for n in nodes:
+        source: Source = n.meta.get("source", Source())
+        modules[of_every_layer(source.module)] = None
+        held = [
+            x.meta["value"].shape[0]
+            for x in n.all_input_nodes
+            if x.op == "placeholder" and len(x.meta["value"].shape) > 2
+        ]
+        number = max([number, *held])
+    return tuple(modules), number
+
+
+def sequences(program: Program) -> tuple[str, ...]:
+    """Patterns of the layers that hand on [batch, sequence, hidden]: dim 1 can be split between them."""
+    return tuple(f"{name}.*" for name in layers(program) if name and _hands_on(program, name))
+
+
+def _hands_on(program: Program, name: str) -> bool:
+    long = {n for x in program.inputs for n in x.shape[1:2]}
+    last: dict[str, fx.Node] = {}
+    for n in program.graph.nodes:
+        source: Source = n.meta.get("source", Source())
+        if n.op == "call_function" and source.module.startswith(f"{name}.") and n.meta.get("value") is not None:
+            last[source.module.removeprefix(f"{name}.").partition(".")[0]] = n
+    shapes: list[tuple[int, ...]] = [getattr(n.meta["value"], "shape", ()) for n in last.values()]
+    return bool(shapes) and all(len(s) == 3 and s[1] in long for s in shapes)
+
+
+# --- layers that are alike, told from the modules: before anything is captured
+
+
+def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
+    """(name, layers before the pattern, its period, number) of the model's one outermost list of more layers than UNITS
+    periods: that for which fewest have to be kept."""
+    lists = [(name, m) for name, m in _lists(model, "") if len(m._modules) > 1]
+    if len(lists) != 1:
+        return None
+    name, found = lists[0]
+    signs = [_sign(m) for m in found.children()]
+    n = len(signs)
+    short = sorted(
+        (first + UNITS * period, first, period)
+        for period in range(1, n // UNITS + 1)
+        for first in range(n - UNITS * period)
+    )
+    for _, first, period in short:
+        if all(signs[i] == signs[i + period] for i in range(first, n - period)):
+            return name, first, period, n
+    return None
+
+
+def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    children = dict(module.named_children())
+    if children and all(k.isdigit() for k in children):
+        yield name, module
+        return
+    for k, m in children.items():
+        yield from _lists(m, f"{name}.{k}" if name else k)
+
+
+def _sign(module: nn.Module) -> object:
+    """What a module is, but for its number."""
+    plain = {
+        k: v
+        for k, v in vars(module).items()
+        if isinstance(v, (int, float, str, bool, tuple, type(None))) and k not in _NUMBERS
+    }
+    tensors = [
+        (n, tuple(x.shape), x.dtype)
+        for n, x in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    ]
+    return (
+        type(module),
+        repr(sorted(plain.items())),
+        repr(tensors),
+        tuple((k, _sign(m)) for k, m in module.named_children()),
+    )
+
+
+def _shortened(model: nn.Module, name: str, keep: int) -> nn.Module:
+    """The model with the first layers of a list only: the modules on the way to it are shallow copies, all others are
+    shared.
+    """
+    made = copy.copy(model)
+    made._modules = dict(model._modules)
+    if not name:
+        made._modules = dict(list(made._modules.items())[:keep])
+        return made
+    head, _, rest = name.partition(".")
+    child = model._modules[head]
+    assert child is not None
+    made._modules[head] = _shortened(child, rest, keep)
+    return made
+
+
+def _leaves(batch: Any) -> list[Tensor]:
+    found = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    if not found or not any(x.dim() for x in found):
+        raise ShardcError(
+            "the batch has no tensor with rows", fix="give a dict (keyword arguments), a tuple or a tensor"
+        )
+    return found

@@ -1,0 +1,248 @@
+"""Questions about one model on one kind of device: the best spec, the price of a given one, and what is the most or
+least that fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardc.cost.device import Device
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.plan.exact import Priced, price
+from shardc.plan.largest import Largest
+from shardc.plan.model import UNITS, Subject, cuts, experts, regions, sequences, whole_inputs
+from shardc.plan.rehearsals import Library
+from shardc.plan.result import Asked, Candidate, Plan
+from shardc.plan.search import FAR, Core, Search
+from shardc.plan.space import Choice, Words, spec
+from shardc.spec import Spec
+from shardc.spec.patterns import nearest
+
+#: `--precision`: what a spec then says.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"params": "float32", "compute": "bfloat16", "reduce": "float32"},
+    "float16": {"params": "float32", "compute": "float16", "reduce": "float32", "loss_scale": "dynamic"},
+    "float32": {"params": "float32"},
+    "pure-bfloat16": {"params": "bfloat16"},
+    "model": {},
+}
+
+
+@dataclass
+class Question:
+    """See shardc.plan.plan."""
+
+    subject: Subject
+    device: Device
+    precision: str
+    headroom: float
+    name: str
+    on: Callable[[str, int, int], None]
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            close = nearest(self.precision, PRECISIONS)
+            fix = (f"did you mean {close}? " if close else "") + f"one of {', '.join(PRECISIONS)}"
+            raise ShardcError(f"unknown precision {self.precision!r}", where="--precision", fix=fix)
+
+    @property
+    def usable(self) -> float:
+        return self.device.memory * (1 - self.headroom)
+
+    @cached_property
+    def captured(self) -> Program:
+        """The model, with few of its layers, at two rows."""
+        return self.subject.captured(2, UNITS if self.subject.layers else None)
+
+    @cached_property
+    def words(self) -> Words:
+        p = self.captured
+        shard = {"use": "model" if self.subject.carried else "structure"}
+        return Words(shard, PRECISIONS[self.precision], regions(p), sequences(p), experts(p)[0], whole_inputs(p, 2))
+
+    @cached_property
+    def library(self) -> Library:
+        return Library(self.subject, self.words, self.device)
+
+    @cached_property
+    def finder(self) -> Search:
+        layers = self.subject.layers
+        number = layers.number if layers else cuts(self.captured)
+        return Search(self.library, self.usable, cuts=number, experts=experts(self.captured)[1], on=self.on)
+
+    def asked(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Asked:
+        told = (
+            "products in bfloat16, master weights and AdamW's state in float32"
+            if self.precision == "bfloat16"
+            else f"precision {self.precision}"
+        )
+        kept = f"{self.headroom:.0%} of memory left to the allocator, NCCL and workspaces (--headroom)"
+        return Asked(
+            self.name,
+            self.device,
+            devices,
+            batch,
+            self.library.sequence or self.subject.sequence,
+            self.library.flops,
+            self._dtype(),
+            self.usable,
+            (*assumed, told, kept),
+        )
+
+    def _dtype(self) -> torch.dtype:
+        said = PRECISIONS[self.precision]
+        name = said.get("compute", said.get("params"))
+        if name:
+            return getattr(torch, name)  # type: ignore[no-any-return]
+        return next((p.dtype for p in self.subject.model.parameters() if p.is_floating_point()), torch.float32)
+
+    # --- which spec
+
+    def search(self, devices: int, batch: int | None) -> Plan:
+        finder = self.finder
+        cores = finder.cores(devices)
+        rows, note = self._batch(devices, batch, cores)
+        found = finder.estimate(devices, rows, cores)
+        if not any(p.peak <= self.usable for _, p in found) and devices > self.device.node:
+            found += finder.estimate(devices, rows, [c for c in finder.cores(devices, wide=True) if c not in cores])
+        exact = finder.refine(finder.ranked(found))
+        asked = self.asked(devices, rows, (note,))
+        made = [self._candidate(c, p, asked) for c, p in exact.items()]
+        made.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak))
+        refused = {k: e.what for k, e in finder.refused.items()}
+        return Plan(asked, tuple(made), finder.considered, refused)
+
+    def _candidate(self, c: Choice, p: Priced, asked: Asked) -> Candidate:
+        return Candidate(Spec.load(spec(c, self.words, p.counts if c.pp > 1 else ())), p, asked)
+
+    def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
+        """Rows of the global batch, and where they are from. cores: splits for so many devices."""
+        rows = self.subject.rows
+        if batch is not None:
+            if not any(True for _ in self.finder.choices(cores, devices, batch)):
+                what = f"a global batch of {batch} rows cannot be spread over {devices} devices"
+                raise ShardcError(
+                    what,
+                    where="--global-batch",
+                    fix=f"a multiple of what is left of {devices} after tp and pp, such as {devices}",
+                )
+            return batch, f"global batch of {batch} rows (--global-batch)"
+        for k in (1, *(2**i for i in range(1, 40) if 2**i * rows < 2 * devices), devices):
+            if any(True for _ in self.finder.choices(cores, devices, k * rows)):
+                times = (
+                    f", times {k}: else some of {devices} devices have nothing to do"
+                    if k > 1
+                    else " (--global-batch says another)"
+                )
+                return k * rows, f"global batch of {k * rows} rows: what batch() gives{times}"
+        raise ShardcError(
+            f"no way to use {devices} devices was found", where="--devices", fix="another number of devices"
+        )
+
+    def given(self, source: str | Path | Mapping[str, Any] | Spec, devices: int | None, batch: int | None) -> Plan:
+        one = Spec.load(source, world=devices)
+        rows = batch or self.subject.rows
+        self.on("the given spec", 0, 0)
+        priced = price(self.library, one, rows)
+        note = f"global batch of {rows} rows" + ("" if batch else ": what batch() gives (--global-batch says another)")
+        name = one.precision.compute or one.precision.params
+        asked = replace(
+            self.asked(one.mesh.world, rows, (note,)), dtype=getattr(torch, name) if name else self._dtype()
+        )
+        return Plan(asked, (Candidate(one, priced, asked),), 1)
+
+    # --- how much, how few
+
+    def largest(self, found: Plan, what: str) -> Plan:
+        """How many rows, or how long a sequence, the best candidate takes."""
+        best = found.candidates[0] if found.candidates else None
+        if best is None:
+            raise found.lacking()
+        data = best.spec.data_ranks * best.spec.batch.microbatches
+        if what == "batch":
+
+            def peak(n: int) -> float:
+                self.on(f"a global batch of {n * data} rows", 0, 0)
+                return price(self.library, best.spec, n * data).peak
+
+            unit, start, said = data, max(best.priced.batch // data, 1), "rows of the global batch"
+        else:
+            long = self.subject.sequence
+            if long is None:
+                raise ShardcError(
+                    "the inputs have no sequence dim in common",
+                    where="--largest sequence",
+                    fix="ask for --largest batch",
+                )
+            split = best.devices // best.spec.data_ranks
+            unit = math.lcm(128 if long >= 128 else 1, split)
+            start, said = max(long // unit, 1), "tokens of a row"
+
+            def peak(n: int) -> float:
+                self.on(f"a sequence of {n * unit} tokens", 0, 0)
+                try:
+                    return price(
+                        Library(self.subject, self.words, self.device, n * unit), best.spec, best.priced.batch
+                    ).peak
+                except ShardcError:
+                    return math.inf  # the model takes no longer one
+
+        solver = Largest(peak, self.usable)
+        n = solver.solve(start)
+        answer = {
+            "what": said,
+            "value": n * unit,
+            "step": unit,
+            "peak_bytes": solver.peaks.get(n),
+            "next": (n + 1) * unit,
+            "next_peak_bytes": solver.peaks.get(n + 1) if math.isfinite(solver.peaks.get(n + 1, math.inf)) else None,
+            "spec": best.spec.to_dict(),
+            "priced": len(solver.peaks),
+        }
+        return replace(found, answers={**found.answers, f"largest {what}": answer})
+
+    def fewest(self, found: Plan) -> Plan:
+        """On how few devices anything fits, for the same global batch: numbers of devices are halved as long as
+        something does.
+        """
+        batch = found.asked.batch
+        answer: dict[str, Any] = {"what": "devices", "value": None}
+        n = found.asked.devices
+        fits = self._smallest(n, batch)
+        while fits is None and n < 1 << 20:
+            n *= 2
+            fits = self._smallest(n, batch)
+        while fits is not None:
+            answer |= {
+                "value": n,
+                "spec": fits.spec.to_dict(),
+                "peak_bytes": fits.peak,
+                "step_seconds": fits.step_seconds,
+            }
+            if n == 1:
+                break
+            n //= 2
+            fits = self._smallest(n, batch)
+        return replace(found, answers={**found.answers, "fewest devices": answer})
+
+    def _smallest(self, devices: int, batch: int) -> Candidate | None:
+        """What fits on so many devices, by what needs least memory."""
+        self.on(f"{devices} devices", 0, 0)
+        finder = self.finder
+        found = sorted(finder.estimate(devices, batch, finder.cores(devices)), key=lambda x: x[1].peak)
+        asked = self.asked(devices, batch)
+        for c, p in found[:3]:
+            if p.peak > FAR * self.usable:
+                break
+            one = self._candidate(c, finder.exact(c), asked)
+            if one.fits:
+                return one
+        return None

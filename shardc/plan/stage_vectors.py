@@ -1,0 +1,166 @@
+"""What the parts of a stage's step take, as vectors: so that stages of many layers follow from stages of one and of
+two.
+
+    F of two layers - F of one layer = what a layer adds to F, in bytes by kind and in seconds by cause
+
+A vector's columns are linear in layers: what a part leaves behind and how high it rises above where it began, by kind
+of memory; flops; seconds, by what the rank does in them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.cost.device import Device
+from shardc.cost.dry_run import Rehearsal
+from shardc.cost.ledger import KINDS, Op, Part, Sent, Waited
+from shardc.cost.replay import Clock
+from shardc.ir.program import Program
+from shardc.spec import Spec
+
+Vector = NDArray[np.float64]
+N = len(KINDS)
+#: Columns: bytes left behind, bytes at the highest moment, flops, bytes sent to the next stage, seconds by cause.
+NET, HIGH, FLOPS, SENT, CAUSES = slice(0, N), slice(N, 2 * N), 2 * N, 2 * N + 1, slice(2 * N + 2, 2 * N + 9)
+WIDTH = 2 * N + 9
+#: What a rank does in a second: products, memory traffic, starting small ops, waiting for the collectives of an axis.
+WHAT = ("compute", "memory", "launch", "tp", "ep", "dp", "pp")
+GRADIENTS = KINDS.index("gradients")
+
+#: Of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" of its
+#: microbatch).
+Key = tuple[str, str]
+Stage = dict[Key, Vector]
+
+
+def roles(spec: Spec) -> dict[str, str]:
+    """What each axis of the mesh is for, in WHAT's words: whatever it is called."""
+    stages = spec.pipeline.axis if spec.pipeline else ""
+    data, own = spec.data_axes, spec.expert_axes
+    return {a: "pp" if a == stages else "ep" if a in own else "dp" if a in data else "tp" for a in spec.mesh.names}
+
+
+@dataclass
+class Meter(Clock):
+    """A clock that says what the time was for. roles: of the mesh's axes."""
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
+    _axis: dict[int, str] = field(default_factory=dict)
+
+    def run(self, part: Part) -> float:
+        begin = self.now
+        for w in part.work:
+            at = self.now
+            if isinstance(w, Op):
+                self.now += self.device.op_seconds(w.flops, w.traffic, w.dtype)
+                self.spent[self._what(w)] += self.now - at
+            elif isinstance(w, Waited):
+                self._until(self._ends.pop(w.key, self.now))
+                self.spent[self._axis.pop(w.key, "dp")] += self.now - at
+            else:
+                self._send(w)
+                if w.key is not None:
+                    self._axis[w.key] = self._named(w)
+                self.spent[self._named(w)] += self.now - at
+        return self.now - begin
+
+    def _what(self, w: Op) -> str:
+        d = self.device
+        compute, traffic = (
+            w.flops / (d.flops_per_second(w.dtype) * d.reaches.flops),
+            w.traffic / (d.bandwidth * d.reaches.bandwidth),
+        )
+        return "launch" if max(compute, traffic) < d.launch else "compute" if compute >= traffic else "memory"
+
+    def _named(self, w: Sent) -> str:
+        found = {self.roles[a.partition("[")[0].partition(".")[0]] for a in w.record.axes}
+        return next(a for a in ("pp", "dp", "ep", "tp") if a in found)
+
+
+def meter(device: Device, program: Program, rank: int) -> Meter:
+    """Of a rank of a program."""
+    assert program.spec is not None
+    return Meter(device, program.mesh, rank, roles=roles(program.spec))
+
+
+def memory(part: Part) -> Vector:
+    """The columns of memory, flops and sends."""
+    v = np.zeros(WIDTH)
+    net, best, total = Counter[str](), 0, 0
+    high: Mapping[str, int] = {}
+    for sign, held in part.changes:
+        if held.kind not in KINDS:  # outside of the device
+            continue
+        net[held.kind] += sign * held.nbytes
+        total += sign * held.nbytes
+        if total > best:
+            best, high = total, dict(net)
+    v[NET] = [net[k] for k in KINDS]
+    v[HIGH] = [high.get(k, 0) for k in KINDS]
+    v[FLOPS] = part.flops
+    v[SENT] = sum(r.bytes for r in part.sent if r.kind == "send_recv")
+    return v
+
+
+def stage(r: Rehearsal, device: Device, program: Program) -> Stage:
+    """Of a rehearsed rank that has one stage. What a middle microbatch leaves behind in the end is nothing: its last
+    action says so.
+    """
+    some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
+    clock = meter(device, program, r.rank)
+    found: Stage = {}
+
+    def put(key: Key, part: Part) -> None:
+        before = dict(clock.spent)
+        clock.run(part)
+        v = memory(part)
+        v[CAUSES] = [clock.spent[w] - before[w] for w in WHAT]
+        found.setdefault(key, v)
+
+    put(("before", ""), r.before)
+    for a, part in r.actions:
+        which = (
+            ""
+            if a.microbatch < 0
+            else "first"
+            if a.microbatch == some[0]
+            else "last"
+            if a.microbatch == some[-1]
+            else "middle"
+        )
+        put((a.kind, which), part)
+    put(("after", ""), r.after)
+    put(("update", ""), r.update)
+    resident = np.zeros(WIDTH)
+    for held in r.resident:
+        if held.kind in KINDS:
+            resident[KINDS.index(held.kind)] += held.nbytes
+    found["resident", ""] = resident
+    for which in ("first", "middle") if len(some) > 1 else ():
+        mine = [v for (_, w), v in found.items() if w == which]
+        if mine and (end := found.get(("W", which), found.get(("B", which)))) is not None:
+            left = np.sum([v[NET] for v in mine], 0)
+            if which == "first":
+                left[GRADIENTS] = 0
+            end[NET] -= left
+    return found
+
+
+def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
+    """a + n · (more - less)."""
+    none = np.zeros(WIDTH)
+    return {k: a.get(k, none) + n * (more.get(k, none) - less.get(k, none)) for k in {**a, **more, **less}}
+
+
+def part_of(s: Stage, kind: str, which: str) -> Vector:
+    """A part, or that of the microbatch most like it."""
+    for w in (which, "middle", "last", "first"):
+        if (found := s.get((kind, w))) is not None:
+            return found
+    return part_of(s, "B", which) if kind == "I" else np.zeros(WIDTH)  # what was rehearsed in one, W with it

@@ -1,0 +1,61 @@
+"""The program before partition, differences between texts, and JSON."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, replace
+from typing import Any
+
+from shardc.artifact import emit
+from shardc.ir.placement import show
+from shardc.ir.program import Program
+from shardc.report.comm import comm_rows
+
+
+def before(program: Program) -> str:
+    """The captured graph: the model as one device runs it, with every module's and line's name."""
+    return emit.text(replace(program, stages=(), buckets=()))
+
+
+def diff(old: str, new: str) -> str:
+    """Unified difference of two program texts."""
+    return "".join(
+        difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), "before", "after", n=2)
+    )
+
+
+def to_json(program: Program) -> dict[str, Any]:
+    """What `--json` prints: JSON-able values only; types in the notation of shardc.ir.placement."""
+    mesh = program.mesh
+    return {
+        "model": program.meta.get("model"),
+        "mesh": dict(mesh.axes),
+        "world": mesh.world,
+        "notes": list(program.notes),
+        "seconds": program.meta.get("pass_seconds", {}),
+        "parameters": [
+            {
+                "name": p.fqn,
+                "aliases": list(p.aliases),
+                "type": show(p.shape, p.dtype, p.layout),
+                "reduce": list(p.reduce),
+                "bucket": p.bucket,
+                "bytes_per_rank": p.value.nbytes(mesh),
+            }
+            for p in program.params
+        ],
+        "inputs": [{"path": list(i.path), "type": show(i.shape, i.dtype, i.layout)} for i in program.inputs],
+        "collectives": [
+            {
+                "name": n.name,
+                "type": str(n.meta["value"]),
+                "module": n.meta["source"].module,
+                "line": n.meta["source"].line,
+                **{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(n.meta["collective"]).items()},
+            }
+            for s in program.stages
+            for n in s.graph.nodes
+            if "collective" in n.meta
+        ],
+        "per_step": [asdict(r) for r in comm_rows(program)],
+    }

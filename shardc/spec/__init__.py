@@ -1,0 +1,365 @@
+"""The sharding spec: YAML or a dict -> a frozen `Spec`. Every mistake is reported, with its line and column, all at
+once.
+
+spec_yaml.py    text -> values and their places          spec_errors.py   grammar's errors -> where, what, fix
+spec_form.py    the grammar of every section             spec_check.py    axes, sizes, and what is not built yet
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir.mesh import Mesh
+from shardc.spec import yaml_reader
+from shardc.spec.check import Check, data_axes, refuse_unbuilt, resolve_mesh
+from shardc.spec.explain import check_form
+from shardc.spec.form import Batch, Checkpoint, Data, DimShard, Expert, Form, Pipeline, Precision, Section, Sequence
+from shardc.spec.patterns import nearest
+from shardc.spec.yaml_reader import Document, Places, say
+
+__all__ = [
+    "ActivationRule",
+    "Batch",
+    "Checkpoint",
+    "Data",
+    "DimShard",
+    "Expert",
+    "Pipeline",
+    "Precision",
+    "Sequence",
+    "ShardRule",
+    "Spec",
+]
+
+Style = Literal["column", "row", "vocab", "replicate"]
+
+
+@dataclass(frozen=True)
+class ShardRule:
+    """How the weights that a pattern names are split: by a style word over `axis`, or (style None) by dims.
+
+    dims: tensor dim -> the axes that split it, outermost first.
+    """
+
+    pattern: str
+    style: Style | None
+    axis: str = "tp"
+    dims: dict[int, tuple[DimShard, ...]] | None = None
+
+    def written(self) -> Any:
+        """What stands behind the pattern, as plain values."""
+        if self.dims is not None:
+            return _dims(self.dims)
+        return self.style if self.axis == "tp" else {"style": self.style, "axis": self.axis}
+
+
+@dataclass(frozen=True)
+class ActivationRule:
+    """How the outputs (or inputs) of the modules that a pattern names lie between ops."""
+
+    pattern: str
+    at: Literal["output", "input"]
+    dims: dict[int, tuple[DimShard, ...]]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A spec that is right in itself (whether it fits a model is seen later). Equal if it says the same, wherever it
+    was
+    written.
+
+    mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: the other weights
+    are split by this plan, over the axis shard_axis.
+    """
+
+    mesh: Mesh
+    batch: Batch = field(default_factory=Batch)
+    shard: tuple[ShardRule, ...] = ()
+    shard_use: Literal["model", "structure"] | None = None
+    shard_axis: str = "tp"
+    activations: tuple[ActivationRule, ...] = ()
+    sequence: Sequence | None = None
+    pipeline: Pipeline | None = None
+    data: Data = field(default_factory=Data)
+    experts: tuple[Expert, ...] = ()
+    checkpoint: tuple[Checkpoint, ...] = ()
+    precision: Precision = field(default_factory=Precision)
+    batch_norm: Literal["sync", "local"] = "sync"
+    unknown_ops: Literal["error", "replicate"] = "error"
+    uneven: Literal["error", "pad"] = "error"
+    strict: bool = False
+    places: Places = field(default_factory=Places, compare=False, repr=False)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any] | Spec,
+        *,
+        mesh: Mapping[str, int] | None = None,
+        overrides: Iterable[str] = (),
+        world: int | None = None,
+        refuse: bool = True,
+    ) -> Spec:
+        """Read a spec from a path, a dict or another Spec.
+
+        mesh: sizes instead of the spec's (`--mesh`). overrides: settings such as "data.zero=3" (`--set`), checked like
+        the rest.
+        world: number of ranks, where known: it fills in a size of -1, and has to be what the mesh needs.
+        refuse: False lets sections through that no pass carries out yet.
+        Raises ShardcError with every mistake.
+        """
+        if isinstance(source, Spec):
+            document = Document(source.to_dict(), Places(dict(source.places.keys), dict(source.places.values)))
+        elif isinstance(source, Mapping):
+            document = Document(yaml_reader.of_mapping(source), Places())
+        else:
+            return cls.parse(
+                _text(source), os.fspath(source), mesh=mesh, overrides=overrides, world=world, refuse=refuse
+            )
+        return cls._of(document, Errors(), mesh, overrides, world, refuse)
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        file: str = "spec",
+        *,
+        mesh: Mapping[str, int] | None = None,
+        overrides: Iterable[str] = (),
+        world: int | None = None,
+        refuse: bool = True,
+    ) -> Spec:
+        """Read a spec from YAML text; `file` is its name in errors. The rest as in `load`."""
+        errors = Errors()
+        try:
+            document = yaml_reader.read(text, file, errors)
+        except ShardcError as fatal:
+            errors.found.extend(fatal.errors)
+            errors.raise_any()
+            raise
+        return cls._of(document, errors, mesh, overrides, world, refuse)
+
+    @classmethod
+    def _of(
+        cls,
+        document: Document,
+        errors: Errors,
+        mesh: Mapping[str, int] | None,
+        overrides: Iterable[str],
+        world: int | None,
+        refuse: bool,
+    ) -> Spec:
+        places = document.places
+        if document.value is None:
+            document = Document({}, places, document.broken)
+        if not isinstance(document.value, dict):
+            what = f"a spec is a mapping of sections, not {say(document.value)}"
+            errors.add(what, where=places.where(()), fix="begin with `shardc: 1`")
+            errors.raise_any()
+        for setting in overrides:
+            yaml_reader.override(document, setting, errors)
+        for axis, size in (mesh or {}).items():
+            with errors.collect():
+                _resize(document, axis, size)
+        for section in [s for s, v in document.value.items() if v is None and s != "shardc"]:
+            del document.value[section]  # an empty section is a section left out
+        form, cut = check_form(document, errors)
+        names = tuple(form.mesh)
+        resolved = None
+        if not any(path[:1] == ("mesh",) for path in cut):
+            resolved = resolve_mesh(form.mesh, world, places, errors)
+        elif ("mesh",) in cut:
+            names = ()
+        if ("mesh",) not in cut:
+            Check(form, document.value, names, resolved, places, errors).run()
+        if refuse:
+            refuse_unbuilt(form, places, errors)
+        errors.found.sort(key=lambda e: _line(e.where))
+        errors.raise_any()
+        assert resolved is not None
+        return cls._build(form, resolved, places)
+
+    @classmethod
+    def _build(cls, form: Form, mesh: Mesh, places: Places) -> Spec:
+        def boundary(key: str, dims: dict[int, tuple[DimShard, ...]]) -> ActivationRule:
+            return ActivationRule(key.removesuffix(":in"), "input" if key.endswith(":in") else "output", dims)
+
+        return cls(
+            mesh=mesh,
+            shard=tuple(ShardRule(p, r.style, r.axis or "tp", r.dims) for p, r in form.shard.rules.items()),
+            shard_use=form.shard.use.plan if form.shard.use else None,
+            shard_axis=(form.shard.use and form.shard.use.axis) or "tp",
+            activations=tuple(boundary(key, dims) for key, dims in form.activations.items()),
+            places=places,
+            **{n: getattr(form, n) for n in _SECTIONS},
+        )
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, those of
+        data.axis,
+        and those that experts have for themselves."""
+        found = data_axes(self.batch, self.data, self.mesh.names)
+        return (
+            found
+            if self.batch.axes is not None
+            else tuple(n for n in self.mesh.names if n in found or n in self.expert_axes)
+        )
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts ranks split the batch."""
+        return math.prod(map(self.mesh.size, self.data_axes))
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes that experts have for themselves: no other section names them."""
+        return tuple(dict.fromkeys(e.axis for e in self.experts if e.axis not in self.named_axes))
+
+    @property
+    def named_axes(self) -> frozenset[str]:
+        """The axes that sections name, but for those of the batch and of experts."""
+        found = {r.axis for r in self.shard if r.dims is None and r.style != "replicate"}
+        given = [*(r.dims or {} for r in self.shard), *(r.dims for r in self.activations)]
+        found |= {s.axis for dims in given for shards in dims.values() for s in shards}
+        found |= {self.shard_axis} if self.shard_use else set()
+        found |= {x.axis for x in (self.sequence, self.pipeline) if x is not None}
+        return frozenset(found)
+
+    def where(self, path: tuple[str | int, ...]) -> str:
+        """Place of a key, "spec.yaml:7:3"; of what encloses it if it is not written. For a dict: `spec:
+        shard."*.o_proj"`.
+        """
+        return self.places.where(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The spec as plain values, without what is default. `Spec.load` of it is equal to this spec."""
+        out: dict[str, Any] = {"shardc": 1, "mesh": dict(self.mesh.axes)}
+        shard: dict[str, Any] = {}
+        if self.shard_use:
+            shard["use"] = (
+                self.shard_use if self.shard_axis == "tp" else {"plan": self.shard_use, "axis": self.shard_axis}
+            )
+        for r in self.shard:
+            shard[r.pattern] = r.written()
+        parts: dict[str, Any] = {n: _plain(getattr(self, n)) for n in _SECTIONS}
+        parts["shard"] = shard
+        parts["activations"] = {r.pattern + (":in" if r.at == "input" else ""): _dims(r.dims) for r in self.activations}
+        defaults = {n: _plain(Form.model_fields[n].default) for n in _SECTIONS} | {"shard": {}, "activations": {}}
+        return out | {n: parts[n] for n in Form.model_fields if n in parts and parts[n] != defaults[n]}
+
+    def __str__(self) -> str:
+        """YAML that loads to an equal spec."""
+        parts: list[str] = []
+        line = ""  # sections in one line stand together, others apart
+        for name, value in self.to_dict().items():
+            if isinstance(value, list):
+                parts += [line, f"{name}:\n" + "".join(f"  - {yaml_reader.flow(v)}\n" for v in value)]
+                line = ""
+            elif name in ("batch", "shard", "activations", "sequence", "pipeline", "data"):
+                parts += [
+                    line,
+                    f"{name}:\n"
+                    + "".join(f"  {yaml_reader.flow(k)}: {yaml_reader.flow(v)}\n" for k, v in value.items()),
+                ]
+                line = ""
+            else:
+                line += f"{name}: {yaml_reader.flow(value)}\n"
+        return "\n".join(p for p in (*parts, line) if p)
+
+    @staticmethod
+    def json_schema() -> dict[str, Any]:
+        """A JSON Schema (draft 2020-12) of the format, for editors."""
+        schema = _tidy(Form.model_json_schema())
+        return {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            **schema,
+            "title": "shardc sharding spec, version 1",
+        }
+
+
+_SECTIONS = (
+    "batch",
+    "sequence",
+    "pipeline",
+    "data",
+    "experts",
+    "checkpoint",
+    "precision",
+    "batch_norm",
+    "unknown_ops",
+    "uneven",
+    "strict",
+)
+
+
+def _tidy(schema: Any) -> Any:
+    """Without the titles that pydantic makes of field names, and defaults that no one could write."""
+    if isinstance(schema, dict):
+        odd = {
+            k for k, v in schema.items() if k == "title" or (k == "default" and not isinstance(v, (str, int, float)))
+        }
+        return {k: _tidy(v) for k, v in schema.items() if k not in odd}
+    return [_tidy(v) for v in schema] if isinstance(schema, list) else schema
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _dims(dims: dict[int, tuple[DimShard, ...]]) -> dict[int, Any]:
+    def one(s: DimShard) -> Any:
+        return s.axis if s == DimShard(axis=s.axis) else s.model_dump(mode="json", exclude_defaults=True)
+
+    return {d: one(s[0]) if len(s) == 1 else [one(x) for x in s] for d, s in dims.items()}
+
+
+def _resize(document: Document, axis: str, size: object) -> None:
+    """Give an axis of the mesh another size. A spec without a mesh takes what it is given."""
+    where, sizes = f"--mesh {axis}={size}", document.value.get("mesh")
+    written = isinstance(sizes, dict) and not all(
+        document.places.where(("mesh", a)).startswith("--mesh") for a in sizes
+    )
+    if written and axis not in sizes:
+        close = nearest(axis, sizes)
+        fix = (f"did you mean {close!r}? " if close else "") + f"its axes are {', '.join(map(str, sizes))}"
+        raise ShardcError(f"the spec's mesh has no axis {axis!r}", where=where, fix=fix)
+    yaml_reader.put(document, ("mesh", axis), size, where)
+
+
+def _line(where: str) -> tuple[int, int]:
+    """Line and column of a place; what has none comes last."""
+    found = re.search(r":(\d+):(\d+)$", where)
+    return (int(found[1]), int(found[2])) if found else (sys.maxsize, 0)
+
+
+def _text(source: object) -> str:
+    """The text of a spec file."""
+    if not isinstance(source, (str, os.PathLike)):
+        kind = type(source).__name__
+        raise ShardcError(f"a spec is a path, a dict or a Spec, not a {kind}", where="spec", fix='e.g. "spec.yaml"')
+    file = Path(source)
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        near = nearest(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if file.parent.is_dir() else ""
+        fix = f"did you mean {str(file.with_name(near))!r}?" if near else "give the path of a YAML file"
+        raise ShardcError("there is no such spec file", where=str(source), fix=fix) from None
+    except OSError as e:
+        raise ShardcError(
+            f"the spec cannot be read: {e.strerror}", where=str(source), fix="give the path of a YAML file"
+        ) from None
+    except UnicodeDecodeError as e:
+        before = bytes(e.object[: e.start])
+        where = f"{source}:{before.count(10) + 1}:{e.start - before.rfind(10)}"
+        raise ShardcError("the spec is not UTF-8 text", where=where, fix="save it as UTF-8") from None

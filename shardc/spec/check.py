@@ -1,0 +1,280 @@
+"""What the grammar alone cannot see: axes against the mesh, sizes against each other, and what is not built yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardc.errors import Errors
+from shardc.ir.mesh import Mesh
+from shardc.spec.form import EXPERTS_AXIS, Batch, Data, DimShard, Form
+from shardc.spec.patterns import nearest
+from shardc.spec.yaml_reader import Path, Places, dotted, reach
+
+
+def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, errors: Errors) -> Mesh | None:
+    """The mesh with every size known; None (and errors) if that cannot be. world: number of ranks, None = not known."""
+    wrong = [a for a, n in sizes.items() if n < 1 and n != -1]
+    for axis in wrong:
+        where, fix = places.where(("mesh", axis), value=True), "sizes are >= 1; -1 stands for what the world leaves"
+        errors.add(f"mesh axis {axis!r} cannot have size {sizes[axis]}", where=where, fix=fix)
+    open_ = [a for a, n in sizes.items() if n == -1]
+    for axis in open_[1:]:
+        where = places.where(("mesh", axis), value=True)
+        errors.add(
+            f"only one size may be -1, and {open_[0]!r} is already", where=where, fix=f"write the size of {axis}"
+        )
+    if wrong or len(open_) > 1:
+        return None
+    known = math.prod(n for n in sizes.values() if n > 0)
+    if open_:
+        where, axis = places.where(("mesh", open_[0]), value=True), open_[0]
+        if world is None:
+            fix = f"write the size, or give it with --mesh {axis}=N"
+            what = f"the size of {axis!r} is what the world leaves, and the world's size is not known here"
+            errors.add(what, where=where, fix=fix)
+            return None
+        if world % known:
+            low, high = world // known * known, -(-world // known) * known
+            fix = f"run {' or '.join(str(n) for n in (low, high) if n)} ranks, or change the other sizes"
+            errors.add(
+                f"a world of {world} ranks does not divide by the mesh's other sizes ({known})", where=where, fix=fix
+            )
+            return None
+        return Mesh.of({a: world // known if n == -1 else n for a, n in sizes.items()})
+    if world is not None and world != known:
+        fits = [f"{a}={world * n // known}" for a, n in sizes.items() if world * n % known == 0 and world * n >= known]
+        fix = f"run {known} ranks" + (f", or write --mesh {fits[0]}" if fits else "")
+        what = f"the mesh has {known} ranks ({Mesh.of(sizes)}), and the world has {world}"
+        errors.add(what, where=places.where(("mesh",)), fix=fix)
+        return None
+    return Mesh.of(sizes)
+
+
+def data_axes(batch: Batch, data: Data, names: Iterable[str]) -> tuple[str, ...]:
+    """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, and those of
+    data.axis.
+    """
+    if batch.axes is not None:
+        return batch.axes
+    return tuple(n for n in names if n == "dp" or n.startswith("dp_") or n in data.axis)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The checks of one form. value: the spec as written, for the paths of mistakes.
+
+    names: axes that the mesh names (also where their size is wrong); mesh: None if it has mistakes.
+    """
+
+    form: Form
+    value: Any
+    names: tuple[str, ...]
+    mesh: Mesh | None
+    places: Places
+    errors: Errors
+
+    def run(self) -> None:
+        self.axes()
+        self.default_axis()
+        for path, dims in self.dims():
+            self.one_value(path, dims)
+        self.jobs()
+        self.pipeline()
+        self.gathers()
+        self.offload()
+        self.lists()
+
+    def add(self, path: Path, what: str, fix: str, *, value: bool = True) -> None:
+        self.errors.add(what, where=self.places.where(path, value=value), fix=fix)
+
+    def dims(self) -> Iterator[tuple[Path, dict[int, tuple[DimShard, ...]]]]:
+        """Every {dim: axes} of the spec, with its path."""
+        for pattern, rule in self.form.shard.rules.items():
+            if rule.dims is not None:
+                yield ("shard", pattern), rule.dims
+        for key, dims in self.form.activations.items():
+            yield ("activations", key), dims
+
+    def uses(self) -> Iterator[tuple[str, Path, str]]:
+        """Every axis that the spec names: (axis, its path, what for)."""
+        f = self.form
+        for i, axis in enumerate(f.batch.axes or ()):
+            yield axis, ("batch", "axes", i), "the batch"
+        for i, axis in enumerate(f.data.axis):
+            yield axis, ("data", "axis", i), "the batch"
+        if f.shard.use and f.shard.use.axis is not None:
+            yield f.shard.use.axis, ("shard", "use", "axis"), "weights"
+        for pattern, rule in f.shard.rules.items():
+            if rule.axis is not None:
+                yield rule.axis, ("shard", pattern, "axis"), "weights"
+        for path, dims in self.dims():
+            for dim, shards in dims.items():
+                for i, s in enumerate(shards):
+                    yield s.axis, self.written(path, dim, i), "weights" if path[0] == "shard" else "activations"
+        if f.sequence:
+            yield f.sequence.axis, ("sequence", "axis"), "the sequence"
+        if f.pipeline:
+            yield f.pipeline.axis, ("pipeline", "axis"), "the pipeline"
+        for i, expert in enumerate(f.experts):
+            yield expert.axis, ("experts", i, "axis"), "experts"
+
+    def written(self, path: Path, dim: int, i: int) -> Path:
+        """Path of an axis as it was written: {0: tp}, {0: {axis: tp}}, {0: [dp, tp]} or {0: [{axis: dp}, tp]}."""
+        return reach(self.value, (*path, dim, i, "axis"))
+
+    def axes(self) -> None:
+        for axis, path, _ in self.uses():
+            if axis not in self.names:
+                close = nearest(axis, self.names)
+                known = f"the mesh's axes are {', '.join(self.names)}" if self.names else f"write mesh: {{{axis}: N}}"
+                self.add(path, f"the mesh has no axis {axis!r}", f"did you mean {close!r}? {known}" if close else known)
+
+    def default_axis(self) -> None:
+        may_have_experts = (
+            EXPERTS_AXIS in self.names or self.form.experts
+        )  # a plan has them too: shardc.passes.annotate.model_plan
+        if (use := self.form.shard.use) and use.axis is None and "tp" not in self.names and not may_have_experts:
+            fix = self._other_than_tp(f"use: {{plan: {use.plan}, axis: ", "}")
+            self.add(
+                ("shard", "use"), f"`use: {use.plan}` splits over the axis 'tp', which the mesh does not have", fix
+            )
+        styled = [
+            (p, r.style)
+            for p, r in self.form.shard.rules.items()
+            if r.style and r.style != "replicate" and r.axis is None
+        ]
+        if not styled or "tp" in self.names:
+            return
+        (pattern, style), others = styled[0], len(styled) - 1
+        more = f" (and so do {others} more rules)" if others > 1 else " (and so does one more rule)" if others else ""
+        fix = self._other_than_tp(f"{{style: {style}, axis: ", "}")
+        self.add(("shard", pattern), f"`{style}` splits over the axis 'tp'{more}, which the mesh does not have", fix)
+
+    def _other_than_tp(self, before: str, after: str) -> str:
+        """What to write where the mesh has no tp: an axis that does nothing else, if there is one."""
+        taken = {axis for axis, _, job in self.uses() if job != "weights"} | set(
+            data_axes(self.form.batch, self.form.data, self.names)
+        )
+        free = [n for n in self.names if n not in taken]
+        sizes = "".join(f"{n}: {self.form.mesh[n]}, " for n in self.names)
+        return f"write {before}{free[-1]}{after}, or add tp to the mesh" if free else f"write mesh: {{{sizes}tp: N}}"
+
+    def one_value(self, path: Path, dims: dict[int, tuple[DimShard, ...]]) -> None:
+        """One tensor's dims: every axis once, sections that divide and share their dim with no other axis."""
+        seen: dict[str, int] = {}
+        for dim, shards in dims.items():
+            at = (*path, dim)
+            if len(shards) > 1 and any(s.sections for s in shards):
+                fix = "split a dim of sections over one axis only"
+                self.add(at, f"dim {dim} is split twice, and once by sections", fix, value=False)
+            for s in shards:
+                if s.axis in seen:
+                    what = f"axis {s.axis!r} splits dim {seen[s.axis]} and dim {dim} of one tensor"
+                    if seen[s.axis] == dim:
+                        what = f"axis {s.axis!r} splits dim {dim} twice"
+                    self.add(at, what, "an axis splits one dim, once", value=False)
+                seen.setdefault(s.axis, dim)
+                if s.sections and s.split != 1:
+                    fix = "split: n is for n equal parts, sections: [...] for unequal ones"
+                    self.add(at, f"dim {dim} has both split and sections", fix, value=False)
+                self.sections(at, s)
+
+    def sections(self, at: Path, s: DimShard) -> None:
+        size = self.mesh.size(s.axis) if self.mesh and s.axis in self.names else 1
+        odd = [n for n in s.sections if n % size]
+        if odd:
+            common = math.gcd(*s.sections)
+            fits = [str(n) for n in range(1, common + 1) if common % n == 0 and n <= 2 * size]
+            fix = f"{s.axis}={' or '.join(fits[-2:])}, or change the sections"
+            self.add((*at, "sections"), f"the section of {odd[0]} does not divide by {s.axis}={size}", fix)
+
+    def jobs(self) -> None:
+        """Pipeline stages run different programs, so their axis splits nothing else; no axis splits both batch and
+        sequence.
+        """
+        pipeline = self.form.pipeline
+        for axis, path, job in self.uses():
+            if pipeline and axis == pipeline.axis and path != ("pipeline", "axis"):
+                what = f"axis {axis!r} is the pipeline's and cannot split {job} too"
+                self.add(path, what, "give the pipeline an axis of its own")
+        sequence = self.form.sequence
+        if sequence and sequence.axis in data_axes(self.form.batch, self.form.data, self.names):
+            what = f"axis {sequence.axis!r} already splits the batch"
+            self.add(("sequence", "axis"), what, "give the sequence an axis of its own, e.g. cp")
+
+    def pipeline(self) -> None:
+        p = self.form.pipeline
+        if p is None:
+            return
+        given = {} if p.stages is None else {"stages": p.stages}
+        given |= {} if p.cut is None else {"cut": len(p.cut) + 1}
+        given |= {} if p.balance is None else {"balance": len(p.balance)}
+        for key in list(given)[1:]:
+            what = f"`{next(iter(given))}` and `{key}` both say where to cut"
+            self.add(("pipeline", key), what, "keep one of stages, cut and balance", value=False)
+        size = self.mesh.size(p.axis) if self.mesh and p.axis in self.names else 1
+        for key, n in list(given.items())[:1]:
+            if n % size:
+                low, high = n // size * size, -(-n // size) * size
+                fix = f"make it {' or '.join(str(m) for m in (low, high) if m)} stages"
+                self.add(("pipeline", key), f"{n} stages do not spread evenly over {p.axis}={size}", fix)
+
+    def gathers(self) -> None:
+        """What is said of gathered parameters means something where parameters are split."""
+        data = self.form.data
+        for key, said in (("prefetch", data.prefetch != 1), ("keep", data.keep)):
+            if said and data.zero != 3:
+                what = f"`{key}` is about parameters that are gathered, and at zero: {data.zero} none are"
+                self.add(("data", key), what, "write zero: 3, or leave it out", value=False)
+
+    def offload(self) -> None:
+        """Parameters are kept outside of the device where they exist as parts only, which are gathered."""
+        data, path = self.form.data, ("data", "offload", "parameters")
+        if data.offload.parameters == "none":
+            return
+        if data.zero != 3:
+            self.add(
+                path,
+                f"parameters are offloaded at zero: 3 only, not at zero: {data.zero}",
+                "write zero: 3, or parameters: none",
+            )
+        if not data.axis and not any(n == "dp" or n.startswith("dp_") for n in self.names):
+            self.add(
+                path,
+                "the mesh has no data axis over which parameters are gathered",
+                "add dp to the mesh; dp: 1 will do",
+            )
+
+    def lists(self) -> None:
+        for section, axes in (("batch", self.form.batch.axes or ()), ("data", self.form.data.axis)):
+            for i, axis in enumerate(axes):
+                if axis in axes[:i]:
+                    key = "axes" if section == "batch" else "axis"
+                    self.add((section, key, i), f"axis {axis!r} is listed twice", "list it once")
+        for i, c in enumerate(self.form.checkpoint):
+            if c.save is not None and c.budget is not None:
+                self.add(
+                    ("checkpoint", i, "budget"),
+                    "`save` and `budget` both say what is kept",
+                    "keep one of them",
+                    value=False,
+                )
+
+
+# --- what is not built yet: an issue that builds one of these deletes its row
+# ---------------------------------------------
+
+_OUT = "leave the section out"
+UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
+    (("sequence",), lambda f: f.sequence is not None, _OUT),
+)
+
+
+def refuse_unbuilt(form: Form, places: Places, errors: Errors) -> None:
+    """Refuse by name what the format allows and no pass carries out yet: ignoring it would train something else."""
+    for path, asked, fix in UNBUILT:
+        if asked(form):
+            errors.add(f"`{dotted(path)}` is not built yet", where=places.where(path), fix=fix)

@@ -1,0 +1,178 @@
+"""Checks what was written against the grammar, and says in a person's words where and what is wrong and what would be
+right.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from shardc.errors import Errors
+from shardc.spec.form import Form
+from shardc.spec.patterns import nearest
+from shardc.spec.yaml_reader import Document, Path, dotted, flow, reach, say, scalar, without
+
+Details = Any  # pydantic_core.ErrorDetails: type, loc, msg, input, ctx
+Field = tuple[str, FieldInfo | None]
+
+_BY_KEY = ("extra_forbidden", "missing", "invalid_key")  # cited by the key's place, the others by the value's
+_MUST = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+}
+
+
+def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path]]:
+    """The form of the document, and the paths left out of it because they were wrong (which is added to `errors`).
+
+    What is wrong is cut away and the rest checked on, so that a later check still sees the sections that are right.
+    """
+    value, cut = copy.deepcopy(document.value), set(document.broken)
+    first = True
+    while True:
+        try:
+            return Form.model_validate(value), frozenset(cut)
+        except ValidationError as e:
+            found = [(details, reach(value, details["loc"])) for details in e.errors()]
+        for details, path in found:
+            if first and not any(path[: len(b)] == b for b in document.broken):
+                what, fix = explain(details, path)
+                by_value = details["type"] not in _BY_KEY and "[key]" not in details["loc"]
+                errors.add(what, where=document.places.where(path, value=by_value), fix=fix)
+            cut.add(_cut(value, path))
+        first = False  # what goes wrong after cutting is the cut's doing, not the user's
+
+
+def _cut(value: Any, path: Path) -> Path:
+    """Take the wrong entry out of the value. Returns what was taken."""
+    if path[:1] in (("shard",), ("activations",)):
+        path = path[:2]  # half an entry would be another entry
+    path = reach(value, path)  # an error before this one may have taken it out
+    while path and isinstance(_at(value, path[:-1]), list):
+        path = path[:-1]  # taking out an item would renumber the others
+    if path in ((), ("shardc",)):
+        value["shardc"] = 1
+    elif len(path) == 2 and path[0] == "mesh" and isinstance(path[1], str) and path[1].isidentifier():
+        value["mesh"][path[1]] = 1  # the name stays known
+    else:
+        without(value, path)
+    return path
+
+
+def _at(value: Any, path: Path) -> Any:
+    for part in path:
+        value = value[part]
+    return value
+
+
+def explain(details: Details, path: Path) -> tuple[str, str]:
+    """What is wrong and the fix, of one of pydantic's errors at a path of the spec."""
+    kind, got, ctx = details["type"], details["input"], details.get("ctx", {})
+    is_key = "[key]" in details["loc"]
+    field, section = _grammar(details["loc"][: -1 if kind in ("extra_forbidden", "missing") else None])
+    name = f"`{dotted(path)}`" if path else "a spec"
+    if kind == "extra_forbidden":
+        known = [n for n, f in section.model_fields.items() if not f.validation_alias]
+        inside = f" in `{dotted(path[:-1])}`" if len(path) > 1 else ""
+        return f"unknown {'key' if inside else 'section'} {say(path[-1])}{inside}", _did_you_mean(path[-1], known)
+    if kind == "missing":
+        missing = str(details["loc"][-1])
+        if missing == "shardc":
+            return (
+                "`shardc` is missing: a spec says which version of the format it is in",
+                "write `shardc: 1` as the first line",
+            )
+        return f"{name} needs `{missing}`", f"add e.g. {_example((missing, section.model_fields[missing]))}"
+    if kind in ("literal_error", "word"):
+        known = list(ctx["expected"]) if kind == "word" else _words(field)
+        label = ctx.get("kind") or (("plan" if path[1:2] == ("use",) else "style") if path[:1] == ("shard",) else "")
+        what = f"unknown {label} {say(got)}" if label else f"unknown value {say(got)} for {name}"
+        return what, _did_you_mean(got, known, ctx.get("also", ""))
+    if kind == "invalid_key" or (is_key and kind == "string_type"):
+        return f"{name}: a name is text, not {say(got)}", "quote it if it is a name"
+    if is_key and kind == "int_type":
+        bare = isinstance(got, str) and got.isdecimal()
+        return (
+            f"{name}: a dim is a whole number, not {say(got)}",
+            f"write {got} without quotes" if bare else "e.g. {0: tp}",
+        )
+    if is_key and kind == "greater_than_equal":
+        return (
+            f"{name}: dims count from 0, and {say(got)} is below",
+            "use a dim >= 0: 0 is the first, the last of n dims is n - 1",
+        )
+    if kind in ("greater_than_equal", "less_than_equal"):
+        bound = f"at least {ctx['ge']:g}" if "ge" in ctx else f"at most {ctx['le']:g}"
+        return f"{name} must be {bound}, not {say(got)}", f"e.g. {_example(field)}"
+    if kind == "form":
+        return f"{name} must be {ctx['expected']}, not {say(got)}", str(ctx["fix"])
+    if kind in ("wrong", "wrong_here"):
+        return (f"{name} " if kind == "wrong_here" else "") + details["msg"], str(
+            ctx["fix"]
+        ) or f"e.g. {_example(field)}"
+    must = _MUST.get(kind)
+    return f"{name} must be {must}, not {say(got)}" if must else f"{name}: {details['msg']}", _typed(kind, got, field)
+
+
+def _typed(kind: str, got: Any, field: Field) -> str:
+    """The fix of a value of the wrong type: the value itself, if it only needs other spelling; else an example."""
+    if isinstance(got, str) and kind == "bool_type":
+        return f"write {'true' if got.lower() in ('yes', 'on', 'y', 'true') else 'false'}"
+    if (
+        isinstance(got, str)
+        and kind in ("int_type", "float_type")
+        and isinstance(number := scalar(got.strip()), (int, float))
+    ):
+        return f"write {number} without quotes"
+    return f"e.g. {_example(field)}"
+
+
+def _did_you_mean(got: object, known: list[str], also: str = "") -> str:
+    close = nearest(got, known) if isinstance(got, str) else ""
+    every = ", ".join(known) + (f", {also}" if also else "")
+    if not close:
+        return f"one of {every}"
+    return f"did you mean {close!r}?" + (f" ({every})" if len(known) < 8 else "")
+
+
+def _example(field: Field) -> str:
+    name, info = field
+    example = info.examples[0] if info is not None and info.examples else "..."
+    return f"`{name}: {flow(example)}`"
+
+
+def _grammar(loc: tuple[str | int, ...]) -> tuple[Field, type[BaseModel]]:
+    """The field that an error's location leads to, and the section that holds what comes next."""
+    found: Field = ("", None)
+    section: type[BaseModel] = Form
+    for part in loc:
+        for name, info in section.model_fields.items():
+            if part in (name, info.validation_alias):
+                found, section = (name, info), _section(info.annotation) or section
+                break
+    return found, section
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((s for a in get_args(annotation) if (s := _section(a))), None)
+
+
+def _words(field: Field) -> list[str]:
+    """The words that a field's Literal allows."""
+
+    def leaves(annotation: Any) -> list[str]:
+        args = get_args(annotation)
+        return [w for a in args for w in leaves(a)] if args else [annotation] if isinstance(annotation, str) else []
+
+    return leaves(field[1].annotation) if field[1] else []

@@ -1,0 +1,491 @@
+"""The grammar of a spec, section by section: what may be written (pydantic), from which the JSON Schema for editors is
+made.
+
+A field's `description` and `examples` are shown by editors and in error messages. What is shorter to write than to read
+(`tp` for `{axis: tp}`, one axis for a list of axes) is brought to one form before it is checked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+from typing_extensions import LiteralString
+
+from shardc.spec.patterns import faults
+from shardc.spec.yaml_reader import say
+
+STYLES = ("column", "row", "vocab", "replicate")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+USES = ("model", "structure")
+
+
+class Section(BaseModel):
+    """A frozen section; unknown keys and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+# --- pieces
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _unknown(kind: str, expected: tuple[str, ...], also: str) -> PydanticCustomError:
+    """An error: none of the expected words. kind: what they are ("" = nothing special); also: what else could stand
+    there.
+    """
+    return PydanticCustomError("word", "unknown word", {"expected": expected, "kind": kind, "also": also})
+
+
+def _wrong(message: LiteralString, fix: str, **ctx: object) -> PydanticCustomError:
+    """An error whose message is a whole sentence; {names} in it are filled in from ctx."""
+    return PydanticCustomError("wrong", message, {**ctx, "fix": fix})
+
+
+def _wrong_here(message: LiteralString, fix: str, **ctx: object) -> PydanticCustomError:
+    """An error whose message continues the name of what is wrong. fix: "" = the field's example."""
+    return PydanticCustomError("wrong_here", message, {**ctx, "fix": fix})
+
+
+def _form(expected: str, fix: str) -> PydanticCustomError:
+    """An error: the value should be `expected`."""
+    return PydanticCustomError("form", "form", {"expected": expected, "fix": fix})
+
+
+def _listed(value: Any) -> Any:
+    """One word, or a list of words -> a tuple."""
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,) if isinstance(value, str) else value
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII):
+        raise _wrong(
+            "{value} is no name for an axis", "letters, digits and _, e.g. dp, tp, dp_outer", value=f"'{value}'"
+        )
+    return value
+
+
+def _pattern(value: str) -> str:
+    if wrong := faults(value):
+        raise _wrong("the pattern {value} {wrong}", 'e.g. "*.{q,k,v}_proj"', value=f"'{value}'", wrong=wrong)
+    return value
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value) or value <= 0:
+        raise _wrong_here("must be a number above 0, not {value}", "", value=f"{value:g}")
+    return value
+
+
+def _number_or(*words: str) -> Callable[[Any], Any]:
+    """A positive number, or one of the words; "none" becomes None."""
+
+    def check(value: Any) -> float | str | None:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return _finite(float(value))
+        if value is None or value == "none":
+            return None
+        if not isinstance(value, str) or value not in words:
+            raise _unknown("", words, "or a number")
+        return value
+
+    return check
+
+
+def _place(value: str) -> str:
+    """none, cpu, or a directory: a word of any other kind is a slip."""
+    if value not in ("none", "cpu") and "/" not in value and not value.startswith((".", "~")):
+        raise _unknown("place", ("none", "cpu"), "or a directory, with a / in it")
+    return value
+
+
+def _schedule(value: str) -> str:
+    if value not in SCHEDULES and "/" not in value and "." not in value:
+        raise _unknown("schedule", SCHEDULES, "or the path of a file")
+    return value
+
+
+def _number_schema(*words: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"enum": list(words)}]})
+
+
+Axis = Annotated[str, AfterValidator(_name)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+_ONE_OR_MANY = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+Axes = Annotated[tuple[Axis, ...], BeforeValidator(_listed), WithJsonSchema(_ONE_OR_MANY)]
+Positive = Annotated[float, AfterValidator(_finite), WithJsonSchema({"type": "number", "exclusiveMinimum": 0})]
+Count = Annotated[int, Field(ge=1)]
+Dim = Annotated[int, Field(ge=0)]
+Place = Annotated[str, AfterValidator(_place)]
+_DIM_OR_NULL: dict[str, Any] = {"type": "object", "additionalProperties": {"type": ["integer", "null"], "minimum": 0}}
+BatchDims = Annotated[dict[Pattern, Dim | None], WithJsonSchema(_DIM_OR_NULL)]
+_NONE = PlainSerializer(lambda value: "none" if value is None else value)
+
+
+# --- shard and activations
+# ---------------------------------------------------------------------------------------------
+
+
+class DimShard(Section):
+    """One axis on one dim: the dim is seen as [split, axis, rest] and the middle digit is spread over the axis."""
+
+    axis: Axis = Field(description="mesh axis that splits this dim", examples=["tp"])
+    split: Count = Field(
+        default=1, description="the dim is made of this many equal fused parts, each split", examples=[3]
+    )
+    sections: Annotated[tuple[Count, ...], BeforeValidator(_tuple)] = Field(
+        default=(), description="the dim is made of fused parts of these sizes, each split", examples=[[512, 128, 128]]
+    )
+
+
+def _dim_shards(value: Any) -> Any:
+    """`tp`, `{axis: tp, split: 3}`, or a list of them, outermost first -> a tuple of mappings."""
+    if isinstance(value, (str, Mapping)):
+        value = (value,)
+    if not isinstance(value, (list, tuple)) or not value:
+        raise _form("an axis, a list of axes or a mapping with `axis`", "e.g. {0: tp}")
+    return tuple({"axis": v} if isinstance(v, str) else v for v in value)
+
+
+_DIM_SHARD: dict[str, Any] = {
+    "type": "object",
+    "required": ["axis"],
+    "additionalProperties": False,
+    "properties": {
+        "axis": {"type": "string"},
+        "split": {"type": "integer", "minimum": 1},
+        "sections": {"type": "array", "items": {"type": "integer", "minimum": 1}},
+    },
+}
+_ONE: dict[str, Any] = {"anyOf": [{"type": "string"}, _DIM_SHARD]}
+_DIMS: dict[str, Any] = {
+    "type": "object",
+    "minProperties": 1,
+    "additionalProperties": False,
+    "patternProperties": {"^[0-9]+$": {"anyOf": [*_ONE["anyOf"], {"type": "array", "minItems": 1, "items": _ONE}]}},
+}
+
+
+def _some(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise _form("a mapping from dim to axis", "e.g. {1: tp}")
+    if not value:
+        raise _wrong_here("names no dim", "e.g. {0: tp}")
+    return value
+
+
+Dims = Annotated[
+    dict[Dim, Annotated[tuple[DimShard, ...], BeforeValidator(_dim_shards)]],
+    BeforeValidator(_some),
+    WithJsonSchema(_DIMS),
+]
+
+
+def _is_dim(key: object) -> bool:
+    return isinstance(key, int) or (isinstance(key, str) and key.lstrip("-").isdecimal())  # "0" is told apart later
+
+
+def _rule(value: Any) -> Any:
+    """`column`, `{style: column, axis: tp}` or `{0: tp}` -> a mapping of style and axis, or of dims."""
+    if isinstance(value, str):
+        return {"style": value}
+    if not isinstance(value, Mapping):
+        raise _form(f"a style ({', '.join(STYLES)}) or a mapping from dim to axis", "e.g. column, or {0: tp}")
+    if all(map(_is_dim, value)):
+        return {" dims": dict(value)}
+    if any(map(_is_dim, value)):
+        raise _wrong_here("mixes dims and words", "write {style: column, axis: tp}, or {0: {axis: tp, split: 3}}")
+    return dict(value)
+
+
+class RuleForm(Section):
+    """How one pattern's weights are split: by a style word, or by dims. (No key of a spec begins with a space.)"""
+
+    style: Literal["column", "row", "vocab", "replicate"] | None = Field(default=None, examples=["column"])
+    axis: Axis | None = Field(default=None, examples=["tp"])
+    dims: Dims | None = Field(default=None, validation_alias=" dims")
+
+    @model_validator(mode="after")
+    def _something(self) -> RuleForm:
+        if self.style is None and self.dims is None:
+            raise _wrong_here("names neither a style nor a dim", "e.g. {style: column, axis: tp}, or {0: tp}")
+        return self
+
+
+Rule = Annotated[RuleForm, BeforeValidator(_rule)]
+
+
+def _shard(value: Any) -> Any:
+    """`use` is a word of its own in the section; every other key is a pattern."""
+    if not isinstance(value, Mapping):
+        raise _form("a mapping from pattern to style or dims", 'e.g. "*.o_proj": row')
+    return {
+        " rules": {k: v for k, v in value.items() if k != "use"},
+        **({"use": value["use"]} if "use" in value else {}),
+    }
+
+
+def _use(value: Any) -> Any:
+    """`model` or `{plan: model, axis: tp}` -> a mapping."""
+    if isinstance(value, (str, Mapping)):
+        return {"plan": value} if isinstance(value, str) else dict(value)
+    raise _form(f"a plan ({', '.join(USES)})", "e.g. use: model, or use: {plan: model, axis: tp}")
+
+
+class UseForm(Section):
+    """Where the weights' splits come from: the plan that the model carries, or the structure of its graph."""
+
+    plan: Literal["model", "structure"] = Field(examples=["model"])
+    axis: Axis | None = Field(default=None, examples=["tp"])
+
+
+class ShardForm(Section):
+    """The section `shard`."""
+
+    use: Annotated[UseForm | None, BeforeValidator(_use)] = Field(default=None, examples=["model"])
+    rules: dict[Pattern, Rule] = Field(default={}, validation_alias=" rules")
+
+
+_STYLE: dict[str, Any] = {"enum": list(STYLES)}
+_STYLED: dict[str, Any] = {
+    "type": "object",
+    "required": ["style"],
+    "additionalProperties": False,
+    "properties": {"style": _STYLE, "axis": {"type": "string"}},
+}
+_SHARD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "use": {
+            "description": (
+                "start from the model's own plan, or from the structure of its graph; entries beside it override"
+            ),
+            "anyOf": [
+                {"enum": list(USES)},
+                {
+                    "type": "object",
+                    "required": ["plan"],
+                    "additionalProperties": False,
+                    "properties": {"plan": {"enum": list(USES)}, "axis": {"type": "string"}},
+                },
+            ],
+        }
+    },
+    "additionalProperties": {"anyOf": [_STYLE, _DIMS, _STYLED]},
+}
+
+
+def _boundary(value: str) -> str:
+    """A module pattern, with `:in` behind it if its input is meant."""
+    name, colon, side = value.partition(":")
+    if colon and side != "in":
+        raise _wrong(
+            "unknown side {side} of a module", f'"{name}" is its output, "{name}:in" its input', side=f"':{side}'"
+        )
+    return _pattern(name) + colon + side
+
+
+# --- the other sections
+# ------------------------------------------------------------------------------------------------
+
+
+class Batch(Section):
+    """How the global batch is split. dims: glob over input names -> batch dim, None = not split; the first that matches
+    counts.
+    """
+
+    dims: BatchDims = Field(
+        default={"*": 0}, description="each input's batch dim; null = not split", examples=[{"*": 0}]
+    )
+    axes: Axes | None = Field(
+        default=None, description="axes that split the batch (default: every data axis)", examples=[["dp"]]
+    )
+    microbatches: Count = Field(default=1, description="microbatches per step", examples=[8])
+
+
+class Sequence(Section):
+    """Context parallel: the inputs' sequence dim is split."""
+
+    axis: Axis = Field(description="mesh axis that splits the sequence", examples=["cp"])
+    dims: BatchDims = Field(default={"*": 1}, description="each input's sequence dim; null = none", examples=[{"*": 1}])
+    method: Literal["ring", "gather", "ulysses"] = "ring"
+    balance: Literal["zigzag", "none"] = Field(default="zigzag", description="causal work evened out over ranks")
+
+
+class Pipeline(Section):
+    """Pipeline stages: a number of them cut by cost, or before the modules `cut`, or by
+    counts of the repeated layers.
+    """
+
+    axis: Axis = Field(description="mesh axis of the stages", examples=["pp"])
+    stages: Count | None = Field(default=None, description="cut by cost into so many stages", examples=[4])
+    cut: Annotated[tuple[str, ...], BeforeValidator(_listed), WithJsonSchema(_ONE_OR_MANY)] | None = Field(
+        default=None, description="cut before these modules", examples=[["model.layers.8"]]
+    )
+    balance: Annotated[tuple[Count, ...], BeforeValidator(_tuple)] | None = Field(
+        default=None, description="cut by counts of the repeated layers", examples=[[2, 2, 3, 1]]
+    )
+    schedule: Annotated[str, AfterValidator(_schedule)] = Field(
+        default="1f1b", description=f"{', '.join(SCHEDULES)}, or the path of a schedule file", examples=["1f1b"]
+    )
+
+
+class Offload(Section):
+    """What lies outside the device: none, cpu, or a directory on disk."""
+
+    optimizer: Place = Field(default="none", examples=["cpu"])
+    parameters: Place = Field(default="none", examples=["cpu"])
+
+
+class Data(Section):
+    """Data parallel and ZeRO. axis: () = the mesh's axes dp and dp_*; [outer, inner] = sharded in inner, replicated
+    over outer.
+    """
+
+    axis: Axes = Field(default=(), description="data axis; [dp_outer, dp] = HSDP", examples=["dp"])
+    zero: Annotated[int, Field(ge=0, le=3)] = Field(
+        default=0,
+        description="0 all-reduced gradients, 1 +optimizer state split, 2 +gradients, 3 +parameters",
+        examples=[2],
+    )
+    bucket_mb: Positive = Field(default=25.0, description="size of a gradient bucket in MB", examples=[25])
+    prefetch: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="at zero 3: buckets gathered ahead of their use", examples=[2]
+    )
+    keep: bool = Field(
+        default=False, description="at zero 3: parameters stay whole from a step's first forward to its last backward"
+    )
+    offload: Offload = Field(default=Offload(), examples=[{"optimizer": "cpu"}])
+
+
+#: The axis over which the plans of `use` spread experts.
+EXPERTS_AXIS = "ep"
+
+
+class Expert(Section):
+    """One kind of expert layer. capacity: None = dropless, else the factor of a fixed capacity, of the global batch or
+    per microbatch.
+    """
+
+    match: Pattern = Field(description="modules that hold experts", examples=["*.mlp.experts"])
+    axis: Axis = Field(description="mesh axis over which experts are spread", examples=["ep"])
+    capacity: Annotated[float | None, BeforeValidator(_number_or("none")), _NONE, _number_schema("none")] = Field(
+        default=None,
+        description="none = dropless; a factor = fixed capacity, overflow dropped",
+        examples=["none", 1.25],
+    )
+    per: Literal["batch", "microbatch"] = Field(
+        default="batch",
+        description="the tokens that capacity is a share of: batch = exactly the single device's",
+        examples=["microbatch"],
+    )
+
+
+class Checkpoint(Section):
+    """One kind of recomputed region. save: kinds of results that are kept; budget: the share of bytes to keep, chosen
+    by
+    cost; neither: everything is computed again. every: only each k-th of the modules, from the first."""
+
+    match: Pattern = Field(description="modules that are recomputed", examples=["model.layers.*"])
+    save: (
+        Annotated[
+            tuple[Literal["linear", "attention", "collective", "matmul", "conv", "norm"], ...], BeforeValidator(_tuple)
+        ]
+        | None
+    ) = Field(
+        default=None, description="results that are kept; [] = recompute everything", examples=[["linear", "attention"]]
+    )
+    budget: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="share of the saved bytes to keep, chosen by cost", examples=[0.5]
+    )
+    every: Count = Field(default=1, description="recompute each k-th of the modules only", examples=[2])
+    offload: Literal["none", "cpu"] = Field(default="none", description="cpu = what is kept waits there for backward")
+
+
+class Precision(Section):
+    """Number formats. params: the master copy; compute: forward and backward; reduce: the sums of gradients over ranks.
+
+    None: params as the model has them, compute as params, reduce as the parameter.
+    """
+
+    params: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
+        default=None, description="dtype of the stored (master) weights (default: the model's)", examples=["float32"]
+    )
+    compute: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
+        default=None,
+        description="dtype of products and activations (default: that of the weights)",
+        examples=["bfloat16"],
+    )
+    reduce: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
+        default=None,
+        description="dtype in which gradients are summed over ranks (default: that of the weights)",
+        examples=["float32"],
+    )
+    loss_scale: Annotated[
+        float | str | None, BeforeValidator(_number_or("none", "dynamic")), _NONE, _number_schema("none", "dynamic")
+    ] = Field(default=None, description="none, dynamic, or a number (for float16)", examples=["none", "dynamic"])
+
+
+def _version(value: Any) -> Any:
+    if type(value) is not int or value != 1:  # True == 1.0 == 1
+        raise _wrong("this shardc reads version 1 of the format, not {value}", "write shardc: 1", value=say(value))
+    return value
+
+
+_SIZE = WithJsonSchema({"type": "integer", "anyOf": [{"const": -1}, {"minimum": 1}]})
+
+
+class Form(Section):
+    """A whole spec as it is written."""
+
+    shardc: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="the version of this format")
+    mesh: dict[Axis, Annotated[int, _SIZE]] = Field(
+        default={},
+        description="axis: size, outermost first; one size may be -1: what the world leaves",
+        examples=[{"dp": 2}],
+    )
+    batch: Batch = Field(default=Batch(), examples=[{"dims": {"*": 0}}])
+    shard: Annotated[ShardForm, BeforeValidator(_shard), WithJsonSchema(_SHARD)] = Field(
+        default=ShardForm(), description="weights: pattern: style or {dim: axis}; the first match wins"
+    )
+    activations: dict[Annotated[str, AfterValidator(_boundary)], Dims] = Field(
+        default={},
+        description='a module\'s output ("name") or input ("name:in"): {dim: axis}',
+        examples=[{"layers.*": {1: "tp"}}],
+    )
+    sequence: Sequence | None = Field(default=None, examples=[{"axis": "cp"}])
+    pipeline: Pipeline | None = Field(default=None, examples=[{"axis": "pp", "stages": 4}])
+    data: Data = Field(default=Data(), examples=[{"zero": 2}])
+    experts: Annotated[tuple[Expert, ...], BeforeValidator(_tuple)] = Field(
+        default=(), examples=[[{"match": "*.mlp.experts", "axis": "ep"}]]
+    )
+    checkpoint: Annotated[tuple[Checkpoint, ...], BeforeValidator(_tuple)] = Field(
+        default=(), examples=[[{"match": "model.layers.*", "save": ["linear"]}]]
+    )
+    precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
+    batch_norm: Literal["sync", "local"] = Field(
+        default="sync", description="sync = exactly the single device's statistics"
+    )
+    unknown_ops: Literal["error", "replicate"] = "error"
+    uneven: Literal["error", "pad"] = Field(
+        default="error", description="sizes that an axis does not divide: pad = the last ranks hold less"
+    )
+    strict: bool = Field(default=False, description="true: a collective that no annotation asked for is an error")

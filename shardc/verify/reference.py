@@ -1,0 +1,114 @@
+"""Run a global graph on one device: the reference that every sharded program is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardc.ir.program import Program
+from shardc.runtime import ops
+
+#: Ops that make a tensor from nothing. A canonical graph's name no device: it runs wherever the program runs.
+FACTORIES = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "arange",
+        "full",
+        "zeros",
+        "ones",
+        "empty",
+        "eye",
+        "linspace",
+        "scalar_tensor",
+        "tril_indices",
+        "triu_indices",
+    )
+)
+
+
+def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
+    """A copy of a canonical graph whose factory ops make their tensors on `device`."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    for node in copy.nodes:
+        if getattr(node.target, "overloadpacket", None) in FACTORIES or node.target is ops.random:
+            node.kwargs = {**node.kwargs, "device": torch.device(device)}
+    return copy
+
+
+def widened(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph in which float32 is float64, to compare a float32 program without rounding noise.
+
+    Run it with float64 tensors. Casts, factories and the nodes' types change.
+    """
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+
+    def wide(x: Any) -> Any:
+        return torch.float64 if x is torch.float32 else x
+
+    for node in copy.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate(node.args, wide), fx.node.map_aggregate(node.kwargs, wide)
+        value = node.meta.get("value")
+        if isinstance(value, tuple):
+            node.meta["value"] = tuple(v and replace(v, dtype=wide(v.dtype)) for v in value)
+        elif value is not None:
+            node.meta["value"] = replace(value, dtype=wide(value.dtype))
+    return copy
+
+
+def interpret(
+    program: Program,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    rng: Any = None,
+    graph: fx.Graph | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run `graph` (default: the program's global graph) with global tensors, without a mesh.
+
+    params, buffers, inputs: tensors by placeholder name or FQN (see `tensors_of`); lifted constants need none.
+    rng: a shardc.runtime.rng.Rng; needed by graphs with dropout or BatchNorm only.
+    Returns (loss, {name of an updated buffer: its new value}); differentiable.
+    """
+    given: list[Any] = [None, rng]
+    given += [_find(params, p.name, p.fqn, *p.aliases) for p in program.params]
+    given += [
+        b.constant if b.constant is not None else _find(buffers, b.name, b.fqn, *b.aliases) for b in program.buffers
+    ]
+    given += [_find(inputs, i.name) for i in program.inputs]
+    loss, news = fx.GraphModule(nn.Module(), graph or program.graph)(*given)
+    return loss, dict(zip((b.name for b in program.buffers if b.updated), news, strict=True))
+
+
+def _find(tensors: Mapping[str, Tensor], *names: str) -> Tensor:
+    for name in names:
+        if name in tensors:
+            return tensors[name]
+    raise KeyError(f"no tensor for {names[0]!r}")
+
+
+def tensors_of(
+    program: Program, model: nn.Module, batch: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """(params, buffers, inputs) by placeholder name: the model's own tensors, not copies, and the batch's."""
+    params, buffers = (
+        dict(model.named_parameters(remove_duplicate=False)),
+        dict(model.named_buffers(remove_duplicate=False)),
+    )
+    return (
+        {p.name: params[p.fqn] for p in program.params},
+        {b.name: buffers[b.fqn] for b in program.buffers if b.constant is None},
+        {i.name: reach(batch, i.path) for i in program.inputs},
+    )
+
+
+def reach(batch: Any, path: tuple[str | int, ...]) -> Any:
+    """The leaf of a nested batch at `path`."""
+    for key in path:
+        batch = getattr(batch, key) if isinstance(key, str) and not isinstance(batch, Mapping) else batch[key]
+    return batch

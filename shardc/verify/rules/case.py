@@ -1,0 +1,246 @@
+"""One sample call: run whole, and as a strategy says, on every rank.
+
+The partition pass writes the local graph of the one op, operands are laid out as the strategy wants them, results must
+be laid out as it promises; so must gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.errors import ShardcError
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Layout
+from shardc.ir.program import Program
+from shardc.ir.types import of_tensor, typed
+from shardc.passes.partition import _Writer
+from shardc.rules.calls import call_of, values
+from shardc.rules.registry import Call, Choices, Operand, Rule, Strategy, find
+from shardc.rules.samples import RNG, Sample, Tensors
+from shardc.runtime.rng import Rng
+from shardc.verify.rules.compare import RTOL, continuous, differs, dual, gradients, on_ranks, run_nodes, spread
+
+aten = torch.ops.aten
+
+#: Their elements are not defined: only shapes and dtypes are compared.
+UNDEFINED = {aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default}
+#: They do not check that their operands fit together: run on what does not, they read and write beside them.
+TRUSTING = {
+    "aten.lstm.input",
+    "aten.gru.input",
+    "aten.rnn_tanh.input",
+    "aten.rnn_relu.input",
+    "aten.as_strided.default",
+    "aten.put.default",
+    "aten._weight_norm.default",
+    "aten._weight_norm_interface.default",
+    "shardc.ctc_loss.default",
+    "experts",
+    "aten.avg_pool2d_backward.default",
+    "aten.avg_pool3d_backward.default",
+    "aten._adaptive_avg_pool2d_backward.default",
+    "aten._adaptive_avg_pool3d_backward.default",
+}
+#: What ops raise for operands that do not fit: a finding, not a fault of the check.
+MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ShardcError)
+AXIS = "ax"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """From `prove`: a strategy that does not give what the whole op gives. From `too_strict`: one that the rule could
+    allow.
+
+    strategy: the factor, partial or extra strategy. ranks: how many ranks (parts). what: which result or gradient
+    differs, by how much.
+    call: types and arguments of the call. why: for what a rule forbids on purpose, the reason.
+    """
+
+    op: str
+    strategy: str
+    ranks: int
+    what: str
+    call: str = ""
+    why: str = ""
+
+    def __str__(self) -> str:
+        on = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        text = f"{self.op}, {self.strategy}{on}: {self.what}"
+        return f"{text} ({self.call})" if self.call else text
+
+
+class NoCallError(Exception):
+    """The whole op refuses the arguments: this is no call of it."""
+
+
+class UnfitError(Exception):
+    """The whole op takes the arguments, but its rule raises on them."""
+
+
+def told(e: BaseException) -> str:
+    """An exception in a line."""
+    return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+
+
+def call_text(call: Call) -> str:
+    """Arguments as a person writes them, tensors by type: `f64[4, 12], 1, keepdim=True`."""
+
+    def one(x: Any) -> str:
+        if isinstance(x, Operand):
+            return str(call.operands[x.index])
+        if isinstance(x, tuple | list):
+            return f"[{', '.join(map(one, x))}]"
+        return x if x in ("rng",) else repr(x)
+
+    return ", ".join([*map(one, call.args), *(f"{k}={one(v)}" for k, v in call.kwargs)])
+
+
+def name_of(op: Any) -> str:
+    """`aten.mm.default`, or a function's name."""
+    return str(op) if hasattr(op, "_schema") else str(op.__name__)
+
+
+class _OneOp(_Writer):
+    """Writes the local graph of a single call: operands as laid out, the results as they come."""
+
+    def write(self, node: fx.Node, layouts: Sequence[Layout]) -> fx.Graph:
+        operand = iter(layouts)
+        for n in node.graph.nodes:
+            if n.op == "placeholder":
+                self._placeholder(n, Layout() if n.meta.get("value") is None else next(operand))
+        self._call(node)
+        self.graph.output(tuple(next(iter(self.made[node, i].values())) for i in range(len(values(node)))))
+        return self.graph
+
+
+@dataclass
+class Case:
+    """A sample call: a node of a global graph, its tensors, its results, and its gradients under random weights of the
+    results.
+
+    forward_only: why the op has no backward, if it has none: then only results are compared.
+    """
+
+    node: fx.Node
+    choices: Choices
+    tensors: list[Tensor]
+    outputs: list[Tensor]
+    weights: list[Tensor | None]
+    grads: list[Tensor | None]
+    rtol: float | None
+    forward_only: str = ""
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
+
+    @property
+    def name(self) -> str:
+        return name_of(self.node.target)
+
+    @classmethod
+    def of(cls, op: Any, sample: Sample, seed: int = 0, rule: Rule | None = None) -> Case:
+        """Build the global graph of one call and run it whole. rule: instead of the registered one.
+
+        Raises NoCallError where the op refuses the arguments, UnfitError where the rule does.
+        """
+        tensors = Tensors(seed)
+        arguments = sample(tensors)
+        graph = fx.Graph()
+        graph.placeholder("mesh")
+        rng = graph.placeholder("rng")
+        leaves: list[Tensor] = []
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                leaves.append(x.clone().requires_grad_(continuous(x) and not any(x is c for c in tensors.constants)))
+                return leaves[-1]
+            return Rng(seed) if x is RNG else x
+
+        def placed(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                node = graph.placeholder(f"x{len(graph.nodes) - 2}")
+                node.meta["value"] = of_tensor(x, x.requires_grad)
+                return node
+            return rng if isinstance(x, Rng) else x
+
+        args, kwargs = fx.node.map_aggregate(arguments, leaf)
+        try:
+            made = op(*args, **kwargs)
+        except MISFIT as e:
+            raise NoCallError(told(e)) from e
+        node = graph.call_function(op, *fx.node.map_aggregate((args, kwargs), placed))
+        value = node.meta["value"] = typed(made, op, node.args, node.kwargs)
+        for i, v in enumerate(value if isinstance(value, tuple) else ()):
+            graph.call_function(operator.getitem, (node, i)).meta["value"] = v
+        found, call = rule or find(op), call_of(node)
+        assert found is not None, f"{op} has no rule"
+        try:
+            signature = found.signature(call)
+        except MISFIT as e:
+            raise UnfitError(f"{told(e)} ({call_text(call)})") from e
+        results = list(made) if isinstance(made, tuple | list) else [made]
+        generator = torch.Generator().manual_seed(seed + 1)
+        weights = [
+            torch.randn(y.shape, dtype=y.dtype, generator=generator) if y.requires_grad else None for y in results
+        ]
+        forward_only = ""
+        try:
+            grads = gradients(results, weights, leaves)
+        except RuntimeError as e:  # no backward of its own, or none of this call
+            forward_only, weights, grads = told(e), [None] * len(results), [None] * len(leaves)
+        rtol = max((RTOL[x.dtype] for x in (*leaves, *results) if x.dtype in RTOL), default=0.0)
+        return cls(
+            node,
+            Choices(found, call, signature),
+            [x.detach() for x in leaves],
+            [y.detach() for y in results],
+            weights,
+            grads,
+            None if op in UNDEFINED else rtol,
+            forward_only,
+            generator,
+        )
+
+    def wrong(self, mesh: Mesh, strategies: dict[str, Strategy]) -> str:
+        """Run the call on every rank as the strategies say and compare. Returns what is wrong, "" if nothing."""
+        ins, outs = (
+            [Layout.of({a: (s.inputs, s.outputs)[side][i] for a, s in strategies.items()}, mesh) for i in range(count)]
+            for side, count in ((0, len(self.tensors)), (1, len(self.outputs)))
+        )
+        for side, layouts, tensors in (("operand", ins, self.tensors), ("result", outs, self.outputs)):
+            for i, (layout, x) in enumerate(zip(layouts, tensors, strict=True)):
+                if what := layout.fits(x.shape, mesh):
+                    return f"{side} {i} cannot be laid out: {what}"
+        self.node.meta["strategies"] = strategies
+        held = [spread(x, layout, mesh, self.generator) for x, layout in zip(self.tensors, ins, strict=True)]
+        weights = [
+            w if w is None else spread(w, dual(o), mesh, self.generator, filled=False)
+            for w, o in zip(self.weights, outs, strict=True)
+        ]
+
+        def one_rank(rank: int, runtime: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+            leaves = [h[rank].requires_grad_(g is not None) for h, g in zip(held, self.grads, strict=True)]
+            made = run_nodes(graph, (runtime, Rng(0), *leaves))
+            return [y.detach() for y in made], gradients(made, [w if w is None else w[rank] for w in weights], leaves)
+
+        try:
+            graph = _OneOp(Program(mesh, self.node.graph, (), (), ()), mesh).write(self.node, ins)
+            ranks = on_ranks(mesh, graph, one_rank)
+        except MISFIT as e:
+            return told(e)
+        for i, (want, layout) in enumerate(zip(self.outputs, outs, strict=True)):
+            if what := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol):
+                return f"result {i}: {what}"
+        for i, (grad, layout) in enumerate(zip(self.grads, ins, strict=True)):
+            if grad is not None and (
+                what := differs([grads[i] for _, grads in ranks], dual(layout), mesh, grad, self.rtol, gradient=True)
+            ):
+                return f"gradient of operand {i}: {what}"
+        return ""
+
+    def on_axis(self, n: int, strategy: Strategy) -> str:
+        return self.wrong(Mesh(((AXIS, n),)), {AXIS: strategy})

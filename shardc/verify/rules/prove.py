@@ -1,0 +1,125 @@
+"""Proof of rules (DESIGN 2.2): every strategy that a rule allows, against the whole op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import PARTIAL, Layout, Placement
+from shardc.rules.registry import Choices, Rule, Strategy
+from shardc.rules.samples import Sample
+from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, call_text, name_of
+
+#: Numbers of parts. Dims of samples have 12 elements, so that each of them has parts, inner digits and padding
+#: somewhere.
+PARTS = (2, 3, 4, 6)
+
+
+class Anything(frozenset[Placement]):
+    """Holds every placement: `extra` strategies are tried whatever they ask for."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+def summable(strategy: Strategy, choices: Choices) -> bool:
+    """Whether everything that would be partial can be added up: truth values cannot."""
+    pairs = [
+        *zip(strategy.inputs, choices.call.operands, strict=True),
+        *zip(strategy.outputs, choices.call.results, strict=True),
+    ]
+    return not any(p == PARTIAL and v.dtype == torch.bool for p, v in pairs)
+
+
+def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strategy]:
+    """Everything that a rule allows on an axis of n ranks. deep: whole, and every factor at inner digits, in sections
+    and padded, too.
+    """
+    if deep:
+        yield choices.replicate
+    yield choices.varying
+    yield from (s for s in choices.partials if summable(s, choices))
+    for factor in choices.signature.splittable():
+        size = choices.signature.sizes[factor]
+        digits = [d for d in range(1, size + 1 if deep else 2) if size % (d * n) == 0]
+        tried = [choices.split(factor, d, n) for d in digits]
+        if deep and digits and size > n:
+            tried.append(choices.split(factor, 1, n, (n, size - n)))
+        if deep and size % n and size > 1:
+            tried.append(choices.split(factor, 1, n, (), -size % n))
+        yield from (s for s in tried if s is not None)
+    if choices.rule.extra:
+        yield from choices.rule.extra(choices.call, n, [Anything()] * len(choices.call.operands))
+
+
+def prove(
+    op: Any, sample: Sample, *parts: int, seed: int = 0, rule: Rule | None = None, deep: bool = True
+) -> list[Finding]:
+    """Every strategy of the op's rule on so many ranks against the whole op: results and gradients.
+
+    rule: instead of the registered one. deep: see `strategies`. A call that the whole op takes but the rule does not is
+    a finding."""
+    try:
+        case = Case.of(op, sample, seed, rule)
+    except (NoCallError, UnfitError) as e:
+        what = "the sample is no call of the op" if isinstance(e, NoCallError) else "the rule does not fit the call"
+        return [Finding(name_of(op), "the call", 1, f"{what}: {e}")]
+    return prove_case(case, *parts, deep=deep)
+
+
+def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
+    """As `prove`, of a case that was run whole already."""
+    findings = []
+    done: set[Strategy] = set()
+    for n in parts:
+        for s in dict.fromkeys(strategies(case.choices, n, deep=deep)):
+            if s in done and s.kind == "replicate":  # the same whatever n is
+                continue
+            done.add(s)
+            if what := case.on_axis(n, s):
+                findings.append(Finding(case.name, str(s), n, what, call_text(case.choices.call)))
+    return findings
+
+
+def prove_pairs(
+    op: Any,
+    sample: Sample,
+    sizes: tuple[int, int] = (2, 2),
+    seed: int = 0,
+    *,
+    deep: bool = True,
+    rule: Rule | None = None,
+) -> list[Finding]:
+    """Two strategies at once, on two axes: what a rule's `local` and the digits of shared dims have to get right."""
+    case = Case.of(op, sample, seed, rule)
+    mesh = Mesh((("a", sizes[0]), ("b", sizes[1])))
+    findings = []
+    firsts, seconds = (dict.fromkeys(strategies(case.choices, n, deep=deep)) for n in sizes)
+    for first in firsts:
+        for second in seconds:
+            trivial = "replicate" in (first.kind, second.kind) or (first.kind, second.kind) == ("varying", "varying")
+            if (
+                not trivial
+                and fits(case.choices, mesh, first, second)
+                and (what := case.wrong(mesh, {"a": first, "b": second}))
+            ):
+                findings.append(
+                    Finding(case.name, f"{first} with {second}", mesh.world, what, call_text(case.choices.call))
+                )
+    return findings
+
+
+def fits(choices: Choices, mesh: Mesh, first: Strategy, second: Strategy) -> bool:
+    """Whether two strategies take disjoint digits of every operand and result."""
+    sides = (
+        (first.inputs, second.inputs, choices.call.operands),
+        (first.outputs, second.outputs, choices.call.results),
+    )
+    return not any(
+        Layout.of({"a": p, "b": q}, mesh).fits(v.shape, mesh)
+        for ps, qs, vs in sides
+        for p, q, v in zip(ps, qs, vs, strict=True)
+    )

@@ -1,0 +1,163 @@
+"""All ranks of a program's mesh in this one process, for tests, verification and learning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.ir.program import Buffer, Collective, Param, Program
+from shardc.runtime.mesh import CommRecord
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine, OptimizerOf, adamw
+
+#: How far replicas of one value may lie apart, relative to its largest element: rounding, if ranks add up in another
+#: order.
+SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class Comm:
+    """One collective that rank 0 ran. bytes: of the whole local tensor; direction:
+    "forward", "backward" or "update".
+    """
+
+    kind: str
+    axis: str
+    bytes: int
+    direction: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What all ranks together computed, put together again.
+
+    loss: 0-dim, global, of the last step. grads: {fqn: global tensor}, of the last step, before the optimizer; without
+    parameters that no gradient reaches. state: {fqn: global tensor}, parameters and buffers after the last step; tied
+    ones under every name.
+    comms: the collectives of the last step, in order.
+    """
+
+    loss: Tensor
+    grads: dict[str, Tensor]
+    state: dict[str, Tensor]
+    comms: list[Comm]
+
+
+@dataclass
+class _Rank:
+    """One rank's part of a Simulation, by placeholder name."""
+
+    loss: Tensor
+    grads: dict[str, Tensor | None]  # as the rank keeps them: at ZeRO >= 1 a stretch of each
+    params: dict[str, Tensor]  # likewise
+    wholes: dict[str, Tensor]  # whole local parts, as ops see them
+    buffers: dict[str, Tensor]
+    records: list[CommRecord]
+
+
+def simulate(
+    program: Program, model: Any, batch: Any, *, steps: int = 1, optimizer: OptimizerOf | None = None, seed: int = 0
+) -> Simulation:
+    """Run `steps` training steps of a program on every rank of its mesh, in lockstep, without a process group.
+
+    model: holds the weights and is not changed; or a state_dict, or a function that builds the model (see Engine).
+    batch: one global batch, used in every step. seed: of dropout.
+    optimizer: params -> torch optimizer. None: with steps=1 weights stay as they are, with more AdamW(3e-4) trains.
+    Raises ShardcError for a batch or weights that do not fit. Replicas that come out different are a bug of shardc:
+    AssertionError."""
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    make = optimizer if optimizer is not None or steps == 1 else adamw
+
+    def work(mesh: LoopbackMesh) -> _Rank:
+        engine = Engine(program, model, make, seed, mesh=mesh)
+        for step in range(steps):
+            mesh.records.clear()
+            loss = engine.backward(batch)
+            last = step == steps - 1
+            grads = (
+                {n: p.grad.clone() if p.grad is not None else None for n, p in engine.params.items()} if last else {}
+            )
+            engine.update()
+        records = list(mesh.records)
+        wholes = {n: x.clone() for n, x in engine.wholes().items()}
+        return _Rank(loss, grads, {n: p.detach() for n, p in engine.params.items()}, wholes, engine.buffers, records)
+
+    ranks = loopback(program.mesh, work)
+    grads: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for p in program.params:
+        parts = {i: r.grads[p.name] for i, r in enumerate(ranks) if p.name in r.grads}
+        if not any(g is not None for g in parts.values()):
+            continue
+        for rank, g in parts.items():
+            assert g is not None or not ranks[rank].params[p.name].numel(), f"{p.fqn} has a gradient on some ranks only"
+        there = {
+            i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
+        }  # without elements, without values
+        grads |= dict.fromkeys((p.fqn, *p.aliases), _join(program, p, _local(program, p, there), "the gradient of "))
+    for p in program.params:
+        whole = _join(
+            program, p, _local(program, p, {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}), ""
+        )
+        for rank, r in enumerate(ranks):  # what ops see is what was updated
+            if p.name in r.wholes:
+                seen = p.layout.local(whole, program.mesh, program.mesh.coords(rank))
+                _check_replica(seen, r.wholes[p.name], f"{p.fqn} on rank {rank}")
+        state |= dict.fromkeys((p.fqn, *p.aliases), whole)
+    for x in (b for b in program.buffers if b.fqn):
+        held = {i: r.buffers[x.name] for i, r in enumerate(ranks) if x.name in r.buffers}
+        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, held, ""))
+    for rank, r in enumerate(ranks):
+        _check_replica(ranks[0].loss, r.loss, f"the loss of rank {rank}")
+    causes = _causes(program)
+    comms = [Comm(c.kind, c.axis, c.bytes, c.direction, causes.get(c.tag, c.tag)) for c in ranks[0].records]
+    return Simulation(ranks[0].loss, grads, state, comms)
+
+
+def _local(program: Program, p: Param, kept: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Every rank's whole local part of a parameter (or its gradient), from what the ranks keep."""
+    bucket = program.bucket(p)
+    if bucket is None or not bucket.zero:
+        return kept
+    shape, mesh = p.layout.local_shape(p.shape, program.mesh), program.mesh
+    return {rank: torch.cat([kept[r] for r in mesh.group(rank, (bucket.shard,))]).view(shape) for rank in kept}
+
+
+def _join(program: Program, x: Param | Buffer, parts: dict[int, Tensor], what: str) -> Tensor:
+    """The global tensor from {rank: its part}; every rank that has one must hold its part of it."""
+    mesh = program.mesh
+    stage = {program.axis: program.holders(x)[0]} if program.axis else {}
+    whole = x.layout.join(lambda coords: parts[mesh.rank({**coords, **stage})], mesh)
+    for rank, part in parts.items():
+        _check_replica(x.layout.local(whole, mesh, mesh.coords(rank)), part, f"{what}{x.fqn} on rank {rank}")
+    return whole
+
+
+def _check_replica(expected: Tensor, got: Tensor, what: str) -> None:
+    if torch.equal(expected, got):
+        return
+    wide = torch.promote_types(expected.dtype, torch.float64)
+    one, other = expected.to(wide), got.to(wide)
+    # what is zero but for rounding may differ by as much as its own size, hence the floor; NaN in both is the user's,
+    # not ours
+    size = max(float(one.abs().nan_to_num(0.0).max()), 1e-6)
+    slack = SLACK.get(expected.dtype, 1e-1) * size if expected.is_floating_point() or expected.is_complex() else 0.0
+    close = torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True)
+    assert close, f"{what} is another value than on its replica, by {float((one - other).abs().max()):.1e}"
+
+
+def _causes(program: Program) -> dict[str, str]:
+    """Tag of a record -> why the program has that collective."""
+    found = {f"bucket{i}": f"gradients of {len(b.params)} parameters" for i, b in enumerate(program.buckets)}
+    found["grad_norm"] = "norm of the gradients"
+    for stage in program.stages:
+        for n in stage.graph.nodes:
+            collective: Collective | None = n.meta.get("collective")
+            if collective is not None:
+                found[n.name] = collective.cause
+    return found

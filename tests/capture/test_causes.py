@@ -1,0 +1,525 @@
+"""What cannot be captured: one message per cause, with the model's line and a way out. And what looks as if it could
+not, but can.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Beta, Gamma
+from torch.utils.checkpoint import checkpoint
+
+import shardc
+from shardc.capture import capture, compare_eager
+from shardc.capture.causes import CAUSES
+from shardc.errors import ShardcError
+from tests.zoo import hf, hf_more
+
+X = torch.linspace(-1, 1, 24).view(4, 6)
+Function = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.fc, self.function = nn.Linear(6, 6), function
+        self.register_buffer("seen", torch.zeros(6))
+        self.count, self.table, self.cache, self.history = 0, torch.ones(6), None, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.fc(x))
+
+
+def net(function: Function) -> Net:
+    torch.manual_seed(0)
+    return Net(function)
+
+
+# --- the value of a tensor decides what runs
+# ----------------------------------------------------------------------------
+
+
+def branch(s: Net, y: Tensor) -> Tensor:
+    if y.sum() > 0:
+        y = y * 2
+    return y.sum()
+
+
+def either(s: Net, y: Tensor) -> Tensor:
+    return y.sum() if y.norm() > 1 else 2 * y.sum()
+
+
+def until(s: Net, y: Tensor) -> Tensor:
+    while y.norm() > 1:
+        y = y / 2
+    return y.sum()
+
+
+def turns(s: Net, y: Tensor) -> Tensor:
+    for _ in range(int(y.sum())):
+        y = y * 2
+    return y.sum()
+
+
+def experts(s: Net, y: Tensor) -> Tensor:
+    out = torch.zeros_like(y)
+    for expert in range(3):
+        rows = torch.where(y.argmax(-1) == expert)[0]
+        out[rows] = y[rows] * expert
+    return out.sum()
+
+
+def layer_drop(s: Net, y: Tensor) -> Tensor:
+    dropout_probability = torch.rand([])
+    if dropout_probability < 0.1:
+        return y.sum()
+    return (y * 2).sum()
+
+
+def packed(s: Net, y: Tensor) -> Tensor:
+    lengths = y[:, 0].argsort().sort(descending=True).values + 1
+    return nn.utils.rnn.pack_padded_sequence(y[:, :, None], lengths, batch_first=True).data.sum()
+
+
+def packed_recurrent(s: Net, y: Tensor) -> Tensor:
+    lengths = (y > 0).sum(1).clamp(min=1)
+    rows = nn.utils.rnn.pack_padded_sequence(y[:, :, None], lengths, batch_first=True, enforce_sorted=False)
+    return nn.LSTM(1, 2, batch_first=True)(rows)[1][0].sum()
+
+
+def truncated(s: Net, y: Tensor) -> Tensor:
+    return y[:, : int(y.sum())].sum()
+
+
+def labels(s: Net, y: Tensor) -> Tensor:
+    labels_mask = y > 0
+    return y.masked_select(labels_mask).sum()
+
+
+VALUES: list[tuple[Function, str, str]] = [
+    (branch, "a branch depends on a tensor's value (if y.sum() > 0:)", "torch.where(condition, a, b)"),
+    (either, "a branch depends on a tensor's value (return y.sum() if", "torch.where(condition, a, b)"),
+    (until, "the length of a loop depends on a tensor's value (while y.norm() > 1:)", "a fixed number of turns"),
+    (turns, "the length of a loop depends on a tensor's value (for _ in range", "a fixed number of turns"),
+    (experts, "the loop over experts depends on a tensor's value (rows = ", "shardc.nn.experts"),
+    (layer_drop, "LayerDrop leaves out layers at random: a branch depends", "set the config's layerdrop to 0"),
+    (
+        lambda s, y: print(f"{y.max().item():.2f}") or y.sum(),
+        "forward writes a tensor's value as text",
+        "print it outside of forward",
+    ),
+    (lambda s, y: y.sum() * y.max().item(), "a tensor becomes a Python number (.item(), int()", "keep it a tensor"),
+    (lambda s, y: y.sum() * sum(y[0].tolist()), "a tensor becomes a Python number", "keep it a tensor"),
+    (lambda s, y: y[int(y.sum(1).argmax())].sum(), "a tensor becomes a Python number", "index_select"),
+    (lambda s, y: y[y.sum(1).argmax()].sum(), "a tensor becomes a Python number", "index_select"),
+    (
+        lambda s, y: y[tuple((y[0] > 0).long())[:2], (0, 1)].sum(),
+        "elements of a tensor are read outside of torch's ops",
+        "unbind(-1)",
+    ),
+    (lambda s, y: y[y > 0].sum(), "indexing by a condition gives a size that depends", "torch.where(mask, x, 0)"),
+    (
+        lambda s, y: torch.masked_select(y, y > 0).sum(),
+        "indexing by a condition gives a size that depends",
+        "torch.where(mask, x, 0)",
+    ),
+    (lambda s, y: y[(y > 0).nonzero()[:, 0]].sum(), "nonzero gives a size that depends", "torch.where(mask, x, 0)"),
+    (
+        lambda s, y: y.sum() * torch.unique(y.round()).numel(),
+        "_unique2 gives a size that depends",
+        "torch.where(mask, x, 0)",
+    ),
+    (lambda s, y: y.sum() * torch.bincount((y[0] > 0).long()).sum(), "bincount gives a size that depends", "mask"),
+    (
+        lambda s, y: torch.repeat_interleave(y, (y[0] > 0).long() + 1, dim=1).sum(),
+        "repeat_interleave gives a size",
+        "output_size=total",
+    ),
+    (
+        lambda s, y: (y.sum() * F.one_hot((y[:, 0] > 0).long())).sum(),
+        "the size of the one-hot encoding depends",
+        "num_classes=n",
+    ),
+    (truncated, "the size of a slice or tensor depends", "keep the size and mask"),
+    (
+        packed_recurrent,
+        "packed sequences have a size that depends on the lengths' values (rows = nn.utils",
+        "pick each row's last step",
+    ),
+    (packed, "packed sequences have a size that depends on the lengths' values", "leave padding out of the loss"),
+    (labels, "the labels without padding have a size that depends", "F.ctc_loss(...) takes padded labels"),
+]
+
+
+# --- the model leaves the graph
+# -----------------------------------------------------------------------------------------
+
+
+def penalty(s: Net, y: Tensor) -> Tensor:
+    x = torch.ones(4, 6, requires_grad=True)
+    (g,) = torch.autograd.grad(F.dropout(s.fc(x)).tanh().sum(), x, create_graph=True)
+    return y.sum() + g.square().sum()
+
+
+def backward(s: Net, y: Tensor) -> Tensor:
+    y.sum().backward()
+    return s.fc.weight.sum()
+
+
+def switched(s: Net, y: Tensor) -> Tensor:
+    s.fc.requires_grad_(False)
+    loss = y.sum() + s.fc(y).sum()
+    s.fc.requires_grad_(True)
+    return loss + s.fc(y.detach()).sum()
+
+
+def unused(s: Net, y: Tensor) -> Tensor:
+    return torch.autograd.grad(y.sum(), torch.ones(4, requires_grad=True), create_graph=True)[0].sum()
+
+
+def data_written(s: Net, y: Tensor) -> Tensor:
+    s.fc.weight.data.mul_(0.9)
+    return y.sum()
+
+
+def data_replaced(s: Net, y: Tensor) -> Tensor:
+    s.fc.weight.data = s.fc.weight * 0.9
+    return y.sum()
+
+
+def data_of_activation(s: Net, y: Tensor) -> Tensor:
+    z = y * 1
+    z.data.mul_(2)
+    return z.sum()
+
+
+def leaf_in_place(s: Net, y: Tensor) -> Tensor:
+    z = s.fc.weight.view(-1)
+    z += 1
+    return y.sum()
+
+
+def made_late(s: Net, y: Tensor) -> Tensor:
+    if not hasattr(s, "scale"):
+        s.scale = nn.Parameter(torch.ones(6))
+    return (y * s.scale).sum()
+
+
+LEAVING: list[tuple[Function, str, str]] = [
+    (lambda s, y: y.sum() * y.detach().numpy().max(), "the model leaves torch: .numpy()", "write it in torch ops"),
+    (lambda s, y: y.sum() * random.random(), "the model draws random numbers from Python or numpy", "draw with torch"),
+    (
+        lambda s, y: y.sum() if np.random.rand() < 2 else y.mean(),
+        "the model draws random numbers from Python or numpy",
+        "draw with torch",
+    ),
+    (lambda s, y: y.cuda().sum(), "the model names a device that is not here", "device=x.device"),
+    (lambda s, y: y.to("cuda:0").sum(), "the model names a device that is not here", "device=x.device"),
+    (
+        lambda s, y: (y * torch.ones(6, device="cuda")).sum(),
+        "the model names a device that is not here",
+        "device=x.device",
+    ),
+    (lambda s, y: copy.deepcopy(y).sum(), "the model copies a tensor with copy.deepcopy", "x.clone()"),
+    (
+        lambda s, y: torch.func.grad(lambda z: z.square().sum())(y).sum(),
+        "a gradient is computed inside forward by a transform",
+        "autograd.grad",
+    ),
+    (
+        lambda s, y: torch.func.jacrev(torch.sin)(y[0]).sum(),
+        "a gradient is computed inside forward by a transform",
+        "use torch.autograd.grad",
+    ),
+    (
+        lambda s, y: Gamma(y.exp(), y.exp()).rsample().sum(),
+        "aten._standard_gamma.default draws random numbers",
+        "pass them in with the batch",
+    ),
+    (
+        lambda s, y: Beta(y.exp(), y.exp()).rsample().sum(),
+        "aten._sample_dirichlet.default draws random numbers",
+        "pass them in with the batch",
+    ),
+    (
+        lambda s, y: torch.cond(y.sum() > 0, lambda z: z * 2, lambda z: z, (y,)).sum(),
+        "the model uses control flow or a transform of torch's own (torch.cond",
+        "torch.where",
+    ),
+    (penalty, "a gradient inside forward goes through aten.dropout.default", "under detach()"),
+    (switched, "the forward pass switches a parameter's gradient off", "torch.func.functional_call(m, {n: p.detach()"),
+    (backward, "backward() is called inside forward", "torch.autograd.grad(y, x, create_graph=True)"),
+    (unused, "a gradient is asked for of a tensor on which nothing depends", "allow_unused=True"),
+    (
+        lambda s, y: torch.sparse.mm(y.to_sparse(), s.fc.weight).sum(),
+        "to_sparse) cannot be split",
+        "x.to_dense()",
+    ),
+    (
+        lambda s, y: (y * torch.randn(6, generator=torch.Generator().manual_seed(0))).sum(),
+        "a generator or another object of the model's own stands in the graph",
+        "leave generator= out",
+    ),
+    (data_written, "the forward pass writes to the parameter 'fc.weight'", "outside of forward"),
+    (data_replaced, "the forward pass replaces a tensor's .data", "change parameters outside of forward"),
+    (
+        data_of_activation,
+        "changes an activation in place under no_grad or through .detach(), .data",
+        "compute a new tensor",
+    ),
+    (leaf_in_place, "a parameter is changed in place while its gradient is recorded", "outside of forward"),
+    (made_late, "the forward pass makes 'scale': it does not exist before the first call", "make it in __init__"),
+    (lambda s, y: y.detach().sum(), "the loss depends on no trainable parameter", "detached"),
+]
+
+
+@pytest.mark.parametrize(("function", "what", "fix"), [*VALUES, *LEAVING])
+def test_one_message_per_cause(function: Function, what: str, fix: str) -> None:
+    with pytest.raises(ShardcError) as e:
+        capture(net(function), X)
+    assert len(e.value.errors) == 1
+    assert what in e.value.what
+    assert fix in e.value.fix
+    assert "test_causes.py:" in e.value.where
+
+
+def test_every_row_can_be_read() -> None:
+    for cause in CAUSES:
+        assert cause.what
+        assert cause.fix
+        assert cause.raised or cause.op
+
+
+# --- state between calls
+# ------------------------------------------------------------------------------------------------
+
+
+def counts(s: Net, y: Tensor) -> Tensor:
+    s.count += 1
+    return y.sum() * s.count
+
+
+def table(s: Net, y: Tensor) -> Tensor:
+    s.table = s.table + y.mean(0).detach()
+    return (y * s.table).sum()
+
+
+def cached(s: Net, y: Tensor) -> Tensor:
+    y = y if s.cache is None else y + s.cache
+    s.cache = y.mean(0).detach()
+    return y.square().sum()
+
+
+@pytest.mark.parametrize(("function", "name"), [(counts, "count"), (table, "table"), (cached, "cache")])
+def test_state_outside_of_buffers_is_refused(function: Function, name: str) -> None:
+    model = net(function)
+    held = dict(model.__dict__)
+    with pytest.raises(ShardcError) as e:
+        capture(model, X)
+    assert f"the model gives another loss when it is called again: its forward sets '{name}'" in e.value.what
+    assert "register_buffer" in e.value.fix
+    assert e.value.where.startswith("test_causes.py:")
+    assert all(model.__dict__[k] is v for k, v in held.items())
+
+
+def test_too_large_to_run_it_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_eager, "LIMIT_PARAMS", 10)
+    assert "forward sets 'count': the program sees the value of the first call" in capture(net(counts), X).notes
+
+
+# --- what can be captured
+# -----------------------------------------------------------------------------------------------
+
+
+def keeps(s: Net, y: Tensor) -> Tensor:
+    """Writes that nothing reads: attention maps, logs."""
+    s.last = y
+    s.history.append(y.mean())
+    s.eval()
+    z = s.fc(y)
+    s.train()
+    return z.sum()
+
+
+def logs(s: Net, y: Tensor) -> Tensor:
+    message = f"{y.mean():.3f} {y}"
+    assert message
+    assert torch.isfinite(y).all(), "not finite"
+    return y.sum()
+
+
+def assigns(s: Net, y: Tensor) -> Tensor:
+    s.seen = 0.9 * s.seen + y.mean(0).detach()
+    return (y * s.seen).sum()
+
+
+def data_of_buffer(s: Net, y: Tensor) -> Tensor:
+    s.seen.data.add_(y.data.mean(0))
+    return (y * s.seen).sum()
+
+
+def masked_where_any(s: Net, y: Tensor) -> Tensor:
+    mask = y > 0
+    z = y * 1
+    if mask.any():
+        z[mask] = -3.0
+    return z.square().sum()
+
+
+def random_integers(s: Net, y: Tensor) -> Tensor:
+    return y.sum() * torch.empty(6, dtype=torch.int64).random_(0, 5).sum()
+
+
+@pytest.mark.parametrize("function", [keeps, logs, assigns, data_of_buffer, masked_where_any, random_integers])
+def test_what_only_looks_odd(function: Function) -> None:
+    model = net(function)
+    held = dict(model.__dict__)
+    program = shardc.compile(model, X, {"shardc": 1, "mesh": {"dp": 2}})
+    assert program.verify().ok
+    assert model.__dict__.keys() == held.keys()
+    assert all(model.__dict__[k] is v for k, v in held.items())
+    assert model.history == []
+
+
+def test_batches_of_another_mapping() -> None:
+    """What transformers' tokenizers return is a mapping, but no dict."""
+    model, batch = hf.build(hf.FAMILIES["distilbert"])
+    program = shardc.compile(model, UserDict(batch), {"shardc": 1, "mesh": {"dp": 2}})
+    assert [i.path for i in program.inputs] == [(k,) for k in batch]
+    torch.testing.assert_close(
+        shardc.verify.simulate(program, model, UserDict(batch)).loss, model(**batch).loss.detach()
+    )
+
+
+# --- transformers
+# -------------------------------------------------------------------------------------------------------
+
+
+def refused(model: nn.Module, batch: Any) -> ShardcError:
+    with pytest.raises(ShardcError) as e:
+        shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}})
+    assert "modeling_" in e.value.where or "moe.py" in e.value.where or "hub_kernels.py" in e.value.where
+    return e.value
+
+
+def test_spec_augment() -> None:
+    """Its masks are drawn by numpy, which every step would repeat."""
+    masked = {"apply_spec_augment": True, "mask_time_prob": 0.3, "mask_time_length": 2}
+    e = refused(*hf.build(hf.row("Wav2Vec2ForSequenceClassification", hf.sound, **hf.CONVS | masked), torch.float32))
+    assert "draws random numbers from Python or numpy" in e.what
+    assert "config.apply_spec_augment = False" in e.fix
+
+
+def test_layerdrop() -> None:
+    model, batch = hf.build(hf.FAMILIES["bart"], torch.float32)
+    model.model.encoder.layerdrop = 0.1
+    e = refused(model, batch)
+    assert "LayerDrop leaves out layers at random" in e.what
+    assert "layerdrop to 0" in e.fix
+
+
+def test_experts() -> None:
+    e = refused(*hf.build(hf_more.FAMILIES["mixtral"], torch.float32, experts_implementation="eager"))
+    assert "the loop over experts depends" in e.what
+    assert 'config.experts_implementation = "grouped_mm"' in e.fix
+
+
+def test_flash_attention_that_is_not_here() -> None:
+    model, batch = hf.build(hf.FAMILIES["mistral"], torch.float32)
+    model.config._attn_implementation = "flash_attention_2"
+    e = refused(model, batch)
+    assert "the attention implementation needs a package or device that is not here" in e.what
+    assert 'config._attn_implementation = "sdpa"' in e.fix
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "attentions", "cache", "tuple", "packed", "packed_uncached"])
+def test_settings_that_need_no_care(how: str) -> None:
+    model, batch = hf.build(hf.FAMILIES["mistral"], torch.float32)
+    given: dict[str, Any] = {
+        "attentions": {"output_attentions": True, "output_hidden_states": True},
+        "cache": {"use_cache": True},
+        "tuple": {"return_dict": False},
+        "packed": {"position_ids": torch.arange(8).repeat(2).expand(8, 16)},
+        "packed_uncached": {"position_ids": torch.arange(8).repeat(2).expand(8, 16)},
+    }.get(how, {})
+    if how == "checkpointing":
+        model.model.gradient_checkpointing = True
+        for layer in model.model.layers:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = (
+                True,
+                functools.partial(checkpoint, use_reentrant=False),
+            )
+    if how == "packed_uncached":
+        model.config.use_cache = False
+    assert capture(model, {**batch, **given}).notes == ()
+
+
+def test_checkpoints_within_one_another() -> None:
+    """As swin's stages hold its layers."""
+    twice = functools.partial(checkpoint, use_reentrant=False)
+    program = capture(net(lambda s, y: twice(lambda x: twice(s.fc, x).relu(), y).sum()), X)
+    assert program.notes == ()
+
+
+# --- what torch itself says
+# -----------------------------------------------------------------------------------------------
+
+
+def test_torch_prints_nothing_beside_the_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its warnings and parts of graphs would stand before the message; the loggers are as before afterwards."""
+    handlers = {
+        h: list(h.filters)
+        for x in (logging.getLogger(n) for n in list(logging.root.manager.loggerDict))
+        for h in x.handlers
+    }
+    with pytest.raises(ShardcError, match="a branch depends on a tensor's value"):
+        capture(net(branch), X)
+    assert capfd.readouterr() == ("", "")
+    assert all(h.filters == before for h, before in handlers.items())
+
+
+def test_numbers_that_only_python_sees_are_noted() -> None:
+    """`print(x.item())`: no step of the program prints anything."""
+
+    def prints(s: Net, y: Tensor) -> Tensor:
+        print(y.mean().item(), y.max().item())
+        return y.sum()
+
+    notes = [n for n in capture(net(prints), X).notes if "Python" in n]
+    assert len(notes) == 1  # one a line
+    assert notes[0].startswith("test_causes.py:")
+    assert (
+        "only Python sees (print(y.mean().item(), y.max().item())): steps of the program do not run this line"
+        in notes[0]
+    )
+
+
+# --- the batch does not fit forward
+# ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "what"),
+    [
+        ({"y": X}, "missing a required argument: 'x' (its keys are y)"),
+        ({"x": X, "z": X}, "got an unexpected keyword argument 'z' (its keys are x, z)"),
+        ((X, X), "too many positional arguments"),
+    ],
+)
+def test_a_batch_that_does_not_fit_forward(batch: Any, what: str) -> None:
+    with pytest.raises(ShardcError) as e:
+        capture(net(lambda s, y: y.sum()), batch)
+    assert e.value.what == f"the batch does not fit the model's forward(x): {what}"
+    assert e.value.where.startswith("test_causes.py:")
+    assert "a dict's keys are forward's arguments" in e.value.fix

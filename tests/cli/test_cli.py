@@ -1,0 +1,381 @@
+"""The command line: what it prints, its exit status, and that no mistake of a user's ever shows a traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import shardc
+from shardc.cli import app
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+def model():
+    return Net()
+
+def batch():
+    return {"x": torch.ones(4, 8)}
+"""
+SPEC = "shardc: 1\nmesh: {dp: 2, tp: 2}\nshard:\n  up: column\n  down: row\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
+
+
+def flat(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+# --- what works -------------------------------------------------------------------------------------------------------
+
+
+def test_compile_prints_the_program(files: Path) -> None:
+    done = call("compile", "model.py", "spec.yaml")
+    assert done.exit_code == 0, done.output
+    assert "ops.all_reduce" in done.stdout
+    assert "spec.yaml:5:3 'down': row" in done.stdout
+
+
+def test_compile_inspect_and_verify_an_artifact(files: Path) -> None:
+    done = call("compile", "model.py", "spec.yaml", "-o", "out", "--dump", "passes")
+    assert done.exit_code == 0, done.output
+    assert "dp=2 × tp=2: 4 ranks" in done.stdout
+    assert (files / "out" / "stage0.py").exists()
+    assert (files / "passes" / "04-partition.diff").exists()
+    assert call("inspect", "out").stdout == call("inspect", "model.py", "spec.yaml").stdout
+    assert "gradients, in buckets" in call("inspect", "out", "--comm").stdout
+    assert "def single(" in call("inspect", "out", "--before").stdout
+    assert (
+        "def single(" in call("inspect", "model.py", "--before").stdout
+    )  # what errors of patterns send to: no spec is right yet
+    assert "ops.all_reduce" in call("inspect", "model.py", "spec.yaml", "--diff", "partition").stdout
+    assert call("inspect", "out", "--html", "page.html").exit_code == 0
+    assert (files / "page.html").read_text().startswith("<!doctype html>")
+    done = call("verify", "out")
+    assert done.exit_code == 0
+    assert "equal to one device" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["compile", "inspect", "verify"])
+def test_json_is_one_document_and_nothing_else(files: Path, command: str) -> None:
+    done = call(command, "model.py", "spec.yaml", "--json")
+    assert done.exit_code == 0
+    assert isinstance(json.loads(done.stdout), dict)
+
+
+def test_overrides(files: Path) -> None:
+    found = json.loads(
+        call("compile", "model.py", "spec.yaml", "--mesh", "dp=4,tp=1", "--set", "data.bucket_mb=1", "--json").stdout
+    )
+    assert found["mesh"] == {"dp": 4, "tp": 1}
+
+
+def test_a_transformers_model_from_its_config_alone(files: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    (files / "config.json").write_text(json.dumps(config))
+    (files / "llama.yaml").write_text('shardc: 1\nmesh: {tp: 2}\nshard: {"*.{q,k,v}_proj": column, "*.o_proj": row}\n')
+    for ref in ("hf:config.json", "hf:LlamaForCausalLM:config.json"):
+        done = call("compile", ref, "llama.yaml", "--batch", "2", "--seq", "8", "--json")
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["inputs"][0]["type"] == "i64[2, 8]"
+
+
+def test_the_schema(files: Path) -> None:
+    assert "properties" in json.loads(call("spec", "--schema").stdout)
+
+
+def test_run_trains_saves_and_resumes_on_another_mesh(files: Path) -> None:
+    """Real processes: 2 steps on dp=2, then 1 more on tp=2, give the loss of 3 steps on one process."""
+
+    def run(*args: str) -> dict[str, object]:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--json", *args],
+            capture_output=True,
+            text=True,
+            cwd=files,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert isinstance(found, dict)
+        return found
+
+    first = run("--mesh", "dp=2,tp=1", "--steps", "2", "--save", "saved", "--log", "log")
+    more = run("--mesh", "dp=1,tp=2", "--steps", "1", "--resume", "saved")
+    alone = run("--mesh", "dp=1,tp=1", "--steps", "3")
+    assert [*first["losses"], *more["losses"]] == pytest.approx(alone["losses"], rel=1e-6)  # type: ignore[misc]
+    assert (files / "saved" / "model.safetensors").exists()
+    assert len((files / "log" / "steps.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["compile", "model.py", "spec.yaml", "--mesh", "dp=3"],
+        ["inspect", "model.py", "spec.yaml", "--mesh", "dp=3"],
+        ["verify", "gone"],
+        ["run", "model.py", "spec.yaml", "--mesh", "dp=3"],
+        ["plan", "gone.py", "--devices", "2"],
+        ["rules", "aten.gone"],
+        ["device", "gone"],
+    ],
+    ids=lambda c: c[0],
+)
+def test_errors_are_json_too(files: Path, command: list[str]) -> None:
+    (files / "model.py").write_text(MODEL.replace("        return self", "        print('mine')\n        return self"))
+    done = call(*command, "--json")
+    assert done.exit_code == 2
+    for error in (found := json.loads(done.stdout)["errors"]):
+        assert set(error) == {"where", "what", "fix"}
+        assert error["where"]
+        assert error["what"]
+    if "dp=3" in command:
+        assert found == [
+            {
+                "where": "--mesh dp=3",
+                "what": "input 'x': the batch of 4 (dim 0) does not divide by dp=3",
+                "fix": "make it 3 or 6, or dp=2 or 4, or set `uneven: pad`",
+            }
+        ]
+
+
+def test_what_the_users_code_prints_is_no_part_of_the_document(files: Path) -> None:
+    (files / "model.py").write_text(MODEL.replace("        return self", "        print('mine')\n        return self"))
+    done = call("compile", "model.py", "spec.yaml", "--json")
+    assert json.loads(done.stdout)["world"] == 4
+    assert "mine" in done.stderr
+
+
+def test_the_version() -> None:
+    assert call("--version").stdout == f"shardc {shardc.__version__}\n"
+
+
+def test_a_rank_that_raises_shows_the_users_line_and_ends_the_run(files: Path) -> None:
+    (files / "model.py").write_text(
+        MODEL + "\ndef data(split):\n    yield batch()\n    raise OSError('the disk is gone')\n"
+    )
+    command = [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--mesh", "dp=2,tp=1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=files, timeout=120)
+    assert done.returncode == 1
+    (error,) = json.loads(done.stdout)["errors"]
+    assert error["what"] == "OSError: the disk is gone"
+    assert error["where"] in ("rank 0", "rank 1")
+    assert "OSError: the disk is gone" in done.stderr
+    assert re.search(r"rank \d \(dp=\d, tp=0\) failed", done.stderr)
+    assert "Connection closed" not in done.stderr
+
+
+# --- wrong models -----------------------------------------------------------------------------------------------------
+
+HEAD = "import torch\nfrom torch import nn\n"
+BATCH = "def batch():\n    return {'x': torch.ones(4, 8)}\n"
+
+
+def net(forward: str, init: str = "self.a = nn.Linear(8, 8)") -> str:
+    head = (
+        f"{HEAD}class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        {init}\n    def"
+        " forward(self, x):\n"
+    )
+    return f"{head}{forward}\ndef model():\n    return Net()\n{BATCH}"
+
+
+WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
+    # name, file, where, what, fix
+    ("syntax", "def model(:\n", "model.py:1", "not Python", "correct the syntax"),
+    ("import", "import torchh\n", "model.py:1", "ModuleNotFoundError: No module named 'torchh'", "run on its own"),
+    ("raises on import", HEAD + "x = 1 / 0\n", "model.py:3", "ZeroDivisionError", "run on its own"),
+    ("no model", HEAD + BATCH, "model.py", "the file has no model()", "define model(): it returns the nn.Module"),
+    ("misspelt model", HEAD + "def modle():\n    pass\n" + BATCH, "model.py", "no model()", "there is modle()"),
+    ("no batch", HEAD + "def model():\n    return nn.Linear(2, 2)\n", "model.py", "no batch()", "define batch()"),
+    ("model is no function", HEAD + "model = 3\n" + BATCH, "model.py", "model is a int, not a function", "def model"),
+    (
+        "model raises",
+        HEAD + "def model():\n    return nn.Linear(2, -2)\n" + BATCH,
+        "model.py:4",
+        "model() raises",
+        "run on its own",
+    ),
+    (
+        "model returns no module",
+        HEAD + "def model():\n    return 3\n" + BATCH,
+        "model.py",
+        "model() returns a int",
+        "return an nn.Module",
+    ),
+    (
+        "batch raises",
+        HEAD + "def model():\n    pass\ndef batch():\n    return missing\n",
+        "model.py:6",
+        "batch() raises NameError",
+        "run on its own",
+    ),
+    (
+        "batch returns text",
+        HEAD + "def model():\n    pass\ndef batch():\n    return 'x'\n",
+        "model.py",
+        "batch() returns a str",
+        "return a dict",
+    ),
+    (
+        "batch without tensors",
+        net("        return x").replace("torch.ones(4, 8)", "3"),
+        "",
+        "no tensor in it",
+        "give a dict",
+    ),
+    ("loss is no scalar", net("        return self.a(x)"), "", "no scalar loss", "pass loss="),
+    ("wrong keyword", net("        return self.a(x).sum()").replace("{'x'", "{'y'"), "", "its keys are y", ""),
+    ("shapes do not fit", net("        return self.a(x[:, :4]).sum()"), "model.py:8", "", ""),
+    ("branch on values", net("        return self.a(x).sum() if x.sum() > 0 else x.sum()"), "model.py:8", "", ""),
+    (
+        "loop over values",
+        net(
+            "        y = self.a(x)\n        for i in range(int(x.sum())):\n            y = y + i\n        return"
+            " y.sum()"
+        ),
+        "model.py:9",
+        "",
+        "",
+    ),
+    ("item", net("        return self.a(x).sum() * x.max().item()"), "model.py:8", "", ""),
+    (
+        "random op",
+        net("        return (self.a(x) + torch.poisson(x)).sum()"),
+        "model.py:8",
+        "draws random numbers",
+        "pass them in with the batch",
+    ),
+    (
+        "custom autograd function",
+        net("        return Twice.apply(self.a(x)).sum()").replace(
+            "class Net",
+            "class Twice(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n        return 2 * x\n"
+            "    @staticmethod\n    def backward(ctx, g):\n        return g / g.norm()\nclass Net",
+        ),
+        "model.py:15",
+        "custom autograd function Twice has a backward that is not linear",
+        "ordinary torch ops",
+    ),
+    (
+        "tensor hook",
+        net("        y = self.a(x)\n        y.register_hook(lambda g: 2 * g)\n        return y.sum()"),
+        "model.py:9",
+        "hook",
+        "",
+    ),
+    ("numpy", net("        return self.a(x).sum() * x.numpy().max()"), "model.py:8", "", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "where", "what", "fix"), [pytest.param(*row[1:], id=row[0]) for row in WRONG_MODELS])
+def test_wrong_models(files: Path, text: str, where: str, what: str, fix: str) -> None:
+    (files / "model.py").write_text(text)
+    (files / "spec.yaml").write_text("shardc: 1\nmesh: {dp: 2}\n")
+    done = call("compile", "model.py", "spec.yaml")
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    said = flat(done.stderr)
+    assert "Traceback" not in said
+    assert "fix: " in said
+    for part in (where, what, fix):
+        assert part in said
+
+
+# --- wrong command lines ----------------------------------------------------------------------------------------------
+
+WRONG_LINES: list[tuple[str, list[str], str, str]] = [
+    ("no such model", ["compile", "modle.py", "spec.yaml"], "there is no model file modle.py", "did you mean model.py"),
+    ("no such spec", ["compile", "model.py", "spek.yaml"], "spek.yaml", ""),
+    ("no spec", ["compile", "model.py"], "no spec given", "model.py spec.yaml"),
+    ("no such builder", ["compile", "model.py:big", "spec.yaml"], "the file has no big()", "define big()"),
+    ("unknown axis in --mesh", ["compile", "model.py", "spec.yaml", "--mesh", "tq=2"], "tq", ""),
+    (
+        "no size in --mesh",
+        ["compile", "model.py", "spec.yaml", "--mesh", "tp"],
+        "'tp' is no axis=size",
+        "--mesh dp=4,tp=1",
+    ),
+    ("unknown --set", ["compile", "model.py", "spec.yaml", "--set", "data.zerro=1"], "zerro", "zero"),
+    ("what is not built", ["compile", "model.py", "spec.yaml", "--set", "sequence.axis=tp"], "not built", ""),
+    ("a folder that is no artifact", ["inspect", "."], "is no shardc artifact", "shardc compile -o DIR"),
+    ("a folder to compile", ["compile", "."], "is a folder", "name a model file"),
+    ("overrides of an artifact", ["inspect", ".", "--mesh", "tp=1"], "has its spec inside", "compile the model again"),
+    ("no such pass", ["inspect", "model.py", "spec.yaml", "--diff", "plaice"], "there is no pass plaice", "place"),
+    ("no such stage", ["inspect", "model.py", "spec.yaml", "--stage", "3"], "there is no stage 3", "stages 0 to 0"),
+    (
+        "memory of an unknown device",
+        ["inspect", "model.py", "spec.yaml", "--memory", "--device", "h100"],
+        "no device is called",
+        "h100-80g",
+    ),
+    (
+        "svg alone",
+        ["inspect", "model.py", "spec.yaml", "--svg", "time.svg"],
+        "--svg draws the schedule, or memory",
+        "add --schedule or --memory",
+    ),
+    ("processes", ["run", "model.py", "spec.yaml", "--nproc", "3"], "", ""),
+    (
+        "nothing to resume",
+        ["run", "model.py", "spec.yaml", "--resume", "gone"],
+        "there is no checkpoint in gone",
+        "--save",
+    ),
+    ("batch of a model file", ["compile", "model.py", "spec.yaml", "--batch", "3"], "belong to hf: models", "batch()"),
+    ("no such config", ["compile", "hf:gone.json", "spec.yaml"], "cannot read gone.json", "config.json"),
+    ("config is no JSON", ["compile", "hf:spec.yaml", "spec.yaml"], "not JSON", "config.json"),
+]
+
+
+@pytest.mark.parametrize(("args", "what", "fix"), [pytest.param(*row[1:], id=row[0]) for row in WRONG_LINES])
+def test_wrong_command_lines(files: Path, args: list[str], what: str, fix: str) -> None:
+    done = call(*args)
+    assert done.exit_code == 2, done.output
+    said = flat(done.stderr)
+    assert "Traceback" not in said
+    assert "fix: " in said
+    assert what in said
+    assert fix in said
+
+
+def test_several_mistakes_are_told_together(files: Path) -> None:
+    (files / "spec.yaml").write_text("shardc: 1\nmesh: {dp: 3, tp: 2}\nshard:\n  upp: column\n  down: row\n")
+    done = call("compile", "model.py", "spec.yaml")
+    assert done.exit_code == 2
+    assert done.stderr.count("error") == 2
+    assert "spec.yaml:4:3" in done.stderr
+
+
+def test_debug_shows_the_traceback(files: Path) -> None:
+    assert "Traceback" in call("compile", "gone.py", "spec.yaml", "--debug").stderr

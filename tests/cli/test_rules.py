@@ -1,0 +1,190 @@
+"""`shardc rules`: what it lists, what a check reports, its exit status, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from shardc.cli import app
+from shardc.rules import RULES
+from shardc.rules.registry import find
+from shardc.rules.samples import SAMPLES
+
+OWN = """
+import torch
+from torch import Tensor
+import shardc
+
+@torch.library.custom_op("{lib}::scale", mutates_args=())
+def scale(x: Tensor, w: Tensor) -> Tensor:
+    return x * w
+
+@scale.register_fake
+def _(x, w):
+    return torch.empty_like(x)
+
+def backward(ctx, g):
+    x, w = ctx.saved_tensors
+    return g * w, (g * x).sum_to_size(w.shape)
+
+scale.register_autograd(backward,
+                        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+shardc.rule(scale, "{notation}", linear="{linear}", samples=[lambda: (torch.randn(4, 12), torch.randn(12))])
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of its own; rules that a test registers are gone after it."""
+    monkeypatch.chdir(tmp_path)
+    rules, samples = dict(RULES), dict(SAMPLES)
+    yield tmp_path
+    for table, before in ((RULES, rules), (SAMPLES, samples)):
+        for op in [op for op in table if op not in before]:
+            del table[op]
+    find.cache_clear()
+
+
+def own(path: Path, lib: str, notation: str = "... d, d -> ... d", linear: str = "0 | 1") -> str:
+    path.write_text(OWN.format(lib=lib, notation=notation, linear=linear))
+    return path.name
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(app, ["rules", *args])
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+
+def test_lists_every_rule_with_its_place() -> None:
+    done = call()
+    assert done.exit_code == 0, done.output
+    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.startswith("aten.")}
+    *linear, place = lines["aten.mm.default"]
+    assert linear == ["aten.mm.default", "m", "k+,", "k+", "n", "->", "m", "n", "0", "|", "1", "flops"]
+    assert place.startswith("shardc/rules/matmul.py:")
+    assert {str(op) for op in RULES if str(op).startswith("aten.")} <= set(lines)
+    assert "#   <embedding>: v! d, ... -> ... d." in done.stdout, (
+        "what a function makes of a call is said once a family"
+    )
+    assert done.stdout.rstrip().endswith(
+        "every other op that torch itself tags as elementwise: broadcasting, every dim splits"
+    )
+
+
+def test_the_list_as_json() -> None:
+    rows = {r["op"]: r for r in json.loads(call("aten.linear", "aten.asinh", "aten.*pool1d*", "--json").stdout)}
+    assert {"aten.linear.default", "aten.asinh.default", "aten.max_pool1d.default"} <= set(rows)
+    linear = rows["aten.linear.default"]
+    assert linear.pop("samples") > 1
+    assert linear.pop("where").partition("matmul.py:")[2].isdigit()
+    assert linear == {
+        "op": "aten.linear.default",
+        "notation": "... k+, n k+, n -> ... n",
+        "linear": "<bias_or_not>",
+        "family": "matmul",
+        "extras": ["flops"],
+        "about": {"<bias_or_not>": "Jointly in (input, bias), and in (weight, bias)."},
+    }
+
+
+def test_ops_that_only_torchs_tag_finds_are_listed_by_name() -> None:
+    assert torch.ops.aten.asinh.default not in RULES
+    assert "<broadcast>" in call("aten.asinh").stdout
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
+
+
+def test_check_of_right_rules() -> None:
+    done = call("aten.mm", "aten.layer_norm", "--check")
+    assert done.exit_code == 0, done.output
+    assert "strict for a reason:\n  aten.layer_norm.default, linear in" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("2 rules on ")
+    assert " 0 wrong, 0 too strict, 2 strict for a reason" in done.stdout
+
+
+def test_check_of_a_wrong_rule_of_ones_own(files: Path) -> None:
+    file = own(files / "wrong.py", "wrong", linear="0 1")
+    done = call("--check", "--file", file)
+    assert done.exit_code == 1, done.output
+    assert "WRONG wrong.scale.default, partial, 2 ranks: result 0: rank 0 differs by" in done.stdout
+    assert "call: f64[4, 12], f64[12]" in done.stdout
+    assert "its rule: wrong.py:21" in done.stdout
+    assert "1 rules on" in done.stdout, "with --file alone, only the file's"
+
+
+def test_check_tells_what_is_too_strict(files: Path) -> None:
+    file = own(files / "strict.py", "strict", "... d!, d! -> ... d!", "0")
+    done = call("--check", "--file", file)
+    assert done.exit_code == 0, done.output
+    assert (
+        "too strict: strict.scale.default, split d: comes out right, but the rule forbids it; call: f64[4, 12], f64[12]"
+        in done.stdout
+    )
+    assert "too strict: strict.scale.default, linear in 1:" in done.stdout
+    assert "0 wrong, 2 too strict" in done.stdout
+
+
+def test_check_as_json(files: Path) -> None:
+    done = call("--check", "--json", "--file", own(files / "json.py", "jsonlib", linear="0 1"))
+    assert done.exit_code == 1
+    told = json.loads(done.stdout)
+    assert told["ok"] is False
+    (op,) = told["ops"]
+    assert (op["op"], op["wrong"][0]["strategy"], op["calls"] > 3) == ("jsonlib.scale.default", "partial", True)
+
+
+def test_own_rules_stand_last_with_their_place(files: Path) -> None:
+    file = own(files / "listed.py", "listed")
+    assert call("--file", file).stdout.splitlines()[-2:][-1].split() == [
+        "listed.scale.default",
+        "...",
+        "d,",
+        "d",
+        "->",
+        "...",
+        "d",
+        "0",
+        "|",
+        "1",
+        "listed.py:21",
+    ]
+    both = call("aten.mm", "listed.*").stdout
+    assert both.index("# matmul") < both.index("# own") < both.index("listed.scale.default")
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "what", "fix"),
+    [
+        (["aten.sofmax"], "no rule of an op matches 'aten.sofmax'", "did you mean aten.softmax or"),
+        (["aten.mm.defalt", "--check"], "no rule of an op matches 'aten.mm.defalt'", "did you mean aten.mm.default"),
+        (
+            ["nothing.like.*"],
+            "no rule of an op matches 'nothing.like.*'",
+            "`shardc rules` lists all; --file loads yours",
+        ),
+        (["--file", "gone.py"], "there is no file gone.py", "name a Python file that registers rules"),
+        (["--file", "empty.py"], "empty.py registers no rule", "shardc.rule(op, ...) where the op is defined"),
+        (["--file", "bad.py"], "the rule '... d -> ... d' has 1", "one part per tensor operand"),
+    ],
+)
+def test_mistakes(files: Path, args: list[str], what: str, fix: str) -> None:
+    (files / "empty.py").write_text("import torch\n")
+    own(files / "bad.py", "bad", "... d -> ... d", "0")
+    done = call(*args)
+    assert done.exit_code == 2, done.output
+    said = " ".join(done.stderr.split())
+    assert "Traceback" not in said
+    assert what in said
+    assert fix in said

@@ -1,0 +1,171 @@
+"""What a real step holds: every rank of a loopback mesh is a thread, and counts the bytes of all storages that its
+tensors
+lie in.
+
+A storage is counted once, from the op that first returns a tensor in it until it is freed. What the loopback mesh
+itself makes while ranks meet is not counted: a real mesh has NCCL do it; its results are.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardc.cost import host_memory
+from shardc.ir.program import Program
+from shardc.runtime.mesh import Work
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step import inputs, recompute
+from shardc.runtime.step.engine import Engine
+
+
+class Live(TorchDispatchMode):
+    """now, peak: bytes. foreign: tensors whose memory is somebody else's. outside, outside_peak: bytes in the machine's
+    memory, if the CPU plays the part of a device that has its own."""
+
+    def __init__(self, foreign: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._foreign = {x.untyped_storage()._cdata for x in foreign}
+        self.now = self.peak = self.outside = self.outside_peak = 0
+        self.paused = False
+        self._refs: dict[int, Any] = {}
+
+    def see(self, x: Tensor, *, outside: bool = False) -> None:
+        storage = x.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._refs or key in self._foreign or self.paused:
+            return
+        self._count(nbytes, outside)
+
+        def freed(ref: Any) -> None:
+            if self._refs.get(key) is ref:
+                del self._refs[key]
+                self._count(-nbytes, outside)
+
+        self._refs[key] = weakref.ref(storage, freed)
+
+    def _count(self, nbytes: int, outside: bool) -> None:
+        if outside:
+            self.outside += nbytes
+            self.outside_peak = max(self.outside, self.outside_peak)
+        else:
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
+
+    def host(self, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes lies outside."""
+        self.paused = True
+        try:
+            made = make()
+        finally:
+            self.paused = False
+        self.see(made, outside=True)
+        return made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.see(x)
+        return result
+
+
+class Measured(LoopbackMesh):
+    live: Live
+
+    def _exchange(self, *args: Any) -> Any:
+        self.live.paused = True
+        try:
+            found = super()._exchange(*args)
+        finally:
+            self.live.paused = False
+        return found
+
+    def _all_reduce(self, x: Tensor, *args: Any) -> Tensor:
+        return self._made(super()._all_reduce, x, *args)
+
+    def _all_gather(self, x: Tensor, *args: Any) -> Tensor:
+        return self._made(super()._all_gather, x, *args)
+
+    def _reduce_scatter(self, x: Tensor, *args: Any) -> Tensor:
+        return self._made(super()._reduce_scatter, x, *args)
+
+    def _all_to_all(self, x: Tensor, *args: Any) -> Tensor:
+        return self._made(super()._all_to_all, x, *args)
+
+    def _made(self, make: Callable[..., Tensor], *args: Any) -> Tensor:
+        found = make(*args)
+        self.live.see(found)
+        return found
+
+    # in place: what lies between is the loopback's own
+
+    def _start_all_reduce(self, *args: Any) -> Any:
+        return self._unseen(super()._start_all_reduce, *args)
+
+    def _start_all_gather(self, *args: Any) -> Any:
+        return self._unseen(super()._start_all_gather, *args)
+
+    def _start_reduce_scatter(self, *args: Any) -> Any:
+        return self._unseen(super()._start_reduce_scatter, *args)
+
+    def _start_send(self, x: Tensor, *args: Any) -> Work:
+        self._unseen(super()._start_send, x, *args)
+        return Work(kept=x)  # as a real one, until it has gone
+
+    def _unseen(self, start: Callable[..., Any], *args: Any) -> Any:
+        see, self.live.see = self.live.see, lambda x: None  # type: ignore[method-assign]
+        try:
+            return start(*args)
+        finally:
+            self.live.see = see  # type: ignore[method-assign]
+
+
+def measured(program: Program, model: Any, batch: Any, *, steps: int = 2, **options: Any) -> list[int]:
+    """The peak of live bytes of every rank, in the last of some steps."""
+    return [found.peak for found in watched(program, model, batch, steps=steps, **options)]
+
+
+def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **options: Any) -> list[Live]:
+    """What every rank held in the last of some steps with AdamW, as it steps on a GPU. Offloaded tensors lie outside.
+    options: of Engine.
+    """
+    theirs = [*model.parameters(), *model.buffers(), *(x for _, x in inputs.leaves(batch) if isinstance(x, Tensor))]
+    mine, take = threading.local(), inputs.take
+
+    def copied(*args: Any, **kwargs: Any) -> list[Tensor]:
+        """A rank's part of the batch, as it comes to a GPU."""
+        return [x.clone() for x in take(*args, **kwargs)]
+
+    def work(mesh: LoopbackMesh) -> Live:
+        torch.set_num_threads(1)
+        mesh.__class__ = Measured
+        assert isinstance(mesh, Measured)
+        mesh.live = mine.live = live = Live(theirs)
+        with live:
+            engine = Engine(program, model, adamw, mesh=mesh, offload=host_memory.offload(live.host), **options)
+            for x in (*engine.params.values(), *engine.buffers.values()):
+                live.see(x)
+            for _ in range(steps):
+                live.peak, live.outside_peak = live.now, live.outside
+                engine.step(batch)
+        return live
+
+    gc.collect()
+    away = mock.patch.object(recompute, "Away", host_memory.away(lambda make: mine.live.host(make)))
+    with away, mock.patch.object(inputs, "take", copied):
+        return loopback(program.mesh, work)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Torch's default on a GPU updates all parameters at once."""
+    return torch.optim.AdamW(params, lr=3e-4, foreach=True)

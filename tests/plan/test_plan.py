@@ -1,0 +1,502 @@
+"""shardc plan: its prices are those of whole programs, what it chooses changes for the right reasons, its specs compile
+and verify.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import shardc.nn
+from shardc.cli import app
+from shardc.cost import Device, device
+from shardc.cost.device import Link
+from shardc.plan import Plan
+from shardc.plan.exact import Priced, price
+from shardc.plan.largest import Largest
+from shardc.plan.model import Subject
+from shardc.plan.planner import Question
+from shardc.plan.space import Choice, choices, spec
+from shardc.spec import Spec
+from tests import zoo
+
+H100 = device("h100-80g")
+FILE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.h:
+            x = block(x)
+        return x.square().mean()
+
+def model():
+    return Net()
+
+def batch():
+    return {"x": torch.ones(8, 4, 16)}
+"""
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    """A language model without attention: many layers, few ops."""
+
+    def __init__(self, layers: int, hidden: int = 64, vocab: int = 128) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
+        self.h = nn.ModuleList(Block(hidden) for _ in range(layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.h:
+            x = block(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def stack(layers: int = 6) -> tuple[nn.Module, Any]:
+    with torch.device("meta"):
+        return Stack(layers), {"ids": torch.empty(16, 32, dtype=torch.long)}
+
+
+def question(model: nn.Module, batch: Any, on: Device = H100, **more: Any) -> Question:
+    return Question(Subject.of(model, batch, more.get("loss")), on, "bfloat16", 0.05, "it", lambda what, done, of: None)
+
+
+@functools.cache
+def stacked() -> Question:
+    return question(*stack())
+
+
+@functools.cache
+def blocks() -> Plan:
+    """Of few ops: a plan on four devices."""
+    model, batch = stack(2)
+    return shardc.plan(model, batch, devices=4, largest="batch", fewest=True)
+
+
+# --- prices
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        Choice(dp=2, rows=2, microbatches=4, checkpoint="full"),
+        Choice(dp=2, tp=2, zero=2, rows=4, microbatches=2, sequence_parallel=True),
+        Choice(pp=2, dp=2, rows=1, microbatches=5, schedule="1f1b", zero=1),
+        Choice(pp=2, dp=2, zero=3, rows=2, microbatches=4, schedule="interleaved", per_rank=2, checkpoint="selective"),
+        Choice(pp=2, tp=2, rows=4, microbatches=4, schedule="zb-v", per_rank=2),
+    ],
+    ids=str,
+)
+def test_a_price_from_few_layers_is_that_of_the_whole_program(c: Choice) -> None:
+    q = stacked()
+    assert q.subject.layers is not None
+    assert q.subject.layers.number == 6
+    found = price(q.library, Spec.load(spec(c, q.words)), c.batch)
+    asked = spec(c, q.words, found.counts if c.pp > 1 else ())
+    model, _ = stack()
+    whole = shardc.compile(model, q.subject.example(c.batch), asked, prove=False).cost(H100)
+    assert found.seconds == pytest.approx(whole.step_seconds, rel=0.05)
+    assert found.peak == pytest.approx(whole.memory.peak, rel=0.05)
+    assert sum(found.spent.values()) == pytest.approx(found.seconds, rel=1e-6)
+
+
+def test_the_best_candidate_costs_what_its_spec_does() -> None:
+    best = blocks().best
+    model, batch = stack(2)
+    whole = shardc.compile(model, batch, best.spec, prove=False).cost(H100)
+    assert best.step_seconds == pytest.approx(whole.step_seconds, rel=0.03)
+    assert best.peak == pytest.approx(whole.memory.peak, rel=0.03)
+    assert best.fits
+    assert best.spec.mesh.world == 4
+
+
+def test_time_is_told_by_what_axes_are_for_whatever_their_names() -> None:
+    def spent(data: str, tensor: str) -> dict[str, float]:
+        made = {
+            "shardc": 1,
+            "mesh": {data: 2, tensor: 2},
+            "data": {"axis": data},
+            "shard": {"use": {"plan": "structure", "axis": tensor}},
+        }
+        return dict(price(stacked().library, Spec.load(made), 16).spent)
+
+    found = spent("rows", "columns")
+    assert found == spent("dp", "tp")
+    assert found["tp"] > 0 < found["dp"]
+
+
+def test_model_flops_are_those_of_its_products() -> None:
+    """6 a token and parameter of a product (Kaplan et al. 2020)."""
+    q = stacked()
+    products = sum(m.weight.numel() for m in q.subject.model.modules() if isinstance(m, nn.Linear))
+    assert q.library.flops == pytest.approx(6 * 32 * products, rel=0.01)
+
+
+def test_candidates_are_ranked() -> None:
+    found = blocks()
+    assert all(c.fits for c in found.candidates)
+    assert [c.step_seconds for c in found.candidates] == sorted(c.step_seconds for c in found.candidates)
+    assert found.considered > 50
+    assert found.best.tokens_per_second == pytest.approx(16 * 32 / found.best.step_seconds)
+    assert 0 < found.best.mfu < 1
+
+
+# --- what it chooses
+
+
+@functools.cache
+def prices() -> tuple[tuple[Choice, Priced], ...]:
+    """Estimates for eight devices of one node."""
+    q = stacked()
+    cores = [(t, 1, t > 1, k) for t in (1, 2) for k in ("none", "full")]
+    return tuple((c, q.finder.estimates(c)) for c in choices(cores, 8, 64, 6))  # type: ignore[arg-type]
+
+
+def test_small_memory_makes_it_split_and_recompute() -> None:
+    def best(memory: float) -> Choice:
+        return min((x for x in prices() if x[1].peak <= memory), key=lambda x: x[1].seconds)[0]
+
+    def state(c: Choice) -> float:
+        """The part of the optimizer's state that a rank has."""
+        return 1 / (c.tp * c.pp * (c.dp if c.zero else 1))
+
+    peaks = sorted(p.peak for _, p in prices())
+    much, little = best(80e9), best(peaks[len(peaks) // 50])
+    assert much.checkpoint == "none"
+    assert (little.checkpoint, little.zero) != ("none", 0)
+    assert state(little) < state(much) or little.checkpoint == "full"
+
+
+def test_estimates_lie_near_exact_prices() -> None:
+    q = stacked()
+    for c in (
+        Choice(dp=4, tp=2, sequence_parallel=True, rows=4, microbatches=4),
+        Choice(pp=2, dp=4, rows=2, microbatches=8),
+    ):
+        rough, exact = q.finder.estimates(c), price(q.library, Spec.load(spec(c, q.words)), c.batch)
+        assert rough.seconds == pytest.approx(exact.seconds, rel=0.3)
+        assert rough.peak == pytest.approx(exact.peak, rel=0.3)
+
+
+def test_slow_links_keep_tensor_parallel_in_a_node() -> None:
+    slow = H100.model_copy(update={"node": 2, "between": Link(bandwidth=1e9, latency=1e-4)})
+    q = question(*stack(2), on=slow)
+    assert max(core[0] for core in q.finder.cores(8)) == 2
+    inside, across = (
+        price(q.library, Spec.load(spec(Choice(dp=8 // t, tp=t, rows=2 * t), q.words)), 16) for t in (2, 4)
+    )
+    assert across.spent["tp"] > 5 * inside.spent["tp"]
+
+
+def test_heads_that_do_not_divide() -> None:
+    """8 heads and 128 words on 3 ranks: said, and other splits are taken."""
+    model, batch = zoo.gpt(torch.float32)
+    q = question(model, batch)
+    with pytest.raises(shardc.ShardcError):
+        q.library.core(Choice(tp=3))
+    assert q.finder.cores(3)  # tp=1
+    assert "tp=3" in q.finder.refused
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 32, 16)), nn.Parameter(torch.randn(4, 16, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(2)
+        return shardc.nn.experts(x, index, weights, self.up, self.down, activation="relu")
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Mixture()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixture(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_experts_are_offered() -> None:
+    q = question(Sparse(), {"x": torch.zeros(8, 4, 16)})
+    assert q.finder.experts == 4
+    assert q.words.experts == ("mixture",)
+    found = q.search(2, 8)
+    (sparse,) = [c for c in found.candidates if "ep" in c.spec.mesh.names][:1]
+    assert sparse.spec.to_dict()["experts"] == [{"match": "mixture", "axis": "ep"}]
+    assert 2 in {core[1] for core in q.finder.cores(2)}
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(torch.relu(self.norm(self.a(x))))
+        return self.head(y.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_a_convolutional_net_gets_plans() -> None:
+    found = shardc.plan(
+        Convolutions(),
+        {"x": torch.zeros(8, 3, 8, 8)},
+        devices=2,
+        loss=lambda y, _: y.logsumexp(1).mean(),
+        precision="float32",
+    )
+    assert found.best.spec.mesh.world == 2
+    assert found.best.tokens_per_second is not None or found.asked.sequence is None
+    assert any(c.spec.data.zero for c in found.candidates)
+
+
+# --- answers
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_the_largest_number_is_solved(power: int) -> None:
+    calls = []
+
+    def peak(n: int) -> float:
+        calls.append(n)
+        return 1e6 + 3.0 * n**power
+
+    solver = Largest(peak, 1e6 + 3.0 * 1234.5**power)
+    assert solver.solve(4) == 1234
+    assert len(calls) < 12
+    assert {1234, 1235} <= set(calls)
+
+
+def test_nothing_is_the_largest() -> None:
+    assert Largest(lambda n: 10.0, 5.0).solve(8) == 0
+    assert Largest(lambda n: 1.0, 5.0, most=64).solve() == 64
+
+
+def test_the_largest_batch_fits_and_the_next_does_not() -> None:
+    answer = blocks().answers["largest batch"]
+    assert answer["peak_bytes"] <= blocks().asked.usable < answer["next_peak_bytes"]
+    assert answer["next"] == answer["value"] + answer["step"]
+
+
+@pytest.mark.parametrize(("longest", "next_is_priced"), [(1 << 20, True), (200, False)])
+def test_the_longest_sequence_fits_and_the_next_does_not(longest: int, next_is_priced: bool) -> None:
+    """Of a model that takes any length, and of one with a table of positions."""
+
+    class Placed(Stack):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.places = nn.Parameter(torch.zeros(longest, 64))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.h[0](self.table(ids) + (self.places[: ids.shape[1]] if longest < 1 << 20 else self.places[0]))
+            return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    with torch.device("meta"):
+        model, batch = Placed(), {"ids": torch.empty(16, 32, dtype=torch.long)}
+    little = H100.model_copy(update={"memory": 2e9})
+    found = shardc.plan(
+        model, batch, device=little, given={"shardc": 1, "mesh": {"dp": 2}}, largest="sequence", precision="float32"
+    )
+    answer = found.answers["largest sequence"]
+    assert answer["value"] % answer["step"] == 0
+    assert answer["next"] == answer["value"] + answer["step"]
+    assert answer["peak_bytes"] <= found.asked.usable
+    assert (answer["next_peak_bytes"] is not None) == next_is_priced
+    long = {"ids": torch.empty(16, answer["value"], dtype=torch.long, device="meta")}
+    assert answer["peak_bytes"] == pytest.approx(
+        shardc.compile(model, long, answer["spec"], prove=False).cost(little).memory.peak, rel=0.02
+    )
+    if next_is_priced:
+        assert answer["next_peak_bytes"] > found.asked.usable
+    else:
+        assert answer["value"] == longest
+
+
+def test_rows_without_a_sequence_have_no_longest() -> None:
+    with pytest.raises(shardc.ShardcError, match="the inputs have no sequence dim in common") as e:
+        shardc.plan(
+            nn.Linear(4, 1),
+            torch.zeros(8, 4),
+            given={"shardc": 1, "mesh": {"dp": 2}},
+            largest="sequence",
+            loss=lambda y, _: y.sum(),
+        )
+    assert e.value.fix == "ask for --largest batch"
+
+
+def test_fewest_devices() -> None:
+    assert blocks().answers["fewest devices"]["value"] == 1
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    model, batch = stack(2)
+    tiny = H100.model_copy(update={"memory": 1e5})
+    found = shardc.plan(model, batch, devices=2, device=tiny)
+    with pytest.raises(
+        shardc.ShardcError, match=r"nothing fits into 95\.0 kB of h100-80g: the nearest .* needs .* too much"
+    ) as e:
+        _ = found.best
+    assert "--fewest" in e.value.fix
+
+
+# --- files and the command line
+
+
+def test_the_spec_is_annotated_and_loads(tmp_path: Path) -> None:
+    text = blocks().spec()
+    assert Spec.parse(text) == blocks().best.spec
+    for section in Spec.parse(text).to_dict():
+        if section != "shardc":
+            before = text[: text.index(f"\n{section}:")].splitlines()[-1]
+            assert before.startswith("# "), section
+
+
+def call(*args: str) -> Any:
+    return CliRunner().invoke(app, list(args))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("plan")
+    (made / "model.py").write_text(FILE)
+    return made
+
+
+def test_from_a_file_to_a_verified_spec(folder: Path) -> None:
+    model, written = str(folder / "model.py"), folder / "spec.yaml"
+    done = call("plan", model, "--devices", "2", "-o", str(written))
+    assert done.exit_code == 0, done.output
+    assert "limited by" in done.stdout
+    assert "choices considered" in done.stdout
+    assert call("compile", model, str(written)).exit_code == 0
+    assert call("verify", model, str(written)).exit_code == 0
+    priced = call("plan", model, "--given", str(written), "--json")
+    assert priced.exit_code == 0, priced.output
+    found = json.loads(priced.stdout)
+    (one,) = found["candidates"]
+    assert found["devices"] == 2
+    assert one["fits"] is True
+    assert one["peak_bytes"] == pytest.approx(sum(one["memory"].values()), abs=10)
+    assert sum(one["shares"].values()) == pytest.approx(1)
+    shown = call("plan", model, "--given", str(written))
+    assert "memory at the peak" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        (("--given", "none.yaml"), "there is no such spec file"),
+        ((), "how many devices are there"),
+        (("--devices", "0"), "0 devices"),
+        (("--devices", "2", "--device", "h1"), "no device is called 'h1'"),
+        (("--devices", "2", "--precision", "bf16"), "unknown precision 'bf16'"),
+        (("--devices", "2", "--headroom", "2"), "headroom 2.0 is no share"),
+        (("--devices", "2", "--global-batch", "0"), "a global batch of 0 rows"),
+        (("--devices", "2", "--largest", "model"), "largest what? 'model' is not known"),
+    ],
+)
+def test_wrong_options(folder: Path, args: tuple[str, ...], what: str) -> None:
+    done = call("plan", str(folder / "model.py"), *args)
+    assert done.exit_code == 2, done.output
+    assert what in " ".join(done.output.split())
+    assert "fix:" in done.output
+
+
+def test_a_batch_that_cannot_be_spread() -> None:
+    q = question(Convolutions(), {"x": torch.zeros(8, 3, 8, 8)}, loss=lambda y, _: y.logsumexp(1).mean())
+    q.subject.loss = lambda y, _: y.logsumexp(1).mean()
+    with pytest.raises(shardc.ShardcError, match="a global batch of 1 rows cannot be spread over 7 devices"):
+        q.search(7, 1)
+
+
+def test_a_compiled_folder_is_no_model(tmp_path: Path) -> None:
+    done = call("plan", str(tmp_path), "--devices", "2")
+    assert done.exit_code == 2
+    assert "has its spec already" in done.output
+
+
+# --- the model with few of its layers
+
+
+def test_layers_that_alternate_are_kept_in_pairs() -> None:
+    class Alternating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.h = nn.ModuleList([Block(8), *(nn.Linear(8, 8) if i % 2 else Block(8) for i in range(13))])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.h:
+                x = layer(x)
+            return x.square().mean()
+
+    with torch.device("meta"):
+        subject = Subject.of(Alternating(), torch.empty(4, 8))
+    assert subject.layers is not None
+    assert (subject.layers.name, subject.layers.first, subject.layers.period, subject.layers.number) == ("h", 1, 2, 14)
+    assert len({p.fqn for p in subject.captured(2, 5).params}) < len(list(subject.model.parameters()))
+
+
+def test_a_model_that_counts_its_layers_is_captured_whole() -> None:
+    class Counting(Stack):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.table(ids)
+            for i in range(8):
+                x = self.h[i](x)
+            return x.square().mean()  # type: ignore[no-any-return]
+
+    with torch.device("meta"):
+        q = question(Counting(8), {"ids": torch.empty(4, 8, dtype=torch.long)})
+    whole = q.subject.captured(2)
+    few = q.subject.captured(2, 5)
+    assert len(few.params) == len(whole.params) - 3 * 6
+
+
+def test_a_choice_is_a_spec() -> None:
+    words = stacked().words
+    c = Choice(
+        pp=2, dp=2, tp=2, sequence_parallel=True, zero=1, rows=1, microbatches=4, checkpoint="half", schedule="zb-h1"
+    )
+    made = Spec.load(spec(c, words, (3, 3)))
+    assert made.mesh.world == c.devices == 8
+    assert c.batch == 8
+    assert made.checkpoint[0].budget == 0.5
+    assert replace(c, pp=1, schedule="1f1b").mesh == {"dp": 2, "tp": 2}

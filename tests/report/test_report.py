@@ -1,0 +1,118 @@
+"""The views of `shardc inspect`: they count what runs, and nothing else."""
+
+from __future__ import annotations
+
+import collections
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import shardc
+from shardc import report
+from tests import example_text, zoo
+from tests.artifact.test_emit import program
+from tests.test_equal import spec_of
+
+
+def test_the_table_counts_what_a_step_runs() -> None:
+    """The static count of the program equals the record of the simulated step, kind by kind and byte by byte."""
+    p = program("llama")
+    model, batch = zoo.llama()
+    sim = shardc.verify.simulate(p, model, batch)
+    ran: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    size: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for c in sim.comms:
+        ran[c.axis, c.kind, c.direction] += 1
+        size[c.axis, c.kind, c.direction] += c.bytes
+    counted: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    bytes_: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for r in report.comm_rows(p):
+        counted[r.axes, r.kind, r.direction] += r.count
+        bytes_[r.axes, r.kind, r.direction] += r.bytes
+    assert counted == ran
+    assert bytes_ == size
+
+
+def test_the_table_reads_well() -> None:
+    text = report.comm_table(program("llama"))
+    assert "axis" in text.splitlines()[0]
+    assert "gradients, in buckets" in text
+    assert "*.o_proj" in text
+    assert (
+        report.comm_table(shardc.compile(*zoo.mlp(), {"shardc": 1, "mesh": {}}, prove=False))
+        == "no collectives: one rank"
+    )
+
+
+def test_before_shows_the_model_of_one_device() -> None:
+    text = report.before(program("gpt"))
+    assert "all_reduce" not in text
+    assert "def single(" in text
+    assert "f64[8, 16, 64]" in text
+
+
+def test_json_is_json() -> None:
+    found = json.loads(json.dumps(report.to_json(program("gpt"))))
+    assert found["mesh"] == {"dp": 2, "tp": 2}
+    assert {"name", "type", "kind", "backward", "axes", "bytes", "cause", "module", "line"} <= found["collectives"][
+        0
+    ].keys()
+
+
+def test_html_is_whole_and_needs_nothing_else() -> None:
+    text = report.html(program("gpt"))
+    opened: list[str] = []
+
+    class Check(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            assert tag not in ("script", "link", "img")
+            if tag not in ("meta",):
+                opened.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert opened.pop() == tag
+
+    Check().feed(text)
+    assert not opened
+    assert "reduce_scatter" in text
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_html_shows_what_the_program_holds() -> None:
+    p = example_text.program()
+    p.meta["model"] = "<MLP>"
+    text = report.html(p)
+    assert "<h1>&lt;MLP&gt; on dp=2 × tp=2</h1>" in text
+    assert "<MLP>" not in text
+    assert "<li>new: all_reduce that nobody asked for</li>" in text
+    assert '<td>scale = tied.scale</td><td>f64[6] ~dp</td><td class="n">48 B</td><td>dp</td>' in text
+    assert text.count('<span class="x">') == 4  # its collectives
+    assert "<p>None.</p>" in report.html(replace(p, stages=(), buckets=()))
+
+
+def test_a_difference_shows_what_a_pass_did() -> None:
+    p = example_text.program()
+    old = report.before(p)
+    assert report.diff(old, old) == ""
+    found = report.diff(old, str(p)).splitlines()
+    assert "-    pre = aten.mul.Tensor(x, scale)  # f64[8, 6] grad" in found
+    assert "+    pre = aten.mul.Tensor(x, scale)  # f64[8@dp, 6] grad" in found
+
+
+def test_dump_writes_a_text_for_every_pass_and_the_differences(tmp_path: Path) -> None:
+    model, batch = zoo.gpt()
+    shardc.compile(model, batch, spec_of("gpt", {"dp": 2, "tp": 2}), prove=False, dump=tmp_path)
+    names = sorted(x.name for x in tmp_path.iterdir())
+    texts = [n for n in names if n.endswith(".txt")]
+    assert texts == [
+        "00-capture.txt",
+        "01-canonical.txt",
+        "02-annotate.txt",
+        "03-place.txt",
+        "04-partition.txt",
+        "05-data.txt",
+    ]
+    assert [n for n in names if n.endswith(".diff")] == [n.replace("txt", "diff") for n in texts[1:]]
+    assert "+    x" not in (tmp_path / "03-place.diff").read_text()
+    assert "ops.all_reduce" in (tmp_path / "04-partition.txt").read_text()

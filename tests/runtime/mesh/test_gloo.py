@@ -1,0 +1,61 @@
+"""The same equality on real processes: GPT and Llama over gloo, 2 and 4 ranks, loaded from the artifact as `shardc run`
+does.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import multiprocessing
+
+import shardc
+from shardc.runtime import launch, state
+from tests import zoo
+from tests.test_equal import reference, spec_of
+
+
+def work(rank: int, world: int, port: int, name: str, folder: str) -> None:
+    """One rank: a step without update, the gradients put together, written by rank 0."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with zoo.Wide():  # the rotary tables too
+        model, batch = zoo.ALL[name]()
+    program = shardc.load(Path(folder) / "program")
+    engine = program.engine(model, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+    loss = engine.step(batch)
+    grads = {}
+    for p in program.params:
+        grad = engine.params[p.name].grad
+        assert grad is not None
+        grads[p.fqn] = state.gather(grad, p.layout, engine.mesh)
+    if rank == 0:
+        torch.save({"loss": loss, "grads": grads}, Path(folder) / "result.pt")
+    engine.close()
+    if sys.platform == "linux":  # gloo's threads have ended: see TorchMesh.close
+        assert not [t for t in Path("/proc/self/task").iterdir() if "gloo" in (t / "comm").read_text()]
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_real_processes_equal_one_device(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
+    model, batch, loss, grads = reference(name)
+    with zoo.Wide():
+        program = shardc.compile(model, batch, spec_of(name, mesh, sequence=mesh == {"dp": 2, "tp": 2}), prove=False)
+    program.save(tmp_path / "program")
+    world = program.mesh.world
+    run = functools.partial(work, world=world, port=launch.free_port(), name=name, folder=str(tmp_path))
+    multiprocessing.spawn(_positional, args=(run,), nprocs=world)  # type: ignore[no-untyped-call]
+    found = torch.load(tmp_path / "result.pt")
+    assert abs(float(found["loss"] - loss)) <= 1e-12 * abs(float(loss))
+    floor = 1e-3 * float(torch.stack([g.norm() for g in grads.values()]).norm())
+    for fqn, g in grads.items():
+        assert float((found["grads"][fqn] - g).norm()) <= 1e-12 * max(float(g.norm()), floor), fqn
+
+
+def _positional(rank: int, run: functools.partial[None]) -> None:
+    run(rank)

@@ -1,0 +1,273 @@
+"""Where an engine's memory ends and others' begins: buffers, the batch, what a rank has not; and what a caller may have
+switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine
+
+torch.set_num_threads(1)
+
+
+class Mlp(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class Remembers(nn.Module):
+    """Buffers that get a parameter, the batch, a number for all of their elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        for name in ("weight", "seen", "mean"):
+            self.register_buffer(name, torch.zeros(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.copy_(self.linear.weight.detach())
+        self.seen.copy_(x)
+        self.mean.copy_(x.mean())
+        return self.linear(x).square().mean()  # type: ignore[no-any-return]
+
+
+def batch(seed: int = 0) -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))}
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def on_ranks(program: Program, model: nn.Module, work: Callable[[Engine], Any], **options: Any) -> list[Any]:
+    return loopback(
+        program.mesh, lambda mesh: work(program.engine(model, **{"optimizer": sgd, "mesh": mesh} | options))
+    )
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"mesh": {"dp": 1}}, {"mesh": {"dp": 2}, "data": {"zero": 1}}, {"mesh": {"dp": 2}, "data": {"zero": 3}}],
+    ids=str,
+)
+def test_buffers_have_memory_of_their_own(spec: dict[str, Any], tmp_path: Path) -> None:
+    """What one got is still there when the parameter, or the user's batch, has changed; and can be loaded."""
+    torch.manual_seed(0)
+    model = Remembers()
+    before, given = model.linear.weight.detach().clone(), batch()
+    program = shardc.compile(model, given, {"shardc": 1, **spec})
+
+    def work(engine: Engine) -> dict[str, Tensor]:
+        mine = batch()
+        engine.step(mine)
+        mine["x"].zero_()
+        engine.save(tmp_path / "saved")
+        found = engine.full_state_dict()
+        engine.load(tmp_path / "saved")
+        return found
+
+    def loop(mesh: LoopbackMesh) -> Tensor:
+        module = program.module(model, mesh=mesh)
+        part = {"x": given["x"].chunk(mesh.size("dp"))[mesh.coordinate("dp")]}
+        module(**part).backward()
+        sgd(module.parameters()).step()
+        return module.get_buffer("weight").clone()
+
+    for state in on_ranks(program, model, work):
+        assert torch.equal(state["weight"], before)
+        assert torch.equal(state["seen"], given["x"])
+        assert torch.allclose(state["mean"], given["x"].mean().expand(8, 8))
+        assert not torch.equal(state["linear.weight"], before)
+    assert all(torch.equal(x, before) for x in loopback(program.mesh, loop))
+
+
+def test_a_step_trains_also_where_gradients_are_off() -> None:
+    """One rank runs in the caller's thread."""
+    model = Mlp()
+    program = shardc.compile(model, batch(), {"shardc": 1, "mesh": {"dp": 1}})
+    with torch.no_grad():
+        (states,) = on_ranks(program, model, lambda engine: (engine.step(batch()), engine.full_state_dict()))
+    assert not torch.equal(states[1]["layers.0.weight"], model.layers[0].weight)
+
+
+@pytest.mark.parametrize("where", ["compile", "engine.step", "engine.evaluate", "module.forward"])
+def test_modes_that_would_make_it_another_program_are_refused(where: str) -> None:
+    def run(mode: Any) -> None:
+        program, x = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 1}}), batch()
+        engine, module = program.engine(Mlp()), program.module(Mlp())
+        does: dict[str, Callable[[], Any]] = {
+            "compile": lambda: shardc.compile(Mlp(), x, {"shardc": 1, "mesh": {"dp": 1}}),
+            "engine.step": lambda: engine.step(x),
+            "engine.evaluate": lambda: engine.evaluate(x),
+            "module.forward": lambda: module(**x),
+        }
+        with mode:
+            does[where]()
+
+    with pytest.raises(
+        ShardcError, match=rf"{where}: torch.autocast is on.*\n  fix: leave it out, and write `precision: "
+    ):
+        run(torch.autocast("cpu", torch.bfloat16))
+    if where == "engine.step":
+        with pytest.raises(ShardcError, match=r"engine.step: torch.inference_mode is on: nothing can be trained in it"):
+            run(torch.inference_mode())
+    else:
+        run(torch.inference_mode())
+
+
+def test_the_users_batch_gets_no_gradients() -> None:
+    given = batch()
+    given["x"].requires_grad_()
+    program = shardc.compile(Mlp(), given, {"shardc": 1, "mesh": {"dp": 2}, "checkpoint": [{"match": "layers.*"}]})
+    on_ranks(program, Mlp(), lambda engine: engine.step(given))
+    assert given["x"].grad is None
+
+
+def frozen_first() -> tuple[nn.Module, Program]:
+    """A pipeline whose first rank has nothing to train."""
+    model = Mlp()
+    for p in model.layers[:2].parameters():
+        p.requires_grad_(False)
+    spec = {
+        "shardc": 1,
+        "mesh": {"pp": 2},
+        "pipeline": {"axis": "pp", "cut": ["layers.2"]},
+        "batch": {"microbatches": 2},
+    }
+    return model, shardc.compile(model, batch(), spec)
+
+
+def test_a_schedule_goes_on_where_the_first_rank_has_none(tmp_path: Path) -> None:
+    model, program = frozen_first()
+
+    def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def work(engine: Engine) -> list[float | None]:
+        for _ in range(2):
+            engine.step(batch())
+        engine.save(tmp_path / "saved")
+        engine.step(batch())
+        once = engine.lr
+        engine.load(tmp_path / "saved")
+        engine.step(batch())
+        return [once, engine.lr]
+
+    def resumed(engine: Engine) -> float | None:
+        engine.load(tmp_path / "saved")
+        return engine.lr
+
+    assert on_ranks(program, model, work, scheduler=halved) == [[None, None], [0.0125, 0.0125]]
+    assert on_ranks(program, model, resumed, scheduler=halved) == [None, 0.025]
+    other: Any = lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)  # noqa: E731
+
+    def half_loaded(engine: Engine) -> None:
+        if engine.scheduler is None:
+            return
+        with pytest.raises(ShardcError, match="the checkpoint is of the scheduler StepLR, not ExponentialLR"):
+            engine.load(tmp_path / "saved")
+        with pytest.raises(ShardcError, match="an update or a load failed halfway"):
+            engine.step(batch())
+
+    on_ranks(program, model, half_loaded, scheduler=other)
+
+
+def by_layer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [{"params": [(n, p)], "lr": 0.1 / (1 + int(n.split(".")[1]))} for n, p in params], momentum=0.9
+    )
+
+
+def test_groups_that_stages_have_alone_are_saved_as_they_are(tmp_path: Path) -> None:
+    """A learning rate of each layer: the first group of every stage is another one."""
+    model = Mlp(5)
+    cut = {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "cut": ["layers.3"]}, "batch": {"microbatches": 2}}
+    programs = [shardc.compile(model, batch(), {"shardc": 1, **spec}) for spec in (cut, {"mesh": {"dp": 1}})]
+
+    def work(engine: Engine) -> dict[str, Tensor]:
+        engine.step(batch())
+        engine.save(tmp_path / "saved")
+        engine.step(batch(1))
+        return engine.full_state_dict()
+
+    def resumed(engine: Engine) -> dict[str, Tensor]:
+        engine.load(tmp_path / "saved")
+        engine.step(batch(1))
+        return engine.full_state_dict()
+
+    want = on_ranks(programs[0], model, work, optimizer=by_layer)[0]
+    for program in programs:
+        for n, x in on_ranks(program, model, resumed, optimizer=by_layer)[0].items():
+            torch.testing.assert_close(x, want[n], rtol=1e-6, atol=1e-7)
+    with pytest.raises(
+        ShardcError,
+        match=r"group 0 were in groups of other settings when this was saved: lr of layers\.0\.weight 0\.1, layers",
+    ):
+        on_ranks(programs[1], model, resumed, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
+    model.layers[0].requires_grad_(False)
+    frozen = shardc.compile(model, batch(), {"shardc": 1, "mesh": {"dp": 1}})
+    with pytest.raises(
+        ShardcError,
+        match=r"optimizer has layers\.0\.weight, layers\.0\.bias, and this one has not\n  fix: train the same",
+    ):
+        on_ranks(frozen, model, resumed, optimizer=by_layer)
+    on_ranks(frozen, model, lambda engine: engine.load(tmp_path / "saved"), optimizer=None)
+
+
+def test_evaluations_leave_nothing_behind() -> None:
+    """At ZeRO 3 every forward gathers the parameters."""
+    program = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 3}})
+
+    def work(engine: Engine) -> int:
+        for _ in range(4):
+            engine.evaluate(batch())
+        return len(engine._buckets._gathered._alive)
+
+    assert max(on_ranks(program, Mlp(), work)) <= len(program.buckets)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64], ids=str)
+def test_the_gradients_norm_is_wide(dtype: torch.dtype) -> None:
+    """It is what the clipping goes by: of 16-bit gradients in 32 bits, of complex ones real."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2000, dtype=dtype, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (
+                (x * torch.view_as_real(self.w).sum(-1) if self.w.is_complex() else x.to(self.w.dtype) * self.w)
+                .float()
+                .sum()
+            )
+
+    x = torch.randn(4, 2000, generator=torch.Generator().manual_seed(1))
+    program = shardc.compile(Weighted(), {"x": x}, {"shardc": 1, "mesh": {"dp": 2}})
+
+    def work(engine: Engine) -> tuple[Tensor | None, Tensor]:
+        engine.backward({"x": x})
+        grad = torch.cat([p.grad.reshape(-1) for p in engine.params.values() if p.grad is not None])
+        engine.update()
+        return engine.grad_norm, grad
+
+    for norm, grad in on_ranks(program, Weighted(), work, norm=True):
+        wide = torch.view_as_real(grad) if grad.is_complex() else grad
+        torch.testing.assert_close(norm, wide.double().norm().float(), rtol=1e-5, atol=0)

@@ -1,0 +1,106 @@
+"""Batches of every structure: dicts, tuples, named tuples, tensors, nested; and calls
+that look like the model's own.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.ir.program import Input, Program
+from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.step import inputs
+from tests import example_program
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+X, Y = torch.zeros(2), torch.ones(3)
+
+
+class Model(nn.Module):
+    def forward(self, first: Any, second: Any = None, third: Any = None) -> None:
+        """Only its names matter."""
+
+
+def program(*paths: tuple[str | int, ...]) -> Program:
+    shapes = [X.shape, Y.shape]
+    found = tuple(Input(f"i{i}", path, tuple(shapes[i]), torch.float32) for i, path in enumerate(paths))
+    return replace(example_program.program(), inputs=found)
+
+
+BATCHES: list[tuple[Any, list[tuple[str | int, ...]]]] = [
+    (X, [()]),
+    ((X, Y), [(0,), (1,)]),
+    ({"a": X, "b": {"c": [None, Y]}}, [("a",), ("b", "c", 1)]),
+    (Pair(X, {"d": Y}), [("left",), ("right", "d")]),
+    ((X, {"mask": Y}, "flag"), [(0,), (1, "mask")]),
+]
+
+
+@pytest.mark.parametrize(("batch", "paths"), BATCHES, ids=lambda x: str(x)[:20])
+def test_leaves_are_found_by_path(batch: Any, paths: list[tuple[str | int, ...]]) -> None:
+    p = program(*paths)
+    taken = loopback(p.mesh, lambda mesh: inputs.take(p, batch, mesh, local=False))[0]
+    assert [x.tolist() for x in taken] == [X.tolist(), Y.tolist()][: len(paths)]
+
+
+CALLS: list[tuple[list[tuple[str | int, ...]], tuple[Any, ...], dict[str, Any]]] = [
+    ([("first",), ("third",)], (), {"first": X, "third": Y}),
+    ([("first",), ("third",)], (X, None, Y), {}),
+    ([("first",), ("third",)], (X,), {"third": Y}),
+    ([(0,), (2,)], (X, None, Y), {}),
+    ([(0,), (2,)], (X,), {"third": Y}),
+    ([(0,), (2,)], (), {"first": X, "third": Y}),
+    ([()], (X,), {}),
+    ([()], (), {"first": X}),
+]
+
+
+@pytest.mark.parametrize(("paths", "args", "kwargs"), CALLS, ids=lambda x: str(x)[:20])
+def test_calls_look_like_the_models_own(
+    paths: list[tuple[str | int, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    p = program(*paths)
+    batch = inputs.from_call(p, Model(), args, kwargs)
+    taken = loopback(p.mesh, lambda mesh: inputs.take(p, batch, mesh, local=True))[0]
+    assert [x.tolist() for x in taken] == [X.tolist(), Y.tolist()][: len(paths)]
+
+
+def test_a_call_without_the_tensor_is_named() -> None:
+    p = program(())
+    batch = inputs.from_call(p, Model(), (), {})
+    with pytest.raises(
+        ShardcError, match=r"the batch: the batch gives NoneType, but the program was compiled for f32\[2\]"
+    ):
+        loopback(p.mesh, lambda mesh: inputs.take(p, batch, mesh, local=True))
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(11, 8), nn.Embedding(16, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.tokens(ids) + self.places(positions))).square().mean()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"mesh": {"dp": 2}}, {"mesh": {"dp": 2}, "batch": {"microbatches": 2}}, {"mesh": {"dp": 3}, "uneven": "pad"}],
+)
+def test_one_row_that_all_rows_share(more: dict[str, Any]) -> None:
+    """Positions i64[1, s] are no batch."""
+    torch.manual_seed(0)
+    model, batch = Placed().double(), {"ids": torch.randint(11, (8, 16)), "positions": torch.arange(16)[None]}
+    want = model(**batch)
+    program = shardc.compile(model, batch, {"shardc": 1, **more})
+    assert "input positions  i64[1, 16]" in str(program)
+    assert torch.allclose(shardc.verify.simulate(program, model, batch).loss, want.detach(), rtol=1e-12)
+    with pytest.raises(ShardcError, match="the batch of 1 "):
+        shardc.compile(model, {k: x[:1] for k, x in batch.items()}, {"shardc": 1, "mesh": {"dp": 2}})

@@ -1,0 +1,199 @@
+"""Processes end together: a rank that fails speaks, the others are silent, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardc.errors import ShardcError
+from shardc.ir.mesh import Mesh
+from shardc.runtime import launch
+
+MESH = Mesh((("dp", 2), ("tp", 2)))
+WAIT = "import time; time.sleep(60)"
+
+
+def script(tmp_path: Path, body: str) -> list[str]:
+    """A command whose ranks note their process ids and then run `body` (which knows `rank`)."""
+    file = tmp_path / "rank.py"
+    note = f"pathlib.Path({str(tmp_path)!r}, f'pid{{rank}}').write_text(str(os.getpid()))"
+    file.write_text(f"import os, sys, pathlib\nrank = int(os.environ['RANK'])\n{note}\n{body}\n")
+    return [sys.executable, str(file)]
+
+
+def alive(tmp_path: Path) -> list[int]:
+    """Process ids of ranks that still run."""
+    found = []
+    for f in tmp_path.glob("pid*"):
+        stat = Path("/proc", f.read_text(), "stat")
+        try:
+            state = stat.read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            continue
+        if state != "Z":  # a zombie is dead: whoever adopted it has not looked yet
+            found.append(int(f.read_text()))
+    return found
+
+
+def test_all_ranks_run_with_their_coordinates(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = f"pathlib.Path({str(tmp_path)!r}, f'ok{{rank}}').write_text(os.environ['WORLD_SIZE'])\nprint('from', rank)"
+    assert launch.launch(script(tmp_path, body), MESH) == 0
+    assert [(tmp_path / f"ok{r}").read_text() for r in range(4)] == ["4"] * 4
+    assert capfd.readouterr().out.split() == ["from", "0"]  # only rank 0 writes here
+
+
+def test_a_rank_that_raises_ends_all_with_its_own_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The others lose their peer a little later: that is not the cause, and is not shown."""
+    body = (
+        "import time\nif rank == 2:\n    raise ValueError('the culprit')\n"
+        "time.sleep(0.3)\nif rank == 1:\n    raise RuntimeError('Connection closed by peer')\ntime.sleep(60)"
+    )
+    start = time.monotonic()
+    assert launch.launch(script(tmp_path, body), MESH) == 1
+    assert time.monotonic() - start < 10
+    err = capfd.readouterr().err
+    assert "rank 2 (dp=1, tp=0) failed" in err
+    assert "ValueError: the culprit" in err
+    assert "closed by peer" not in err
+    assert not alive(tmp_path)
+
+
+def test_the_peers_may_notice_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = (
+        "import time\nif rank == 0:\n    raise RuntimeError('Connection reset by peer')\n"
+        "time.sleep(0.2)\nif rank == 3:\n    raise KeyError('what was wrong')\ntime.sleep(60)"
+    )
+    assert launch.launch(script(tmp_path, body), MESH) == 1
+    err = capfd.readouterr().err
+    assert "rank 3 (dp=1, tp=1) failed" in err
+    assert "what was wrong" in err
+    assert not alive(tmp_path)
+
+
+def test_a_killed_rank_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT
+    start = time.monotonic()
+    assert launch.launch(script(tmp_path, body), MESH) == 1
+    assert time.monotonic() - start < 10
+    assert "rank 1 (dp=0, tp=1) was killed by SIGKILL" in capfd.readouterr().err
+    assert not alive(tmp_path)
+
+
+def test_wrong_input_found_by_a_rank_has_exit_status_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch.launch(script(tmp_path, "print('x.py:3: wrong', file=sys.stderr)\nsys.exit(2)"), MESH) == 2
+    assert capfd.readouterr().err.strip() == "x.py:3: wrong"
+
+
+def test_a_rank_that_heeds_no_signal_is_killed(tmp_path: Path) -> None:
+    body = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 0:\n    time.sleep(0.5);"
+        " sys.exit(1)\n" + WAIT
+    )
+    assert launch.launch(script(tmp_path, body), MESH) == 1
+    assert not alive(tmp_path)
+
+
+LAUNCHER = (
+    "import sys; from shardc.ir.mesh import Mesh; from shardc.runtime import launch;"
+    " sys.exit(launch.launch(sys.argv[1:], Mesh((('dp', 2),))))"
+)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_stopping_the_launcher_leaves_no_process_behind(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """Ctrl-C and SIGTERM end the ranks in order; where the launcher itself is killed, the kernel ends them."""
+    parent = subprocess.Popen([sys.executable, "-c", LAUNCHER, *script(tmp_path, WAIT)])
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("pid*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    assert len(alive(tmp_path)) == 2
+    parent.send_signal(number)
+    assert parent.wait(timeout=10) == status
+    time.sleep(0.3)
+    assert not alive(tmp_path)
+
+
+def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
+    """Also where the rank itself is gone before the others are ended."""
+    body = (
+        f"import subprocess\nif rank == 1:\n    child = subprocess.Popen([sys.executable, '-c', {WAIT!r}])\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'pid_child').write_text(str(child.pid))\n    os._exit(1)\n{WAIT}"
+    )
+    assert launch.launch(script(tmp_path, body), MESH) == 1
+    time.sleep(0.3)
+    assert (tmp_path / "pid_child").exists()
+    assert not alive(tmp_path)
+
+
+def test_a_second_ctrl_c_does_not_leave_ranks_half_ended(tmp_path: Path) -> None:
+    body = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", LAUNCHER, *script(tmp_path, body)])
+    deadline = time.monotonic() + 30
+    while len(alive(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(timeout=10) == 130
+    time.sleep(0.3)
+    assert not alive(tmp_path)
+
+
+def test_what_rank_0_says_is_repeated_when_all_went_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch.launch(script(tmp_path, "print('a warning of', rank, file=sys.stderr)"), MESH) == 0
+    assert capfd.readouterr().err == "a warning of 0\n"
+
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2"}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No world is described in the environment, and what a test puts there goes again."""
+    wiped = [n for n in os.environ if n.startswith("SLURM_")]
+    for name in (*wiped, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("alone")
+def test_worlds_that_others_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not launch.in_world()
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert not launch.in_world()  # a batch script: one process, whatever the job may have
+    launch.join_slurm()
+    assert "RANK" not in os.environ
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert launch.in_world()
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launch.in_world()
+
+
+@pytest.mark.usefixtures("alone")
+def test_joining_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {
+        **SLURM,
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_NODELIST": "node[03-04]",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ShardcError, match="first node is unknown") as caught:
+        launch.join_slurm()
+    assert "MASTER_ADDR" in caught.value.fix
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node03\necho node04\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    launch.join_slurm()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [os.environ[n] for n in names] == ["3", "8", "1", "4", "node03", "20079"]

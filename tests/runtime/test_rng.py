@@ -1,0 +1,197 @@
+"""Numbers depend on the key and the global index only, and look random to the usual tests."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Layout, Shard
+from shardc.runtime import rng
+from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.rng import Rng
+
+N = 1 << 20
+
+
+def index(n: int = N) -> Tensor:
+    return torch.arange(n, dtype=torch.int32)
+
+
+def test_the_numbers_never_change() -> None:
+    """Written down once: another hash would silently change what a seed means."""
+    k = rng.key(1, 2, 3, 4)
+    assert k == KEY
+    assert rng.bits(k, index(4)).tolist() == BITS
+    assert rng.bits(k, torch.tensor([2**31, 2**32, 2**32 + 1, 2**40])).tolist() == WIDE
+
+
+KEY = (2753532, -1039699411)
+BITS = [-769739211, -345632570, -1788190680, -675325788]
+WIDE = [-1977231987, 402256607, -1092936728, -107644779]
+
+
+def test_both_widths_of_index_give_the_same_numbers() -> None:
+    k = rng.key(5)
+    assert torch.equal(rng.bits(k, index(1000)), rng.bits(k, torch.arange(1000)))
+    far = torch.arange(1000) + 2**32 * torch.arange(1, 1001)
+    assert len(set(rng.bits(k, torch.cat([torch.arange(1000), far])).tolist())) > 1990
+
+
+def test_blocks_do_not_matter() -> None:
+    k, n = rng.key(5), rng._BLOCK + 17
+    assert torch.equal(rng.bits(k, index(n))[-100:], rng.bits(k, index(n)[-100:].clone()))
+
+
+def chi_square(counts: Tensor) -> float:
+    """Standard normal, about, for uniform counts of many cells."""
+    expected = counts.sum() / counts.numel()
+    chi, freedom = float(((counts - expected) ** 2 / expected).sum()), counts.numel() - 1
+    return (chi - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_numbers_are_uniform(seed: int) -> None:
+    u = rng.uniform(rng.key(seed, 0, 0, 0), index(), torch.float64)
+    assert float(u.min()) >= 0
+    assert float(u.max()) < 1
+    assert abs(float(u.mean()) - 0.5) < 4 * math.sqrt(1 / 12 / N)
+    assert abs(float(u.var()) - 1 / 12) < 4 * math.sqrt(1 / 180 / N)
+    for cells in (2, 256, 4096):
+        assert abs(chi_square(torch.histc(u, cells, 0, 1))) < 4.5
+    # low bits too, and pairs of neighbours
+    b = rng.bits(rng.key(seed, 0, 0, 0), index())
+    assert abs(chi_square(torch.bincount((b & 0xFFF).long(), minlength=4096).double())) < 4.5
+    pairs = (b[:-1] >> 26 & 63).long() * 64 + (b[1:] >> 26 & 63).long()
+    assert abs(chi_square(torch.bincount(pairs, minlength=4096).double())) < 4.5
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """In standard deviations of what independent numbers give."""
+    return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) * math.sqrt(a.numel())
+
+
+def test_neighbours_in_index_and_key_are_independent() -> None:
+    def u(*words: int) -> Tensor:
+        return rng.uniform(rng.key(*words), index(), torch.float64)
+
+    base = u(0, 0, 0, 0)
+    for lag in (1, 2, 3, 64, 512, 1024, 4096):
+        assert abs(correlation(base[:-lag], base[lag:])) < 4.5, lag
+    for place, word in itertools.product(range(4), (1, 2, 2**31)):
+        words = [0, 0, 0, 0]
+        words[place] = word
+        other = u(*words)
+        assert abs(correlation(base, other)) < 4.5, words
+        assert abs(correlation(base[:-1], other[1:])) < 4.5, words
+
+
+def test_every_bit_of_the_index_changes_half_of_the_bits() -> None:
+    k, n = rng.key(3), 1 << 14
+    base = rng.bits(k, index(n))
+    for bit in range(31):
+        changed = (base ^ rng.bits(k, index(n) ^ (1 << bit))).to(torch.int64) & 0xFFFFFFFF
+        share = torch.stack([(changed >> i & 1).double().mean() for i in range(32)])
+        assert float((share - 0.5).abs().max()) < 5 * 0.5 / math.sqrt(n), bit
+
+
+def test_keys_differ_in_every_word() -> None:
+    keys = {rng.key(*words) for words in itertools.product((0, 1, 2**40), (0, 1), (0, 1, 7), (0, 1))}
+    assert len(keys) == 3 * 2 * 3 * 2
+    assert Rng(1, 2, 3).key(4) == rng.key(1, 4, 2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_normal_numbers(dtype: torch.dtype) -> None:
+    x = rng.normal(rng.key(7), index(), dtype)
+    assert x.dtype == dtype
+    x = x.double()
+    moments = [(1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0)]  # power, its mean, its variance
+    for power, mean, variance in moments:
+        slack = 1e-2 * (dtype == torch.bfloat16) * power
+        assert abs(float((x**power).mean()) - mean) < 4 * math.sqrt(variance / N) + slack, power
+    assert float(x.abs().max()) < 6.7
+    assert torch.equal(
+        rng.normal(rng.key(7), torch.arange(100), torch.float64), rng.normal(rng.key(7), index(100), torch.float64)
+    )
+
+
+def test_uniform_in_float32_stays_below_one() -> None:
+    u = rng.uniform(rng.key(1), index())
+    assert u.dtype == torch.float32
+    assert float(u.max()) < 1
+    torch.testing.assert_close(u.double(), rng.uniform(rng.key(1), index(), torch.float64), rtol=0, atol=2**-24)
+
+
+# --- masks
+# --------------------------------------------------------------------------------------------------------------
+
+SHAPE = (4, 24, 6)
+LAYOUTS: list[dict[str, Shard]] = [
+    {},
+    {"a": Shard(0)},
+    {"a": Shard(1)},
+    {"a": Shard(2)},
+    {"a": Shard(1, 3)},
+    {"a": Shard(1, 1, (16, 8))},
+    {"a": Shard(0), "b": Shard(2)},
+    {"a": Shard(1), "b": Shard(1, 2)},
+    {"a": Shard(1, 3), "b": Shard(1)},
+]
+
+
+@pytest.mark.parametrize("placed", LAYOUTS, ids=str)
+def test_masks_do_not_know_the_mesh(placed: dict[str, Shard]) -> None:
+    mesh = Mesh((("a", 2), ("b", 3)))
+    layout = Layout.of(placed, mesh)
+    assert not layout.fits(SHAPE, mesh)
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    whole = rng.dropout(x, 0.4, Rng(seed=3), 5)
+    digits = tuple((s.dim, a, s.split, s.sections) for a, s in layout.shards())
+    parts = loopback(
+        mesh, lambda m: rng.dropout(layout.local(x, mesh, mesh.coords(m.rank)), 0.4, Rng(seed=3), 5, m, SHAPE, digits)
+    )
+    assert torch.equal(layout.join(lambda coords: parts[mesh.rank(coords)], mesh), whole)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, layout.local(whole, mesh, mesh.coords(rank)))
+
+
+def test_dropout_keeps_the_mean_and_scales() -> None:
+    x = torch.ones(1000, 1000)
+    for p in (0.1, 0.5, 0.9):
+        y = rng.dropout(x, p, Rng(seed=1), 0)
+        kept = y != 0
+        assert abs(float(kept.double().mean()) - (1 - p)) < 4 * math.sqrt(p * (1 - p) / x.numel())
+        assert torch.all(y[kept] == torch.tensor(1.0) * (1 / (1 - p)))
+
+
+def test_dropout_of_nothing_and_of_everything() -> None:
+    x = torch.randn(5, requires_grad=True)
+    assert rng.dropout(x, 0.0, Rng(), 0) is x
+    assert rng.dropout(x, 0.5, Rng(training=False), 0) is x
+    assert rng.dropout(x, 0.5, None, 0) is x
+    assert not rng.dropout(x, 1.0, Rng(), 0).any()
+    scalar = torch.tensor(2.0)
+    assert float(rng.dropout(scalar, 0.5, Rng(), 0)) in (0.0, 4.0)
+
+
+def test_every_op_step_microbatch_and_seed_has_its_own_mask() -> None:
+    x = torch.ones(64)
+    states = [(Rng(), 0), (Rng(), 1), (Rng(step=1), 0), (Rng(microbatch=1), 0), (Rng(seed=1), 0), (Rng(step=1), 1)]
+    masks = {tuple(rng.dropout(x, 0.5, r, i).tolist()) for r, i in states}
+    assert len(masks) == len(states)
+
+
+def test_dropouts_gradient_uses_the_same_mask_and_keeps_one_byte_an_element() -> None:
+    x = torch.ones(50, 20, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = rng.dropout(x, 0.3, Rng(seed=2), 1)
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.detach())
+    assert sum(t.nbytes for t in saved) == x.numel()

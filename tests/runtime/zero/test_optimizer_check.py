@@ -1,0 +1,171 @@
+"""Optimizers that need more than a rank has are refused wherever ranks have parts, or other parameters; and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.zero.optimizer_check import Cut
+from tests.runtime.offload.test_offload import Normalised
+from tests.runtime.zero.test_edges import WHOLE, Two, X
+
+torch.set_num_threads(1)
+
+
+class Decayed(torch.optim.SGD):
+    """Decays matrices only: it knows a parameter's dims, and is elementwise all the same."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.dim() > 1:
+                p.mul_(0.9)
+        super().step()
+
+
+class Unused(Two):
+    """One parameter that no bucket has at ZeRO 1, and one that one has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def trained(model: nn.Module, spec: dict[str, Any], make: Any) -> list[dict[str, Tensor]]:
+    p = shardc.compile(model, X, {"shardc": 1, **spec})
+
+    def work(mesh: Any) -> dict[str, Tensor]:
+        engine = p.engine(model, make, mesh=mesh)
+        for _ in range(3):
+            engine.step(X)
+        return engine.full_state_dict()
+
+    return loopback(p.mesh, work)
+
+
+def alone(model: nn.Module, make: Any) -> dict[str, Tensor]:
+    plain = copy.deepcopy(model)
+    optimizer = make(plain.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(X).backward()
+        optimizer.step()
+    return {n: x.detach() for n, x in plain.state_dict().items()}
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every second step goes back half the way. It counts steps, and shares another optimizer's groups."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = torch.optim.AdamW(params, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.steps += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state[p].setdefault("slow", p.clone())
+            if self.steps % 2 == 0:
+                p.copy_(slow.add_(p - slow, alpha=0.5))
+
+
+class Wrapped(torch.optim.Optimizer):
+    """Steps an optimizer that has its own lists of parameters: nobody can give it others."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {})
+        self.inner = torch.optim.AdamW(params, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+TP = {"mesh": {"tp": 2}, "shard": {"b": "column"}}
+PP = {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "cut": ["b"]}}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_split_parameters_are_refused_to_what_needs_whole_ones(name: str) -> None:
+    with pytest.raises(
+        ShardcError,
+        match=r"b\.weight: the optimizer .* needs whole parameters.* split over tp\n.*or leave b\.weight whole",
+    ):
+        trained(Two(), TP, WHOLE[name])
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (TP, "b.weight is split over tp"),
+        (PP, "each rank along pp has those of its stages"),
+        ({"mesh": {"dp": 2}, "data": {"zero": 1}}, "data.zero: 1 gives each rank a part of them"),
+    ],
+    ids=["tp", "pp", "zero"],
+)
+def test_an_optimizer_that_looks_at_all_parameters_is_refused_where_no_rank_has_all(
+    spec: dict[str, Any], why: str
+) -> None:
+    """Its ranks would each scale by a norm of their own, and drift apart."""
+    with pytest.raises(
+        ShardcError, match=f"Normalised updates a parameter by what others are, and no rank has all of them: {why}"
+    ):
+        trained(Two(), spec, Normalised)
+    for state in trained(Two(), {"mesh": {"dp": 2}}, Normalised):
+        for n, x in alone(Two(), Normalised).items():
+            torch.testing.assert_close(state[n], x, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_whole_may_be_looked_at_as_a_whole() -> None:
+    """Muon gets the matrix that is not split, and nothing trains the other one."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([(n, p) for n, p in params if n == "a.weight"], lr=0.1)
+
+    (one, *_), other = trained(Two(), TP, make), trained(Two(), {"mesh": {"dp": 1}}, make)[0]
+    for n, x in other.items():
+        torch.testing.assert_close(one[n], x, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "spec"),
+    [(Decayed, TP), (Decayed, PP), (torch.optim.Adagrad, {"mesh": {"dp": 2}, "data": {"zero": 1}}), (Lookahead, TP)],
+    ids=["tp", "pp", "state from the constructor", "counts steps"],
+)
+def test_elementwise_optimizers_train_as_on_one_device(make: Any, spec: dict[str, Any]) -> None:
+    for state in trained(Unused(), spec, make):
+        for n, x in alone(Unused(), make).items():
+            torch.testing.assert_close(state[n], x, rtol=2e-5, atol=1e-6)
+
+
+def test_an_optimizer_that_moves_nothing_of_what_it_is_given_shows_nothing() -> None:
+    with pytest.raises(
+        ShardcError, match=r"Wrapped cannot be tried on a small sample \(ValueError: it moves none of the parameters"
+    ):
+        trained(Two(), {"mesh": {"dp": 2}, "data": {"zero": 1}}, Wrapped)
+
+
+def test_a_rate_that_16_bits_do_not_show_is_no_reason() -> None:
+    model = Two().bfloat16()
+    for make in (lambda ps: torch.optim.SGD(ps, lr=1e-9), lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.0))):
+        p = shardc.compile(model, X.bfloat16(), {"shardc": 1, **TP})
+        loopback(p.mesh, lambda mesh, p=p, make=make: p.engine(model, make, mesh=mesh).step(X.bfloat16()))  # type: ignore[misc]
+
+
+def test_cuts() -> None:
+    x = torch.arange(20).view(4, 5)
+    assert [list(p.shape) for p in Cut((0, 1), "", "", "").parts(x)] == [[2, 2], [2, 3], [2, 2], [2, 3]]
+    assert [p.tolist() for p in Cut((), "", "", "").parts(torch.arange(4).view(2, 2))] == [[0, 1], [2, 3]]
+    assert [p.numel() for p in Cut((), "", "", "").parts(torch.ones(()))] == [1, 0]

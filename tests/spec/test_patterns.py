@@ -1,0 +1,122 @@
+"""shardc/spec/patterns.py: globs, the nearest name, and which pattern wins."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardc.spec.patterns import expand, faults, first_match, match, nearest
+
+NAMES = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")] + [
+    "lm_head"
+]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [
+        ("*", "", True),
+        ("*", "a.b.c", True),
+        ("a", "a", True),
+        ("a", "ab", False),
+        ("a", "ba", False),
+        ("*.a", "x.y.a", True),
+        ("*.a", "a", False),
+        ("a.*", "a.", True),
+        ("a.*.c", "a.b.b.c", True),
+        ("a*c", "ac", True),
+        ("{q,k,v}_proj", "k_proj", True),
+        ("{q,k,v}_proj", "o_proj", False),
+        ("*.{q,k}_{a,b}", "x.k_a", True),
+        ("{a*,b}.c", "axyz.c", True),
+        ("a.b", "axb", False),
+        ("a[0]", "a[0]", True),
+        ("a[0]", "a0", False),
+        ("a?", "ab", False),
+        ("(a|b)+", "(a|b)+", True),
+        ("a\\d", "a1", False),
+        ("**.w", "x.w", True),
+        ("{a,}b", "b", True),
+        ("{a", "{a", True),
+    ],
+)
+def test_match(pattern: str, name: str, matches: bool) -> None:
+    assert match(pattern, name) is matches
+
+
+@given(st.lists(st.sampled_from(["a", "b", ".", "*", "{a,b.}"]), max_size=6), st.text("ab.", max_size=8))
+def test_match_agrees_with_its_expansion(parts: list[str], name: str) -> None:
+    """A pattern matches what one of its expansions matches; an expansion has only `*`,
+    which a naive search can check.
+    """
+
+    def naive(p: str, n: str) -> bool:
+        if not p:
+            return not n
+        if p[0] == "*":
+            return any(naive(p[1:], n[i:]) for i in range(len(n) + 1))
+        return n[:1] == p[0] and naive(p[1:], n[1:])
+
+    pattern = "".join(parts)
+    assert match(pattern, name) == any(naive(p, name) for p in expand(pattern))
+
+
+def test_expand() -> None:
+    assert expand("*.{q,k}_{a,b}") == ["*.q_a", "*.q_b", "*.k_a", "*.k_b"]
+    assert expand("plain") == ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fault"),
+    [
+        ("", "empty"),
+        ("{a,b", "pair up"),
+        ("a}", "pair up"),
+        ("{a,{b,c}}", "pair up"),
+        ("{a,}", ""),
+        ("*.{q,k}_proj", ""),
+    ],
+)
+def test_faults(pattern: str, fault: str) -> None:
+    assert re.search(fault, faults(pattern)) if fault else faults(pattern) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [
+        ("lm_haed", "lm_head"),
+        ("LM_HEAD", "lm_head"),
+        ("zzz", ""),
+        ("model.layers.0.self_attn.q_prj", "model.layers.0.self_attn.q_proj"),
+        ("*.q_prj", "*.q_proj"),
+        ("*.{q_prj,w}", "*.q_proj"),
+        ("*q_prj", "*q_proj"),
+        ("model.*.self_atn.o_proj", "model.*.self_attn.o_proj"),
+        ("modle.*.q_proj", ""),
+        ("*.nothing_like_it", ""),
+        ("*.xyz.*", ""),
+    ],
+)
+def test_nearest(name: str, best: str) -> None:
+    assert nearest(name, NAMES) == best
+    if "*" in best:
+        assert any(match(best, n) for n in NAMES)
+
+
+def test_first_match() -> None:
+    patterns = ["*.q_proj", "*.{q,o}_proj", "*.k_proj", "model.*.q_proj", "*"]
+    won, unmatched, shadowed = first_match(patterns, NAMES)
+    assert won["model.layers.1.self_attn.q_proj"] == 0
+    assert won["model.layers.1.self_attn.o_proj"] == 1
+    assert won["lm_head"] == 4
+    assert set(won) == set(NAMES)
+    assert unmatched == [2]
+    assert shadowed == [3]
+
+
+def test_first_match_of_nothing() -> None:
+    assert first_match([], NAMES) == ({}, [], [])
+    assert first_match(["a"], []) == ({}, [0], [])
