@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 project = "shardc"
@@ -17,11 +18,20 @@ myst_heading_anchors = 4  # the anchors that GitHub gives to headings
 nitpicky = True
 
 
-def _readme_links(app: Any, name: str, source: list[str]) -> None:
-    """CONTRIBUTING.md and README.md are outside this folder: links to them go to a page of the site."""
-    source[0] = re.sub(r"\]\(\.\./CONTRIBUTING\.md", "](contributing.md", source[0])
-    source[0] = re.sub(r"\]\(\.\./README\.md", "](index.md", source[0])
+#: Pages of the site that are files outside this folder.
+OUTSIDE = {"readme": "README.md", "contributing": "CONTRIBUTING.md"}
+
+
+def _outside(app: Any, name: str, source: list[str]) -> None:
+    """Read README.md and CONTRIBUTING.md as pages of the site; links to and from them lead from page to page."""
+    text = source[0]
+    if name in OUTSIDE:
+        text = (Path(app.srcdir).parent / OUTSIDE[name]).read_text(encoding="utf-8").replace("](docs/", "](")
+        text = re.sub(r"\[([^\]]+)\]\([\w/]+\.py\)", r"`\1`", text)  # source files are not on the site
+    for page, file in OUTSIDE.items():
+        text = re.sub(rf"\]\((?:\.\./)?{re.escape(file)}", f"]({page}.md", text)
+    source[0] = text
 
 
 def setup(app: Any) -> None:
-    app.connect("source-read", _readme_links)
+    app.connect("source-read", _outside)

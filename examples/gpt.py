@@ -139,7 +139,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def data(split: str) -> Iterable[dict[str, Tensor]] | Windows:
-    """Of "train" samples, which the run reads in an order of its own; of "valid" 20 global batches over all held-out files."""
+    """train: samples, which the run reads in an order of its own; valid: 20 global batches over all held-out files."""
     windows = Windows(text(split))
     if split == "train":
         return windows
