@@ -13,7 +13,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -130,13 +129,11 @@ RULES = [
 
 
 def algebra() -> Blocks:
-    found = subprocess.run(
-        [sys.executable, "-m", "shardc.cli", "rules", *RULES, "--json"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    from typer.testing import CliRunner
+
+    from shardc.cli import app
+
+    found = CliRunner().invoke(app, ["rules", *RULES, "--json"])
     each = {r["op"]: r for r in json.loads(found.stdout)}
     rows = []
     for op in RULES:
