@@ -39,12 +39,13 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
+from shardc.ir.graph import operands_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.placement import REPLICATE, VARYING, Layout, Shard
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Shard
 from shardc.ir.program import Collective, Input, Program, Source, Stage, Value
 from shardc.ir.types import behind
 from shardc.rules import registry
-from shardc.rules.calls import call_of, tensors, values
+from shardc.rules.calls import call_of
 from shardc.runtime import ops
 from shardc.spec import Spec
 
@@ -53,25 +54,25 @@ AXIS = MICROBATCH
 #: of the microbatches' losses, so the step's gradient is the sum of theirs, if each op's backward is the plain
 #: derivative of what it does here.
 _ALONE: dict[Any, Any] = {
-    ops.shard: ops.shard_varying,
-    ops.shard_varying: ops.shard_varying,
-    ops.to_partial: ops.varying_to_partial,
-    ops.varying_to_partial: ops.varying_to_partial,
+    ops.shard: ops.shard_partial_grad,
+    ops.shard_partial_grad: ops.shard_partial_grad,
+    ops.to_partial: ops.partial_grad_to_partial,
+    ops.partial_grad_to_partial: ops.partial_grad_to_partial,
     ops.unshard_partial: ops.unshard_partial,
 }
 #: Linear in their first operand, and blind to the axis: of a summand they give a summand.
 _LINEAR = {
     operator.getitem,
     ops.all_reduce,
-    ops.vary,
-    ops.unvary,
+    ops.sum_grad,
+    ops.first_grad,
     ops.shard,
-    ops.shard_varying,
+    ops.shard_partial_grad,
     ops.unshard_partial,
     ops.to_partial,
-    ops.varying_to_partial,
+    ops.partial_grad_to_partial,
     ops.all_gather,
-    ops.all_gather_varying,
+    ops.all_gather_partial_grad,
     ops.reduce_scatter,
     ops.all_to_all,
     ops.partial_mean,
@@ -158,11 +159,11 @@ def _one(value: Value, mesh: Mesh) -> Value:
 
 def _alike(node: fx.Node) -> bool:
     """Is what a node computes the same in all microbatches, if no microbatches had but a summand of it?"""
-    return all(v.layout[AXIS] in (REPLICATE, VARYING) for v in values(node))
+    return all(v.layout[AXIS] in (REPLICATE, PARTIAL_GRAD) for v in values_of(node))
 
 
 def _trained(node: fx.Node) -> bool:
-    return any(v.requires_grad for v in values(node))
+    return any(v.requires_grad for v in values_of(node))
 
 
 @dataclass
@@ -226,8 +227,8 @@ class _Writer:
         """Take the axis out of a conversion. False: the node is gone, or an error."""
         collective: Collective | None = node.meta.get("collective")
         axes: tuple[str, ...] = collective.axes if collective is not None else ()
-        if node.target in (ops.vary, ops.unvary):
-            axes = node.args[2] if node.target is ops.vary else (node.args[2],)  # type: ignore[assignment]
+        if node.target in (ops.sum_grad, ops.first_grad):
+            axes = node.args[2] if node.target is ops.sum_grad else (node.args[2],)  # type: ignore[assignment]
         alone = node.target in _ALONE and node.args[2] == AXIS
         if AXIS not in axes and not alone:
             return True
@@ -238,18 +239,18 @@ class _Writer:
                 self._refuse(node, node)
             return False
         rest = tuple(a for a in axes if a != AXIS)
-        if alone and node.args[0] in self.summands and node.target in (ops.to_partial, ops.varying_to_partial):
+        if alone and node.args[0] in self.summands and node.target in (ops.to_partial, ops.partial_grad_to_partial):
             self._is(node, node.args[0], node)  # a part of a sum it is already
             return False
         if alone:
             node.target = _ALONE[node.target]
             node.meta.pop("collective", None)
             return True
-        if node.target in (ops.vary, ops.unvary):
+        if node.target in (ops.sum_grad, ops.first_grad):
             return self._over(node, node.args[0], rest) is node
         if node.target is ops.all_reduce and node in self.known:
             self._over(node, self._total(node, node.args[0]), rest)
-        elif node.target in (ops.all_gather, ops.all_gather_varying) and node in self.known:
+        elif node.target in (ops.all_gather, ops.all_gather_partial_grad) and node in self.known:
             self._joined(node)
         elif node.target is ops.all_reduce:
             self.summands.add(self._over(node, node.args[0], rest))
@@ -320,7 +321,7 @@ class _Writer:
         """An op on summands gives summands if it is linear in them, and all else that it takes is alike in all
         microbatches.
         """
-        operands = tensors(node)
+        operands = operands_of(node)
         at = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.apart}
         if node in self.summands:
             return
@@ -347,7 +348,7 @@ class _Writer:
             if x in self.known or not self._sum(x, node):
                 self._refuse(x, node)
                 return
-        self._whole(node, tensors(node))
+        self._whole(node, operands_of(node))
 
     # --- sums that are needed whole
 
@@ -402,7 +403,7 @@ class _Writer:
         """x in the first microbatch, zeros in the others: what is added to a sum is added once. Gradients of sums over
         all
         microbatches go to each."""
-        once = ops.to_partial if x in self.wholes else ops.varying_to_partial
+        once = ops.to_partial if x in self.wholes else ops.partial_grad_to_partial
         with self.graph.inserting_before(user):
             new = self.graph.create_node("call_function", once, (x, self.mesh_node, AXIS), {}, name=f"{x.name}_once")
         new.meta = {"value": x.meta["value"], "source": x.meta.get("source", Source())}

@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
+from shardc.ir.graph import operands_of
 from shardc.ir.program import Program, Source
 from shardc.passes.annotate.experts import Experts
-from shardc.rules.calls import tensors
 from shardc.rules.experts import INDEX, UP
 from shardc.runtime import ops
 from shardc.spec import Expert, Spec
@@ -42,7 +42,7 @@ class Capacity:
             if entry.capacity is None:
                 continue
             index: Any = node.args[INDEX]
-            e = tensors(node)[UP].meta["value"].shape[0]
+            e = operands_of(node)[UP].meta["value"].shape[0]
             with program.graph.inserting_before(node):
                 kept = self._kept(program.graph, index, e, i, node.meta["source"])
             node.args = (*node.args[:INDEX], kept, *node.args[INDEX + 1 :])

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import Shard, Varying
+from shardc.ir.placement import PartialGrad, Shard
 from shardc.ir.program import Bucket, Collective, Param, Program, Source, Value
 from shardc.runtime import ops
 from shardc.spec import Spec
@@ -36,7 +36,7 @@ from shardc.spec import Spec
 
 @dataclass(frozen=True)
 class Data:
-    """Lifts the parameters' `vary` out into bucketed gradient reductions, and cuts the buckets over a data axis.
+    """Lifts the parameters' `sum_grad` out into bucketed gradient reductions, and cuts the buckets over a data axis.
 
     bucket_mb: size of a bucket in MiB. The last bucket to finish is the one nobody can overlap with, so it is kept
     small.
@@ -82,7 +82,9 @@ class Data:
 
         def reduced(p: Param) -> Param:
             axes = (
-                tuple(a for a, placement in p.layout.items if isinstance(placement, Varying)) if p.requires_grad else ()
+                tuple(a for a, placement in p.layout.items if isinstance(placement, PartialGrad))
+                if p.requires_grad
+                else ()
             )
             shared = program.sharing(p) if p.requires_grad else ""
             return replace(p, reduce=mesh.collapse(axes) + ((shared,) if shared else ()), order=order[p.name])

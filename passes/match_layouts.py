@@ -6,7 +6,7 @@ What is cheap to repeat may be repeated for few rows, so that a weight's gradien
 a summand:
 
     before   linear = aten.linear(x, w)              # w: f32[8, 8]              its gradient is whole on every rank
-    after    w_once = ops.unvary(w, mesh, 'dp')      # w: f32[8, 8] ~dp          the first rank's counts, others bring zeros
+    after    w_once = ops.first_grad(w, mesh, 'dp')      # w: f32[8, 8] ~dp          the first rank's counts, others bring zeros
              linear = aten.linear(x, w_once)
 
 So both programs run on the same parameters, buckets and optimizer (shardc.resize).
@@ -21,7 +21,7 @@ from torch import fx
 
 from shardc.errors import Errors
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import VARYING, Layout, Varying
+from shardc.ir.placement import PARTIAL_GRAD, Layout, PartialGrad
 from shardc.ir.program import Buffer, Collective, Param, Program, Source, Value
 from shardc.runtime import ops
 
@@ -75,16 +75,16 @@ def _shown(x: Param | Buffer) -> str:
     return f"{x.value}{' on stages ' + ', '.join(map(str, x.stages)) if x.stages else ''}"
 
 
-def _varying(layout: Layout) -> set[str]:
-    return {a for a, placement in layout.items if isinstance(placement, Varying)}
+def _partial_grad_axes(layout: Layout) -> set[str]:
+    return {a for a, placement in layout.items if isinstance(placement, PartialGrad)}
 
 
 def _bring(graph: fx.Graph, node: fx.Node, mesh_node: fx.Node, p: Param, layout: Layout, mesh: Mesh) -> None:
     """Convert a parameter, or what it is cast to, from the other program's layout to the one that this graph takes."""
     value = p.value
     node.meta["value"] = replace(value, layout=layout)
-    missing = [a for a in mesh.names if a in _varying(layout) - _varying(p.layout)]
-    extra = tuple(a for a in mesh.names if a in _varying(p.layout) - _varying(layout))
+    missing = [a for a in mesh.names if a in _partial_grad_axes(layout) - _partial_grad_axes(p.layout)]
+    extra = tuple(a for a in mesh.names if a in _partial_grad_axes(p.layout) - _partial_grad_axes(layout))
     if not (missing or extra):
         return
     casts = [u for u in node.users if u.target is torch.ops.aten._to_copy.default and len(u.kwargs) == 1]
@@ -99,10 +99,10 @@ def _bring(graph: fx.Graph, node: fx.Node, mesh_node: fx.Node, p: Param, layout:
             new, now = x, layout
             for axis in missing:
                 now = Layout(tuple((a, q) for a, q in now.items if a != axis))
-                new = _node(graph, ops.unvary, (new, mesh_node, axis), f"{x.name}_once", replace(mine, layout=now))
+                new = _node(graph, ops.first_grad, (new, mesh_node, axis), f"{x.name}_once", replace(mine, layout=now))
             if extra:
-                now = Layout.of({**dict(now.items), **dict.fromkeys(extra, VARYING)}, mesh)
-                new = _node(graph, ops.vary, (new, mesh_node, extra), f"{x.name}_each", replace(mine, layout=now))
+                now = Layout.of({**dict(now.items), **dict.fromkeys(extra, PARTIAL_GRAD)}, mesh)
+                new = _node(graph, ops.sum_grad, (new, mesh_node, extra), f"{x.name}_each", replace(mine, layout=now))
                 new.meta["collective"] = Collective(
                     "none", "all_reduce", extra, mine.nbytes(mesh), "gradients, as of the compiled batch"
                 )
@@ -113,6 +113,6 @@ def _bring(graph: fx.Graph, node: fx.Node, mesh_node: fx.Node, p: Param, layout:
 def _node(graph: fx.Graph, target: object, args: tuple[object, ...], name: str, value: Value) -> fx.Node:
     node = graph.create_node("call_function", target, args, {}, name=name)  # type: ignore[arg-type]
     node.meta |= {"value": value, "source": Source()}
-    if target is ops.vary:
+    if target is ops.sum_grad:
         node.kwargs = {"tag": node.name}
     return node

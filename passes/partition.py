@@ -18,14 +18,15 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
+from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import REPLICATE, VARYING, Layout, Partial, Placement, Replicate, Shard, Varying
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
 from shardc.ir.program import Collective, Program, Source, Stage, Value
 from shardc.passes.annotate import fused_weights
 from shardc.rules import registry
-from shardc.rules.calls import call_of, result, tensors, values
+from shardc.rules.calls import call_of
 from shardc.rules.pointwise import poles
-from shardc.rules.registry import LocalCall, Strategy, needs_vary
+from shardc.rules.registry import LocalCall, Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -34,14 +35,14 @@ SUFFIX = {
     "all_reduce": "sum",
     "reduce_scatter": "part",
     "all_gather": "whole",
-    "all_gather_varying": "whole",
+    "all_gather_partial_grad": "whole",
     "shard": "cut",
-    "shard_varying": "cut",
+    "shard_partial_grad": "cut",
     "all_to_all": "turned",
-    "vary": "each",
-    "unvary": "one",
+    "sum_grad": "each",
+    "first_grad": "one",
     "to_partial": "once",
-    "varying_to_partial": "once",
+    "partial_grad_to_partial": "once",
     "unshard_partial": "padded",
 }
 
@@ -99,7 +100,7 @@ class _Writer:
 
     def _output(self, node: fx.Node) -> None:
         """The loss is whole on every rank; new buffers lie as the old ones are stored."""
-        loss, *news = tensors(node)
+        loss, *news = operands_of(node)
         stored = [b.layout for b in self.program.buffers if b.updated]
         made = tuple(self._get(new, layout, node) for new, layout in zip(news, stored, strict=True))
         self.graph.output((self._get(loss, Layout(), node), made))
@@ -115,13 +116,13 @@ class _Writer:
 
     def _pin(self, node: fx.Node) -> None:
         layout = Layout.of({a: s.outputs[0] for a, s in node.meta["strategies"].items()}, self.mesh)
-        self.made[node, 0] = {layout: self._get(tensors(node)[0], layout, node)}
+        self.made[node, 0] = {layout: self._get(operands_of(node)[0], layout, node)}
 
     def _call(self, node: fx.Node) -> None:
         strategies: dict[str, Strategy] = node.meta["strategies"]
-        operands = tensors(node)
+        operands = operands_of(node)
         need = [self._layout({a: s.inputs[i] for a, s in strategies.items()}) for i in range(len(operands))]
-        out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values(node)))]
+        out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values_of(node)))]
         order = iter(range(len(operands)))
         at_poles, away = poles(node.target, node.args)
 
@@ -135,7 +136,7 @@ class _Writer:
         args = fx.node.map_arg(node.args, put)
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), put))
         rule = registry.find(node.target)
-        typed = tuple(replace(v, layout=layout) for v, layout in zip(values(node), out, strict=True))
+        typed = tuple(replace(v, layout=layout) for v, layout in zip(values_of(node), out, strict=True))
         last = typed[0] if not isinstance(node.meta["value"], tuple) else typed
 
         def emit(
@@ -154,7 +155,7 @@ class _Writer:
                 collective = replace(collective, cause=cause, asked=bool(cause))
             return self._emit(target, a, k, last if value is None else value, node, collective)
 
-        split = any(s.kind not in ("replicate", "varying", "partial") for s in strategies.values())
+        split = any(s.kind not in ("replicate", "partial_grad", "partial") for s in strategies.values())
         if rule is not None and rule.local is not None and split:
             assert self.mesh_node is not None
             call = LocalCall(
@@ -166,7 +167,7 @@ class _Writer:
         if isinstance(node.meta["value"], tuple):
             for user in node.users:
                 if user.target is operator.getitem:
-                    _, i = result(user)
+                    _, i = producer_of(user)
                     if not any(k == (node, i) for k in self.made):
                         item = self._emit(operator.getitem, (new, i), {}, typed[i], user, None)
                         self.made[node, i] = {out[i]: item}
@@ -214,8 +215,8 @@ class _Writer:
 
     def _filled(self, node: fx.Node, local: fx.Node, layout: Layout, paddings: Sequence[Shard], fill: float) -> fx.Node:
         """The local node of a value with a number in the padding of some dims."""
-        op, index = result(node)
-        value = replace(values(op)[index], layout=layout)
+        op, index = producer_of(node)
+        value = replace(values_of(op)[index], layout=layout)
         for s in paddings:
 
             def emit(
@@ -238,24 +239,24 @@ class _Writer:
         """A parameter, or a view of one: its padding is zero."""
         while (
             node.op == "call_function"
-            and len(tensors(node)) == 1
+            and len(operands_of(node)) == 1
             and (rule := registry.find(node.target))
             and rule.linear == ((0,),)
         ):
-            (node,) = tensors(node)
+            (node,) = operands_of(node)
         return node.name in {p.name for p in self.program.params}
 
     # --- conversions
 
     def _get(self, node: fx.Node, need: Layout, user: fx.Node) -> fx.Node:
         """The local node of a value as `need` wants it, converted step by step; every step is kept for other users."""
-        key = result(node)
+        key = producer_of(node)
         have = self.made[key]
         if need in have:
             return have[need]
-        value = values(key[0])[key[1]]
-        if not needs_vary(value):
-            need = Layout(tuple((a, p) for a, p in need.items if p != VARYING))
+        value = values_of(key[0])[key[1]]
+        if not needs_sum_grad(value):
+            need = Layout(tuple((a, p) for a, p in need.items if p != PARTIAL_GRAD))
             if need in have:
                 return have[need]
         start = min(have, key=lambda h: self._distance(h, need))
@@ -276,9 +277,9 @@ class _Writer:
             match old, new:
                 case Replicate(), Shard() | Partial():
                     cost += 1
-                case Varying(), _:
+                case PartialGrad(), _:
                     cost += 2
-                case _, Varying():
+                case _, PartialGrad():
                     cost += 20 if old == REPLICATE else 50
                 case Partial(), Shard():
                     cost += 30
@@ -297,9 +298,9 @@ class _Writer:
                     continue
                 case Partial(), Shard():
                     kinds.setdefault("reduce_scatter", []).append(axis)
-                case Partial(), Varying():
+                case Partial(), PartialGrad():
                     kinds.setdefault("all_reduce", []).append(axis)
-                    kinds.setdefault("vary", []).append(axis)
+                    kinds.setdefault("sum_grad", []).append(axis)
                 case Partial(), _:
                     kinds.setdefault("all_reduce", []).append(axis)
                 case Shard(dim=i), Shard(dim=j) if i != j:
@@ -307,43 +308,43 @@ class _Writer:
                 case Shard(), Shard():
                     kinds.setdefault("all_gather", []).append(axis)
                     kinds.setdefault("shard again", []).append(axis)
-                case Shard(), Varying():
-                    kinds.setdefault("all_gather_varying", []).append(axis)
+                case Shard(), PartialGrad():
+                    kinds.setdefault("all_gather_partial_grad", []).append(axis)
                 case Shard(), Partial():
                     kinds.setdefault("unshard_partial", []).append(axis)
                 case Shard(), _:
                     kinds.setdefault("all_gather", []).append(axis)
-                case Varying(), Shard():
-                    kinds.setdefault("shard_varying", []).append(axis)
-                case Varying(), Partial():
-                    kinds.setdefault("varying_to_partial", []).append(axis)
-                case Varying(), _:
-                    kinds.setdefault("unvary", []).append(axis)
+                case PartialGrad(), Shard():
+                    kinds.setdefault("shard_partial_grad", []).append(axis)
+                case PartialGrad(), Partial():
+                    kinds.setdefault("partial_grad_to_partial", []).append(axis)
+                case PartialGrad(), _:
+                    kinds.setdefault("first_grad", []).append(axis)
                 case _, Shard():
                     kinds.setdefault("shard", []).append(axis)
-                case _, Varying():
-                    kinds.setdefault("vary", []).append(axis)
+                case _, PartialGrad():
+                    kinds.setdefault("sum_grad", []).append(axis)
                 case _:
                     kinds.setdefault("to_partial", []).append(axis)
         order = (
             "shard",
-            "shard_varying",
+            "shard_partial_grad",
             "reduce_scatter",
             "all_to_all",
             "all_reduce",
-            "unvary",
+            "first_grad",
             "all_gather",
             "shard again",
-            "all_gather_varying",
+            "all_gather_partial_grad",
             "unshard_partial",
-            "vary",
+            "sum_grad",
             "to_partial",
-            "varying_to_partial",
+            "partial_grad_to_partial",
         )
         steps: list[tuple[str, tuple[str, ...]]] = []
         for kind in order:
             axes = kinds.get(kind, [])
-            if axes and kind in ("all_reduce", "vary"):
+            if axes and kind in ("all_reduce", "sum_grad"):
                 steps.append((kind, self.mesh.collapse(axes)))
             else:
                 steps += [(kind, (a,)) for a in self._whole(axes, old, new)]
@@ -378,19 +379,19 @@ class _Writer:
         if kind == "shard again":
             kind = "shard"
         after: Placement = need[digit]
-        if kind in ("all_reduce", "unvary") or (kind == "all_gather" and isinstance(after, Shard)):
+        if kind in ("all_reduce", "first_grad") or (kind == "all_gather" and isinstance(after, Shard)):
             after = REPLICATE
         new = old
         for a in axes:
-            new = new.replace(a, after if kind != "vary" else VARYING, self.mesh)
-        grad = needs_vary(v)
+            new = new.replace(a, after if kind != "sum_grad" else PARTIAL_GRAD, self.mesh)
+        grad = needs_sum_grad(v)
         target: Any
         args: tuple[Any, ...]
         if kind == "all_reduce":
             target, args = ops.all_reduce, (x, mesh, axes)
-        elif kind == "vary":
-            target, args = ops.vary, (x, mesh, axes)
-        elif kind in ("unvary", "to_partial", "varying_to_partial"):
+        elif kind == "sum_grad":
+            target, args = ops.sum_grad, (x, mesh, axes)
+        elif kind in ("first_grad", "to_partial", "partial_grad_to_partial"):
             target, args = getattr(ops, kind), (x, mesh, axis)
         elif kind == "all_to_all":
             was, will = old[digit], new[digit]
@@ -410,16 +411,16 @@ class _Writer:
                 getattr(ops, kind),
                 (x, mesh, axis, s.dim, cut.local_split(digit, self.mesh), s.sections, *pads),
             )
-        whole = old if kind in ("all_reduce", "reduce_scatter", "vary", "shard", "to_partial") else new
+        whole = old if kind in ("all_reduce", "reduce_scatter", "sum_grad", "shard", "to_partial") else new
         nbytes = replace(v, layout=whole).nbytes(self.mesh)
         for s in old.paddings() or new.paddings():  # what is sent is padded
             if not whole.shards(s.dim):
                 nbytes = nbytes // v.shape[s.dim] * s.padded(v.shape[s.dim])
         runs = {  # kind -> what runs forward, backward
             "all_reduce": ("all_reduce", "none"),
-            "vary": ("none", "all_reduce"),
+            "sum_grad": ("none", "all_reduce"),
             "all_gather": ("all_gather", "none"),
-            "all_gather_varying": ("all_gather", "reduce_scatter"),
+            "all_gather_partial_grad": ("all_gather", "reduce_scatter"),
             "reduce_scatter": ("reduce_scatter", "all_gather"),
             "shard": ("none", "all_gather"),
             "all_to_all": ("all_to_all", "all_to_all"),
@@ -454,7 +455,7 @@ class _Writer:
         for axis in (part for a in axes for part in self.mesh.parts(a)):
             strategy = user.meta.get("strategies", {}).get(axis)
             if kind.startswith("all_gather") and (
-                strategy is None or strategy.kind in ("replicate", "varying", "partial")
+                strategy is None or strategy.kind in ("replicate", "partial_grad", "partial")
             ):
                 continue  # the op cannot be split: no annotation asked for that
             for n in (first, second):

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardc import torch_modes
 from shardc.capture import capture
-from shardc.ir.program import Program
+from shardc.ir.program import OffloadPlaces, Program
 from shardc.passes import runner, unused_axes
 from shardc.passes.accumulate import Accumulate, widened
 from shardc.passes.annotate import Annotate, model_plan
@@ -33,7 +33,6 @@ from shardc.passes.place.refuse import check_rules
 from shardc.passes.precision import Precision
 from shardc.resize import Resizer
 from shardc.spec import Spec
-from shardc.spec.form import Offload
 
 
 @runner.uncollected()
@@ -105,8 +104,6 @@ def compile(
         "compile_seconds": round(time.perf_counter() - start, 3),
         "pass_seconds": steps.seconds,
     }
-    if asked.precision.loss_scale is not None:
-        program.meta["loss_scale"] = asked.precision.loss_scale
-    if asked.data.offload != Offload():
-        program.meta["offload"] = {**asked.data.offload.model_dump(), "page_mb": asked.data.bucket_mb}
+    program.loss_scale = asked.precision.loss_scale
+    program.offload = OffloadPlaces(**asked.data.offload.model_dump(), page_mb=asked.data.bucket_mb)
     return program

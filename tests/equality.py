@@ -22,9 +22,9 @@ from torch import Tensor, fx, nn
 
 import shardc
 from shardc.capture import capture
+from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.placement import Placement, Shard
 from shardc.ir.program import Program
-from shardc.rules.calls import result, tensors
 from shardc.verify.simulate import Simulation
 from tests import zoo
 
@@ -105,9 +105,14 @@ def unnoticed(program: Program) -> list[str]:
     for node in program.graph.nodes:
         for axis, n in program.mesh.axes if node.op == "call_function" and "strategies" in node.meta else ():
             strategy = node.meta["strategies"].get(axis)
-            if n == 1 or strategy is None or strategy.kind not in ("replicate", "varying") or node.meta.get("asked"):
+            if (
+                n == 1
+                or strategy is None
+                or strategy.kind not in ("replicate", "partial_grad")
+                or node.meta.get("asked")
+            ):
                 continue
-            split = [x for x in tensors(node) if isinstance(_lies(x, axis), Shard)]
+            split = [x for x in operands_of(node) if isinstance(_lies(x, axis), Shard)]
             places = {str(user.meta.get("source") or user.name) for x in split for user in x.users}
             told = any(f"is gathered over {axis}" in note and note.startswith(tuple(places)) for note in program.notes)
             found += [f"{node.target} over {axis}: {node.meta.get('source')}"] if split and not told else []
@@ -116,7 +121,7 @@ def unnoticed(program: Program) -> list[str]:
 
 def _lies(node: fx.Node, axis: str) -> Placement | None:
     """How a value lies on an axis where it is made."""
-    source, i = result(node)
+    source, i = producer_of(node)
     strategy = source.meta.get("strategies", {}).get(axis)
     return (
         strategy.outputs[i]

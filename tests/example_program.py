@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import VARYING, Layout, Placement, Shard
+from shardc.ir.placement import PARTIAL_GRAD, Layout, Placement, Shard
 from shardc.ir.program import Bucket, Buffer, Collective, Input, Param, Program, Stage
 from shardc.runtime import ops
 
@@ -68,20 +68,27 @@ def program(dp: int = 1, tp: int = 1, *, dropout: float = 0.0, dtype: torch.dtyp
             "up.weight",
             (H, K),
             dtype,
-            layout=lay(dp=VARYING, tp=Shard(0)),
+            layout=lay(dp=PARTIAL_GRAD, tp=Shard(0)),
             reduce=("dp",),
             order=3,
             bucket=1,
         ),
         Param(
-            "up_bias", "up.bias", (H,), dtype, layout=lay(dp=VARYING, tp=Shard(0)), reduce=("dp",), order=2, bucket=1
+            "up_bias",
+            "up.bias",
+            (H,),
+            dtype,
+            layout=lay(dp=PARTIAL_GRAD, tp=Shard(0)),
+            reduce=("dp",),
+            order=2,
+            bucket=1,
         ),
         Param(
             "down_weight",
             "down.weight",
             (N, H),
             dtype,
-            layout=lay(dp=VARYING, tp=Shard(1)),
+            layout=lay(dp=PARTIAL_GRAD, tp=Shard(1)),
             reduce=("dp",),
             order=1,
             bucket=0,
@@ -92,7 +99,7 @@ def program(dp: int = 1, tp: int = 1, *, dropout: float = 0.0, dtype: torch.dtyp
             (N,),
             dtype,
             aliases=("tied.scale",),
-            layout=lay(dp=VARYING),
+            layout=lay(dp=PARTIAL_GRAD),
             reduce=("dp",),
             order=0,
             bucket=0,

@@ -95,7 +95,7 @@ def _local(call: Call, at: dict[str, fx.Node]) -> Any:
     mesh = at["mesh"]
     pre = call("pre", ROOT, "f64[8@dp, 6] grad", aten.mul.Tensor, at["x"], at["scale"])
     varied = Collective("none", "all_reduce", ("tp",), 192, "mlp.yaml:4:3 'up': {0: tp/2}")
-    pre = call("pre_vary", UP, "f64[8@dp, 6] ~tp grad", ops.vary, pre, mesh, ("tp",), collective=varied)
+    pre = call("pre_each", UP, "f64[8@dp, 6] ~tp grad", ops.sum_grad, pre, mesh, ("tp",), collective=varied)
     up = call("up", UP, "f64[8@dp, 2·6@tp] grad", aten.linear.default, pre, at["up_weight"], None)
     h = call("h", UP, "f64[8@dp, 2·6@tp] grad", aten.gelu.default, up)
     z = call("z", DOWN, "f64[8@dp, 4] +tp grad", aten.linear.default, h, at["down_weight"])

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
+from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import REPLICATE, Layout, Placement, Shard
 from shardc.ir.program import Input, Param, Program, Source
@@ -26,7 +27,6 @@ from shardc.passes.annotate import indivisible, kv_heads, model_plan, padding, s
 from shardc.passes.annotate.experts import Experts
 from shardc.passes.annotate.plan import Plan
 from shardc.passes.annotate.weight_roles import fused, styled
-from shardc.rules.calls import result, tensors, values
 from shardc.spec import DimShard, ShardRule, Spec
 from shardc.spec.patterns import first_match, match, nearest
 
@@ -390,8 +390,7 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     own = {m for n in nodes for m in _parents(n.meta.get("source", Source()).module)}
     modules = sorted(own.union(*(n.meta.get("through", ()) for n in nodes)))
-    shared: list[list[str]] = program.meta.get("shared_modules", [])
-    also = {m: names for names in shared for m in modules if m in names}
+    also = {m: names for names in program.shared_modules for m in modules if m in names}
     pinned: dict[fx.Node, tuple[Layout, str]] = {}
     todo: list[tuple[fx.Node, set[fx.Node] | None, Layout, str, str]] = []
     claimed: set[tuple[str, str]] = set()
@@ -423,7 +422,7 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
         claimed |= {(m, rule.at) for m in mine}
         for module in mine:
             for value, inside in _boundary(nodes, module, rule.at):
-                v = values(result(value)[0])[result(value)[1]]
+                v = values_of(producer_of(value)[0])[producer_of(value)[1]]
                 layout = _layout(rule.dims, mesh)
                 if spec.uneven == "pad":
                     layout = padding.padded(layout, v.shape, mesh)
@@ -447,7 +446,7 @@ def _activations(spec: Spec, program: Program, mesh: Mesh) -> None:
         for user in users:
             user.replace_input_with(value, pin)
         pin.meta = {
-            "value": values(result(value)[0])[result(value)[1]],
+            "value": values_of(producer_of(value)[0])[producer_of(value)[1]],
             "source": value.meta.get("source", Source()),
             "pin": layout,
         }
@@ -486,7 +485,10 @@ def _boundary(nodes: list[fx.Node], module: str, at: str) -> Iterator[tuple[fx.N
                 order = {n: i for i, n in enumerate(nodes)}
                 ordered = sorted(inside, key=order.__getitem__)
                 taken = [
-                    t for n in ordered for t in tensors(n) if t not in inside and t.op != "placeholder" and _flows(t)
+                    t
+                    for n in ordered
+                    for t in operands_of(n)
+                    if t not in inside and t.op != "placeholder" and _flows(t)
                 ]
                 if taken:
                     yield taken[0], inside

@@ -57,16 +57,16 @@ class Experts:
 
     spec: Spec
     program: Program
-    names: dict[str, list[str]] = field(init=False, repr=False)
+    names: dict[str, tuple[str, ...]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        shared: list[list[str]] = self.program.meta.get("shared_modules", [])
-        object.__setattr__(self, "names", {name: names for names in shared for name in names})
+        shared = {name: names for names in self.program.shared_modules for name in names}
+        object.__setattr__(self, "names", shared)
 
     def entry(self, module: str) -> int | None:
         """The first entry that matches a module, or one around it."""
         for i, e in enumerate(self.spec.experts):
-            if any(match(e.match, name) for m in _parents(module) for name in self.names.get(m, [m])):
+            if any(match(e.match, name) for m in _parents(module) for name in self.names.get(m, (m,))):
                 return i
         return None
 
@@ -153,7 +153,7 @@ class Experts:
         for i, e in enumerate(self.spec.experts):
             if i in hit:
                 continue
-            matched = [m for m in modules if any(match(e.match, name) for name in self.names.get(m, [m]))]
+            matched = [m for m in modules if any(match(e.match, name) for name in self.names.get(m, (m,)))]
             stacked = [n for j, n in self.ops() if j == i]
             there = [m for m in having if any(match(e.match, x) for x in _parents(m))]
             if stacked:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.rules import registry
-from shardc.rules.calls import result, tensors, values
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ def _sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        used = tensors(node)
+        used = operands_of(node)
         if node.target is aten.scaled_dot_product_attention.default:
             q, k, v = used[:3]
             queries, keys = _shape(q), _shape(k)
@@ -109,8 +109,8 @@ def _expanded(node: fx.Node, x: fx.Node) -> Iterator[tuple[fx.Node, Shared]]:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    op, i = result(node)
-    return values(op)[i].shape
+    op, i = producer_of(node)
+    return values_of(op)[i].shape
 
 
 def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
@@ -119,7 +119,7 @@ def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
     todo, seen = [(heads, False)], {heads}
     while todo:
         node, part = todo.pop()
-        op, _ = result(node)
+        op, _ = producer_of(node)
         if op.op != "call_function":
             continue
         rule = registry.find(op.target)
@@ -127,7 +127,7 @@ def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
             if part or _numel(node) == _numel(heads):  # a fused weight that makes other heads too, or just these
                 yield from ((x, _numel(node) > _numel(heads)) for x in _operands(op))
             continue
-        for source in tensors(op):
+        for source in operands_of(op):
             if source not in seen:
                 seen.add(source)
                 todo.append((source, part or _numel(node) < _numel(source)))
@@ -139,10 +139,10 @@ def _numel(node: fx.Node) -> int:
 
 def _operands(product: fx.Node) -> Iterator[fx.Node]:
     """Placeholders that an op uses through views alone."""
-    todo = list(tensors(product))
+    todo = list(operands_of(product))
     while todo:
         node = todo.pop()
         if node.op == "placeholder":
             yield node
-        elif len(tensors(node)) == 1:
-            todo += tensors(node)
+        elif len(operands_of(node)) == 1:
+            todo += operands_of(node)

@@ -26,11 +26,11 @@ import torch
 from torch import fx, nn
 
 from shardc.errors import Errors, ShardcError
+from shardc.ir.graph import values_of
 from shardc.ir.placement import Shard
 from shardc.ir.program import Param, Program
 from shardc.passes.annotate.plan import Plan
 from shardc.passes.annotate.propagate_split import Follower, Region, uses
-from shardc.rules.calls import values
 from shardc.spec import Spec
 from shardc.spec.form import EXPERTS_AXIS, Expert
 from shardc.spec.patterns import nearest, of_every_layer
@@ -253,7 +253,7 @@ def _settled(follower: Follower, asked: Mapping[fx.Node, tuple[Shard, str]]) -> 
     row-parallel weight.
     """
     found: dict[fx.Node, tuple[Shard, str]] = {}
-    last = {n: s.dim == len(values(n)[0].shape) - 1 and s.dim > 0 for n, (s, _) in asked.items()}
+    last = {n: s.dim == len(values_of(n)[0].shape) - 1 and s.dim > 0 for n, (s, _) in asked.items()}
     for node in sorted(asked, key=lambda n: not last[n]):
         if node in found:
             continue

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.placement import Partial, Placement, Shard
 from shardc.ir.program import Program, Value
-from shardc.rules.calls import choices_of, result, tensors, values
-from shardc.rules.registry import Choices, Strategy, needs_vary
+from shardc.rules.calls import choices_of
+from shardc.rules.registry import Choices, Strategy, needs_sum_grad
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
 _SAME = 1  # ranks: any factor divides by one, so that what is found does not depend on the mesh
@@ -48,7 +49,7 @@ class Region:
     def bytes(self) -> float:
         """Bytes that are summed or gathered, forward and backward, up to a factor that is the same for every region."""
         total = sum(2 * _value(k).nbytes() for k in self.exits) + sum(_value(k).nbytes() for k in self.gathers)
-        return total + sum(2 * _value(k).nbytes() for k in self.entries if needs_vary(_value(k)))
+        return total + sum(2 * _value(k).nbytes() for k in self.entries if needs_sum_grad(_value(k)))
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ class Follower:
         if node in region.ops:
             return None if region.ops[node] == strategy else Blocked(node, "would be split two ways")
         region.ops[node] = strategy
-        for t, need in zip(tensors(node), strategy.inputs, strict=True):
-            key = result(t)
+        for t, need in zip(operands_of(node), strategy.inputs, strict=True):
+            key = producer_of(t)
             if isinstance(need, Shard):
                 todo.append((key, need))
             elif key[0] not in self.derived and key[0] not in self.constant and not isinstance(need, Partial):
@@ -192,11 +193,11 @@ def uses(key: Key) -> Iterator[tuple[fx.Node, int]]:
     for name in names:
         for user in name.users:
             if user.target is not operator.getitem:
-                yield from ((user, i) for i, t in enumerate(tensors(user)) if t is name)
+                yield from ((user, i) for i, t in enumerate(operands_of(user)) if t is name)
 
 
 def _value(key: Key) -> Value:
-    return values(key[0])[key[1]]
+    return values_of(key[0])[key[1]]
 
 
 def _origins(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -211,7 +212,7 @@ def _origins(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
             elif node.name in buffers:
                 constant.add(node)
         elif node.op == "call_function":
-            sources = [result(t)[0] for t in tensors(node)]
+            sources = [producer_of(t)[0] for t in operands_of(node)]
             if all(s in constant for s in sources):
                 constant.add(node)
             elif all(s in constant or s in derived for s in sources):

@@ -19,13 +19,13 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
+from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program, Source
 from shardc.passes.annotate import kv_heads
 from shardc.passes.annotate.plan import Plan
 from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, Region, uses
-from shardc.rules.calls import result, tensors, values
-from shardc.rules.registry import needs_vary
+from shardc.rules.registry import needs_sum_grad
 from shardc.spec.patterns import of_every_layer
 
 aten = torch.ops.aten
@@ -77,11 +77,11 @@ def _candidates(follower: Follower, program: Program) -> Iterator[Region]:
     for node in program.graph.nodes:
         if node not in _products(follower, [node]):
             continue
-        for i, t in enumerate(tensors(node)):
-            key = result(t)
+        for i, t in enumerate(operands_of(node)):
+            key = producer_of(t)
             if key[0] not in follower.derived:
                 continue
-            for d in range(len(values(key[0])[key[1]].shape)):
+            for d in range(len(values_of(key[0])[key[1]].shape)):
                 start = (key, Shard(d))
                 if start in seen or follower.by_operand(node, i, Shard(d)) is None:
                     continue
@@ -101,8 +101,10 @@ def _products(follower: Follower, nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 def _worthwhile(follower: Follower, region: Region) -> bool:
     """A pair, or one weight that is as long as a vocabulary: splitting a small head alone sums more than it saves."""
-    products = [n for n in _products(follower, region.ops) if any(result(t)[0] in follower.derived for t in tensors(n))]
-    shapes = [(values(p)[0].shape, s.dim) for p, s in region.params.items()]
+    products = [
+        n for n in _products(follower, region.ops) if any(producer_of(t)[0] in follower.derived for t in operands_of(n))
+    ]
+    shapes = [(values_of(p)[0].shape, s.dim) for p, s in region.params.items()]
     return len(products) > 1 or any(len(shape) > 1 and shape[d] == max(shape) for shape, d in shapes)
 
 
@@ -122,7 +124,7 @@ def _uneven(program: Program, region: Region, shared: Mapping[fx.Node, kv_heads.
     """
     few = {shared[p].heads for p in region.params if p in shared and n % shared[p].heads == 0 == shared[p].queries % n}
     for (node, i), s in region.values.items():
-        shape = values(node)[i].shape
+        shape = values_of(node)[i].shape
         for size in s.sections or (shape[s.dim] // s.split,):
             if size % n and size not in few:
                 names = ", ".join(dict.fromkeys(of_every_layer(program.param(p.name).fqn) for p in region.params))
@@ -136,21 +138,27 @@ def _vocabulary(follower: Follower, node: fx.Node) -> bool:
     """Whether a table is looked up by ids that come with the batch, and has at least as many rows as its rows have
     numbers.
     """
-    shape = values(node)[0].shape
+    shape = values_of(node)[0].shape
     lookups = [(u, i) for u, i in uses((node, 0))]
     if len(shape) != 2 or shape[0] < shape[1] or not lookups:
         return False
     for user, i in lookups:
         if user.target is not aten.embedding.default or i != 0 or follower.by_operand(user, 0, Shard(0)) is None:
             return False
-        if result(tensors(user)[1])[0] in follower.constant:
+        if producer_of(operands_of(user)[1])[0] in follower.constant:
             return False
     return True
 
 
 def _story(region: Region) -> str:
     """A region in a few words: from the modules that begin it to those that end it."""
-    reads = (u for key in region.entries if needs_vary(values(key[0])[key[1]]) for u, _ in uses(key) if u in region.ops)
+    reads = (
+        u
+        for key in region.entries
+        if needs_sum_grad(values_of(key[0])[key[1]])
+        for u, _ in uses(key)
+        if u in region.ops
+    )
     ins = dict.fromkeys(_module(u) for u in reads)
     outs = dict.fromkeys(_module(node) for node, _ in region.exits)
     return f"{_few(ins, 'input')} -> {_few(outs, 'loss')}"

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, fx
 
 from shardc.errors import ShardcError
+from shardc.ir.graph import values_of
 from shardc.ir.program import Program, Source, Value
 from shardc.nn import text_of
-from shardc.rules.calls import values
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -331,7 +331,7 @@ def _choices(order: fx.Node) -> fx.Node | None:
         before = [
             x
             for x in node.all_input_nodes
-            if x.op == "call_function" and not any(v.dtype.is_floating_point for v in values(x))
+            if x.op == "call_function" and not any(v.dtype.is_floating_point for v in values_of(x))
         ]
         if len(node.all_input_nodes) != 1 or not before:
             return node if node is not order and not isinstance(node.meta["value"], tuple) else None

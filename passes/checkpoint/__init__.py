@@ -28,13 +28,13 @@ from torch import fx
 
 from shardc.artifact.emit import human
 from shardc.errors import Errors
+from shardc.ir.graph import operands_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Collective, Program, Region, Source
 from shardc.ir.types import op_name
 from shardc.passes.checkpoint.autograd_saves import Saved, SavedOf
 from shardc.passes.place.transfer_cost import FLOPS_PER_BYTE
 from shardc.rules import registry
-from shardc.rules.calls import tensors
 from shardc.runtime import ops
 from shardc.spec import Checkpoint as Asked
 from shardc.spec import Spec
@@ -72,7 +72,7 @@ def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
     elif "conv" in name:
         found.add("conv")
     elif rule is not None and rule.flops is not None:
-        found.add("linear" if any(x in weights for x in tensors(node)) else "matmul")
+        found.add("linear" if any(x in weights for x in operands_of(node)) else "matmul")
     elif name in _NORMS:
         found.add("norm")
     return found
@@ -121,8 +121,7 @@ class Checkpoint:
             for n in stage.graph.nodes:
                 for m in _parents(n.meta.get("source", Source()).module):
                     first.setdefault(m, len(first))
-        shared: list[list[str]] = program.meta.get("shared_modules", [])
-        also = {m: names for names in shared for m in first if m in names}
+        also = {m: names for names in program.shared_modules for m in first if m in names}
         found: dict[str, tuple[int, Asked]] = {}
         for i, entry in enumerate(self.spec.checkpoint):
             matched = {m for m in first if any(match(entry.match, name) for name in also.get(m, [m]))}
@@ -247,11 +246,11 @@ class _Graph:
                 whole: Any = n.args[0]
                 views = self.saved[whole].views if whole in self.saved else ()
                 at = views[n.args[1]] if isinstance(n.args[1], int) and n.args[1] < len(views) else -1
-                self.base[n] = self.base[tensors(whole)[at]] if at >= 0 else n
+                self.base[n] = self.base[operands_of(whole)[at]] if at >= 0 else n
                 continue
             self.saved[n] = saved(n)
             if len(self.saved[n].views) == 1 and self.saved[n].views[0] >= 0:
-                self.base[n] = self.base[tensors(n)[self.saved[n].views[0]]]
+                self.base[n] = self.base[operands_of(n)[self.saved[n].views[0]]]
 
     def members(self, region: str) -> list[fx.Node]:
         """The ops of a region, and of those in it, in order."""
@@ -351,7 +350,7 @@ class _Choice:
             saved = self.graph.saved.get(n)
             if saved is None or n.meta["region"] != self.region:
                 continue
-            operands = tensors(n)
+            operands = operands_of(n)
             self.wanted |= {self.graph.base[operands[i]]: None for i in saved.operands}
             if saved.results:
                 self.wanted[n] = None

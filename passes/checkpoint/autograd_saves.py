@@ -22,8 +22,9 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardc.ir.graph import operands_of, values_of
 from shardc.ir.program import Program, Value
-from shardc.rules.calls import call_of, tensors, values
+from shardc.rules.calls import call_of
 from shardc.rules.registry import Call, Operand
 from shardc.runtime import ops
 from shardc.torch_private import DATA_DEPENDENT, FakeTensorMode, OpOverload
@@ -80,12 +81,12 @@ _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
 }
 #: Those whose result is their operand, seen differently, on some rank at least.
 _VIEWS = (
-    ops.vary,
-    ops.unvary,
+    ops.sum_grad,
+    ops.first_grad,
     ops.shard,
-    ops.shard_varying,
+    ops.shard_partial_grad,
     ops.to_partial,
-    ops.varying_to_partial,
+    ops.partial_grad_to_partial,
     ops.fill_padding,
     ops.select_partial,
 )
@@ -105,13 +106,15 @@ class SavedOf:
 
     def types(self, node: fx.Node) -> tuple[Value, ...]:
         """The types of a node's results on one rank, in one microbatch."""
-        found = tuple(Value(v.local_shape(self.mesh), v.dtype, v.requires_grad) for v in values(node) if v is not None)
+        found = tuple(
+            Value(v.local_shape(self.mesh), v.dtype, v.requires_grad) for v in values_of(node) if v is not None
+        )
         if (
             node.op == "placeholder" and (cut := self._cut.get(node.name)) is not None
         ):  # its type is that of the whole step's
             shape = list(found[0].shape)
             padded = bool(
-                values(node)[0].layout.shards(cut.dim)
+                values_of(node)[0].layout.shards(cut.dim)
             )  # by the axes that split the batch: all of a dim have the same padding
             shape[cut.dim] = (shape[cut.dim] if padded else cut.padded(shape[cut.dim])) // self._microbatches
             return (replace(found[0], shape=tuple(shape)),)
@@ -119,7 +122,9 @@ class SavedOf:
 
     def call(self, node: fx.Node) -> Call:
         """A call with the types of one rank."""
-        return replace(call_of(node), operands=tuple(self.types(x)[0] for x in tensors(node)), results=self.types(node))
+        return replace(
+            call_of(node), operands=tuple(self.types(x)[0] for x in operands_of(node)), results=self.types(node)
+        )
 
     def __call__(self, node: fx.Node) -> Saved:
         saved = self._saved(node)
@@ -137,13 +142,13 @@ class SavedOf:
         given, made = call.operands, call.results
         if node.target in _VIEWS:
             return Saved(
-                views=(0,), strides=(self._stride(tensors(node)[0]),) if given[0].shape == made[0].shape else ()
+                views=(0,), strides=(self._stride(operands_of(node)[0]),) if given[0].shape == made[0].shape else ()
             )
         if node.target in _OURS:
             return _OURS[node.target](given, made) if any(v.requires_grad for v in given) else Saved()
         if not isinstance(node.target, OpOverload) and node.target not in _PLAIN:
             return Saved()
-        strides = tuple(map(self._stride, tensors(node)))
+        strides = tuple(map(self._stride, operands_of(node)))
         key = repr((str(node.target), call.args, call.kwargs, given, strides))
         if key not in self._known:
             self._known[key] = _run(call, strides)

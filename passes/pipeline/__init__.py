@@ -28,12 +28,13 @@ from typing import Any
 
 from torch import fx
 
+from shardc.ir.graph import operands_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Collective, Program, Source, Stage
 from shardc.ir.types import behind
 from shardc.passes.pipeline import cuts
 from shardc.rules import registry
-from shardc.rules.calls import call_of, tensors, values
+from shardc.rules.calls import call_of
 from shardc.runtime import schedule
 from shardc.spec import Spec
 
@@ -173,7 +174,7 @@ class _Cut:
         """Move ops, but products, over a cut where less crosses it then: back what makes less, forward what makes more.
         As
         long as that leaves the stages as even as they are."""
-        size = {n: sum(v.nbytes(self.mesh) for v in values(n)) for n in self.main}
+        size = {n: sum(v.nbytes(self.mesh) for v in values_of(n)) for n in self.main}
         work = dict(zip(ops.nodes, ops.work, strict=True))
         loads, members = [0.0] * self.count, [0] * self.count
         for n in ops.nodes:
@@ -189,7 +190,7 @@ class _Cut:
                 self._put(n, to)
 
         for n in self.main:  # back, to where the operands are made
-            operands = [_made(x) for x in tensors(n) if x in self.stage]
+            operands = [_made(x) for x in operands_of(n) if x in self.stage]
             if n.target is operator.getitem or not operands or _flops(n):
                 continue
             at = max(self.stage[x] for x in operands)
@@ -198,7 +199,7 @@ class _Cut:
                 move(n, at)
         for n in reversed(self.main):  # forward, to where it is used
             users = [u for u in cuts.users(n) if u in self.stage]
-            operands = list(dict.fromkeys(_made(x) for x in tensors(n) if x in self.stage))
+            operands = list(dict.fromkeys(_made(x) for x in operands_of(n) if x in self.stage))
             if n.target is operator.getitem or not users or len(users) < len(cuts.users(n)) or _flops(n):
                 continue
             at = min(self.stage[u] for u in users)
@@ -256,7 +257,7 @@ class _Cut:
         todo = list(roots)
         while todo:
             n = todo.pop()
-            if n not in found and any(v is not None and v.requires_grad for v in values(n)):
+            if n not in found and any(v is not None and v.requires_grad for v in values_of(n)):
                 found.add(n)
                 if self.stage.get(n, stage) == stage:
                     todo += n.all_input_nodes

@@ -22,10 +22,11 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from shardc.errors import Errors, ShardcError
+from shardc.ir.graph import operands_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Source
 from shardc.rules import registry
-from shardc.rules.calls import call_of, tensors, values
+from shardc.rules.calls import call_of
 from shardc.runtime import ops
 from shardc.spec import Spec
 from shardc.spec.patterns import match, nearest
@@ -74,7 +75,7 @@ class Ops:
         seen: set[fx.Node] = set()
         work = []
         for i, n in enumerate(main):
-            traffic = sum(v.nbytes(mesh) for x in (*tensors(n), n) for v in values(x))
+            traffic = sum(v.nbytes(mesh) for x in (*operands_of(n), n) for v in values_of(x))
             rule = registry.find(n.target)
             flops = rule.flops(call_of(n)) / mesh.world if rule is not None and rule.flops is not None else 0
             fresh = [x for x in _weights(n, position) if x not in seen]
@@ -82,7 +83,7 @@ class Ops:
             update = UPDATE * sum(x.meta["value"].nbytes(mesh) for x in fresh) / microbatches
             work.append(max(traffic, flops / FLOPS) + update)
             last = max((position[u] for u in users(n) if u in position), default=i)
-            nbytes = sum(v.nbytes(mesh) for v in values(n))
+            nbytes = sum(v.nbytes(mesh) for v in values_of(n))
             change[i + 1] += nbytes
             change[last + 1] -= nbytes
         return Ops(tuple(main), tuple(work), tuple(accumulate(change[:-1])))

@@ -22,13 +22,14 @@ from typing import Any
 
 from torch import fx
 
+from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.placement import PARTIAL, REPLICATE, VARYING, Layout, Partial, Placement, Shard
+from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
 from shardc.passes.place.transfer_cost import FLOPS_PER_BYTE, TOUCH, UNDO, transfer
-from shardc.rules.calls import choices_of, result, tensors, values
-from shardc.rules.registry import Choices, Strategy, needs_vary
+from shardc.rules.calls import choices_of
+from shardc.rules.registry import Choices, Strategy, needs_sum_grad
 
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
 SWEEPS = 4
@@ -96,7 +97,9 @@ class Axis:
                 if self.name in node.meta.get("shared", ()):
                     self.shared.add(node)
             elif node.op == "call_function":
-                sources = [source for source, _ in self.operands[node]] if node in self.operands else [result(node)[0]]
+                sources = (
+                    [source for source, _ in self.operands[node]] if node in self.operands else [producer_of(node)[0]]
+                )
                 if all(s in constant for s in sources):
                     constant.add(node)
                 elif all(s in constant or s in self.derived for s in sources):
@@ -161,7 +164,7 @@ class Axis:
         if any(o[0] in self.shared for o in operands) and node not in self.shared:
             # every rank computes the heads it shares, as a part of its own work: what is split otherwise would have to
             # be gathered
-            yield choices.varying
+            yield choices.partial_grad
             return
         seen: list[Strategy] = []  # few, and mostly the same objects: hashing them all takes longer
         for i, operand in enumerate(operands):
@@ -184,12 +187,12 @@ class Axis:
         if choices.rule.extra:
             yield from choices.rule.extra(choices.call, self.n, [frozenset(self.have[o]) for o in operands])
         # at equal cost a value goes on as it is
-        varies = any(self.have[o][0] == VARYING for o in operands)
+        varies = any(self.have[o][0] == PARTIAL_GRAD for o in operands)
         if varies:
-            yield choices.varying
+            yield choices.partial_grad
         yield choices.replicate
-        if not varies and any(VARYING in self.have[o] for o in operands):
-            yield choices.varying
+        if not varies and any(PARTIAL_GRAD in self.have[o] for o in operands):
+            yield choices.partial_grad
         if any(isinstance(p, Partial) for o in operands for p in self.have[o]):
             yield from choices.partials
 
@@ -212,7 +215,7 @@ class Axis:
     def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
         """Whether the digits that other axes took leave room, on every operand and result."""
         others: dict[str, Strategy] = {a: s for a, s in node.meta["strategies"].items() if a != self.name}
-        if not others or strategy.kind in ("replicate", "varying", "partial", "pin"):
+        if not others or strategy.kind in ("replicate", "partial_grad", "partial", "pin"):
             return True
         call = self.choices[node].call
         for side, placements, vals in ((0, strategy.inputs, call.operands), (1, strategy.outputs, call.results)):
@@ -234,7 +237,7 @@ class Axis:
         if (known := self.nbytes.get(operand)) is not None:
             return known
         node, i = operand
-        v = values(node)[i]
+        v = values_of(node)[i]
         cut = 1
         for axis, s in node.meta.get("strategies", {}).items():
             if i < len(s.outputs) and isinstance(s.outputs[i], Shard):
@@ -250,9 +253,9 @@ class Axis:
         if need in have:
             return 0.0
         node, i = operand
-        v, nbytes = values(node)[i], self._bytes(operand)
-        free = need == VARYING or (isinstance(need, Shard) and node in self.weights)
-        if node in self.derived and have[0] in (REPLICATE, VARYING) and free:
+        v, nbytes = values_of(node)[i], self._bytes(operand)
+        free = need == PARTIAL_GRAD or (isinstance(need, Shard) and node in self.weights)
+        if node in self.derived and have[0] in (REPLICATE, PARTIAL_GRAD) and free:
             return (
                 0.0  # the gradient's reduction has to be done anyway; a weight that is only used split is stored split
             )
@@ -271,7 +274,7 @@ class Axis:
         if strategy.kind == "pin":
             return cost
         choices = self.choices[node]
-        if strategy.kind in ("replicate", "varying", "partial"):
+        if strategy.kind in ("replicate", "partial_grad", "partial"):
             cost += (3 * choices.flops / FLOPS_PER_BYTE + TOUCH * choices.touched) * (self.n - 1) / self.n
         for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):
             if joins:
@@ -323,7 +326,7 @@ class Axis:
         """
         if wanted == chosen.outputs[0] or (other := self._making(node, wanted)) is None:
             return chosen
-        now = transfer(values(node)[0], chosen.outputs[0], wanted, self.n, self._bytes((node, 0)))
+        now = transfer(values_of(node)[0], chosen.outputs[0], wanted, self.n, self._bytes((node, 0)))
         return other if self._change(node, other, chosen, depth=8) <= now else chosen
 
     def _change(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
@@ -356,7 +359,11 @@ class Axis:
         works = choices.rule.flops is not None
         if chosen.kind != "replicate" and (works or chosen.kind != "split"):
             return None
-        other = (None if works else choices.varying) if wanted == VARYING else choices.from_result(0, wanted, self.n)
+        other = (
+            (None if works else choices.partial_grad)
+            if wanted == PARTIAL_GRAD
+            else choices.from_result(0, wanted, self.n)
+        )
         return other if other is not None and self._fits(node, other) else None
 
     # --- after the sweeps
@@ -376,21 +383,19 @@ class Axis:
         return (REPLICATE,) * len(self.operands[user]) if user.op == "output" else self.chosen[user].inputs
 
     def _hoist(self) -> None:
-        """Move `vary` from uses of values that derive from parameters up to the parameters, where it is the gradient's
-        reduction.
-        """
+        """Move `sum_grad` from the uses of what derives from parameters up to the parameters: their gradients' sum."""
         for node in reversed(list(self._nodes())):
             plain = node in self.derived and self.chosen[node].kind == "replicate"
-            if plain and any(VARYING in self._needs(node, i) for i in range(len(values(node)))):
-                self.chosen[node] = self.choices[node].varying
+            if plain and any(PARTIAL_GRAD in self._needs(node, i) for i in range(len(values_of(node)))):
+                self.chosen[node] = self.choices[node].partial_grad
         for node, placement in self.stored.items():
             if node in self.derived and placement == REPLICATE:
                 needs = self._needs(node)
-                v = values(node)[0]
+                v = values_of(node)[0]
                 if len(needs) == 1 and isinstance(p := next(iter(needs)), Shard) and not self._collides(node, p):
                     self.stored[node] = p
-                elif VARYING in needs and needs_vary(v):
-                    self.stored[node] = VARYING
+                elif PARTIAL_GRAD in needs and needs_sum_grad(v):
+                    self.stored[node] = PARTIAL_GRAD
         for node, new in self._updated():  # statistics of split channels: stored split, if they are used and made so
             p = self.have[new][0]
             if (
@@ -409,7 +414,7 @@ class Axis:
 
     def _collides(self, node: fx.Node, placement: Shard) -> bool:
         layout = {p.name: p.layout for p in self.program.stored}[node.name]
-        return bool(layout.replace(self.name, placement, self.mesh).fits(values(node)[0].shape, self.mesh))
+        return bool(layout.replace(self.name, placement, self.mesh).fits(values_of(node)[0].shape, self.mesh))
 
     def _explain(self) -> None:
         """For every op the annotation that its strategy goes back to: a weight's first, else that of the operand it
@@ -445,7 +450,7 @@ def place(program: Program, mesh: Mesh) -> Program:
         if node.op == "call_function" and node.target is not operator.getitem
     }
     operands = {
-        node: [result(t) for t in tensors(node)]
+        node: [producer_of(t) for t in operands_of(node)]
         for node in program.graph.nodes
         if node in choices or node.op == "output"
     }

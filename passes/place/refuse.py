@@ -12,13 +12,13 @@ from torch import fx
 
 from shardc.capture.causes import way_around
 from shardc.errors import Errors
+from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes import divisibility
 from shardc.passes.annotate import fused_weights
 from shardc.rules import registry
-from shardc.rules.calls import result, tensors
 from shardc.rules.registry import Choices
 from shardc.rules.views import reshape
 
@@ -82,7 +82,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
     for node, c in choices.items():
         if c.rule.notation is not reshape:
             continue
-        source, i = result(tensors(node)[0])
+        source, i = producer_of(operands_of(node)[0])
         for axis, n in mesh.axes:
             why = source.meta.get("why", {}).get(axis, "")
             if n == 1 or not why or source.op != "call_function":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardc.ir.placement import Partial, Placement, Shard, Varying
+from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
 from shardc.ir.program import Value
-from shardc.rules.registry import needs_vary
+from shardc.rules.registry import needs_sum_grad
 
 # A matmul's flops weigh as many bytes of communication as a device with ~1000 flop per link byte would lose by
 # repeating it (H100: 400 Tflop/s bf16 against 300-450 GB/s NVLink). Touching memory weighs little: it only breaks ties.
@@ -16,28 +16,28 @@ UNDO = 1000.0
 
 def transfer(v: Value, old: Placement, new: Placement, n: int, nbytes: float) -> float:
     """Bytes that one rank sends for a conversion, forward and backward."""
-    grad = needs_vary(v)
+    grad = needs_sum_grad(v)
     part = nbytes * (n - 1) / n
     if old == new:
         return 0.0
     match old, new:
         case Partial(), Shard():
             return part + part * grad
-        case Partial(), Varying():
+        case Partial(), PartialGrad():
             return 2 * part + 2 * part * grad
         case Partial(), _:
             return 2 * part
         case Shard(), Shard():
             return (part + part * grad) / n
-        case Shard(), Varying():
+        case Shard(), PartialGrad():
             return part + part * grad
         case Shard(), Partial():  # moves nothing, but takes its whole size from here on and has to be summed later
             return 3 * part
         case Shard(), _:
             return part
-        case _, Varying():
+        case _, PartialGrad():
             return 2 * part * grad
-        case Varying(), _:
+        case PartialGrad(), _:
             return 0.0
         case _, Shard():
             return part * grad

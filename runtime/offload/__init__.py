@@ -10,7 +10,7 @@ Only copies are made: the step is the same, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardc.ir.program import OffloadPlaces
 from shardc.runtime.mesh.allocator import return_freed
 from shardc.runtime.offload.copies import Home, Mover
 from shardc.runtime.offload.storage import Files, Memory, Place
@@ -26,25 +27,21 @@ _Read = tuple[Home, str]  # what is read, and for which direction
 
 
 class Offload:
-    """One rank's places outside of its device. asked: {"optimizer": place, "parameters": place}, as the spec names
-    them;
-    {} = none.
+    """One rank's places outside of its device, as the program names them.
 
     .homes: where each parameter is kept that the optimizer works on, of those that are kept outside. At rest such a
     parameter's data is its home; on a GPU it is a stand-in without memory, so that gradients on the device fit to it.
     """
 
-    def __init__(self, asked: Mapping[str, Any], mesh: Any) -> None:
+    def __init__(self, places: OffloadPlaces, mesh: Any) -> None:
         self.device: torch.device = mesh.device
         self._mover: Mover | None = None
-        self.page_bytes = int(float(asked.get("page_mb", 25.0)) * 2**20)
+        self.page_bytes = int(places.page_mb * 2**20)
         self.places: dict[str, Place] = {}
-        made: dict[str, Place] = {}
-        for what in ("optimizer", "parameters"):
-            name = str(asked.get(what, "none"))
-            if name != "none":
-                made[name] = made.get(name) or self._place(name, mesh, f"data.offload.{what}")
-                self.places[what] = made[name]
+        by_name: dict[str, Place] = {}
+        for kind, name in places.used.items():
+            by_name[name] = by_name.get(name) or self._place(name, mesh, f"data.offload.{kind}")
+            self.places[kind] = by_name[name]
         self.homes: dict[nn.Parameter, Home] = {}
         self._after: dict[_Read, tuple[_Read, torch.dtype | None]] = {}
         self._last: _Read | None = None

@@ -46,7 +46,7 @@ from shardc.runtime.rng import dropout, dropout_mask, masked
 
 __all__ = [
     "all_gather",
-    "all_gather_varying",
+    "all_gather_partial_grad",
     "all_reduce",
     "all_reduce_max",
     "all_to_all",
@@ -62,6 +62,7 @@ __all__ = [
     "experts_route",
     "experts_send",
     "fill_padding",
+    "first_grad",
     "gather_start",
     "gather_wait",
     "masked",
@@ -69,20 +70,19 @@ __all__ = [
     "nll_join",
     "nll_max",
     "nll_parts",
+    "partial_grad_to_partial",
     "partial_mean",
     "random",
     "reduce_scatter",
     "select_partial",
     "shard",
-    "shard_varying",
+    "shard_partial_grad",
+    "sum_grad",
     "summed",
     "to_partial",
     "total",
     "unshard_partial",
-    "unvary",
     "updated",
-    "vary",
-    "varying_to_partial",
 ]
 
 Mesh = Any  # shardc.runtime.mesh's meshes; a protocol would only repeat their docstrings
@@ -111,10 +111,10 @@ def _pad(x: Tensor, mesh: Mesh, axis: str, s: Shard, direction: str, tag: str) -
 #: conversion of one digit -> (what forward does, its transpose)
 _MOVES = {
     "all_gather": (_gather, _cut),
-    "all_gather_varying": (_gather, _scatter),
+    "all_gather_partial_grad": (_gather, _scatter),
     "reduce_scatter": (_scatter, _gather),
     "shard": (_cut, _gather),
-    "shard_varying": (_cut, _pad),
+    "shard_partial_grad": (_cut, _pad),
     "unshard_partial": (_pad, _cut),
 }
 
@@ -161,7 +161,7 @@ class _AllReduce(Function):
         return g, None, None, None
 
 
-class _Vary(Function):
+class _SumGrad(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str) -> Tensor:
         ctx.how = mesh, axes, tag
@@ -219,7 +219,7 @@ def all_gather(
     return _apply(_Digit, x, "all_gather", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
-def all_gather_varying(
+def all_gather_partial_grad(
     x: Tensor,
     mesh: Mesh,
     axis: str,
@@ -231,8 +231,10 @@ def all_gather_varying(
     *,
     tag: str = "",
 ) -> Tensor:
-    """shard -> varying. Backward: reduce_scatter."""
-    return _apply(_Digit, x, "all_gather_varying", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
+    """shard -> partial_grad. Backward: reduce_scatter."""
+    return _apply(
+        _Digit, x, "all_gather_partial_grad", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag
+    )
 
 
 def reduce_scatter(
@@ -267,7 +269,7 @@ def shard(
     return _apply(_Digit, x, "shard", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
-def shard_varying(
+def shard_partial_grad(
     x: Tensor,
     mesh: Mesh,
     axis: str,
@@ -279,8 +281,8 @@ def shard_varying(
     *,
     tag: str = "",
 ) -> Tensor:
-    """varying -> shard: local slice. Backward: placed among zeros."""
-    return _apply(_Digit, x, "shard_varying", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
+    """partial_grad -> shard: local slice. Backward: placed among zeros."""
+    return _apply(_Digit, x, "shard_partial_grad", mesh, axis, Shard(dim, split, tuple(sections), padding, blocks), tag)
 
 
 def unshard_partial(
@@ -326,13 +328,13 @@ def all_to_all(
     )
 
 
-def vary(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor:
-    """replicated -> varying: identity. Backward: all_reduce."""
-    return _apply(_Vary, x, mesh, axes, tag)
+def sum_grad(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor:
+    """replicated -> partial_grad: identity. Backward: all_reduce."""
+    return _apply(_SumGrad, x, mesh, axes, tag)
 
 
-def unvary(x: Tensor, mesh: Mesh, axis: str, tag: str = "") -> Tensor:
-    """varying -> replicated: identity. Backward: the first rank keeps, others zero."""
+def first_grad(x: Tensor, mesh: Mesh, axis: str, tag: str = "") -> Tensor:
+    """partial_grad -> replicated: identity. Backward: the first rank keeps, others zero."""
     return _apply(_First, x, mesh.coordinate(axis) == 0, False, True)
 
 
@@ -341,6 +343,6 @@ def to_partial(x: Tensor, mesh: Mesh, axis: str, tag: str = "") -> Tensor:
     return _apply(_First, x, mesh.coordinate(axis) == 0, True, False)
 
 
-def varying_to_partial(x: Tensor, mesh: Mesh, axis: str, tag: str = "") -> Tensor:
-    """varying -> partial: the first rank keeps, others zero, in both directions."""
+def partial_grad_to_partial(x: Tensor, mesh: Mesh, axis: str, tag: str = "") -> Tensor:
+    """partial_grad -> partial: the first rank keeps, others zero, in both directions."""
     return _apply(_First, x, mesh.coordinate(axis) == 0, True, True)

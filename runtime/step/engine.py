@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
+from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
 from shardc.runtime.mesh import TorchMesh
@@ -50,7 +50,7 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     found += [norm_axes(program, p.name) for p in program.params]
     for stage in program.stages:
         found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
-    if "loss_scale" in program.meta or any(
+    if program.loss_scale is not None or any(
         s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
     ):
         found.append(program.mesh.names)  # all ranks skip a step alike; the loads of experts
@@ -108,14 +108,14 @@ class Engine:
         routing: bool = False,
         mesh: Any = None,
         interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
-        offload: Callable[[Mapping[str, Any], Any], Offload] = Offload,
+        offload: Callable[[OffloadPlaces, Any], Offload] = Offload,
     ) -> None:
         self.program = program
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = Rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
         parts, self.buffers = state.local_parts(program, model, self.mesh, seed)
-        self._offload = offload(program.meta.get("offload", {}), self.mesh)
+        self._offload = offload(program.offload, self.mesh)
         self._buckets = Buckets(program, parts, self.mesh, self._offload)
         self.params = self._buckets.owned
         self._updates, self._whole = optimizer is not None, True
@@ -123,7 +123,7 @@ class Engine:
             self._optimizer(optimizer) if optimizer is not None else None
         )  # None also where a rank has nothing to train
         whole = (
-            clip_norm is not None or "loss_scale" in program.meta or bool(self._offload.places)
+            clip_norm is not None or program.loss_scale is not None or bool(self._offload.places)
         )  # nothing may be updated before all is there
         self._by_bucket = (
             ByBucket(self.optimizer, self.params)
@@ -145,7 +145,7 @@ class Engine:
         self._runs = interpreter
         self._interpreter = interpreter(program, self.mesh)
         self._others: dict[tuple[int, ...], tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of fewer rows
-        self.scaler = Scaler(program.meta["loss_scale"], self.mesh) if "loss_scale" in program.meta else None
+        self.scaler = Scaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
         self._unbucketed = [n for n in self.params if n not in self._buckets.names]
 
     def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:

@@ -105,7 +105,7 @@ class ShardedModule(nn.Module):
                 where="pipeline",
                 fix="use program.engine(...)",
             )
-        if program.meta.get("offload"):
+        if program.offload.used:
             raise ShardcError(
                 "the engine moves what is offloaded, and a module has none: it does not step the optimizer",
                 where="data.offload",

@@ -35,7 +35,7 @@ from shardc.torch_private import outer_hooks
 
 #: Ops whose result may be their operand on some ranks and a new tensor on others: what they save must not start a
 #: recomputation on some ranks only. It is small, and kept.
-BY_RANK = frozenset({ops.fill_padding, ops.select_partial, ops.to_partial, ops.varying_to_partial, ops.unvary})
+BY_RANK = frozenset({ops.fill_padding, ops.select_partial, ops.to_partial, ops.partial_grad_to_partial, ops.first_grad})
 
 #: What was made by an op: (op, part). part -1: its result; 0, 1, ...: that one of several results; -2 - n: the n-th
 #: tensor that it saved for backward and made for itself.

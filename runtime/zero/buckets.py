@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.ir.program import Program
+from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.bucket import Cut, Stored, Summed, owned_run
 from shardc.runtime.zero.flat import Run
@@ -47,7 +47,7 @@ class Buckets:
         offload: Offload | None = None,
     ) -> None:
         self.mesh = mesh
-        self._offload = offload if offload is not None else Offload({}, mesh)
+        self._offload = offload if offload is not None else Offload(OffloadPlaces(), mesh)
         self._gathered = Gathered()
         at = mesh.coordinate(program.axis) if program.axis else 0
         here = (

@@ -30,7 +30,7 @@ from shardc.artifact.parser import graph_of
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard, parse, show
-from shardc.ir.program import Bucket, Buffer, Input, Param, Program, Region, Stage, Value
+from shardc.ir.program import Bucket, Buffer, Input, OffloadPlaces, Param, Program, Region, Stage, Value
 from shardc.runtime import schedule
 from shardc.spec import Spec
 
@@ -119,6 +119,9 @@ def _write(program: Program, folder: Path) -> None:
         "stages": [{"name": s.name, "updates": s.updates} for s in program.stages],
         "axis": program.axis,
         "notes": list(program.notes),
+        "shared_modules": program.shared_modules,
+        "loss_scale": program.loss_scale,
+        "offload": asdict(program.offload),
         "meta": program.meta,
         "sha256": {f.name: _hash(f) for f in sorted(folder.iterdir())},
     }
@@ -326,9 +329,27 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
     )
     notes, microbatches = tuple(manifest["notes"]), int(tables["microbatches"])
     regions = tuple(Region(**r) for r in tables.get("regions", ()))
-    meta: dict[str, Any] = manifest["meta"]
+    meta: dict[str, Any] = dict(manifest["meta"])
+    # earlier artifacts have these three among the facts
+    shared, loss_scale, offload = (
+        manifest[key] if key in manifest else meta.pop(key, default)
+        for key, default in (("shared_modules", ()), ("loss_scale", None), ("offload", {}))
+    )
     return Program(
-        mesh, fx.Graph(), params, buffers, inputs, (), buckets, microbatches, None, None, notes, meta, regions=regions
+        mesh,
+        fx.Graph(),
+        params,
+        buffers,
+        inputs,
+        (),
+        buckets,
+        microbatches,
+        notes=notes,
+        meta=meta,
+        regions=regions,
+        shared_modules=tuple(tuple(names) for names in shared),
+        loss_scale=loss_scale,
+        offload=OffloadPlaces(**offload),
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.placement import show
-from shardc.ir.program import Bucket, Buffer, Collective, Input, Param, Program, Region, Source, Value
+from shardc.ir.program import Bucket, Buffer, Collective, Input, OffloadPlaces, Param, Program, Region, Source, Value
 from shardc.torch_private import OpOverload
 
 HEADER = """import torch
@@ -126,7 +126,7 @@ def _head(program: Program) -> Iterator[str]:
     if program.meta.get("shard"):
         yield "# shard: what `use` came to, as entries of a spec"
         yield from (f"# {plain(line)}" for line in program.meta["shard"])
-    yield from _offload(program.meta.get("offload", {}))
+    yield from _offload(program.offload)
     yield "# parameters: name, type, axes its gradient is summed over, bucket"
     yield from (f"#   {param_text(p)}" for p in program.params)
     if program.buffers:
@@ -142,11 +142,13 @@ def _head(program: Program) -> Iterator[str]:
         yield f"# stage{e.source} -> stage{e.target}: {', '.join(e.names)}, {size} a microbatch"
 
 
-def _offload(asked: Mapping[str, Any]) -> Iterator[str]:
-    where = {"optimizer": "optimizer state", "parameters": "parameters' parts"}
-    kept = [(text, asked[what]) for what, text in where.items() if asked.get(what, "none") != "none"]
-    if kept:
-        places = (f"{text} on the cpu" if at == "cpu" else f"{text} in files of {plain(at)}" for text, at in kept)
+def _offload(offload: OffloadPlaces) -> Iterator[str]:
+    names = {"optimizer": "optimizer state", "parameters": "parameters' parts"}
+    if offload.used:
+        places = (
+            f"{names[kind]} on the cpu" if place == "cpu" else f"{names[kind]} in files of {plain(place)}"
+            for kind, place in offload.used.items()
+        )
         yield f"# offload: {'; '.join(places)}"
 
 

@@ -29,6 +29,14 @@ _SOURCE = re.compile(r"# (.+?) \((.*?)\)(?:: (.*))?$")
 _COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d+) (unasked )?(\".*\")$")
 _NAME = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"'  # as JSON writes strings
 _REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d+))?(?: \| |$)")
+#: Ops that programs written by earlier versions call by another name.
+_RENAMED = {
+    "vary": "sum_grad",
+    "unvary": "first_grad",
+    "all_gather_varying": "all_gather_partial_grad",
+    "shard_varying": "shard_partial_grad",
+    "varying_to_partial": "partial_grad_to_partial",
+}
 _PREAMBLE = [ast.unparse(s) for s in ast.parse(HEADER).body]
 
 
@@ -235,8 +243,10 @@ class _Reader:
 
     def _resolve(self, path: tuple[str, ...], func: ast.expr) -> Any:
         text = ast.unparse(func)[:60]
-        if path[:1] == ("ops",) and len(path) == 2 and path[1] in ops.__all__:
-            return getattr(ops, path[1])
+        if path[:1] == ("ops",) and len(path) == 2:
+            name = _RENAMED.get(path[1], path[1])
+            if name in ops.__all__:
+                return getattr(ops, name)
         if path[:1] == ("aten",):
             path = ("torch", "ops", *path)
         if path[:2] != ("torch", "ops"):

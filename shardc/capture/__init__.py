@@ -407,16 +407,16 @@ def _lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: 
         raise ShardcError(what, where=source.where(loss.meta.get("source", Source())), fix=fix)
     graph.output((loss, with_news))
     graph.lint()
-    meta = {"model": type(model).__name__, "shared_modules": _shared_modules(model)}
-    return Program(Mesh(()), graph, tuple(params), tuple(buffers), tuple(inputs), meta=meta)
+    meta, shared = {"model": type(model).__name__}, _shared_modules(model)
+    return Program(Mesh(()), graph, tuple(params), tuple(buffers), tuple(inputs), meta=meta, shared_modules=shared)
 
 
-def _shared_modules(model: nn.Module) -> list[list[str]]:
+def _shared_modules(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Names of modules that are one object under several: a graph's nodes carry just one of them."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
-    return [found for found in names.values() if len(found) > 1]
+    return tuple(tuple(aliases) for aliases in names.values() if len(aliases) > 1)
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from shardc.ir import types as values
+from shardc.ir.graph import operands_of
 from shardc.rules import registry
 from shardc.rules.calls import call_of
-from shardc.rules.calls import tensors as operands_of
 from shardc.torch_private import FakeTensor
 
 

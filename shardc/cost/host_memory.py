@@ -7,13 +7,14 @@ the tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.ir.program import OffloadPlaces
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Place, Slot
@@ -23,11 +24,11 @@ from shardc.runtime.step.activation_offload import Away
 Host = Callable[[Callable[[], Tensor]], Tensor]
 
 
-def offload(host: Host, *, cpu: bool = False) -> Callable[[Mapping[str, Any], Any], Offload]:
+def offload(host: Host, *, cpu: bool = False) -> Callable[[OffloadPlaces, Any], Offload]:
     """What makes an engine's `data.offload`. cpu: the device is one: its homes are worked on in place, and its own
     memory is no other place.
     """
-    return lambda asked, mesh: _Offload(asked, mesh, host, cpu)
+    return lambda places, mesh: _Offload(places, mesh, host, cpu)
 
 
 def away(host: Host) -> type[Away]:
@@ -45,9 +46,9 @@ def away(host: Host) -> type[Away]:
 
 
 class _Offload(Offload):
-    def __init__(self, asked: Mapping[str, Any], mesh: Any, host: Host, cpu: bool) -> None:
+    def __init__(self, places: OffloadPlaces, mesh: Any, host: Host, cpu: bool) -> None:
         self._host, self._cpu = host, cpu
-        super().__init__(asked, mesh)
+        super().__init__(places, mesh)
 
     def _place(self, name: str, mesh: Any, where: str) -> Place:
         return _Place((lambda make: make()) if self._cpu and name == "cpu" else self._host)

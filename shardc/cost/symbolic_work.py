@@ -18,9 +18,9 @@ from torch import fx
 from shardc.cost.dry_run import Rehearsal
 from shardc.cost.ledger import Op, Sent
 from shardc.cost.symbols import Names, Sums
+from shardc.ir.graph import operands_of, values_of
 from shardc.ir.program import Bucket, Program, Source
 from shardc.passes.pipeline.cuts import layer_of
-from shardc.rules.calls import tensors, values
 from shardc.runtime.mesh import CommRecord
 
 
@@ -69,7 +69,9 @@ def _bytes(
             yield layer_of(p.fqn), names.value(p.value) * each
         return
     node = nodes.get(record.tag)
-    for v in (v for x in ((node, *tensors(node)) if node is not None else ()) for v in values(x) if v is not None):
+    for v in (
+        v for x in ((node, *operands_of(node)) if node is not None else ()) for v in values_of(x) if v is not None
+    ):
         if v.nbytes(program.mesh) == record.bytes:
             yield _layer(node), reduce(lambda a, b: a * b, names.dims(v), Integer(1)) * v.dtype.itemsize
             return

@@ -16,10 +16,10 @@ from torch import fx
 
 from shardc.cost.ledger import Held
 from shardc.errors import ShardcError
+from shardc.ir.graph import operands_of, values_of
 from shardc.ir.placement import Shard
 from shardc.ir.program import Collective, Program, Value
 from shardc.ir.types import op_name
-from shardc.rules.calls import tensors, values
 from shardc.runtime.step.inputs import name_of
 
 #: Sizes that are a small multiple of the hidden one are written as such: 3h of a fused qkv, 4h of an MLP.
@@ -162,9 +162,9 @@ class Names:
         collective: Collective | None = node.meta.get("collective") if node is not None else None
         if collective is not None:  # what is gathered comes as a stack of parts
             known |= {self.program.mesh.size(a): self.axis(a) for a in collective.axes}
-        some: Iterable[fx.Node] = (node, *tensors(node)) if node is not None else ()
+        some: Iterable[fx.Node] = (node, *operands_of(node)) if node is not None else ()
         mesh = self.program.mesh
-        for v in (v for x in some for v in values(x) if v is not None):
+        for v in (v for x in some for v in values_of(x) if v is not None):
             local, expressions = v.local_shape(mesh), self.dims(v)
             for i in range(len(local)):
                 for j in range(i + 1, len(local) + 1):
@@ -188,12 +188,12 @@ def _detected(program: Program) -> dict[str, int]:
         for n in s.graph.nodes:
             if n.op != "call_function":
                 continue
-            name, given = op_name(n.target), [values(x)[0] for x in tensors(n)]
+            name, given = op_name(n.target), [values_of(x)[0] for x in operands_of(n)]
             if name in ("embedding", "embedding_partial") and "hidden" not in found:
                 found |= {"vocab": given[0].shape[0], "hidden": given[0].shape[1]}
             if name == "linear" and "hidden" not in found:
                 found["hidden"] = given[1].shape[1]
-            v = values(n)[0]
+            v = values_of(n)[0]
             if (
                 name in ("scaled_dot_product_attention", "softmax", "_softmax")
                 and len(v.shape) == 4

@@ -1,6 +1,6 @@
 """How one value lies on a mesh: the placements of DESIGN 2.1, and the arithmetic of cutting and joining tensors.
 
-On every mesh axis a value is `Replicate`, `Shard`, `Partial` or `Varying`; a `Layout` gives the placement on each axis.
+On every mesh axis a value is `Replicate`, `Shard`, `Partial` or `PartialGrad`; a `Layout` gives one for each axis.
 A shard is an *absolute digit*: the global dim is seen as [split, axis size, rest] and the middle digit is spread over
 the axis. Axes that share a dim must hold disjoint digits; then they can be cut and gathered in any order.
 """
@@ -53,12 +53,17 @@ class Partial:
 
 
 @dataclass(frozen=True)
-class Varying:
-    """Replicated in forward; every rank's gradient is only a part of the sum."""
+class PartialGrad:
+    """Replicated with a partial gradient: every rank holds all of the value, and its gradient is only a summand.
+
+    The mirror image of `Partial`, whose value is a summand and whose gradient is whole. What makes it of a replicated
+    value is `sum_grad`, identity in forward and all_reduce in backward: *f* of Megatron-LM (Shoeybi et al. 2019), whose
+    *g*, the opposite, is `all_reduce` from `Partial`; JAX's shard_map calls the two `pvary` and `psum`, each the
+    other's transpose. Printed as `~axis`."""
 
 
-Placement = Replicate | Shard | Partial | Varying
-REPLICATE, VARYING, PARTIAL = Replicate(), Varying(), Partial()
+Placement = Replicate | Shard | Partial | PartialGrad
+REPLICATE, PARTIAL_GRAD, PARTIAL = Replicate(), PartialGrad(), Partial()
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class Layout:
     def local(
         self, tensor: torch.Tensor, mesh: Mesh, coords: Mapping[str, int], *, copies: bool = False
     ) -> torch.Tensor:
-        """This rank's part of a global tensor (a view where possible). Ignores Partial and Varying.
+        """This rank's part of a global tensor (a view where possible). Ignores Partial and PartialGrad.
 
         Padding is zeros, or copies of what the dim begins with.
         """
@@ -331,7 +336,7 @@ def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
             text += f"@{axis}" if i == 0 or s.split == 1 else f"@{axis}/{s.split}"
         dims.append(text)
     marks = [f"+{a}" if p == PARTIAL else f"+{p.op}:{a}" for a, p in layout.items if isinstance(p, Partial)]
-    marks += [f"~{a}" for a, p in layout.items if isinstance(p, Varying)]
+    marks += [f"~{a}" for a, p in layout.items if isinstance(p, PartialGrad)]
     return " ".join([f"{DTYPES.get(dtype, str(dtype))}[{', '.join(dims)}]", *marks])
 
 
@@ -361,7 +366,7 @@ def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]
             found.append((name, Shard(d, own, sections if i == 0 else (), *pad)))
     for mark in match[3].split():
         op, _, axis = mark[1:].rpartition(":")
-        found.append((axis, VARYING if mark[0] == "~" else Partial(op or "sum")))
+        found.append((axis, PARTIAL_GRAD if mark[0] == "~" else Partial(op or "sum")))
     if len({axis for axis, _ in found}) < len(found):
         raise ValueError(f"not a type: {text!r} (an axis stands there twice)")
     return tuple(shape), names[match[1]], dict(found)

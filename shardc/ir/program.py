@@ -28,7 +28,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
@@ -109,8 +109,7 @@ class Param:
     """A trainable or frozen parameter. Tied parameters are one Param with several names.
 
     name: its placeholder in the graphs. fqn: the first of its names in the model; aliases: the others.
-    shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed (the `vary` lifted
-    out).
+    shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed.
     order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 =
     none.
     stages: of a pipeline: those that use it, whose ranks have it.
@@ -283,6 +282,24 @@ class Edge:
         return tuple((n, v) for n, v in zip(self.names, self.values, strict=True) if v.requires_grad)
 
 
+@dataclass(frozen=True)
+class OffloadPlaces:
+    """Where a rank keeps what it is not working with: "none" (on its device), "cpu", or a directory for files.
+
+    optimizer: the optimizer's state; parameters: at zero 3, this rank's parts of them; page_mb: how much of the
+    optimizer's state is brought to the device at a time."""
+
+    optimizer: str = "none"
+    parameters: str = "none"
+    page_mb: float = 25.0
+
+    @property
+    def used(self) -> dict[str, str]:
+        """{what: place} of what is kept off the device."""
+        places = {"optimizer": self.optimizer, "parameters": self.parameters}
+        return {kind: place for kind, place in places.items() if place != "none"}
+
+
 @dataclass
 class Program:
     """See the module docstring. `graph` is the global graph; `stages` is empty until partition has run.
@@ -305,12 +322,14 @@ class Program:
     counts: Stage | None = None
     spec: Spec | None = None
     notes: tuple[str, ...] = ()  # what a user should know: gathers nobody asked for, replicated ops, ...
-    meta: dict[str, Any] = field(
-        default_factory=dict
-    )  # JSON-able facts for the manifest: model name, versions, seconds
+    #: JSON-able facts for people and reports: model name, versions, seconds. Nothing acts on them.
+    meta: dict[str, Any] = field(default_factory=dict)
     axis: str = ""
     schedule: Schedule | None = None
     regions: tuple[Region, ...] = ()  # outer ones before those in them
+    shared_modules: tuple[tuple[str, ...], ...] = ()  # names of one module object: a node's Source carries just one
+    loss_scale: float | Literal["dynamic"] | None = None  # what the engine multiplies the loss by before backward
+    offload: OffloadPlaces = OffloadPlaces()
     resize: Callable[[Program, Any], Program] | None = field(
         default=None, compare=False, repr=False
     )  # for a batch of fewer rows; not saved

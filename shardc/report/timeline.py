@@ -14,10 +14,11 @@ from typing import Any
 from rich.text import Text
 from torch import fx
 
+from shardc.ir.graph import operands_of, values_of
 from shardc.ir.program import Program
 from shardc.passes.pipeline.cuts import FLOPS, LINK
 from shardc.rules import registry
-from shardc.rules.calls import call_of, tensors, values
+from shardc.rules.calls import call_of
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
 
@@ -63,14 +64,14 @@ def _cost(graph: fx.Graph, program: Program) -> tuple[float, float, float]:
         if n.target is operator.getitem:
             of_weights |= {n} & {n for x in n.all_input_nodes if x in of_weights}
             continue
-        if tensors(n) and all(x in of_weights for x in tensors(n)):
+        if operands_of(n) and all(x in of_weights for x in operands_of(n)):
             of_weights.add(n)
-        traffic = sum(v.nbytes(program.mesh) for x in (*tensors(n), n) for v in values(x))
+        traffic = sum(v.nbytes(program.mesh) for x in (*operands_of(n), n) for v in values_of(x))
         rule = registry.find(n.target)
         flops = rule.flops(call_of(n)) / inner if rule is not None and rule.flops is not None else 0.0
         work = max(traffic, flops / FLOPS)
         forward += work
-        wanting = [x in of_weights for x in tensors(n) if any(v.requires_grad for v in values(x))]
+        wanting = [x in of_weights for x in operands_of(n) if any(v.requires_grad for v in values_of(x))]
         each = (
             wanting if flops else [all(wanting)] if wanting else []
         )  # what is no product goes over its gradients once

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir.placement import PARTIAL, VARYING, Layout, Partial, Placement, Shard
+from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, Placement, Shard
 from shardc.ir.program import Collective, Value
 from shardc.rules.notation import Dim, Signature
-from shardc.rules.registry import Call, LocalCall, Operand, Strategy, needs_vary, rule
+from shardc.rules.registry import Call, LocalCall, Operand, Strategy, needs_sum_grad, rule
 from shardc.runtime import ops
 from shardc.runtime.ops.expert_activation import read
 
@@ -100,7 +100,7 @@ def local(call: LocalCall) -> fx.Node:
         return Value(shape, dtype, grad, Layout.of(layout, call.mesh))
 
     summed: dict[str, Placement] = {a: PARTIAL for a, p in call.outputs[0].items if isinstance(p, Partial)}
-    every: dict[str, Placement] = {a: VARYING for a in summed if needs_vary(types[X])}
+    every: dict[str, Placement] = {a: PARTIAL_GRAD for a in summed if needs_sum_grad(types[X])}
     rows = typed(t * k, h, dtype=types[X].dtype, layout=tokens | every, grad=types[X].requires_grad)
     made = typed(t * k, h, dtype=types[X].dtype, layout=tokens | summed, grad=call.call.results[0].requires_grad)
     pairs = typed(t * k, dtype=torch.int64, layout=dict(tokens))

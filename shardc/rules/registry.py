@@ -25,7 +25,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import PARTIAL, REPLICATE, VARYING, Layout, Placement, Shard
+from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Placement, Shard
 from shardc.ir.program import Value
 from shardc.rules import notation
 from shardc.rules.notation import Signature, parse
@@ -67,7 +67,7 @@ class Operand:
 class Strategy:
     """One way to run an op on one axis: what every operand must be, what every result then is.
 
-    kind: "replicate" | "varying" | "partial" | "split" | the name of an extra strategy.
+    kind: "replicate" | "partial_grad" | "partial" | "split" | the name of an extra strategy.
     factor, digit: for "split": the factor and the product of the major digits within it.
     """
 
@@ -260,8 +260,8 @@ def find(op: Any) -> Rule | None:
 # --- strategies -------------------------------------------------------------------------------------------------------
 
 
-def needs_vary(v: Value) -> bool:
-    """Whether replicated and varying differ for a value: only where a gradient flows."""
+def needs_sum_grad(v: Value) -> bool:
+    """Whether replicated and partial-grad differ for a value: only where a gradient flows."""
     return v.requires_grad and (v.dtype.is_floating_point or v.dtype.is_complex)
 
 
@@ -297,10 +297,10 @@ class Choices:
         return Strategy("replicate", (REPLICATE,) * len(self.call.operands), (REPLICATE,) * len(self.call.results))
 
     @cached_property
-    def varying(self) -> Strategy:
-        ins = tuple(VARYING if needs_vary(v) else REPLICATE for v in self.call.operands)
-        outs = tuple(VARYING if needs_vary(v) else REPLICATE for v in self.call.results)
-        return Strategy("varying", ins, outs)
+    def partial_grad(self) -> Strategy:
+        ins = tuple(PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE for v in self.call.operands)
+        outs = tuple(PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE for v in self.call.results)
+        return Strategy("partial_grad", ins, outs)
 
     @cached_property
     def partials(self) -> list[Strategy]:
@@ -308,7 +308,7 @@ class Choices:
         made = []
         for group in self.rule.groups(self.call):
             ins = tuple(
-                PARTIAL if i in group else VARYING if needs_vary(v) else REPLICATE
+                PARTIAL if i in group else PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE
                 for i, v in enumerate(self.call.operands)
             )
             if all(i < len(self.call.operands) for i in group):
@@ -350,7 +350,7 @@ class Choices:
             elif i in self.rule.added and factor in sig.summed:
                 ins.append(PARTIAL)
             else:
-                ins.append(VARYING if needs_vary(v) else REPLICATE)
+                ins.append(PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE)
         outs: list[Placement] = []
         for v, operand, place in zip(self.call.results, sig.outputs, self.places[factor][1], strict=True):
             if place is not None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import shardc
 from shardc import report
 from shardc.artifact import emit, parser
-from shardc.ir.program import Program, Source, Stage
+from shardc.ir.program import OffloadPlaces, Program, Source, Stage
+from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import example_text, zoo
 from tests.test_equal import spec_of
@@ -194,6 +195,25 @@ def test_the_artifact_comes_back_the_same(name: str, tmp_path: Path) -> None:
     assert again.spec == first.spec
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["today", "among the facts, as they once were"])
+def test_what_the_engine_acts_on_comes_back(earlier: bool, tmp_path: Path) -> None:
+    fields = {
+        "shared_modules": (("a", "b"),),
+        "loss_scale": "dynamic",
+        "offload": OffloadPlaces(optimizer="cpu", page_mb=2.0),
+    }
+    first = replace(example_text.program(), **fields)
+    first.save(tmp_path / "out")
+    if earlier:
+        file = tmp_path / "out" / "manifest.json"
+        manifest = json.loads(file.read_text())
+        manifest["meta"] |= {key: manifest.pop(key) for key in fields}
+        file.write_text(json.dumps(manifest))
+    again = shardc.load(tmp_path / "out")
+    assert {key: getattr(again, key) for key in fields} == fields
+    assert again.meta == first.meta
+
+
 @pytest.mark.parametrize("name", ["gpt", "resnet_bn"])
 def test_a_loaded_program_computes_the_same(name: str, tmp_path: Path) -> None:
     first = program(name)
@@ -333,6 +353,15 @@ def test_a_trusted_edit_is_what_runs(tmp_path: Path) -> None:
     file.write_text(text.replace(f"    return ({name[1]}, ", extra))
     one, two = (shardc.verify.simulate(x, model, batch).loss for x in (p, shardc.load(tmp_path / "out", trust=True)))
     torch.testing.assert_close(two, 2 * one)
+
+
+@pytest.mark.parametrize(("old", "new"), parser._RENAMED.items())
+def test_programs_that_call_ops_by_former_names_load(tmp_path: Path, old: str, new: str) -> None:
+    p = example_text.program()
+    p.save(tmp_path / "out")
+    damaged(tmp_path / "out", "stage0.py", "ops.sum_grad", f"ops.{old}")
+    (stage,) = shardc.load(tmp_path / "out", trust=True).stages
+    assert getattr(ops, new) in {n.target for n in stage.graph.nodes}
 
 
 def test_every_damaged_file_is_told_at_once(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import (
     DTYPES,
+    PARTIAL_GRAD,
     REPLICATE,
-    VARYING,
     Layout,
     Partial,
     Placement,
@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn, marks: bool = False) -> Case:
     if marks:
         for n in names:
             if where[n] < 0:
-                placements[n] = draw(st.sampled_from([REPLICATE, VARYING, Partial(), Partial("max")]))
+                placements[n] = draw(st.sampled_from([REPLICATE, PARTIAL_GRAD, Partial(), Partial("max")]))
     return mesh, tuple(shape), Layout.of(placements, mesh)
 
 
@@ -236,7 +236,7 @@ def test_layout_keeps_the_meshs_order_and_drops_replicas() -> None:
         ("bf16[3·512@tp]", (1536,), {"tp": Shard(0, 3)}),
         ("f32[16|8|8@tp, 4]", (32, 4), {"tp": Shard(0, 1, (16, 8, 8))}),
         ("f32[16@dp@tp/2]", (16,), {"dp": Shard(0), "tp": Shard(0, 2)}),
-        ("f64[] +tp ~dp", (), {"tp": Partial(), "dp": VARYING}),
+        ("f64[] +tp ~dp", (), {"tp": Partial(), "dp": PARTIAL_GRAD}),
         ("f32[2] +max:tp", (2,), {"tp": Partial("max")}),
     ],
 )

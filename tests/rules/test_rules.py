@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import PARTIAL, REPLICATE, VARYING, Layout, Shard, chunks
+from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Shard, chunks
 from shardc.rules import RULES, Rule, Strategy, find, rule
 from shardc.rules.samples import SAMPLES, Tensors, call
 from shardc.rules.views import walk
@@ -74,10 +74,10 @@ def test_finds_a_gradient_that_is_not_reduced() -> None:
     """The output is right, but every rank has only its part of the whole operand's
     gradient, and calls it replicated.
     """
-    forgets = Strategy("forgets to vary", (Shard(0), REPLICATE), (Shard(0),))
+    forgets = Strategy("forgets sum_grad", (Shard(0), REPLICATE), (Shard(0),))
     bad = Rule(aten.mul.Tensor, "a b, b -> a b", extra=lambda call, n, available: [forgets])
     (found,) = prove(aten.mul.Tensor, lambda t: call(t.real(4, 12), t.real(12)), 2, rule=bad)
-    assert str(found).startswith("aten.mul.Tensor, forgets to vary, 2 ranks: gradient of operand 1: rank 0 differs by")
+    assert str(found).startswith("aten.mul.Tensor, forgets sum_grad, 2 ranks: gradient of operand 1: rank 0 differs by")
 
 
 def test_finds_partial_sums_through_what_is_not_linear() -> None:
@@ -175,7 +175,7 @@ def test_partial_parts_differ_from_each_other() -> None:
 
 
 def test_duals() -> None:
-    layout = Layout((("a", VARYING), ("b", PARTIAL), ("c", Shard(0))))
+    layout = Layout((("a", PARTIAL_GRAD), ("b", PARTIAL), ("c", Shard(0))))
     assert dual(layout) == Layout((("a", PARTIAL), ("c", Shard(0))))
 
 

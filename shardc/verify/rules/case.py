@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from shardc.errors import ShardcError
+from shardc.ir.graph import values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.types import of_tensor, typed
 from shardc.passes.partition import _Writer
-from shardc.rules.calls import call_of, values
+from shardc.rules.calls import call_of
 from shardc.rules.registry import Call, Choices, Operand, Rule, Strategy, find
 from shardc.rules.samples import RNG, Sample, Tensors
 from shardc.runtime.rng import Rng
@@ -115,7 +116,7 @@ class _OneOp(_Writer):
             if n.op == "placeholder":
                 self._placeholder(n, Layout() if n.meta.get("value") is None else next(operand))
         self._call(node)
-        self.graph.output(tuple(next(iter(self.made[node, i].values())) for i in range(len(values(node)))))
+        self.graph.output(tuple(next(iter(self.made[node, i].values())) for i in range(len(values_of(node)))))
         return self.graph
 
 

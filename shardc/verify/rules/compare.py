@@ -2,8 +2,8 @@
 
 Layouts have duals: where a value is
 
-    shard       its gradient is cut alike           replicated  every rank's gradient is all of it
-    partial     every rank's gradient is all of it  varying     the ranks' gradients sum to it
+    shard       its gradient is cut alike           replicated    every rank's gradient is all of it
+    partial     every rank's gradient is all of it  partial grad  the ranks' gradients sum to it
 
 so one function lays values out, and one compares them, in both directions.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import PARTIAL, VARYING, Layout, Partial
+from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial
 from shardc.runtime.mesh.loopback import loopback
 
 #: Relative error allowed by the coarsest floating dtype of a call: ranks add up in another order than the whole op, and
@@ -38,7 +38,9 @@ def partial_axes(layout: Layout) -> list[str]:
 
 def dual(layout: Layout) -> Layout:
     """How the gradient of a value lies."""
-    return Layout(tuple((a, PARTIAL if p == VARYING else p) for a, p in layout.items if not isinstance(p, Partial)))
+    return Layout(
+        tuple((a, PARTIAL if p == PARTIAL_GRAD else p) for a, p in layout.items if not isinstance(p, Partial))
+    )
 
 
 def continuous(x: Tensor) -> bool:

@@ -40,7 +40,7 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
     """
     if deep:
         yield choices.replicate
-    yield choices.varying
+    yield choices.partial_grad
     yield from (s for s in choices.partials if summable(s, choices))
     for factor in choices.signature.splittable():
         size = choices.signature.sizes[factor]
@@ -100,7 +100,10 @@ def prove_pairs(
     firsts, seconds = (dict.fromkeys(strategies(case.choices, n, deep=deep)) for n in sizes)
     for first in firsts:
         for second in seconds:
-            trivial = "replicate" in (first.kind, second.kind) or (first.kind, second.kind) == ("varying", "varying")
+            trivial = "replicate" in (first.kind, second.kind) or (first.kind, second.kind) == (
+                "partial_grad",
+                "partial_grad",
+            )
             if (
                 not trivial
                 and fits(case.choices, mesh, first, second)

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from shardc.rules.notation import Operand, Signature
-from shardc.rules.registry import Choices, Rule, Strategy, needs_vary
+from shardc.rules.registry import Choices, Rule, Strategy, needs_sum_grad
 from shardc.rules.samples import Sample
 from shardc.verify.rules.case import TRUSTING, UNDEFINED, Case, Finding, call_text, name_of
 from shardc.verify.rules.prove import summable
@@ -69,7 +69,7 @@ def unlisted(choices: Choices) -> Iterator[tuple[str, Rule]]:
     """(what would be allowed, a rule with only it) for groups of operands that might be jointly linear but are not
     listed.
     """
-    reals = [i for i, v in enumerate(choices.call.operands) if needs_vary(v)]
+    reals = [i for i, v in enumerate(choices.call.operands) if needs_sum_grad(v)]
     known = {frozenset(g) for g in choices.rule.groups(choices.call)}
     for size in range(1, len(reals) + 1):
         for group in combinations(reals, size):

@@ -524,9 +524,9 @@ def faults(of: str) -> int:
     """Pages that a process gets anew in ten rounds of making and freeing 64 MiB, after `of` was called."""
     code = f"""
 import resource, torch
-from shardc.runtime import malloc
+from shardc.runtime.mesh import allocator
 torch.ones(1 << 24)
-malloc.{of}()
+allocator.{of}()
 for i in range(11):
     if i == 1:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

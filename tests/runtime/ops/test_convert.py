@@ -1,7 +1,7 @@
 """Every conversion against DESIGN 2.3: what it makes of a value, and of a gradient.
 
 A value's placement fixes its gradient's: a shard's is cut alike; a replicated value's is whole on every rank, and a
-partial's too; the gradients of a varying value sum to it. So `lay` and `join` serve both directions.
+partial's too; the gradients of a partial-grad value sum to it. So `lay` and `join` serve both directions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import (
     PARTIAL,
+    PARTIAL_GRAD,
     REPLICATE,
-    VARYING,
     Partial,
+    PartialGrad,
     Placement,
     Replicate,
     Shard,
-    Varying,
     chunks,
     trim,
     unchunk,
@@ -49,7 +49,7 @@ def lay(x: Tensor, placement: Placement, n: int, *, gradient: bool) -> list[Tens
     """A global value (or gradient) as the ranks hold it."""
     if isinstance(placement, Shard):
         return [p.contiguous() for p in chunks(widen(x, placement), placement, n)]
-    if isinstance(placement, Varying if gradient else Partial):
+    if isinstance(placement, PartialGrad if gradient else Partial):
         return summands(x, n)
     return [x.clone() for _ in range(n)]
 
@@ -57,7 +57,7 @@ def lay(x: Tensor, placement: Placement, n: int, *, gradient: bool) -> list[Tens
 def join(parts: list[Tensor], placement: Placement, *, gradient: bool) -> Tensor:
     if isinstance(placement, Shard):
         return trim(unchunk(parts, placement), placement)
-    if isinstance(placement, Varying if gradient else Partial):
+    if isinstance(placement, PartialGrad if gradient else Partial):
         return torch.stack(parts).sum(0)
     assert all(torch.equal(p, parts[0]) for p in parts)
     return parts[0]
@@ -72,18 +72,24 @@ PADDED = [
 WITH_DIGIT: dict[str, tuple[Callable[..., Tensor], Any, Any, str, str]] = {
     # name: (op, placement before, after (SHARD stands for the digit), what runs forward, what runs backward)
     "all_gather": (ops.all_gather, "digit", REPLICATE, "all_gather", ""),
-    "all_gather_varying": (ops.all_gather_varying, "digit", VARYING, "all_gather", "reduce_scatter"),
+    "all_gather_partial_grad": (ops.all_gather_partial_grad, "digit", PARTIAL_GRAD, "all_gather", "reduce_scatter"),
     "reduce_scatter": (ops.reduce_scatter, PARTIAL, "digit", "reduce_scatter", "all_gather"),
     "shard": (ops.shard, REPLICATE, "digit", "", "all_gather"),
-    "shard_varying": (ops.shard_varying, VARYING, "digit", "", ""),
+    "shard_partial_grad": (ops.shard_partial_grad, PARTIAL_GRAD, "digit", "", ""),
     "unshard_partial": (ops.unshard_partial, "digit", PARTIAL, "", ""),
 }
 OTHERS: dict[str, tuple[Callable[..., Tensor], Placement, Placement, str, str]] = {
     "all_reduce": (lambda x, m, tag: ops.all_reduce(x, m, ("a",), tag), PARTIAL, REPLICATE, "all_reduce", ""),
-    "vary": (lambda x, m, tag: ops.vary(x, m, ("a",), tag), REPLICATE, VARYING, "", "all_reduce"),
-    "unvary": (lambda x, m, tag: ops.unvary(x, m, "a", tag), VARYING, REPLICATE, "", ""),
+    "sum_grad": (lambda x, m, tag: ops.sum_grad(x, m, ("a",), tag), REPLICATE, PARTIAL_GRAD, "", "all_reduce"),
+    "first_grad": (lambda x, m, tag: ops.first_grad(x, m, "a", tag), PARTIAL_GRAD, REPLICATE, "", ""),
     "to_partial": (lambda x, m, tag: ops.to_partial(x, m, "a", tag), REPLICATE, PARTIAL, "", ""),
-    "varying_to_partial": (lambda x, m, tag: ops.varying_to_partial(x, m, "a", tag), VARYING, PARTIAL, "", ""),
+    "partial_grad_to_partial": (
+        lambda x, m, tag: ops.partial_grad_to_partial(x, m, "a", tag),
+        PARTIAL_GRAD,
+        PARTIAL,
+        "",
+        "",
+    ),
     "all_to_all": (
         lambda x, m, tag: ops.all_to_all(x, m, "a", 0, 1, 2, 2, tag=tag),
         Shard(0),
@@ -294,8 +300,8 @@ def test_every_placement_is_covered() -> None:
         )
         for _, b, a, _, _ in (*WITH_DIGIT.values(), *OTHERS.values())
     }
-    kinds = {Replicate.__name__, Shard.__name__, Partial.__name__, Varying.__name__}
+    kinds = {Replicate.__name__, Shard.__name__, Partial.__name__, PartialGrad.__name__}
     assert {(a, b) for a in kinds for b in kinds if a != b} - pairs == {
-        ("Partial", "Varying")
-    }  # an all_reduce, then a vary
+        ("Partial", "PartialGrad")
+    }  # an all_reduce, then a sum_grad
     assert ("Shard", "Shard") in pairs

@@ -1,0 +1,100 @@
+"""Small functions on fx graphs: copy one, list its placeholders and calls, read what a node carries.
+
+A *call* is a `call_function` node that runs an op. A `getitem` is none: it picks one of the results of a call before
+it, so functions here that look at an op's operands, results or users look through it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.program import Source, Value
+
+_NOWHERE = Source()
+
+
+def copy_graph(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
+    """A copy with nodes of the same names; each has a dict of metadata of its own.
+
+    env: gets the new node for every old one; what is in it before is used in place of a copy.
+    """
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {} if env is None else env))
+    return new
+
+
+def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
+    """The placeholders by name, in order."""
+    return {n.name: n for n in graph.find_nodes(op="placeholder")}
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def is_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that run an op, in order."""
+    return filter(is_call, graph.nodes)
+
+
+def source_of(node: fx.Node) -> Source:
+    """Where in the user's model a node came from; the empty `Source` for one that is the compiler's own."""
+    source: Source = node.meta.get("source", _NOWHERE)
+    return source
+
+
+def values_of(node: fx.Node) -> tuple[Value, ...]:
+    """The types of a node's results, one or several; () for `mesh` and `rng`."""
+    value = node.meta.get("value")
+    return value if isinstance(value, tuple) else () if value is None else (value,)
+
+
+def map_value(function: Callable[[Value], Any], value: Any) -> Any:
+    """`function` of a node's value, or of each in its tuple of them; None stays None."""
+    if isinstance(value, tuple):
+        return tuple(v and function(v) for v in value)
+    return value and function(value)
+
+
+def producer_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The op that made a value, and the index of the value among its results."""
+    if node.target is operator.getitem:
+        op, index = node.args
+        assert isinstance(op, fx.Node)
+        assert isinstance(index, int)
+        return op, index
+    return node, 0
+
+
+def users_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that use a result, or one of several."""
+    return [u for user in node.users for u in (users_of(user) if user.target is operator.getitem else [user])]
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node, in the order of its arguments; a tensor used twice appears twice."""
+    found: list[fx.Node] = []
+    _collect(node.args, found)
+    for name in sorted(node.kwargs):
+        _collect(node.kwargs[name], found)
+    return found
+
+
+def _collect(x: Any, found: list[fx.Node]) -> None:  # placement calls it very often: fx's own map takes 5x as long
+    if isinstance(x, fx.Node):
+        if x.meta.get("value") is not None:
+            found.append(x)
+    elif isinstance(x, (tuple, list)):
+        for item in x:
+            _collect(item, found)
+    elif isinstance(x, dict):
+        for item in x.values():
+            _collect(item, found)
