@@ -12,7 +12,6 @@ html_title = "shardc"
 extensions = ["myst_parser"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_static_path = ["pictures"]
 myst_enable_extensions = ["attrs_block"]
 myst_heading_anchors = 4  # the anchors that GitHub gives to headings
 nitpicky = True
