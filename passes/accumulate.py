@@ -118,7 +118,7 @@ class Accumulate:
             inputs=inputs,
             microbatches=mesh.size(AXIS),
             stages=(Stage(graph, stage.name),),
-            counts=Stage(counts, "counts") if counts is not None else None,
+            prologue=Stage(counts, "counts") if counts is not None else None,
             notes=(*program.notes, *writer.notes),
         )
 

@@ -86,8 +86,8 @@ class Data:
                 if p.requires_grad
                 else ()
             )
-            shared = program.sharing(p) if p.requires_grad else ""
-            return replace(p, reduce=mesh.collapse(axes) + ((shared,) if shared else ()), order=order[p.name])
+            shared = program.replica_axis(p) if p.requires_grad else ""
+            return replace(p, reduce=mesh.merge(axes) + ((shared,) if shared else ()), order=order[p.name])
 
         params = tuple(reduced(p) for p in program.params)
         buckets = self._buckets(sorted(params, key=lambda p: p.order), uses, axis, mesh)

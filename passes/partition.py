@@ -345,7 +345,7 @@ class _Writer:
         for kind in order:
             axes = kinds.get(kind, [])
             if axes and kind in ("all_reduce", "sum_grad"):
-                steps.append((kind, self.mesh.collapse(axes)))
+                steps.append((kind, self.mesh.merge(axes)))
             else:
                 steps += [(kind, (a,)) for a in self._whole(axes, old, new)]
         return steps

@@ -75,7 +75,7 @@ class Pipeline:
         cut = _Cut(whole.graph, program, mesh, self.spec, cause)
         stages = cut.run()
         program = replace(program, mesh=self._with_axis(mesh), stages=tuple(stages), axis=asked.axis)
-        counted = _looked_at(program.counts.graph) if program.counts is not None else set()
+        counted = _looked_at(program.prologue.graph) if program.prologue is not None else set()
         used: dict[str, list[int]] = {name: list(range(len(stages))) for name in counted}  # every rank counts
         for i, stage in enumerate(stages):
             for name in stage.takes:
@@ -100,13 +100,13 @@ class Pipeline:
 
 def _notes(program: Program) -> Iterable[str]:
     for p in program.params:
-        if shared := program.sharing(p):
+        if shared := program.replica_axis(p):
             yield (
                 f"{p.fqn} is used by stages {', '.join(map(str, p.stages))}: each rank of {shared} has a copy, and"
                 " their gradients are summed"
             )
     for b in program.buffers:
-        home, others = program.spreads(b)
+        home, others = program.broadcast_of(b)
         if others:
             stage = next(i for i, s in enumerate(program.stages) if b.name in s.updates)
             yield (

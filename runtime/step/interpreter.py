@@ -88,10 +88,10 @@ class Interpreter:
         with _WRITING:
             self.stages = {s: _Runnable(program, s, mesh.device, divided=divided) for s in mine}
             self.edges = {(e.source, e.target): e for e in program.edges}
-            self._count = runnable(program.counts, mesh.device, program) if program.counts is not None else None
+            self._count = runnable(program.prologue, mesh.device, program) if program.prologue is not None else None
             self._counted = (
-                [n.name for n in program.counts.graph.find_nodes(op="placeholder")]
-                if program.counts is not None
+                [n.name for n in program.prologue.graph.find_nodes(op="placeholder")]
+                if program.prologue is not None
                 else []
             )
             summing = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=summed)]
@@ -137,7 +137,7 @@ class Interpreter:
         """The new values of the buffers that are here, from the ranks whose stages computed them."""
         found, works = {}, []
         for b in self.program.buffers if self.axis else ():
-            home, others = self.program.spreads(b)
+            home, others = self.program.broadcast_of(b)
             if self.at in others:
                 found[b.name] = self.empty(b.value)
                 works.append(self.mesh.start_receive(found[b.name], self.axis, home, tag=b.name))

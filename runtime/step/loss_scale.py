@@ -56,7 +56,7 @@ class Scaler:
         if self._found:
             bad = (~torch.stack(self._found).isfinite()).any().float()
         self._found = []
-        axes = self.mesh.layout.collapse(self.mesh.layout.names)
+        axes = self.mesh.layout.merge(self.mesh.layout.names)
         found = self.mesh.all_reduce(bad, axes, op="max", direction="update", tag="overflow") if axes else bad
         self.overflow = bool(found > 0)
         self.skipped += self.overflow

@@ -92,9 +92,9 @@ def _write(program: Program, folder: Path) -> None:
         files[f"stage{i}.py"] = emit.module(
             stage.graph, program, f"{stage.name}: what {emit.who(program, i)} of {program.mesh} runs."
         )
-    if program.counts is not None:
+    if program.prologue is not None:
         files["counts.py"] = emit.module(
-            program.counts.graph, program, "What is added up over the microbatches of a step before they run."
+            program.prologue.graph, program, "What is added up over the microbatches of a step before they run."
         )
     if program.schedule is not None:
         files[SCHEDULE] = f"{program.schedule}\n"
@@ -221,7 +221,7 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
     )
     if program.axis:
         program.schedule = schedule.parse((folder / SCHEDULE).read_text(encoding="utf-8"), str(folder / SCHEDULE))
-    program.counts = Stage(graph("counts.py", local), "counts") if "counts.py" in manifest["sha256"] else None
+    program.prologue = Stage(graph("counts.py", local), "counts") if "counts.py" in manifest["sha256"] else None
     program.spec = Spec.load(folder / SPEC) if SPEC in manifest["sha256"] else None
     return program
 

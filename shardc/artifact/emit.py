@@ -95,9 +95,9 @@ def text(program: Program) -> str:
     lines = [*_head(program), ""]
     if program.stages:
         often = f", {program.microbatches} times a step" if program.microbatches > 1 else ""
-        if program.counts is not None:
+        if program.prologue is not None:
             lines += [f"# counts: what every rank adds up over the {program.microbatches} microbatches first"]
-            lines += [function(program.counts.graph, program, program.counts.name)]
+            lines += [function(program.prologue.graph, program, program.prologue.name)]
         for i, stage in enumerate(program.stages):
             lines += [f"# {stage.name}: what {who(program, i)} runs{often}", function(stage.graph, program, stage.name)]
     else:

@@ -28,7 +28,7 @@ class Mesh:
 
     Some coordinates of an axis are an axis too: their ranks, in order. Ranks elsewhere have no place on it.
 
-    >>> m.some("tp", (0, 3)), m.size("tp[0,3]"), m.group(1 * 4 + 3, ("tp[0,3]",))
+    >>> m.subaxis("tp", (0, 3)), m.size("tp[0,3]"), m.group(1 * 4 + 3, ("tp[0,3]",))
     ('tp[0,3]', 2, (4, 7))
     """
 
@@ -67,13 +67,15 @@ class Mesh:
         return found
 
     @staticmethod
-    def some(axis: str, coordinates: Iterable[int]) -> str:
-        """The axis of these coordinates alone: "pp[0,3]"."""
+    def subaxis(axis: str, coordinates: Iterable[int]) -> str:
+        """The name of the axis that has only these coordinates of `axis`: "pp[0,3]"."""
         return f"{axis}[{','.join(map(str, coordinates))}]"
 
-    def among(self, axis: str) -> tuple[str, tuple[int, ...]]:
-        """The axis in the mesh and its coordinates that an axis consists of: what `some` put together; all of any
-        other.
+    def coords_of(self, axis: str) -> tuple[str, tuple[int, ...]]:
+        """The axis of the mesh, and which of its coordinates: those that `subaxis` named, all of any other axis.
+
+        >>> Mesh.of({"pp": 4}).coords_of("pp[0,3]"), Mesh.of({"pp": 2}).coords_of("pp")
+        (('pp', (0, 3)), ('pp', (0, 1)))
         """
         whole, bracket, inside = axis.partition("[")
         return whole, tuple(map(int, inside[:-1].split(","))) if bracket else tuple(range(self.size(axis)))
@@ -85,7 +87,7 @@ class Mesh:
         digits = [(f"{axis}.{i}", n) for i, n in enumerate((*outer, rest))]
         return Mesh(tuple(new for old in self.axes for new in (digits if old[0] == axis else [old])))
 
-    def collapse(self, axes: Iterable[str]) -> tuple[str, ...]:
+    def merge(self, axes: Iterable[str]) -> tuple[str, ...]:
         """The same axes, in the mesh's order, with one name for those of which all digits are there."""
         given = {part for a in axes for part in self.parts(a)}
         whole = {n: n.partition(".")[0] for n in given}
@@ -95,7 +97,7 @@ class Mesh:
     def size(self, axis: str) -> int:
         sizes = dict(self.axes)
         if "[" in axis:
-            return len(self.among(axis)[1])
+            return len(self.coords_of(axis)[1])
         return sizes[axis] if axis in sizes else math.prod(sizes[part] for part in self.parts(axis))
 
     def stride(self, axis: str) -> int:
@@ -115,13 +117,15 @@ class Mesh:
     def on(self, rank: int, axes: Iterable[str]) -> bool:
         """Has the rank a place on all these axes?"""
         at = self.coords(rank)
-        return all(at[whole] in some for whole, some in (self.among(part) for a in axes for part in self.parts(a)))
+        return all(
+            at[whole] in members for whole, members in (self.coords_of(part) for a in axes for part in self.parts(a))
+        )
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only in `axes` (it is one of them), in the
         order of those axes in the mesh.
         """
-        wanted = dict(self.among(part) for a in axes for part in self.parts(a))
+        wanted = dict(self.coords_of(part) for a in axes for part in self.parts(a))
         mine = self.coords(rank)
         found = [rank - sum(mine[a] * self.stride(a) for a in wanted)]
         for a in self.names:

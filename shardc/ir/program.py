@@ -306,8 +306,8 @@ class Program:
 
     microbatches: a step runs the stages so many times, each time on its part of every input, and adds losses and
     gradients up.
-    counts: what is run on all microbatches before; output `(summands, ())`, whose sums over microbatches
-    `ops.total(mesh, i)` are.
+    prologue: what runs on all microbatches first; output `(summands, ())`, whose sums over microbatches are
+    `ops.total(mesh, i)`.
     axis: mesh axis over which the stages are spread; "" = there is one stage, on every rank. schedule: who runs which
     of them when."""
 
@@ -319,7 +319,7 @@ class Program:
     stages: tuple[Stage, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     microbatches: int = 1
-    counts: Stage | None = None
+    prologue: Stage | None = None
     spec: Spec | None = None
     notes: tuple[str, ...] = ()  # what a user should know: gathers nobody asked for, replicated ops, ...
     #: JSON-able facts for people and reports: model name, versions, seconds. Nothing acts on them.
@@ -368,14 +368,14 @@ class Program:
         """
         return tuple(sorted({self.schedule.placement[s] for s in x.stages})) if self.schedule is not None else ()
 
-    def sharing(self, p: Param) -> str:
+    def replica_axis(self, p: Param) -> str:
         """The axis (shardc.ir.mesh) over which several coordinates have copies of a parameter; "" if one has it, or all
         alike.
         """
         at = self.holders(p)
-        return self.mesh.some(self.axis, at) if len(at) > 1 else ""
+        return self.mesh.subaxis(self.axis, at) if len(at) > 1 else ""
 
-    def spreads(self, b: Buffer) -> tuple[int, tuple[int, ...]]:
+    def broadcast_of(self, b: Buffer) -> tuple[int, tuple[int, ...]]:
         """Which coordinate computes a buffer's new value, and which others have it too and get it after the step."""
         if self.schedule is None or not b.updated:
             return 0, ()

@@ -81,7 +81,7 @@ def comm_rows(program: Program) -> list[Row]:
                 "update",
                 "new values of buffers",
                 x.value.nbytes(program.mesh),
-                len(program.spreads(x)[1]),
+                len(program.broadcast_of(x)[1]),
             )
     rank = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
     rows = [Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in found.items()]

@@ -82,7 +82,7 @@ def local(call: LocalCall) -> fx.Node:
     shards = call.inputs[UP].shards(0)
     if not shards:
         return call.same()
-    axes = call.mesh.collapse(call.axes("exchange"))
+    axes = call.mesh.merge(call.axes("exchange"))
     x, index, weights, up, down, up_bias, down_bias, activation, *rest = call.args
     types = call.call.operands
     experts, (t, k), h = types[UP].shape[0], types[INDEX].shape, types[X].shape[1]

@@ -51,7 +51,7 @@ def local_nll(call: LocalCall) -> fx.Node:
     split = call.axes("classes")
     if not split:
         return call.same()
-    axes, c = call.mesh.collapse(split), _class_dim(call.call)
+    axes, c = call.mesh.merge(split), _class_dim(call.call)
     shards = call.inputs[0].shards(c)
     digits, classes = tuple((a, s.split) for a, s in shards), call.call.operands[0].shape[c]
     logits, target, ignore = call.args

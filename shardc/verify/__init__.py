@@ -176,7 +176,9 @@ def _in_float64(program: Program) -> Program:
         program,
         graph=convert(program.graph),
         stages=tuple(replace(s, graph=convert(s.graph)) for s in program.stages),
-        counts=Stage(convert(program.counts.graph), program.counts.name) if program.counts is not None else None,
+        prologue=Stage(convert(program.prologue.graph), program.prologue.name)
+        if program.prologue is not None
+        else None,
         params=tuple(replace(p, dtype=_float64(p.dtype)) for p in program.params),
         buffers=tuple(map(constant, program.buffers)),
         inputs=tuple(replace(i, dtype=_float64(i.dtype)) for i in program.inputs),

@@ -119,7 +119,7 @@ def test_models(name: str, mesh: dict[str, int]) -> None:
     program = one.compile(spec(name, mesh, microbatches))
     sim = shardc.verify.simulate(program, one.model, one.batch)
     equality.assert_equal(sim, one.loss, one.grads)
-    assert program.counts is not None
+    assert program.prologue is not None
     assert sum(n.target is ops.total for n in program.stages[0].graph.nodes) == 1
 
 
@@ -135,8 +135,8 @@ def test_what_is_gathered_of_the_batch_is_put_together_first() -> None:
     one = equality.reference(lambda: (Model(ordered), {"x": rows(6), "y": torch.arange(ROWS) % 3}))
     for mesh in ({"dp": 1}, {"dp": 2}):
         program = one.compile(spec("ordered", mesh, 2))
-        assert program.counts is not None
-        assert sum(n.target is ops.unshard_partial for n in program.counts.graph.nodes) >= 2
+        assert program.prologue is not None
+        assert sum(n.target is ops.unshard_partial for n in program.prologue.graph.nodes) >= 2
         equality.assert_equal(shardc.verify.simulate(program, one.model, one.batch), one.loss, one.grads)
 
 
