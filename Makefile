@@ -25,6 +25,7 @@ fuzz: $(READY)   ## random specs of every model, or of MODELS, against one devic
 
 lint: $(READY) types
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 # mypy cannot follow the package-dir map of an editable install, so it checks a tree of links that looks like the installed package.
 types: $(READY)

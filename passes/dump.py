@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from shardc.artifact import emit
 from shardc.ir.program import Program
-from shardc.report.text import diff
 
 
 def dump(folder: Path, number: int, name: str, program: Program, before: str) -> str:
@@ -17,3 +17,10 @@ def dump(folder: Path, number: int, name: str, program: Program, before: str) ->
     if before:
         (folder / f"{number:02d}-{name}.diff").write_text(diff(before, text))
     return text
+
+
+def diff(old: str, new: str) -> str:
+    """Unified difference of two program texts."""
+    return "".join(
+        difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), "before", "after", n=2)
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import fx
 
 from shardc.ir.program import Program
+from shardc.passes.dump import dump
 
 
 @dataclass
@@ -41,10 +42,8 @@ class Runner:
         return program
 
     def _dump(self, name: str, program: Program) -> None:
-        from shardc import report
-
         assert self.dump is not None
-        self._last = report.dump(self.dump, len(self.seconds) - 1, name, program, self._last)
+        self._last = dump(self.dump, len(self.seconds) - 1, name, program, self._last)
 
 
 @contextmanager

@@ -1,32 +1,73 @@
-"""shardc: a declarative model-sharding compiler for PyTorch. `shardc.compile` is where everything begins."""
+"""shardc: a declarative model-sharding compiler for PyTorch. `shardc.compile` is where everything begins.
+
+Public names are loaded when they are first used (PEP 562), so that `import shardc` and `shardc --help` need no torch.
+"""
 
 from __future__ import annotations
 
-from shardc.artifact import load
-from shardc.compile import compile
-from shardc.errors import ShardcError
-from shardc.ir.program import Program
-from shardc.plan import Plan, plan
-from shardc.report.coverage import Coverage, coverage
-from shardc.rules.user_ops import check_rule, rule
-from shardc.runtime.step.param_groups import groups
-from shardc.spec import Spec
-from shardc.verify.simulate import Simulation, simulate
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Coverage",
-    "Plan",
-    "Program",
-    "ShardcError",
-    "Simulation",
-    "Spec",
-    "check_rule",
-    "compile",
-    "coverage",
-    "groups",
-    "load",
-    "plan",
-    "rule",
-    "simulate",
-]
+if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
+    from shardc.artifact import load as load
+    from shardc.compile import compile as compile
+    from shardc.errors import ShardcError as ShardcError
+    from shardc.ir.program import Program as Program
+    from shardc.plan import Plan as Plan
+    from shardc.plan import plan as plan
+    from shardc.report.coverage import Coverage as Coverage
+    from shardc.report.coverage import coverage as coverage
+    from shardc.rules.user_ops import check_rule as check_rule
+    from shardc.rules.user_ops import rule as rule
+    from shardc.runtime.step.param_groups import groups as groups
+    from shardc.spec import Spec as Spec
+    from shardc.verify.simulate import Simulation as Simulation
+    from shardc.verify.simulate import simulate as simulate
+
 __version__ = "0.1.0"
+
+#: Public name -> the module that defines it.
+_MODULES = {
+    "Coverage": "shardc.report.coverage",
+    "Plan": "shardc.plan",
+    "Program": "shardc.ir.program",
+    "ShardcError": "shardc.errors",
+    "Simulation": "shardc.verify.simulate",
+    "Spec": "shardc.spec",
+    "check_rule": "shardc.rules.user_ops",
+    "compile": "shardc.compile",
+    "coverage": "shardc.report.coverage",
+    "groups": "shardc.runtime.step.param_groups",
+    "load": "shardc.artifact",
+    "plan": "shardc.plan",
+    "rule": "shardc.rules.user_ops",
+    "simulate": "shardc.verify.simulate",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'shardc' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
+
+
+class _Package(ModuleType):
+    """`shardc.compile` and `shardc.plan` are functions, and also modules: importing a module, which binds its name in
+    the package, must not hide the function of that name.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _MODULES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.patches import untraced
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.runtime.ops import experts_op
 from shardc.runtime.ops.expert_activation import PARTS, elementwise, read
 from shardc.runtime.ops.expert_parallel import experts as run
+from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, OpOverload, traced_on
 
 Activation = str | Callable[[Tensor], Tensor]

@@ -31,9 +31,6 @@ from shardc.torch_private import OpOverload, decompositions, traced_functional
 PROOF_LIMIT = 1 << 18
 #: Relative error of a decomposition's results and gradients in float64.
 RTOL = 1e-8
-#: What ops raise for operands that are outside of their domain (a matrix that is not positive definite, lengths of
-#: zero).
-OUTSIDE = (RuntimeError, ValueError, IndexError)
 
 #: Adds one call to the new graph, in canonical form: (target, args, kwargs, its type) -> what stands for its result.
 Add = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -166,13 +163,13 @@ def _proven(op: Callable[..., Any], module: fx.GraphModule, types: list[Value]) 
         with torch.enable_grad():
             whole = _tensors(op(*leaves))
             wanted = _gradients(whole, leaves)
-    except OUTSIDE:
+    except values.OUTSIDE_DOMAIN:
         return True  # not defined on these numbers
     try:
         with torch.enable_grad():
             parts = _tensors(module(*leaves))
             found = _gradients(parts, leaves)
-    except OUTSIDE:
+    except values.OUTSIDE_DOMAIN:
         return False
     pairs = [*zip(parts, whole, strict=False), *zip(found, wanted, strict=True)]
     return len(parts) == len(whole) and all(_close(a, b) for a, b in pairs)

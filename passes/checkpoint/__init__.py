@@ -29,20 +29,17 @@ from torch import fx
 from shardc.artifact.emit import human
 from shardc.errors import Errors
 from shardc.ir.graph import operands_of
+from shardc.ir.machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Collective, Program, Region, Source
 from shardc.ir.types import op_name
 from shardc.passes.checkpoint.autograd_saves import Saved, SavedOf
-from shardc.passes.place.transfer_cost import FLOPS_PER_BYTE
 from shardc.rules import registry
 from shardc.runtime import ops
 from shardc.spec import Checkpoint as Asked
 from shardc.spec import Spec
 from shardc.spec.patterns import match, nearest
 
-#: Memory that is read or written once costs as much time as so many flops (H100: 3.35 TB/s against 400 Tflop/s in
-#: bf16).
-FLOPS_PER_TOUCH = 120.0
 #: A mask takes hashing its indices: so many times its size in 32-bit numbers read and written.
 HASHED = 80.0
 #: Small, and what it says has to be exchanged: always kept.
@@ -284,7 +281,7 @@ class _Graph:
             touched *= HASHED
         collective: Collective | None = node.meta.get("collective")
         sent = collective.bytes if collective is not None and collective.kind != "none" else 0
-        return flops + FLOPS_PER_TOUCH * touched + FLOPS_PER_BYTE * sent
+        return flops + FLOPS_PER_MEMORY_BYTE * touched + FLOPS_PER_LINK_BYTE * sent
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from torch import fx
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import operands_of, values_of
+from shardc.ir.layers import layer_of
+from shardc.ir.machine import MEMORY_BYTES_PER_NETWORK_BYTE, PEAK_FLOPS_PER_MEMORY_BYTE
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Source
 from shardc.rules import registry
@@ -31,11 +32,6 @@ from shardc.runtime import ops
 from shardc.spec import Spec
 from shardc.spec.patterns import match, nearest
 
-#: What a device does in the time in which it moves a byte of its memory: floating-point operations (an H100: 990
-#: TFLOP/s, 3.35 TB/s).
-FLOPS = 300
-#: How many bytes of its memory it moves while it sends one byte to another one (50 GB/s).
-LINK = 64
 #: Bytes that an optimizer's step moves for every byte of a parameter: weight, gradient, two moments, read and written.
 UPDATE = 8
 #: Stages may be this much costlier than the best cut's, if less crosses then, or a cut is then between modules.
@@ -46,8 +42,6 @@ CROSSING, INSIDE = 0.1, 0.02
 
 #: Ops that belong to the one before: how many rows they take, only their rank knows, so nobody else could receive them.
 JOINED = frozenset({ops.experts_send, ops.experts_apply, ops.experts_return, ops.experts_combine})
-
-_LAYER = re.compile(r"(?:(.*?)\.)?(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class Ops:
         """What it costs to send what crosses a cut there and its gradients back, each while the stages compute forward
         and
         backward: 3 times the work of forward."""
-        return LINK * self.crossing[cut] / 3
+        return MEMORY_BYTES_PER_NETWORK_BYTE * self.crossing[cut] / 3
 
     @staticmethod
     def of(main: Sequence[fx.Node], mesh: Mesh, microbatches: int) -> Ops:
@@ -81,7 +75,7 @@ class Ops:
             fresh = [x for x in _weights(n, position) if x not in seen]
             seen |= set(fresh)
             update = UPDATE * sum(x.meta["value"].nbytes(mesh) for x in fresh) / microbatches
-            work.append(max(traffic, flops / FLOPS) + update)
+            work.append(max(traffic, flops / PEAK_FLOPS_PER_MEMORY_BYTE) + update)
             last = max((position[u] for u in users(n) if u in position), default=i)
             nbytes = sum(v.nbytes(mesh) for v in values_of(n))
             change[i + 1] += nbytes
@@ -200,20 +194,15 @@ def _outer(module: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)] if module else []
 
 
-def layer_of(module: str) -> tuple[str, str] | None:
-    """(outermost list of layers, the layer's number) that a module, or a parameter, is in: "h.3.attn" -> ("h", "3")."""
-    m = _LAYER.match(module)
-    return (m[1] or "", m[2]) if m else None
-
-
 def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
     """The model's outermost lists of layers: {list: [(layer, position of its first op)]}, all in the order in which
     they run.
     """
     found: dict[str, dict[str, int]] = {}
     for at, n in enumerate(main):
-        if m := _LAYER.match(_module(n)):
-            found.setdefault(m[1] or "", {}).setdefault(f"{m[1]}.{m[2]}" if m[1] else m[2], at)
+        if layer := layer_of(_module(n)):
+            name, number = layer
+            found.setdefault(name, {}).setdefault(f"{name}.{number}" if name else number, at)
     return {name: sorted(each.items(), key=lambda item: item[1]) for name, each in found.items()}
 
 

@@ -23,11 +23,12 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.graph import operands_of, producer_of, values_of
+from shardc.ir.machine import FLOPS_PER_LINK_BYTE
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
-from shardc.passes.place.transfer_cost import FLOPS_PER_BYTE, TOUCH, UNDO, transfer
+from shardc.passes.place.transfer_cost import TOUCH, UNDO, transfer
 from shardc.rules.calls import choices_of
 from shardc.rules.registry import Choices, Strategy, needs_sum_grad
 
@@ -275,7 +276,7 @@ class Axis:
             return cost
         choices = self.choices[node]
         if strategy.kind in ("replicate", "partial_grad", "partial"):
-            cost += (3 * choices.flops / FLOPS_PER_BYTE + TOUCH * choices.touched) * (self.n - 1) / self.n
+            cost += (3 * choices.flops / FLOPS_PER_LINK_BYTE + TOUCH * choices.touched) * (self.n - 1) / self.n
         for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):
             if joins:
                 continue  # it is added to another value that has to be summed anyway

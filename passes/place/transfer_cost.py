@@ -6,9 +6,7 @@ from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
 from shardc.ir.program import Value
 from shardc.rules.registry import needs_sum_grad
 
-# A matmul's flops weigh as many bytes of communication as a device with ~1000 flop per link byte would lose by
-# repeating it (H100: 400 Tflop/s bf16 against 300-450 GB/s NVLink). Touching memory weighs little: it only breaks ties.
-FLOPS_PER_BYTE = 1000.0
+# Touching memory weighs little: it only breaks ties.
 TOUCH = 0.01
 # Gathering a weight that an annotation splits would undo the annotation.
 UNDO = 1000.0

@@ -24,6 +24,7 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Home
 from shardc.runtime.zero.flat import Flat, Run
 from shardc.runtime.zero.gather import Gathered, Use, views
+from shardc.runtime.zero.trained_params import trained_params
 
 
 class Held:
@@ -44,7 +45,7 @@ class Summed:
         self.spec: Bucket = program.buckets[index]
         self.tag, self.mesh = f"bucket{index}", mesh
         # whose gradients other stages' ranks may bring, if this one's stages do not
-        self.elsewhere = program.reached.intersection(self.spec.params) if self.spec.late else frozenset()
+        self.elsewhere = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
         self.flat = Flat.of(program, self.spec)
         self.params: dict[str, nn.Parameter] = {}  # whole local parts, which autograd knows
         self.owned: dict[str, nn.Parameter] = {}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardc.capture.patches import untraced
+from shardc.torch_modes import untraced
 from shardc.torch_private import pytree, tracing
 
 #: By name, as functions of torch's and as methods.

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.capture.data_dependent_sizes import KnownSizes
-from shardc.capture.patches import constant_value, given_numbers, untraced
+from shardc.capture.patches import constant_value, given_numbers
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.program import Source
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)
+from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, traced_node
 
 

@@ -9,10 +9,9 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,6 +21,7 @@ from shardc.capture import autograd_function
 from shardc.capture.causes import PACKED, PADDED
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
+from shardc.torch_modes import untraced
 from shardc.torch_private import (
     FakeTensor,
     OpOverload,
@@ -32,8 +32,6 @@ from shardc.torch_private import (
     traced_constant,
     traced_node,
 )
-
-T = TypeVar("T")
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -219,12 +217,6 @@ def given_numbers(x: Tensor) -> set[fx.Node]:
     given = {n for n in _family(node) if n.op == "placeholder"} if node is not None else set()
     dtypes = [getattr(n.meta.get("val"), "dtype", torch.float32) for n in given]
     return set() if any(d.is_floating_point or d.is_complex for d in dtypes) else given
-
-
-def untraced(function: Callable[..., T], *args: Any) -> T:
-    """Call a function outside of the trace in progress: tracing modes belong to a thread, so a new thread has none."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function, *args).result()
 
 
 def _evaluate(node: fx.Node, family: set[fx.Node], given: Mapping[fx.Node, Tensor], drawn: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""`python -m shardc.cli`: what the command `shardc` runs."""
+"""`python -m shardc.cli` runs the command `shardc`."""
 
 from shardc.cli import main
 

@@ -1,24 +1,59 @@
-"""`shardc device`: which devices there are, what one is like, what this machine is like."""
+"""`shardc device`: list the devices that programs are priced for, show one, measure this machine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from shardc.cost.device import MEASURED, Device, measured, names
-from shardc.cost.device import device as described
+import typer
+
+from shardc.cli.common import DebugOption, JsonOption, console, reporting
 from shardc.errors import ShardcError
 
 
-def measured_here(which: str | None, output: Path | None, tell: Callable[[str], None]) -> Path:
-    """Measure this machine's cpu or cuda; where it is written. Raises ShardcError for anything else, and for cuda where
-    there is none.
-    """
+def command(
+    which: Annotated[
+        str | None,
+        typer.Argument(help="a name or a YAML file; cpu, cuda: this machine's, once measured", show_default=False),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="measure this machine's cpu or cuda (default: cuda if it is there)")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="with --measure: write this file, not that of `--device cpu`")
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List devices that programs are priced for; show one and where its numbers are from; measure this machine."""
+    from shardc.cost import device, known_devices
+    from shardc.report.device_table import device_table
+
+    with reporting(debug, as_json) as show:
+        name: str | Path | None = which
+        if measure:
+            with console.status("measuring") as status:
+                name = _measure(which, output, lambda what: status.update(f"measuring {what}"))
+            console.print(f"written to {name}")
+        elif output:
+            raise ShardcError("-o names the file that --measure writes", where="-o", fix="add --measure")
+        if name:
+            shown = device(name)
+            show(json.dumps(shown.model_dump()) if as_json else shown.to_yaml())
+        elif as_json:
+            show(json.dumps([d.model_dump() for d in known_devices()]))
+        else:
+            show(device_table(known_devices()))
+
+
+def _measure(which: str | None, output: Path | None, on: Callable[[str], None]) -> Path:
+    """Measure this machine's cpu or cuda. Returns the file that says what it can do."""
     import torch
 
-    from shardc.cost.measure import measure as found
+    from shardc.cost.device import MEASURED, measured_file
+    from shardc.cost.measure import measure
 
     if which not in (None, *MEASURED):
         raise ShardcError(
@@ -26,43 +61,8 @@ def measured_here(which: str | None, output: Path | None, tell: Callable[[str], 
         )
     if which == "cuda" and not torch.cuda.is_available():
         raise ShardcError("torch finds no GPU here", where="--measure", fix="shardc device cpu --measure")
-    text = (device := found("cuda" if which == "cuda" else "cpu" if which else None, tell)).to_yaml()
-    path = output or measured(device.name)
+    device = measure(which, on)
+    path = output or measured_file(device.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(device.to_yaml())
     return path
-
-
-def show(which: str | Path, as_json: bool) -> str:
-    """One device: its file, with units and source."""
-    device = described(which)
-    return json.dumps(_row(device)) if as_json else device.to_yaml()
-
-
-def listed(as_json: bool) -> str:
-    """All that can be named: of this package, and those of this machine that have been measured."""
-    known = [described(n) for n in (*names(), *(n for n in MEASURED if measured(n).is_file()))]
-    if as_json:
-        return json.dumps([_row(d) for d in known])
-    rows = [
-        ("device", "memory", "bf16 flop/s", "memory/s", "link/s in node", "link/s between", "node", "source"),
-        *map(_cells, known),
-    ]
-    missing = [n for n in MEASURED if not measured(n).is_file()]
-    notes = [f"{' and '.join(missing)}: not measured on this machine yet (shardc device --measure)"] if missing else []
-    return "\n".join([*_columns(rows), *notes])
-
-
-def _row(device: Device) -> dict[str, Any]:
-    return device.model_dump()
-
-
-def _cells(d: Device) -> tuple[str, ...]:
-    flops = d.flops.get("bfloat16", min(d.flops.values()))
-    numbers = (f"{n / 1e9:,.4g} G" for n in (d.memory, flops, d.bandwidth, d.within.bandwidth, d.between.bandwidth))
-    return (d.name, *numbers, str(d.node), d.source)
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), row[-1]]) for row in rows]

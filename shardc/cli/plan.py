@@ -1,4 +1,4 @@
-"""`shardc plan`: a progress bar while it prices, then the table, the answers, and the spec."""
+"""`shardc plan`: a progress bar while specs are priced, then the table, the answers, and the best spec as a file."""
 
 from __future__ import annotations
 
@@ -8,27 +8,102 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from shardc.cli import model_file
-from shardc.plan import plan
-from shardc.plan.result import Plan
-from shardc.plan.table import breakdown, gb, heading, table
+from shardc.cli.common import (
+    BatchOption,
+    DebugOption,
+    JsonOption,
+    SeqOption,
+    console,
+    is_artifact,
+    print_error,
+    reporting,
+)
+from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from shardc.plan import Plan
 
 #: Columns of a table that goes to a file.
 WIDE = 200
 #: Seconds between lines of progress.
 EVERY = 5.0
-#: What is done before anything is priced.
-PLAIN = ("loading the model", "capturing")
+#: What happens before anything is priced.
+PREPARING = ("loading the model", "capturing")
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="model.py, model.py:builder, or hf:config.json", show_default=False)],
+    devices: Annotated[int | None, typer.Option(help="how many there are; required, but with --given")] = None,
+    device: Annotated[str, typer.Option(help="a name that `shardc device` lists, or a YAML file")] = "h100-80g",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")
+    ] = None,
+    given: Annotated[Path | None, typer.Option(help="price this spec, and search for no other")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", help="rows of a step (default: those that batch() gives)")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="bfloat16 | float16 | float32 | pure-bfloat16 | model")] = "bfloat16",
+    largest: Annotated[str | None, typer.Option(help="batch | sequence: also answer how large it may be")] = None,
+    fewest: Annotated[bool, typer.Option("--fewest", help="also answer on how few devices anything fits")] = False,
+    headroom: Annotated[float, typer.Option(help="share of memory left to the allocator, NCCL and workspaces")] = 0.05,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Find the spec that trains a model fastest on so many devices, by the cost model alone: meshes, ZeRO,
+    recomputation, schedules.
+    """
+    with reporting(debug, as_json) as show:
+        if is_artifact(model):
+            fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
+            raise ShardcError("a compiled DIR already has its spec", where=model, fix=fix)
+        with _progress(quiet=as_json) as on:
+            from shardc.cli import model_file
+            from shardc.plan import plan
+
+            file = model_file.load(model, batch=batch, seq=seq)
+            planned = plan(
+                file.on_meta(),
+                file.batch,
+                devices=devices,
+                device=device,
+                global_batch=global_batch,
+                precision=precision,
+                headroom=headroom,
+                given=given,
+                largest=largest,  # type: ignore[arg-type]  # plan refuses any other word
+                fewest=fewest,
+                loss=file.loss,
+                name=model,
+                on=on,
+            )
+        fits = bool(planned.candidates) and planned.candidates[0].fits
+        failure = planned.lacking() if not fits and given is None else None
+        if output and fits:
+            planned.save(output)
+        if as_json:
+            errors = {"errors": failure.to_json()} if failure else {}
+            show(json.dumps({**planned.to_json(), "output": str(output) if output and fits else None, **errors}))
+        else:
+            _print(planned, given=given is not None)
+            if output and fits:
+                show(f"written to {output}")
+        if failure:
+            print_error(failure)
+    raise typer.Exit(0 if fits else 1)
 
 
 @contextmanager
-def progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr that says what is being priced; where stderr is no terminal, a line every few seconds."""
+def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr that names what is being priced; where stderr is not a terminal, a line every few seconds."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -39,69 +114,42 @@ def progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, int, i
         disable=quiet or not console.is_terminal,
     ) as bar:
         task = bar.add_task("loading the model", total=None)
-        started, said = time.monotonic(), -math.inf
+        started, printed = time.monotonic(), -math.inf
 
-        def on(what: str, done: int, of: int) -> None:
-            nonlocal said
-            doing = what if what in PLAIN else f"pricing {what}"
-            bar.update(task, description=doing, completed=done, total=of or None)
+        def on(subject: str, done: int, total: int) -> None:
+            nonlocal printed
+            doing = subject if subject in PREPARING else f"pricing {subject}"
+            bar.update(task, description=doing, completed=done, total=total or None)
             now = time.monotonic() - started
-            if not quiet and not console.is_terminal and now - said >= EVERY:
-                said = now
-                console.print(f"{now:3.0f} s: {doing}" + (f" ({done + 1} of {of})" if of else ""), markup=False)
+            if not quiet and not console.is_terminal and now - printed >= EVERY:
+                printed = now
+                count = f" ({done + 1} of {total})" if total else ""
+                console.print(f"{now:3.0f} s: {doing}{count}", markup=False)
 
         on("loading the model", 0, 0)
         yield on
 
 
-def command(
-    source: str,
-    *,
-    batch: int | None,
-    seq: int | None,
-    output: Path | None,
-    as_json: bool,
-    show: Callable[[str], None],
-    console: Console,
-    **options: Any,
-) -> int:
-    """Returns the exit status: 0, or 1 if nothing fits."""
-    with progress(console, quiet=as_json) as on:
-        file = model_file.load(source, batch=batch, seq=seq)
-        found = plan(file.on_meta(), file.batch, loss=file.loss, name=source, on=on, **options)
-    fits = bool(found.candidates) and found.candidates[0].fits
-    if output and fits:
-        found.save(output)
-    if as_json:
-        lacking = {"errors": found.lacking().to_json()} if not fits and options.get("given") is None else {}
-        show(json.dumps({**found.to_json(), "output": str(output) if output and fits else None, **lacking}))
-    else:
-        _print(found, given=options.get("given") is not None)
-        if output and fits:
-            show(f"written to {output}")
-    if not fits and options.get("given") is None:
-        console.print("[bold red]error[/] ", end="")
-        console.print(str(found.lacking()), markup=False)
-    return 0 if fits else 1
+def _print(plan: Plan, *, given: bool) -> None:
+    """The table of candidates, or the parts of the one given, and the answers, on stdout."""
+    from shardc.plan.table import breakdown, gb, heading, table
 
-
-def _print(found: Plan, *, given: bool) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDE
-    plain = not console.is_terminal
+    out = Console(highlight=False)
+    plain = not out.is_terminal
+    if plain:
+        out.width = WIDE
     if given:
-        console.print(heading(found))
-    console.print(breakdown(found.candidates[0], plain=plain) if given else table(found, plain=plain))
-    for name, answer in found.answers.items():
+        out.print(heading(plan))
+        out.print(breakdown(plan.candidates[0], plain=plain))
+    else:
+        out.print(table(plan, plain=plain))
+    for name, answer in plan.answers.items():
         if answer["value"] is None:
-            console.print(f"{name}: none")
-            continue
-        line = (
-            f"{name}: {answer['value']} {answer['what']}, peak {gb(answer['peak_bytes'])}"
-            if answer["value"]
-            else f"{name}: nothing fits"
-        )
-        if answer.get("next_peak_bytes"):
-            line += f"; {answer['next']} would need {gb(answer['next_peak_bytes'])}"
-        console.print(line)
+            out.print(f"{name}: none")
+        elif not answer["value"]:
+            out.print(f"{name}: nothing fits")
+        else:
+            line = f"{name}: {answer['value']} {answer['what']}, peak {gb(answer['peak_bytes'])}"
+            if answer.get("next_peak_bytes"):
+                line += f"; {answer['next']} would need {gb(answer['next_peak_bytes'])}"
+            out.print(line)

@@ -1,186 +1,146 @@
-"""The table of rules, and what a check of it found, as text and JSON."""
+"""`shardc rules`: list the rules of ops, or prove them against the whole ops."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import inspect
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import groupby
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
+import typer
 from rich.console import Console
-from rich.progress import Progress
 
-from shardc import errors
+from shardc.cli.common import DebugOption, JsonOption, reporting
 from shardc.errors import ShardcError
-from shardc.rules.registry import RULES, Rule, find
-from shardc.rules.samples import SAMPLES
-from shardc.verify.rules import OpReport, check_ops, name_of
 
-#: Findings of one op that are printed; the rest is counted.
-SHOWN = 4
-TAGGED = "\nand every other op that torch itself tags as elementwise: broadcasting, every dim splits"
+if TYPE_CHECKING:
+    from shardc.rules.registry import Rule
+    from shardc.verify.rules import OpReport
 
 
-@dataclass(frozen=True)
-class RuleRow:
-    """One rule. notation, linear: as they were written, or `<name>` of the function of a call that makes them.
+def command(
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(help="names or globs: aten.mm.default 'aten.*norm*' (default: all)", show_default=False),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="prove them against the whole ops; exit status 1 if one is wrong")
+    ] = False,
+    file: Annotated[
+        str | None, typer.Option("--file", help="a Python file that registers rules; alone: only its rules")
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List the rules of ops: what may be split. --check proves them: forward, backward, on 2, 3, 4, 6 parts and on two
+    axes.
+    """
+    with reporting(debug, as_json) as show:
+        from shardc.report.rule_table import TAGGED, check_text, row, rule_table
 
-    about: `<name>` -> what the function's docstring says, in a line. family: its file in shardc/rules, or "own".
-    extras: what is beside the notation: local | extra | flops. where: file:line that registered it. samples: how many
-    calls prove it."""
-
-    op: str
-    notation: str
-    linear: str
-    about: dict[str, str]
-    family: str
-    extras: tuple[str, ...]
-    where: str
-    samples: int
-
-
-def named(function: Callable[[Any], Any]) -> str:
-    """What stands in the table for a function of the call: `<conv>`."""
-    return f"<{function.__name__.strip('_<>')}>"
-
-
-def row(op: Any, rule: Rule) -> RuleRow:
-    functions = [f for f in (rule.notation, rule.linear_of) if f is not None and not isinstance(f, str)]
-    about = {named(f): (inspect.getdoc(f) or "").partition("\n")[0] for f in functions}
-    where = rule.where
-    if not where:  # found by torch's tag
-        where = f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
-    path = Path(where.rpartition(":")[0])
-    own = path.parent != Path(errors.__file__).parent / "rules"
-    linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
-    extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
-    text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
-    return RuleRow(
-        name_of(op), text, linear, about, "own" if own else path.stem, extras, where, len(SAMPLES.get(op, ()))
-    )
+        rules = _rules(ops or [], file)
+        rows = [row(op, r) for op, r in rules.items()]
+        if not check:
+            table = rule_table(rows) + ("" if ops or file else TAGGED)
+            show(json.dumps([asdict(r) for r in rows]) if as_json else table)
+            return
+        started = time.perf_counter()
+        reports = _check(list(rules))
+        seconds = time.perf_counter() - started
+        wrong = any(r.wrong for r in reports)
+        if as_json:
+            show(json.dumps({"ok": not wrong, "seconds": round(seconds, 1), "ops": [r.to_json() for r in reports]}))
+        else:
+            show(check_text(reports, {r.op: r.where for r in rows}, seconds))
+        raise typer.Exit(int(wrong))
 
 
-def selected(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
+def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
+    """The rules that the command names, by op: of patterns, else those that the file registers, else all."""
+    from shardc.rules import RULES
+    from shardc.rules.samples import SAMPLES
+    from shardc.verify.rules import name_of
+
+    before = set(RULES)
+    if file:
+        from shardc.cli import model_file
+
+        model_file.imported(file)
+    rules, unmatched = _select(patterns)
+    if unmatched:
+        names = [name_of(op) for op in {**RULES, **SAMPLES}]
+        stems = dict.fromkeys(n.rpartition(".")[0] for n in names)
+        near = difflib.get_close_matches(unmatched[0], names if unmatched[0].count(".") > 1 else stems, 3)
+        fix = f"did you mean {' or '.join(near)}?" if near else "`shardc rules` lists all; --file loads yours"
+        raise ShardcError(f"no op with a rule matches {unmatched[0]!r}", where="shardc rules", fix=fix)
+    if file and not patterns:
+        rules = {op: r for op, r in rules.items() if op in RULES and op not in before}
+        if not rules:
+            raise ShardcError(
+                f"{file} registers no rule", where=file, fix="call shardc.rule(op, ...) where the op is defined"
+            )
+    return rules
+
+
+def _select(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
     """Ops whose name matches one of the globs, with their rules, and the patterns that match none.
 
-    Without patterns: all that have a line of their own, and those elementwise ops found by torch's tag that have
+    Without patterns: all ops with a line of their own, and the elementwise ops recognized by torch's tag that have
     samples."""
-    every = {op: r for op in (*RULES, *(op for op in SAMPLES if op not in RULES)) if (r := find(op)) is not None}
+    from shardc.rules import RULES
+    from shardc.rules.registry import find
+    from shardc.rules.samples import SAMPLES
+
+    listed: dict[Any, Rule] = {op: r for op in {**RULES, **SAMPLES} if (r := find(op)) is not None}
     if not patterns:
-        return every, []
-    found: dict[Any, Rule] = {}
-    missed = []
+        return listed, []
+    selected: dict[Any, Rule] = {}
+    unmatched = []
     for pattern in patterns:
-        mine = {
-            op: r
-            for op, r in every.items()
-            if any(fnmatch.fnmatchcase(name_of(op), g) for g in (pattern, f"{pattern}.*"))
-        }
-        if not mine and (op := _op(pattern)) is not None and (r := find(op)) is not None:
-            mine = {op: r}
-        if not mine:
-            missed.append(pattern)
-        found |= mine
-    return found, missed
+        matches = _matching(pattern, listed)
+        if not matches and (op := _op(pattern)) is not None and (rule := find(op)) is not None:
+            matches = {op: rule}
+        if not matches:
+            unmatched.append(pattern)
+        selected |= matches
+    return selected, unmatched
+
+
+def _matching(pattern: str, rules: Mapping[Any, Rule]) -> dict[Any, Rule]:
+    from shardc.verify.rules import name_of
+
+    globs = (pattern, f"{pattern}.*")
+    return {op: r for op, r in rules.items() if any(fnmatch.fnmatchcase(name_of(op), g) for g in globs)}
 
 
 def _op(name: str) -> Any:
-    """`aten.asinh.default` or `aten.asinh`: an op that has no line of its own."""
+    """`aten.asinh.default` or `aten.asinh`: an op without a line of its own."""
+    import torch
+
     found: Any = torch.ops
-    parts = name.split(".")
-    for part in (*parts, "default")[:3]:
+    for part in (*name.split("."), "default")[:3]:
         found = getattr(found, part, None)
     return found if hasattr(found, "_schema") else None
 
 
-def rule_table(rows: Iterable[RuleRow]) -> str:
-    """A line a rule, by family; what functions make of a call, before the ops that share them."""
-    lines: list[tuple[str, ...]] = [("op", "rule", "linear in", "beside it", "registered at")]
-    by_family = {
-        f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)
-    }
-    for family, mine in by_family.items():
-        about = {name: text for r in mine for name, text in r.about.items() if text}
-        lines += [("",), (f"# {family}",), *((f"#   {name}: {text}",) for name, text in about.items())]
-        lines += [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in mine]
-    widths = [max(len(line[i]) for line in lines if len(line) > 1) for i in range(5)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
+def _check(ops: Sequence[Any]) -> list[OpReport]:
+    """Check the rules of ops, on one thread, with a progress bar on stderr where that is a terminal."""
+    import torch
+    from rich.progress import Progress
 
+    from shardc.verify.rules import check_ops
 
-def short(where: str) -> str:
-    """A place as seen from the current folder, or, inside of it, from the package's."""
-    path, _, line = where.rpartition(":")
-    base = Path(errors.__file__).parents[1]
-    if Path(path).is_relative_to(base / "shardc"):
-        return f"{Path(path).relative_to(base)}:{line}"
-    relative = os.path.relpath(path)
-    return f"{path if relative.startswith('..') else relative}:{line}"
-
-
-def check_text(reports: Sequence[OpReport], places: dict[str, str], seconds: float) -> str:
-    """What a check found: wrong rules, rules that are too strict, what is known to be strict and why, the counts, the
-    slowest.
-
-    places: op -> where its rule was registered.
-    """
-    lines: list[str] = []
-    for r in reports:
-        for f in r.wrong[:SHOWN]:
-            lines += [f"WRONG {f.op}, {f.strategy}, {f.ranks} ranks: {f.what}", f"      call: {f.call}"]
-        if r.wrong:
-            more = f"and {len(r.wrong) - SHOWN} more; " if len(r.wrong) > SHOWN else ""
-            lines.append(f"      {more}its rule: {short(places[r.op])}")
-    for r in reports:
-        lines += [f"too strict: {f.op}, {f.strategy}: {f.what}; call: {f.call}" for f in r.strict if not f.why]
-    known = [f for r in reports for f in r.strict if f.why]
-    if known:
-        lines += ["strict for a reason:", *(f"  {f.op}, {f.strategy}: {f.why}" for f in known)]
-    forward = [r for r in reports if r.forward_only]
-    lines += [f"forward only: {r.op}: {r.forward_only}" for r in forward]
-    wrong = [r.op for r in reports if r.wrong]
-    strict = sum(not f.why for r in reports for f in r.strict)
-    slow = sorted(reports, key=lambda r: -r.seconds)[:3] if len(reports) > SHOWN else []
-    lines += [f"slowest: {', '.join(f'{r.op} {r.seconds:.1f} s' for r in slow)}"] if slow else []
-    lines.append(
-        f"{len(reports)} rules on {sum(r.calls for r in reports)} calls in {seconds:.0f} s: "
-        f"{len(wrong)} wrong, {strict} too strict, {len(known)} strict for a reason"
-    )
-    return "\n".join(lines)
-
-
-@contextmanager
-def without_torchs_warnings() -> Iterator[Console]:
-    """While open, what C++ writes to stderr is dropped: warnings about odd calls, which the check makes on purpose.
-    Gives a console there.
-    """
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere, os.fdopen(os.dup(kept), "w") as screen:
-        os.dup2(nowhere.fileno(), 2)
-        try:
-            yield Console(file=screen, highlight=False)
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-
-
-def checked(ops: Sequence[Any]) -> list[OpReport]:
-    """Check the rules of ops, on one thread, with a bar on stderr where that is a terminal."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: threads inside ops only cost
+    torch.set_num_threads(1)  # tensors are tiny: threads inside ops only cost
     try:
         with (
-            without_torchs_warnings() as console,
+            _silenced_stderr() as console,
             Progress(*Progress.get_default_columns(), console=console, transient=True) as bar,
         ):
             task = bar.add_task("", total=len(ops))
@@ -193,44 +153,17 @@ def checked(ops: Sequence[Any]) -> list[OpReport]:
         torch.set_num_threads(threads)
 
 
-def command(
-    patterns: Sequence[str], *, check: bool, file: str | None, as_json: bool, show: Callable[[str], None]
-) -> int:
-    """`shardc rules`: lists or checks, and returns the exit status. Raises ShardcError
-    for patterns that match nothing.
+@contextmanager
+def _silenced_stderr() -> Iterator[Console]:
+    """While open, what C++ writes to stderr is dropped: torch warns of odd calls, which the check makes on purpose.
+    Yields a console that still writes there.
     """
-    before = set(RULES)
-    if file:
-        from shardc.cli import model_file
-
-        model_file.imported(file)
-    found, missed = selected(patterns)
-    if missed:
-        names = [name_of(op) for op in {**RULES, **SAMPLES}]
-        stems = dict.fromkeys(n.rpartition(".")[0] for n in names)
-        near = difflib.get_close_matches(missed[0], names if missed[0].count(".") > 1 else stems, 3)
-        fix = f"did you mean {' or '.join(near)}?" if near else "`shardc rules` lists all; --file loads yours"
-        raise ShardcError(f"no rule of an op matches {missed[0]!r}", where="shardc rules", fix=fix)
-    if file and not patterns:
-        found = {op: r for op, r in found.items() if op in RULES and op not in before}
-        if not found:
-            raise ShardcError(
-                f"{file} registers no rule", where=file, fix="shardc.rule(op, ...) where the op is defined"
-            )
-    rows = [row(op, r) for op, r in found.items()]
-    if not check:
-        show(
-            json.dumps([asdict(r) for r in rows])
-            if as_json
-            else rule_table(rows) + ("" if patterns or file else TAGGED)
-        )
-        return 0
-    started = time.perf_counter()
-    reports = checked(list(found))
-    seconds = time.perf_counter() - started
-    wrong = any(r.wrong for r in reports)
-    if as_json:
-        show(json.dumps({"ok": not wrong, "seconds": round(seconds, 1), "ops": [r.to_json() for r in reports]}))
-    else:
-        show(check_text(reports, {r.op: r.where for r in rows}, seconds))
-    return int(wrong)
+    sys.stderr.flush()
+    original = os.dup(2)
+    with open(os.devnull, "w") as nowhere, os.fdopen(os.dup(original), "w") as screen:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield Console(file=screen, highlight=False)
+        finally:
+            os.dup2(original, 2)
+            os.close(original)

@@ -9,8 +9,8 @@ price      all of it: `program.cost(device)`
 symbolic   closed forms in batch, sequence, hidden, layers and the mesh's sizes
 """
 
-from shardc.cost.device import Device, device, names
+from shardc.cost.device import Device, device, known_devices, names
 from shardc.cost.replay import Memory
 from shardc.cost.step import Cost, RankCost
 
-__all__ = ["Cost", "Device", "Memory", "RankCost", "device", "names"]
+__all__ = ["Cost", "Device", "Memory", "RankCost", "device", "known_devices", "names"]

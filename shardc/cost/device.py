@@ -129,7 +129,12 @@ def names() -> list[str]:
     )
 
 
-def measured(name: str) -> Path:
+def known_devices() -> list[Device]:
+    """The devices of this package, and those of this machine that have been measured."""
+    return [device(n) for n in (*names(), *(n for n in MEASURED if measured_file(n).is_file()))]
+
+
+def measured_file(name: str) -> Path:
     """Where `shardc device --measure` keeps what it found of this machine's "cpu" or "cuda"."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardc" / "devices" / f"{name}.yaml"
 
@@ -172,7 +177,7 @@ def _text(which: str | Path) -> tuple[str, str]:
             )
         return path.read_text(), str(path)
     if which in MEASURED:
-        path = measured(str(which))
+        path = measured_file(str(which))
         if not path.is_file():
             what = f"this machine's {which} has not been measured: there is no file {path}"
             raise ShardcError(what, where="device", fix=f"measure it once: shardc device {which} --measure")

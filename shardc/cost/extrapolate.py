@@ -19,8 +19,8 @@ from torch import fx
 from shardc.cost.replay import Memory
 from shardc.cost.step import Cost, RankCost
 from shardc.errors import ShardcError
+from shardc.ir.layers import layer_of
 from shardc.ir.program import Param, Program, Source
-from shardc.passes.pipeline.cuts import layer_of
 
 
 def layers(captured: Program) -> dict[str, list[str]]:

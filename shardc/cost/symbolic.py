@@ -33,8 +33,8 @@ from shardc.cost.dry_run import Rehearsal
 from shardc.cost.ledger import Held
 from shardc.cost.symbolic_work import computed, sent
 from shardc.cost.symbols import Names, Sums
+from shardc.ir.layers import layer_of
 from shardc.ir.program import Collective, Program, Source
-from shardc.passes.pipeline.cuts import layer_of
 
 
 @dataclass(frozen=True)

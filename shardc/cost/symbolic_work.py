@@ -19,8 +19,8 @@ from shardc.cost.dry_run import Rehearsal
 from shardc.cost.ledger import Op, Sent
 from shardc.cost.symbols import Names, Sums
 from shardc.ir.graph import operands_of, values_of
+from shardc.ir.layers import layer_of
 from shardc.ir.program import Bucket, Program, Source
-from shardc.passes.pipeline.cuts import layer_of
 from shardc.runtime.mesh import CommRecord
 
 

@@ -24,7 +24,6 @@ Node metadata (all of it: passes may rely on these keys only)
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +34,6 @@ from torch import fx
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard, show
-from shardc.runtime.ops.zero import gather_start, gather_wait, updated
 
 if TYPE_CHECKING:
     from shardc.cost import Cost, Device
@@ -382,25 +380,6 @@ class Program:
         home = next(self.schedule.placement[i] for i, stage in enumerate(self.stages) if b.name in stage.updates)
         return home, tuple(c for c in self.holders(b) if c != home)
 
-    @property
-    def reached(self) -> frozenset[str]:
-        """The parameters that gradients reach, in any of the stages."""
-        wanted = {name for e in self.edges for name, _ in e.differentiable()}
-        found: set[fx.Node] = set()
-        for stage in self.stages:
-            returned: Any = stage.graph.output_node().args[0]
-            todo = [n for n in (returned[0], *(returned[2] if len(returned) > 2 else ())) if n is not None]
-            todo = [n for n in todo if n is returned[0] or n.name in wanted]
-            while todo:
-                n = todo.pop()
-                value = n.meta.get("value")
-                if n not in found and any(
-                    v.requires_grad for v in (value if isinstance(value, tuple) else (value,)) if v is not None
-                ):
-                    found.add(n)
-                    todo += _operands(n)
-        return frozenset(n.name for n in found if n.op == "placeholder")
-
     def has(self, x: Param | Buffer, coords: Mapping[str, int]) -> bool:
         """Does the rank at these coordinates have it?"""
         return not self.axis or coords[self.axis] in self.holders(x)
@@ -418,7 +397,8 @@ class Program:
             inputs=tuple(map(put, self.inputs)),
         )
 
-    # --- running it: in each process of torchrun, or as the one process of a one-rank mesh
+    # --- What a user does with a program. These verbs import what is above this room, each when it is called: the one
+    # exception to the order of rooms (tests/test_layers.py), so that `program.save(...)` can be written.
 
     def engine(self, model: Any, optimizer: Any = ..., seed: int = 0, **options: Any) -> Engine:
         """A training loop for this rank. See shardc.runtime.step.engine.Engine. optimizer: default AdamW(3e-4); None:
@@ -433,8 +413,6 @@ class Program:
         from shardc.runtime.step.module import ShardedModule
 
         return ShardedModule(self, model, seed, mesh=mesh)
-
-    # --- looking at it, keeping it, checking it
 
     def __str__(self) -> str:
         """Its typed text: how everything is stored, and what a rank runs, with every collective's cause and bytes."""
@@ -473,14 +451,3 @@ class Program:
         from shardc.runtime.step.engine import adamw
 
         return cost(self, described(device), optimizer or adamw, clip_norm=clip_norm)
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """What a node's gradient goes to: of a gathered bucket's entry, that parameter alone."""
-    if node.target is operator.getitem:
-        made, k = node.args
-        assert isinstance(made, fx.Node)
-        start = made.args[0] if made.target is gather_wait else made
-        if isinstance(start, fx.Node) and start.target in (gather_start, updated):
-            return [start.args[0][k]]  # type: ignore[index, list-item]
-    return node.all_input_nodes

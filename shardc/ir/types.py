@@ -16,6 +16,8 @@ from shardc.torch_private import OpOverload
 #: Ops whose result carries no gradient though their argument may; the rest follows from dtypes (comparisons, indices).
 _CUTS = {"detach", "nll_max", "all_reduce_max"}
 _LIKE = ("_like", "new_")
+#: What ops raise for operands outside of their domain: a matrix that is not positive definite, lengths of zero.
+OUTSIDE_DOMAIN = (RuntimeError, ValueError, IndexError)
 
 
 def of_tensor(x: Tensor, requires_grad: bool = False) -> Value:

@@ -17,8 +17,9 @@ from shardc.cost.dry_run import rehearse
 from shardc.cost.ledger import KINDS
 from shardc.cost.replay import parts
 from shardc.cost.step import put_together
+from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
-from shardc.passes.pipeline.cuts import default_stages, layer_of
+from shardc.passes.pipeline.cuts import default_stages
 from shardc.plan.rehearsals import Library, Stages
 from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, meter, part_of
 from shardc.runtime import schedule as schedules

@@ -1,8 +1,7 @@
-"""The program before partition, differences between texts, and JSON."""
+"""The captured graph as text, and a program as JSON."""
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,13 +14,6 @@ from shardc.report.comm import comm_rows
 def before(program: Program) -> str:
     """The captured graph: the model as one device runs it, with every module's and line's name."""
     return emit.text(replace(program, stages=(), buckets=()))
-
-
-def diff(old: str, new: str) -> str:
-    """Unified difference of two program texts."""
-    return "".join(
-        difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), "before", "after", n=2)
-    )
 
 
 def to_json(program: Program) -> dict[str, Any]:

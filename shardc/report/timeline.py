@@ -15,8 +15,8 @@ from rich.text import Text
 from torch import fx
 
 from shardc.ir.graph import operands_of, values_of
+from shardc.ir.machine import MEMORY_BYTES_PER_NETWORK_BYTE, PEAK_FLOPS_PER_MEMORY_BYTE
 from shardc.ir.program import Program
-from shardc.passes.pipeline.cuts import FLOPS, LINK
 from shardc.rules import registry
 from shardc.rules.calls import call_of
 from shardc.runtime import schedule as schedules
@@ -44,7 +44,8 @@ def costs(program: Program) -> Costs:
     weights in W."""
     found = [_cost(s.graph, program) for s in program.stages]
     transfer = {
-        (e.source, e.target): LINK * float(sum(v.nbytes(program.mesh) for v in e.values)) for e in program.edges
+        (e.source, e.target): MEMORY_BYTES_PER_NETWORK_BYTE * float(sum(v.nbytes(program.mesh) for v in e.values))
+        for e in program.edges
     }
     forward, inputs, weights = zip(*found, strict=True)
     return Costs(forward, inputs, weights, transfer)
@@ -69,7 +70,7 @@ def _cost(graph: fx.Graph, program: Program) -> tuple[float, float, float]:
         traffic = sum(v.nbytes(program.mesh) for x in (*operands_of(n), n) for v in values_of(x))
         rule = registry.find(n.target)
         flops = rule.flops(call_of(n)) / inner if rule is not None and rule.flops is not None else 0.0
-        work = max(traffic, flops / FLOPS)
+        work = max(traffic, flops / PEAK_FLOPS_PER_MEMORY_BYTE)
         forward += work
         wanting = [x in of_weights for x in operands_of(n) if any(v.requires_grad for v in values_of(x))]
         each = (

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from shardc.artifact.emit import plural
 from shardc.ir.program import Buffer, Param, Program, Stage, Value
-from shardc.passes.canonical.decompose import OUTSIDE
+from shardc.ir.types import OUTSIDE_DOMAIN
 from shardc.runtime.rng import Rng
 from shardc.verify.reference import interpret
 from shardc.verify.simulate import simulate
@@ -92,7 +92,7 @@ def verify(program: Program, *, seed: int = 0) -> Report:
             loss, news = interpret(
                 double, params, buffers, {i.name: _leaf(batch, i.path) for i in double.inputs}, Rng(seed)
             )
-        except OUTSIDE as e:  # a target that is no probability, a matrix that is not positive definite
+        except OUTSIDE_DOMAIN as e:  # a target that is no probability, a matrix that is not positive definite
             why = f"the model fails on one device ({type(e).__name__}: {str(e).splitlines()[0]})"
             continue
         if bool(torch.isfinite(loss)):

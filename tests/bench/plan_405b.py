@@ -27,25 +27,13 @@ CONFIG = {
 
 def main() -> None:
     started = time.perf_counter(), time.process_time()
-    from rich.console import Console
-
-    from shardc.cli.plan import command
+    from shardc.cli import app
 
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(CONFIG))
-        command(
-            f"hf:{config}",
-            batch=1,
-            seq=8192,
-            output=None,
-            as_json=False,
-            show=print,
-            console=Console(stderr=True),
-            devices=16384,
-            device="h100-80g",
-            global_batch=2048,
-        )
+        options = "--batch 1 --seq 8192 --devices 16384 --device h100-80g --global-batch 2048"
+        app(["plan", f"hf:{config}", *options.split()], standalone_mode=False)
     print(
         f"{time.perf_counter() - started[0]:.0f} s, of which {time.process_time() - started[1]:.0f} s on the CPU;"
         " import included",

@@ -323,14 +323,19 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     (
         "no size in --mesh",
         ["compile", "model.py", "spec.yaml", "--mesh", "tp"],
-        "'tp' is no axis=size",
-        "--mesh dp=4,tp=1",
+        "'tp' does not name an axis and its size",
+        "dp=4,tp=1",
     ),
     ("unknown --set", ["compile", "model.py", "spec.yaml", "--set", "data.zerro=1"], "zerro", "zero"),
     ("what is not built", ["compile", "model.py", "spec.yaml", "--set", "sequence.axis=tp"], "not built", ""),
     ("a folder that is no artifact", ["inspect", "."], "is no shardc artifact", "shardc compile -o DIR"),
     ("a folder to compile", ["compile", "."], "is a folder", "name a model file"),
-    ("overrides of an artifact", ["inspect", ".", "--mesh", "tp=1"], "has its spec inside", "compile the model again"),
+    (
+        "overrides of an artifact",
+        ["inspect", ".", "--mesh", "tp=1"],
+        "already contains its spec",
+        "compile the model again",
+    ),
     ("no such pass", ["inspect", "model.py", "spec.yaml", "--diff", "plaice"], "there is no pass plaice", "place"),
     ("no such stage", ["inspect", "model.py", "spec.yaml", "--stage", "3"], "there is no stage 3", "stages 0 to 0"),
     (
@@ -342,7 +347,7 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     (
         "svg alone",
         ["inspect", "model.py", "spec.yaml", "--svg", "time.svg"],
-        "--svg draws the schedule, or memory",
+        "--svg draws either the schedule or the memory",
         "add --schedule or --memory",
     ),
     ("processes", ["run", "model.py", "spec.yaml", "--nproc", "3"], "", ""),

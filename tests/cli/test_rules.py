@@ -167,11 +167,11 @@ def test_own_rules_stand_last_with_their_place(files: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "what", "fix"),
     [
-        (["aten.sofmax"], "no rule of an op matches 'aten.sofmax'", "did you mean aten.softmax or"),
-        (["aten.mm.defalt", "--check"], "no rule of an op matches 'aten.mm.defalt'", "did you mean aten.mm.default"),
+        (["aten.sofmax"], "no op with a rule matches 'aten.sofmax'", "did you mean aten.softmax or"),
+        (["aten.mm.defalt", "--check"], "no op with a rule matches 'aten.mm.defalt'", "did you mean aten.mm.default"),
         (
             ["nothing.like.*"],
-            "no rule of an op matches 'nothing.like.*'",
+            "no op with a rule matches 'nothing.like.*'",
             "`shardc rules` lists all; --file loads yours",
         ),
         (["--file", "gone.py"], "there is no file gone.py", "name a Python file that registers rules"),

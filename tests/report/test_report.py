@@ -10,6 +10,7 @@ from pathlib import Path
 
 import shardc
 from shardc import report
+from shardc.passes.dump import diff
 from tests import example_text, zoo
 from tests.artifact.test_emit import program
 from tests.test_equal import spec_of
@@ -94,8 +95,8 @@ def test_html_shows_what_the_program_holds() -> None:
 def test_a_difference_shows_what_a_pass_did() -> None:
     p = example_text.program()
     old = report.before(p)
-    assert report.diff(old, old) == ""
-    found = report.diff(old, str(p)).splitlines()
+    assert diff(old, old) == ""
+    found = diff(old, str(p)).splitlines()
     assert "-    pre = aten.mul.Tensor(x, scale)  # f64[8, 6] grad" in found
     assert "+    pre = aten.mul.Tensor(x, scale)  # f64[8@dp, 6] grad" in found
 

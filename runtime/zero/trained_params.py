@@ -1,0 +1,41 @@
+"""The parameters that a step trains: those that gradients of the loss reach, on whichever rank."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.graph import values_of
+from shardc.ir.program import Program
+from shardc.runtime.ops.zero import gather_start, gather_wait, updated
+
+
+def trained_params(program: Program) -> frozenset[str]:
+    """Names of the parameters that gradients reach in any of the stages: also those that only other ranks compute."""
+    crossing = {name for e in program.edges for name, _ in e.differentiable()}
+    reached: set[fx.Node] = set()
+    for stage in program.stages:
+        returned: Any = stage.graph.output_node().args[0]
+        loss, *sent = (returned[0], *(returned[2] if len(returned) > 2 else ()))
+        todo = [n for n in sent if n.name in crossing]
+        if loss is not None:
+            todo.append(loss)
+        while todo:
+            n = todo.pop()
+            if n not in reached and any(v is not None and v.requires_grad for v in values_of(n)):
+                reached.add(n)
+                todo += _gradients_of(n)
+    return frozenset(n.name for n in reached if n.op == "placeholder")
+
+
+def _gradients_of(node: fx.Node) -> list[fx.Node]:
+    """What a node's gradient goes to: its operands; of an entry of a gathered bucket, that parameter alone."""
+    if node.target is operator.getitem:
+        made, k = node.args
+        assert isinstance(made, fx.Node)
+        start = made.args[0] if made.target is gather_wait else made
+        if isinstance(start, fx.Node) and start.target in (gather_start, updated):
+            return [start.args[0][k]]  # type: ignore[index, list-item]
+    return node.all_input_nodes

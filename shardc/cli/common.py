@@ -1,0 +1,143 @@
+"""What the commands share: options, how errors are reported, and a program from what the user named.
+
+Nothing here imports torch when it is loaded, nor does any command, so that `shardc --help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from shardc.ir.program import Program
+
+#: Where errors, progress and notes go: stdout is for results.
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Source = Annotated[
+    str, typer.Argument(help="model.py, model.py:builder, hf:config.json, or a compiled DIR", show_default=False)
+]
+SpecFile = Annotated[Path | None, typer.Argument(help="spec.yaml (not with a compiled DIR)", show_default=False)]
+MeshOption = Annotated[list[str] | None, typer.Option("--mesh", help="sizes instead of the spec's: dp=4,tp=1")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="a setting instead of the spec's: data.bucket_mb=50")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on stdout, nothing else there")]
+BatchOption = Annotated[int | None, typer.Option(help="batch size of an hf: model's example batch")]
+SeqOption = Annotated[int | None, typer.Option(help="sequence length of an hf: model's example batch")]
+TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+
+Show = Callable[[str], None]
+
+
+@contextmanager
+def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
+    """Yields the function that prints text on stdout. A ShardcError is printed for a person and ends the process
+    with exit status 2.
+
+    as_json: stdout is for one document, also for errors; what the user's code prints goes to stderr.
+    """
+    stdout = sys.stdout
+
+    def show(text: str) -> None:
+        stdout.write(text if text.endswith("\n") else text + "\n")
+        stdout.flush()
+
+    try:
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            yield show
+    except ShardcError as e:
+        if debug:
+            traceback.print_exc()
+        for one in e.errors:
+            print_error(one)
+        if as_json:
+            show(json.dumps({"errors": e.to_json()}))
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        console.print("stopped")
+        raise typer.Exit(130) from None
+
+
+def print_error(error: ShardcError) -> None:
+    console.print("[bold red]error[/] ", end="")
+    console.print(str(error), markup=False)
+
+
+def is_artifact(source: str) -> bool:
+    """Whether the user named a compiled folder rather than a model."""
+    return Path(source).is_dir()
+
+
+def program_of(
+    source: str,
+    spec: Path | dict[str, Any] | None,
+    mesh: list[str] | None,
+    settings: list[str] | None,
+    batch: int | None,
+    seq: int | None,
+    *,
+    trust: bool = False,
+    quiet: bool = False,
+    dump: Path | None = None,
+    world: int | None = None,
+) -> Program:
+    """The program in a compiled folder, or one compiled now, with the running pass on stderr unless quiet."""
+    if is_artifact(source):
+        if spec is not None or mesh or settings:
+            raise ShardcError(
+                "a compiled DIR already contains its spec",
+                where=source,
+                fix="leave out the spec, --mesh and --set, or compile the model again",
+            )
+        from shardc.artifact import load
+
+        return load(source, trust=trust)
+    if spec is None and not Path(source.partition(":")[0]).exists() and not source.startswith("hf:"):
+        raise ShardcError(
+            "there is no such file or compiled DIR",
+            where=source,
+            fix="make one with `shardc compile model.py spec.yaml -o DIR`",
+        )
+    if spec is None:
+        raise ShardcError("no spec given", where=source, fix="add one: shardc ... model.py spec.yaml")
+    from shardc.cli import model_file
+    from shardc.compile import compile
+
+    file = model_file.load(source, batch=batch, seq=seq)
+    with console.status("compiling") as status:
+        program = compile(
+            file.on_meta(),
+            file.batch,
+            spec,
+            mesh=_mesh_sizes(mesh or []),
+            overrides=tuple(settings or ()),
+            loss=file.loss,
+            dump=dump,
+            world=world,
+            on_pass=None if quiet else lambda name: status.update(f"compiling: {name}"),
+        )
+    program.meta |= {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}}
+    return program
+
+
+def _mesh_sizes(options: list[str]) -> dict[str, int]:
+    """--mesh dp=4,tp=1 as {"dp": 4, "tp": 1}."""
+    sizes: dict[str, int] = {}
+    for pair in (p for text in options for p in text.split(",") if p):
+        axis, _, size = pair.partition("=")
+        if not axis or not size.lstrip("-").isdigit():
+            raise ShardcError(f"{pair!r} does not name an axis and its size", where="--mesh", fix="e.g. dp=4,tp=1")
+        sizes[axis] = int(size)
+    return sizes

@@ -1,0 +1,76 @@
+"""`shardc compile`: a model and a spec become an artifact, or the program's text on stdout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardc.cli.common import (
+    BatchOption,
+    DebugOption,
+    JsonOption,
+    MeshOption,
+    SeqOption,
+    SetOption,
+    Source,
+    SpecFile,
+    is_artifact,
+    program_of,
+    reporting,
+)
+from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from shardc.ir.program import Program
+
+
+def command(
+    model: Source,
+    spec: SpecFile = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="folder for the artifact")] = None,
+    mesh: MeshOption = None,
+    set_: SetOption = None,
+    dump: Annotated[Path | None, typer.Option(help="folder for the text after every pass")] = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compile a model and a spec; write the artifact with -o, else print the program."""
+    with reporting(debug, as_json) as show:
+        if is_artifact(model):
+            raise ShardcError(
+                f"{model} is a folder", where=model, fix="name a model file; `shardc inspect DIR` shows a compiled one"
+            )
+        program = program_of(model, spec, mesh, set_, batch, seq, quiet=as_json, dump=dump)
+        if output:
+            program.save(output)
+        if as_json:
+            from shardc.report import to_json
+
+            show(json.dumps({**to_json(program), "output": str(output) if output else None}))
+        elif output:
+            show(f"{_summary(program)}\nwritten to {output}")
+        else:
+            show(str(program))
+
+
+def _summary(program: Program) -> str:
+    """Sizes, the entries of `shard:` that `use:` stands for, and notes."""
+    from shardc.artifact.emit import human
+    from shardc.report import comm_rows
+
+    total = sum(p.value.nbytes() for p in program.params)
+    per_rank = sum(p.value.nbytes(program.mesh) for p in program.params)
+    sent = sum(r.bytes for r in comm_rows(program))
+    lines = [
+        f"{program.meta.get('model')} on {program.mesh}: {program.mesh.world} ranks, compiled in"
+        f" {program.meta.get('compile_seconds')} s",
+        f"parameters {human(total)}, {human(per_rank)} a rank; collectives of {human(sent)} a step and rank",
+    ]
+    if entries := program.meta.get("shard"):
+        lines += ["shard:  # what `use` came to", *entries]
+    return "\n".join([*lines, *(f"note: {n}" for n in program.notes)])

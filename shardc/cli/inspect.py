@@ -1,0 +1,176 @@
+"""`shardc inspect`: a program as text, tables, pictures or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardc.cli.common import (
+    BatchOption,
+    DebugOption,
+    JsonOption,
+    MeshOption,
+    SeqOption,
+    SetOption,
+    Show,
+    Source,
+    SpecFile,
+    TrustOption,
+    console,
+    is_artifact,
+    program_of,
+    reporting,
+)
+from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from shardc.ir.program import Program
+    from shardc.report import Coverage
+
+#: The spec of `--before` when the user names none.
+ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
+
+
+def command(
+    model: Source,
+    spec: SpecFile = None,
+    stage: Annotated[int | None, typer.Option(help="only this stage")] = None,
+    before: Annotated[
+        bool, typer.Option("--before", help="the captured graph: the model as one device runs it; needs no spec")
+    ] = False,
+    diff: Annotated[
+        str | None,
+        typer.Option(help="what a pass changed: canonical, annotate, place, partition, ...; any other word lists them"),
+    ] = None,
+    comm: Annotated[bool, typer.Option("--comm", help="collectives of a step by axis and cause")] = False,
+    coverage: Annotated[
+        bool, typer.Option("--coverage", help="ops of a model file that no rule knows, and their lines; needs no spec")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="write one HTML file")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="what a step holds on each rank, by kind; the op at the peak")
+    ] = False,
+    device: Annotated[
+        str, typer.Option(help="with --memory: a name that `shardc device` lists, or a YAML file")
+    ] = "h100-80g",
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")
+    ] = False,
+    svg: Annotated[Path | None, typer.Option(help="with --schedule or --memory: write it to an SVG file")] = None,
+    mesh: MeshOption = None,
+    set_: SetOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
+    with reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
+        if svg and schedule == memory:
+            raise ShardcError(
+                "--svg draws either the schedule or the memory", where="--svg", fix="add --schedule or --memory"
+            )
+        if coverage:
+            covered = _coverage(model, batch, seq)
+            show(json.dumps(covered.to_json()) if as_json else str(covered))
+            return
+        from shardc import report
+        from shardc.artifact import emit
+
+        one_device = before and spec is None and not is_artifact(model)
+        dump = Path(folder) if diff else None
+        program = program_of(
+            model, ONE_DEVICE if one_device else spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, dump=dump
+        )
+        if stage is not None and not 0 <= stage < len(program.stages):
+            last = len(program.stages) - 1
+            raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"name one of stages 0 to {last}")
+        if html:
+            html.write_text(report.html(program))
+        if schedule:
+            _schedule(program, svg, as_json, show)
+        elif memory:
+            _memory(program, device, svg, as_json, show)
+        elif as_json:
+            show(json.dumps(report.to_json(program)))
+        elif diff:
+            show(_difference(Path(folder), diff, model))
+        elif before:
+            show(report.before(program))
+        elif comm:
+            show(report.comm_table(program))
+        elif stage is not None:
+            show(emit.function(program.stages[stage].graph, program, program.stages[stage].name))
+        elif html:
+            show(f"written to {html}")
+        else:
+            show(str(program))
+
+
+def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
+    """Which ops of a model file have no rule."""
+    if is_artifact(source):
+        raise ShardcError(
+            "every op of a compiled DIR has a rule",
+            where=source,
+            fix="name a model file: shardc inspect model.py --coverage",
+        )
+    from shardc.cli import model_file
+    from shardc.report import coverage
+
+    file = model_file.load(source, batch=batch, seq=seq)
+    with console.status("capturing"):
+        return coverage(file.on_meta(), file.batch, loss=file.loss)
+
+
+def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show: Show) -> None:
+    from shardc.report import memory
+
+    cost = program.cost(device)
+    if svg:
+        svg.write_text(memory.svg(cost), encoding="utf-8")
+    if as_json:
+        show(json.dumps(memory.to_json(cost)))
+    else:
+        show(memory.table(cost))
+        if svg:
+            show(f"written to {svg}")
+
+
+def _schedule(program: Program, svg: Path | None, as_json: bool, show: Show) -> None:
+    from rich.console import Console
+
+    from shardc.report import timeline
+
+    drawn = timeline.timeline(program)
+    if svg:
+        svg.write_text(timeline.svg(drawn), encoding="utf-8")
+    if as_json:
+        show(json.dumps(timeline.to_json(drawn)))
+    elif svg:
+        show(f"written to {svg}")
+    elif sys.stdout.isatty():
+        terminal = Console()
+        terminal.print(timeline.text(drawn, width=terminal.width))
+    else:
+        show(timeline.text(drawn).plain)
+
+
+def _difference(folder: Path, name: str, model: str) -> str:
+    """The difference that a pass of this name made, from the dumps in folder."""
+    diffs = {p.stem.partition("-")[2]: p for p in sorted(folder.glob("*.diff"))}
+    if not diffs:
+        raise ShardcError(
+            "--diff needs a model and a spec: a compiled DIR keeps no passes",
+            where=model,
+            fix="shardc inspect model.py spec.yaml --diff PASS",
+        )
+    if name not in diffs:
+        raise ShardcError(f"there is no pass {name}", where="--diff", fix=f"name one of {', '.join(diffs)}")
+    return diffs[name].read_text() or f"{name} changed nothing"

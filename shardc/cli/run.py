@@ -1,0 +1,152 @@
+"""`shardc run`: train, with one process a rank that this command starts, or as one rank of torchrun's or Slurm's."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardc.cli.common import (
+    BatchOption,
+    DebugOption,
+    JsonOption,
+    MeshOption,
+    SeqOption,
+    SetOption,
+    Show,
+    Source,
+    SpecFile,
+    TrustOption,
+    is_artifact,
+    program_of,
+    reporting,
+)
+from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from shardc.cli.worker import Job
+    from shardc.ir.program import Program
+
+
+def command(
+    model: Source,
+    spec: SpecFile = None,
+    steps: Annotated[int, typer.Option(min=0, help="optimizer steps")] = 100,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="processes on this machine; default: what the mesh needs")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="folder for the checkpoint and model.safetensors")] = None,
+    resume: Annotated[Path | None, typer.Option(help="folder that --save wrote, on any mesh")] = None,
+    seed: Annotated[int, typer.Option(help="of initial weights and dropout")] = 0,
+    log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
+    routing: Annotated[
+        bool, typer.Option("--routing", help="say in every step line how tokens are spread over experts")
+    ] = False,
+    mesh: MeshOption = None,
+    set_: SetOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
+    from shardc.cli import worker
+    from shardc.runtime import launch
+
+    with reporting(debug, as_json) as show, tempfile.TemporaryDirectory(prefix="shardc-run-") as temporary:
+        folder = Path(temporary)
+        launch.join_slurm()
+        joined = launch.in_world()
+        world = int(os.environ["WORLD_SIZE"]) if joined else nproc
+        program = program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world)
+        _check(program, model, resume, world)
+        if is_artifact(model):
+            artifact = Path(model)
+        else:
+            artifact = folder / "program"
+            program.save(artifact)
+        example = program.meta.get("example", {})
+        job = worker.Job(
+            program=str(artifact),
+            model=program.meta["model_ref"],
+            batch=example.get("batch"),
+            seq=example.get("seq"),
+            steps=steps,
+            seed=seed,
+            save=str(save or ""),
+            resume=str(resume or ""),
+            log=str(log or ""),
+            quiet=as_json,
+            result=str(folder / "result.json"),
+            trust=trust,
+            routing=routing,
+            progress=str(folder),
+            joined=joined,
+        )
+        status = _train(job, folder, program, show)
+        result = Path(job.result)
+        if status == 0 and result.exists():
+            summary = json.loads(result.read_text())
+            tied = any(p.aliases for p in program.params)
+            show(json.dumps(summary) if as_json else _summary(summary, tied=tied))
+    if joined:
+        worker.leave(status)
+    raise typer.Exit(status)
+
+
+def _check(program: Program, model: str, resume: Path | None, world: int | None) -> None:
+    if resume and not (resume / "checkpoint").is_dir():
+        raise ShardcError(
+            f"there is no checkpoint in {resume}", where="--resume", fix="name a folder that --save wrote"
+        )
+    if world is not None and world != program.mesh.world:
+        what = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
+        raise ShardcError(what, where="--nproc", fix="change --mesh, or leave --nproc out")
+    if not program.meta.get("model_ref"):
+        raise ShardcError(
+            "this artifact does not say which model file it was compiled from",
+            where=model,
+            fix="compile it with `shardc compile -o DIR`",
+        )
+
+
+def _train(job: Job, folder: Path, program: Program, show: Show) -> int:
+    """Run the job, here as one rank of a given world, or as one process a rank. Returns the exit status."""
+    from shardc.cli import worker
+    from shardc.runtime import launch
+
+    file = folder / "job.json"
+    file.write_text(json.dumps(vars(job)))
+    if job.joined:
+        worker.main(str(file))
+        return 0
+    failed_first: list[int] = []
+    command = [sys.executable, "-m", "shardc.cli.worker", str(file)]
+    stdout = sys.stderr.fileno() if job.quiet else None
+    status = launch.launch(command, program.mesh, progress=folder, failed_first=failed_first.append, stdout=stdout)
+    if failed_first and job.quiet:
+        report = folder / f"errors{failed_first[0]}.json"
+        killed = [{"where": f"rank {failed_first[0]}", "what": "the process was killed", "fix": ""}]
+        show(json.dumps({"errors": json.loads(report.read_text()) if report.exists() else killed}))
+    return status
+
+
+def _summary(run: dict[str, Any], *, tied: bool) -> str:
+    loss = f"loss {run['losses'][-1]:.4f}" if run["losses"] else "no steps"
+    held_out = f", held-out loss {run['held_out']:.4f}" if run["held_out"] is not None else ""
+    lines = [
+        f"{run['steps']} steps in {run['seconds']:.1f} s, {run['tokens_per_second']:,.0f} tokens/s: {loss}{held_out}"
+    ]
+    if run["saved"]:
+        once = "; a tied weight is stored once, and load_state_dict alone misses its other names" if tied else ""
+        lines += [
+            f"saved to {run['saved']}: checkpoint/ (loads on any mesh), model.safetensors (the plain model's weights)",
+            f"load them with safetensors.torch.load_model(model, FILE){once}",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,22 @@
+"""`shardc spec`: about the format of specs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from shardc.cli.common import console
+
+
+def command(
+    schema: Annotated[bool, typer.Option("--schema", help="the JSON Schema of specs, for editors")] = False,
+) -> None:
+    """About the spec format: --schema prints its JSON Schema."""
+    from shardc.spec import Spec
+
+    if not schema:
+        console.print("shardc spec --schema prints the JSON Schema of specs; ready specs are in shardc.specs")
+        raise typer.Exit(2)
+    print(json.dumps(Spec.json_schema(), indent=1))

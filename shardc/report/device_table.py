@@ -1,0 +1,28 @@
+"""The table of `shardc device`: a line a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardc.cost.device import MEASURED, Device
+
+HEAD = ("device", "memory", "bf16 flop/s", "memory/s", "link/s in node", "link/s between", "node", "source")
+
+
+def device_table(devices: Iterable[Device]) -> str:
+    rows = [HEAD, *map(_cells, devices)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:-1]), source])
+        for name, *numbers, source in rows
+    ]
+    missing = [name for name in MEASURED if name not in {row[0] for row in rows}]
+    if missing:
+        lines.append(f"{' and '.join(missing)}: not measured on this machine yet (shardc device --measure)")
+    return "\n".join(lines)
+
+
+def _cells(d: Device) -> tuple[str, ...]:
+    flops = d.flops.get("bfloat16", min(d.flops.values()))
+    numbers = (f"{n / 1e9:,.4g} G" for n in (d.memory, flops, d.bandwidth, d.within.bandwidth, d.between.bandwidth))
+    return (d.name, *numbers, str(d.node), d.source)

@@ -1,0 +1,114 @@
+"""The table of rules, and what a check of it found, as text and JSON."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from shardc import errors
+from shardc.rules.registry import Rule
+from shardc.rules.samples import SAMPLES
+from shardc.verify.rules import OpReport, name_of
+
+#: Findings of one op that are printed; the rest is counted.
+SHOWN = 4
+TAGGED = "\nand every other op that torch itself tags as elementwise: broadcasting, every dim splits"
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """One rule. notation, linear: as they were written, or `<name>` of the function of a call that makes them.
+
+    about: `<name>` -> what the function's docstring says, in a line. family: its file in shardc/rules, or "own".
+    extras: what is beside the notation: local | extra | flops. where: file:line that registered it. samples: how many
+    calls prove it."""
+
+    op: str
+    notation: str
+    linear: str
+    about: dict[str, str]
+    family: str
+    extras: tuple[str, ...]
+    where: str
+    samples: int
+
+
+def named(function: Callable[[Any], Any]) -> str:
+    """What stands in the table for a function of the call: `<conv>`."""
+    return f"<{function.__name__.strip('_<>')}>"
+
+
+def row(op: Any, rule: Rule) -> RuleRow:
+    functions = [f for f in (rule.notation, rule.linear_of) if f is not None and not isinstance(f, str)]
+    about = {named(f): (inspect.getdoc(f) or "").partition("\n")[0] for f in functions}
+    where = rule.where
+    if not where:  # found by torch's tag
+        where = f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
+    path = Path(where.rpartition(":")[0])
+    own = path.parent != Path(errors.__file__).parent / "rules"
+    linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
+    extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
+    text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
+    return RuleRow(
+        name_of(op), text, linear, about, "own" if own else path.stem, extras, where, len(SAMPLES.get(op, ()))
+    )
+
+
+def rule_table(rows: Iterable[RuleRow]) -> str:
+    """A line a rule, by family; what functions make of a call, before the ops that share them."""
+    lines: list[tuple[str, ...]] = [("op", "rule", "linear in", "beside it", "registered at")]
+    by_family = {
+        f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)
+    }
+    for family, mine in by_family.items():
+        about = {name: text for r in mine for name, text in r.about.items() if text}
+        lines += [("",), (f"# {family}",), *((f"#   {name}: {text}",) for name, text in about.items())]
+        lines += [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in mine]
+    widths = [max(len(line[i]) for line in lines if len(line) > 1) for i in range(5)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
+
+
+def short(where: str) -> str:
+    """A place as seen from the current folder, or, inside of it, from the package's."""
+    path, _, line = where.rpartition(":")
+    base = Path(errors.__file__).parents[1]
+    if Path(path).is_relative_to(base / "shardc"):
+        return f"{Path(path).relative_to(base)}:{line}"
+    relative = os.path.relpath(path)
+    return f"{path if relative.startswith('..') else relative}:{line}"
+
+
+def check_text(reports: Sequence[OpReport], places: dict[str, str], seconds: float) -> str:
+    """What a check found: wrong rules, rules that are too strict, what is known to be strict and why, the counts, the
+    slowest.
+
+    places: op -> where its rule was registered.
+    """
+    lines: list[str] = []
+    for r in reports:
+        for f in r.wrong[:SHOWN]:
+            lines += [f"WRONG {f.op}, {f.strategy}, {f.ranks} ranks: {f.what}", f"      call: {f.call}"]
+        if r.wrong:
+            more = f"and {len(r.wrong) - SHOWN} more; " if len(r.wrong) > SHOWN else ""
+            lines.append(f"      {more}its rule: {short(places[r.op])}")
+    for r in reports:
+        lines += [f"too strict: {f.op}, {f.strategy}: {f.what}; call: {f.call}" for f in r.strict if not f.why]
+    known = [f for r in reports for f in r.strict if f.why]
+    if known:
+        lines += ["strict for a reason:", *(f"  {f.op}, {f.strategy}: {f.why}" for f in known)]
+    forward = [r for r in reports if r.forward_only]
+    lines += [f"forward only: {r.op}: {r.forward_only}" for r in forward]
+    wrong = [r.op for r in reports if r.wrong]
+    strict = sum(not f.why for r in reports for f in r.strict)
+    slow = sorted(reports, key=lambda r: -r.seconds)[:3] if len(reports) > SHOWN else []
+    lines += [f"slowest: {', '.join(f'{r.op} {r.seconds:.1f} s' for r in slow)}"] if slow else []
+    lines.append(
+        f"{len(reports)} rules on {sum(r.calls for r in reports)} calls in {seconds:.0f} s: "
+        f"{len(wrong)} wrong, {strict} too strict, {len(known)} strict for a reason"
+    )
+    return "\n".join(lines)

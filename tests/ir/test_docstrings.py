@@ -1,0 +1,14 @@
+"""The examples in the docstrings of shardc.ir hold."""
+
+from __future__ import annotations
+
+import doctest
+
+from shardc.ir import layers, mesh
+
+
+def test_examples_of_the_docstrings() -> None:
+    for module in (layers, mesh):
+        result = doctest.testmod(module)
+        assert result.attempted
+        assert not result.failed
