@@ -1,0 +1,59 @@
+"""The stages of compilation in order, each with the reason for its place. `shardc.compile` runs them.
+
+A stage is a file or a folder with one `Pass` (shardc.passes.base). To add one, write it and give it a line here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardc.passes.accumulate import Accumulate
+from shardc.passes.annotate import Annotate
+from shardc.passes.base import Options, Pass
+from shardc.passes.canonical import Canonical
+from shardc.passes.canonical.grouped_mm import GroupedMM
+from shardc.passes.capacity import Capacity
+from shardc.passes.checkpoint import Checkpoint
+from shardc.passes.data import Data
+from shardc.passes.match_layouts import MatchLayouts
+from shardc.passes.partition import Partition
+from shardc.passes.pipeline import Pipeline
+from shardc.passes.place import Place
+from shardc.passes.precision import Precision
+from shardc.passes.unknown_ops import UnknownOps
+from shardc.passes.unused_axes import UnusedAxes
+
+__all__ = ["CAPTURE", "PIPELINE", "Options", "Pass", "Stage"]
+
+#: The name of what comes before the first stage: the model becomes a program.
+CAPTURE = "capture"
+
+
+class Stage(NamedTuple):
+    """name: in dumps, timings and `shardc inspect --diff`. make: its pass. why: the reason for its place."""
+
+    name: str
+    make: type[Pass]
+    why: str
+
+
+PIPELINE = (
+    # the global graph, of one device
+    Stage("precision", Precision, "torch's autocast lists name the ops of a captured graph, which canonical rewrites"),
+    Stage("canonical", Canonical, "one spelling per operation, so that all that follows has few ops to know"),
+    Stage("grouped_mm", GroupedMM, "its pattern is of canonical ops; the rules know `experts` in its place"),
+    Stage(
+        "unknown_ops", UnknownOps, "canonical has decomposed what it can; place needs a rule for every op that is left"
+    ),
+    Stage("capacity", Capacity, "adds an op to every `experts`, which has to be placed like the others"),
+    Stage("annotate", Annotate, "placement starts from the layouts of weights, inputs and activations in the spec"),
+    Stage("place", Place, "every op runs by one strategy per mesh axis before collectives can be known"),
+    # the local graph, of one rank
+    Stage("partition", Partition, "conversions between placements become collectives, and sizes those of one rank"),
+    Stage("accumulate", Accumulate, "microbatches are an axis up to here; what follows sees one microbatch"),
+    Stage("pipeline", Pipeline, "cuts where few bytes cross, and these are known once sizes are local"),
+    Stage("checkpoint", Checkpoint, "a region lies in one stage, and its budget counts bytes of one rank"),
+    Stage("match_layouts", MatchLayouts, "gives the buckets that data would otherwise make"),
+    Stage("data", Data, "buckets follow the order of the final graphs, and gathers stand in them"),
+    Stage("unused_axes", UnusedAxes, "only now is every axis seen that something uses"),
+)

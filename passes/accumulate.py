@@ -44,6 +44,7 @@ from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Shard
 from shardc.ir.program import Collective, Input, Program, Source, Stage, Value
 from shardc.ir.types import behind
+from shardc.passes.base import Pass
 from shardc.rules import registry
 from shardc.rules.calls import call_of
 from shardc.runtime import ops
@@ -91,18 +92,16 @@ def widened(spec: Spec) -> Spec:
 
 
 @dataclass(frozen=True)
-class Accumulate:
-    """Makes the program of one microbatch from one in which microbatches are an axis. where: the spec line that asked
-    for them.
-    """
+class Accumulate(Pass):
+    """Makes the program of one microbatch from one in which microbatches are an axis."""
 
-    where: str = "batch.microbatches"
+    def applies(self, program: Program) -> bool:
+        return AXIS in program.mesh.names
 
-    def run(self, program: Program, mesh: Mesh) -> Program:
-        if AXIS not in mesh.names:
-            return program
+    def run(self, program: Program) -> Program:
+        mesh, where = program.mesh, self.spec.where(("batch", "microbatches"))
         (stage,) = program.stages
-        writer = _Writer(stage.graph, mesh, {p.name for p in program.params}, self.where)
+        writer = _Writer(stage.graph, mesh, {p.name for p in program.params}, where)
         graph, counts = writer.run()
         rest = Mesh(tuple((a, n) for a, n in mesh.axes if a != AXIS))
         stripped = {x.name: _without(x.layout) for x in program.stored}

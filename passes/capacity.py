@@ -1,4 +1,4 @@
-"""Capacity of experts: an op that drops an expert's choices above its limit (`experts: [{capacity: 1.25}]`).
+"""Capacity of experts: drop the choices of an expert that are above its limit (`experts: [{capacity: 1.25}]`).
 
     before   y    = experts(x, index, weights, up, down, ...)             index: i64[t, k], the chosen experts of each token
     after    kept = experts_keep(index, 8, 40)                            of each expert's choices the first 40 of the global batch
@@ -18,24 +18,28 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import operands_of
+from shardc.ir.graph import copy_graph, operands_of
 from shardc.ir.program import Program, Source
 from shardc.passes.annotate.experts import Experts
+from shardc.passes.base import Pass
 from shardc.rules.experts import INDEX, UP
 from shardc.runtime import ops
-from shardc.spec import Expert, Spec
+from shardc.spec import Expert
 
 _RESHAPE, _PERMUTE = torch.ops.aten.reshape.default, torch.ops.aten.permute.default
 
 
 @dataclass(frozen=True)
-class Capacity:
-    """Drops the choices that are above an expert's capacity, in a canonical graph."""
+class Capacity(Pass):
+    """Drops the choices that are above an expert's capacity, in a canonical graph. Raises ShardcError for a capacity
+    that microbatches cannot keep.
+    """
 
-    spec: Spec
+    def applies(self, program: Program) -> bool:
+        return any(entry.capacity is not None for entry in self.spec.experts)
 
     def run(self, program: Program) -> Program:
-        """Edits and returns the program. Raises ShardcError for a capacity that microbatches cannot keep."""
+        program = replace(program, graph=copy_graph(program.graph))
         chosen = Experts(self.spec, program)
         for i, node in list(chosen.ops()):
             entry = self.spec.experts[i]

@@ -30,55 +30,37 @@ from torch import fx
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PartialGrad, Shard
 from shardc.ir.program import Bucket, Collective, Param, Program, Source, Value
+from shardc.passes.base import Pass
+from shardc.passes.precision import dtype_of
 from shardc.runtime import ops
-from shardc.spec import Spec
 
 
 @dataclass(frozen=True)
-class Data:
-    """Lifts the parameters' `sum_grad` out into bucketed gradient reductions, and cuts the buckets over a data axis.
+class Data(Pass):
+    """Lifts the parameters' gradient reductions out into buckets, and shards the buckets over a data axis.
 
-    bucket_mb: size of a bucket in MiB. The last bucket to finish is the one nobody can overlap with, so it is kept
-    small.
-    reduce: dtype in which gradients are summed; None: each parameter's own.
-    zero: what is kept cut (shardc.ir.program.Bucket). axes: data axes, outermost first: cut over the last, replicated
-    over the others.
-    prefetch: buckets that are gathered ahead of their use.
-    keep: they are kept until the step's last backward has used them. cause: the spec line that asked for it.
-    offload: parameters lie outside of the device, so that a data axis of one rank is worth a gather too.
+    Of several data axes the buckets are sharded over the last, the innermost, and replicated over the others. Without
+    `data.axis`, they are the mesh's axes dp and dp_*.
     """
 
-    bucket_mb: float = 25.0
-    reduce: torch.dtype | None = None
-    zero: int = 0
-    axes: tuple[str, ...] = ()
-    prefetch: int = 1
-    keep: bool = False
-    cause: str = "data.zero"
-    offload: bool = False
+    def _shard_axis(self, mesh: Mesh) -> str:
+        """The axis over which buckets are sharded; "" if there is none. Parameters outside of the device (`offload`)
+        are gathered from a data axis of one rank too.
+        """
+        axes = self.spec.data.axis or tuple(n for n in self.spec.mesh.names if n == "dp" or n.startswith("dp_"))
+        offload = self.spec.data.offload.parameters != "none"
+        return axes[-1] if axes and (mesh.size(axes[-1]) > 1 or offload) else ""
 
-    @staticmethod
-    def of(spec: Spec, reduce: torch.dtype | None = None) -> Data:
-        """The pass for a spec. Without `data.axis`, the mesh's axes dp and dp_* are the data axes."""
-        asked = spec.data
-        axes = asked.axis or tuple(n for n in spec.mesh.names if n == "dp" or n.startswith("dp_"))
-        where = f"{spec.where(('data', 'zero'))} zero: {asked.zero}"
-        offload = asked.offload.parameters != "none"
-        return Data(asked.bucket_mb, reduce, asked.zero, axes, asked.prefetch, asked.keep, cause=where, offload=offload)
-
-    def run(self, program: Program, mesh: Mesh) -> Program:
-        uses = _Uses(program)
+    def run(self, program: Program) -> Program:
+        uses, mesh, zero = _Uses(program), program.mesh, self.spec.data.zero
         if program.buckets:  # they are another program's (shardc.passes.match_layouts)
             return self._with_gathers(program, uses)
         finish = sorted(program.params, key=lambda p: -uses.first.get(p.name, -uses.end))
         order = {p.name: i for i, p in enumerate(finish)}
-        axis = self.axes[-1] if self.axes and (mesh.size(self.axes[-1]) > 1 or self.offload) else ""
+        axis = self._shard_axis(mesh)
         notes = program.notes
-        if self.zero and not axis:
-            notes = (
-                *notes,
-                f"zero: {self.zero} splits nothing: the mesh {mesh} has no data axis of more than one rank",
-            )
+        if zero and not axis:
+            notes = (*notes, f"zero: {zero} shards nothing: the mesh {mesh} has no data axis of more than one rank")
 
         def reduced(p: Param) -> Param:
             axes = (
@@ -105,13 +87,14 @@ class Data:
         return program
 
     def _buckets(self, params: list[Param], uses: _Uses, axis: str, mesh: Mesh) -> list[Bucket]:
+        section, reduce = self.spec.data, dtype_of(self.spec.precision.reduce)
         buckets: list[Bucket] = []
         open_at: dict[Hashable, tuple[int, int]] = {}
         for p in params:
             zero = self._zero(p, uses, axis, mesh)
             if not p.reduce and not zero:
                 continue
-            dtype = self.reduce if self.reduce is not None and p.dtype.is_floating_point else p.dtype
+            dtype = reduce if reduce is not None and p.dtype.is_floating_point else p.dtype
             size = max(replace(p.value, dtype=dtype).nbytes(mesh), p.value.nbytes(mesh))
             compute = uses.dtype(p.name) if zero else None
             # parameters of one dtype together; where they are gathered, not with those that are needed at other times
@@ -125,10 +108,10 @@ class Data:
                 zero == 3 and (p.requires_grad, p.name in uses.first, uses.far(p.name)),
             )
             at, filled = open_at.get(key, (-1, 0))
-            if at < 0 or filled + size > self.bucket_mb * 2**20:
+            if at < 0 or filled + size > section.bucket_mb * 2**20:
                 at, filled = len(buckets), 0
                 late = any("[" in a for a in p.reduce)
-                keep = zero == 3 and self.keep
+                keep = zero == 3 and section.keep
                 buckets.append(
                     Bucket(
                         p.reduce,
@@ -137,7 +120,7 @@ class Data:
                         axis if zero else "",
                         zero,
                         compute,
-                        self.prefetch,
+                        section.prefetch,
                         p.stages or (0,),
                         late,
                         keep,
@@ -158,7 +141,8 @@ class Data:
             or (set(p.reduce) & set(parts) and axis not in p.reduce)
         ):
             return 0
-        return self.zero if self.zero == 3 or (p.requires_grad and p.name in uses.first) else 0
+        zero = self.spec.data.zero
+        return zero if zero == 3 or (p.requires_grad and p.name in uses.first) else 0
 
     # --- where parameters are whole
 
@@ -190,10 +174,10 @@ class Data:
             user.prepend(before)
             with copy.inserting_before(before):
                 if b.zero == 3:
-                    for ahead in range(at + max(self.prefetch, 1)):
+                    for ahead in range(at + max(self.spec.data.prefetch, 1)):
                         start(ahead)
                     whole = _node(copy, ops.gather_wait, (started[i],), f"bucket{i}_whole", _types(program, b))
-                    start(at + self.prefetch)
+                    start(at + self.spec.data.prefetch)
                 else:
                     whole = self._start(copy, nodes, i, program)
                 for k, (name, value) in enumerate(zip(b.params, _types(program, b), strict=True)):
@@ -217,11 +201,12 @@ class Data:
             graph, ops.gather_start if b.zero == 3 else ops.updated, (given, f"bucket{i}"), name, _types(program, b)
         )
         if b.zero == 3:
+            cause = f"{self.spec.where(('data', 'zero'))} zero: {self.spec.data.zero}"
             n = program.mesh.size(b.shard)
             count = sum(v.nbytes(program.mesh) // v.dtype.itemsize for v in _types(program, b))
             nbytes = -(-count // n) * n * _types(program, b)[0].dtype.itemsize
             back = "reduce_scatter" if b.shard in b.axes else "all_reduce" if b.axes else "none"
-            node.meta["collective"] = Collective("all_gather", back, (b.shard,), nbytes, self.cause)
+            node.meta["collective"] = Collective("all_gather", back, (b.shard,), nbytes, cause)
         return node
 
 

@@ -20,21 +20,29 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
+from shardc.ir.graph import copy_graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL_GRAD, Layout, PartialGrad
 from shardc.ir.program import Buffer, Collective, Param, Program, Source, Value
+from shardc.passes.base import Pass
 from shardc.runtime import ops
 
 
 @dataclass(frozen=True)
-class Alike:
-    """like: the other program. Raises ShardcError for parameters and buffers that are split otherwise."""
+class MatchLayouts(Pass):
+    """Gives a program the parameters and buckets of `options.compatible_with`. Raises ShardcError for parameters and
+    buffers that are split in another way.
+    """
 
-    like: Program
+    def applies(self, program: Program) -> bool:
+        return self.options.compatible_with is not None
 
-    def run(self, program: Program, mesh: Mesh) -> Program:
+    def run(self, program: Program) -> Program:
+        other, mesh = self.options.compatible_with, program.mesh
+        assert other is not None
+        program = replace(program, stages=tuple(replace(s, graph=copy_graph(s.graph)) for s in program.stages))
         errors = Errors()
-        theirs = _named(self.like)
+        theirs = _named(other)
         for name, x in _named(program).items():
             if not _fits(x, theirs[name]):
                 errors.add(
@@ -52,7 +60,7 @@ class Alike:
                 if p.name in nodes and p.requires_grad:
                     _bring(stage.graph, nodes[p.name], nodes["mesh"], p, theirs[p.fqn].layout, mesh)
             stage.graph.lint()
-        return replace(program, params=self.like.params, buckets=self.like.buckets)
+        return replace(program, params=other.params, buckets=other.buckets)
 
 
 def _named(program: Program) -> dict[str, Param | Buffer]:

@@ -23,6 +23,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
 from shardc.ir.program import Collective, Program, Source, Stage, Value
 from shardc.passes.annotate import fused_weights
+from shardc.passes.base import Pass
 from shardc.rules import registry
 from shardc.rules.calls import call_of
 from shardc.rules.pointwise import poles
@@ -48,25 +49,23 @@ SUFFIX = {
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Pass):
     """Makes the local graph of one stage from a placed global graph.
 
-    strict: collectives that no annotation asked for are errors, not notes.
+    With `strict: true`, collectives that no annotation asked for are errors, not notes.
     """
 
-    strict: bool = False
-
-    def run(self, program: Program, mesh: Mesh) -> Program:
-        writer = _Writer(program, mesh)
+    def run(self, program: Program) -> Program:
+        writer = _Writer(program, program.mesh)
         graph = writer.run()
-        if self.strict:
+        if self.spec.strict:
             refuse_unasked(graph)
         better = dict.fromkeys(how for axis in sorted(writer.gathered) if (how := fused_weights.instead(program, axis)))
         fused = (
             f"fused weights can be split by their parts: write {how} before the entries that split them otherwise"
             for how in better
         )
-        return replace(program, mesh=mesh, stages=(Stage(graph),), notes=(*program.notes, *writer.notes, *fused))
+        return replace(program, stages=(Stage(graph),), notes=(*program.notes, *writer.notes, *fused))
 
 
 @dataclass

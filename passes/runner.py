@@ -1,6 +1,4 @@
-"""Runs the passes: times them, lints what comes out, checks that graph and tables agree, and dumps a numbered text of
-each.
-"""
+"""Run passes: time them, lint their graphs, check that graphs and tables agree, and dump a numbered text of each."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
@@ -19,8 +18,8 @@ from shardc.passes.dump import dump
 
 @dataclass
 class Runner:
-    """dump: folder that gets `NN-pass.txt` and `NN-pass.diff`; on_pass: told each pass' name. seconds: by pass,
-    measured.
+    """Runs passes one by one. dump: folder for `NN-pass.txt` and `NN-pass.diff`; on_pass: called with the name of each
+    pass as it begins. seconds: measured, by pass.
     """
 
     dump: Path | None = None
@@ -28,11 +27,12 @@ class Runner:
     seconds: dict[str, float] = field(default_factory=dict)
     _last: str = ""
 
-    def run(self, name: str, work: Callable[[], Program]) -> Program:
+    def run(self, name: str, work: Callable[..., Program], *args: Any) -> Program:
+        """`work(*args)`, a pass or capture, under its name."""
         if self.on_pass:
             self.on_pass(name)
         start = time.perf_counter()
-        program = work()
+        program = work(*args)
         self.seconds[name] = round(time.perf_counter() - start, 3)
         check(program.graph, program, typed=name != "capture")
         for stage in program.stages:
@@ -48,9 +48,9 @@ class Runner:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """While open, Python's cyclic collector rests: passes make many objects and little garbage, and every collection
-    looks
-    at all of torch's objects again, which is a tenth of the time of a small model's compilation."""
+    """While open, Python's cyclic garbage collector is off: passes make many objects and little garbage, and every
+    collection visits all of torch's objects, which costs a tenth of a small model's compile time.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -61,10 +61,10 @@ def uncollected() -> Iterator[None]:
 
 
 def check(graph: fx.Graph, program: Program, *, typed: bool, piped: bool = False) -> None:
-    """What every graph promises (see shardc.ir.program): lint, placeholders in order, metadata on every op.
+    """Assert what holds for every graph (see shardc.ir.program): lint, placeholders in order, metadata on every op.
 
-    typed: every op has a value; what capture brings still has ops without one (asserts), which canonical drops.
-    piped: it is a stage of a pipeline.
+    typed: every op has a value. A captured graph still has ops without one, asserts, which canonical drops.
+    piped: the graph is one stage of a pipeline.
     """
     graph.lint()
     names = [n.name for n in graph.nodes if n.op == "placeholder" and "collective" not in n.meta]

@@ -1,24 +1,30 @@
-"""Axes of the mesh that split nothing: their ranks all compute the same, which a user should know of."""
+"""Notes on mesh axes that nothing is sharded over: their ranks do redundant work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from shardc.ir.placement import REPLICATE, Layout
 from shardc.ir.program import Program
+from shardc.passes.base import Pass
 from shardc.spec import Spec
 
 
-def notes(program: Program, spec: Spec) -> tuple[str, ...]:
-    """A note for each axis of more than one rank that no layout, collective, bucket, pipeline or expert has: its spec
-    line, and what would use it.
+@dataclass(frozen=True)
+class UnusedAxes(Pass):
+    """Adds a note for each axis of more than one rank that no layout, collective, bucket, pipeline or expert uses: its
+    spec line, and what would use it.
     """
-    used = {axis.partition("[")[0].partition(".")[0] for axis in _used(program)}
-    return tuple(_note(spec, axis, size) for axis, size in spec.mesh.axes if size > 1 and axis not in used)
+
+    def run(self, program: Program) -> Program:
+        used = {axis.partition("[")[0].partition(".")[0] for axis in _used(program)}
+        unused = [(axis, size) for axis, size in self.spec.mesh.axes if size > 1 and axis not in used]
+        return replace(program, notes=(*program.notes, *(_note(self.spec, axis, size) for axis, size in unused)))
 
 
 def _used(program: Program) -> Iterator[str]:
-    """The axes that a program has to do with, digits and parts of axes too."""
+    """The axes that a program uses; digits and parts of axes among them."""
     yield program.axis
     for x in program.stored:
         yield from _split(x.layout)

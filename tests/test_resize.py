@@ -172,7 +172,7 @@ def test_what_cannot_be_made_is_told(tmp_path: Any) -> None:
     del net
     gc.collect()
     with pytest.raises(
-        shardc.ShardcError, match=r"fewer rows than the program was compiled for, and the model.*is gone"
+        shardc.ShardcError, match=r"fewer rows than the program was compiled for, and the model.* no longer exists"
     ):
         step(p, other)
     step(p, small)  # it is there already

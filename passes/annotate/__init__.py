@@ -18,15 +18,18 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
-from shardc.ir.graph import operands_of, producer_of, values_of
+from shardc.ir.graph import copy_graph, operands_of, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import REPLICATE, Layout, Placement, Shard
 from shardc.ir.program import Input, Param, Program, Source
 from shardc.passes import divisibility
+from shardc.passes.accumulate import widened
 from shardc.passes.annotate import indivisible, kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.experts import Experts
 from shardc.passes.annotate.plan import Plan
 from shardc.passes.annotate.weight_roles import fused, styled
+from shardc.passes.base import Pass
+from shardc.passes.pipeline import stage_spec
 from shardc.spec import DimShard, ShardRule, Spec
 from shardc.spec.patterns import first_match, match, nearest
 
@@ -34,14 +37,23 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Annotate:
+class Annotate(Pass):
     """Puts layouts on parameters and inputs, and `pin` nodes behind annotated activations.
 
-    spec: the user's spec. carried: the plan that the model carries ({pattern: word}), for `use: model`.
+    From here to `accumulate` and `pipeline` the program's mesh is that of one stage's ranks, and has microbatches as an
+    axis.
     """
 
+    def run(self, program: Program) -> Program:
+        spec = widened(stage_spec(self.spec))
+        program = replace(program, graph=copy_graph(program.graph))
+        return _Annotator(spec, self.options.model_plan).run(program, spec.mesh)
+
+
+@dataclass(frozen=True)
+class _Annotator:
     spec: Spec
-    carried: Mapping[str, str] = field(default_factory=dict)
+    carried: Mapping[str, str]
 
     def run(self, program: Program, mesh: Mesh) -> Program:
         errors = Errors()

@@ -18,7 +18,6 @@ refused, naming the model's line."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from torch import Tensor, fx
 from shardc.errors import Errors, ShardcError
 from shardc.ir import types as values
 from shardc.ir.program import Program, Source, Value
+from shardc.passes.base import Pass
 from shardc.passes.canonical import (  # noqa: F401 (they register)
     dropout,
     experts,
@@ -50,7 +50,6 @@ from shardc.passes.canonical.dtypes import cast_integers
 from shardc.passes.canonical.rewrite import KNOWN_LIMIT, TABLE, Args, Emit, Result
 from shardc.passes.canonical.slices import join_slices
 from shardc.runtime import ops
-from shardc.spec import Spec
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -59,36 +58,22 @@ _PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
 @dataclass(frozen=True)
-class Canonical:
-    """Rewrites the global graph of a captured program; parameters, buffers and inputs stay as they are.
-
-    chunks: (ranks, microbatches) whose rows BatchNorm takes its statistics of, each by itself.
+class Canonical(Pass):
+    """Rewrites the global graph of a captured program; parameters, buffers and inputs stay as they are. Raises
+    ShardcError for calls that have no mesh-independent form.
     """
 
-    chunks: tuple[int, int] = (1, 1)
-
-    @staticmethod
-    def of(spec: Spec) -> Canonical:
-        local = spec.batch_norm == "local"
-        return Canonical((math.prod(map(spec.mesh.size, spec.data_axes)), spec.batch.microbatches) if local else (1, 1))
-
     def run(self, program: Program) -> Program:
-        """A program with a canonical global graph. Raises ShardcError, all at once, for calls that have no
-        mesh-independent form.
-        """
-        found = rewritten(
-            program.graph, self.chunks, {b.name: b.constant for b in program.buffers if b.constant is not None}
-        )
+        spec = self.spec
+        chunks = (spec.data_ranks, spec.batch.microbatches) if spec.batch_norm == "local" else (1, 1)
+        constants = {b.name: b.constant for b in program.buffers if b.constant is not None}
+        found = rewritten(program.graph, chunks, constants)
         errors = Errors()
         errors.found.extend(
             {e.what: e for e in reversed(found.refused.values())}.values()
         )  # the first of those that read alike
         errors.raise_any()
         return replace(program, graph=found.graph)
-
-
-def run(program: Program) -> Program:
-    return Canonical().run(program)
 
 
 @dataclass(frozen=True)
@@ -106,8 +91,10 @@ class Rewritten:
 def rewritten(
     captured: fx.Graph, chunks: tuple[int, int] = (1, 1), constants: Mapping[str, Tensor] | None = None
 ) -> Rewritten:
-    """The canonical form of a captured graph, and what has none. chunks: see Canonical. constants: placeholders whose
-    values are known.
+    """The canonical form of a captured graph, and the calls that have none.
+
+    chunks: (ranks, microbatches): BatchNorm takes its statistics of the rows of each by itself. constants: placeholders
+    whose values are known.
     """
     graph = fx.Graph()
     refused: dict[fx.Node, ShardcError] = {}

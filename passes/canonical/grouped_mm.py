@@ -1,4 +1,4 @@
-"""Unsort: rows that a model sorts by expert itself, for grouped products (torch._grouped_mm), become `experts` on rows
+"""GroupedMM: rows that a model sorts by expert itself, for grouped products (torch._grouped_mm), become `experts` on rows
 as
     they were.
 
@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, fx
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import values_of
+from shardc.ir.graph import copy_graph, values_of
 from shardc.ir.program import Program, Source, Value
 from shardc.nn import text_of
+from shardc.passes.base import Pass
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -49,21 +50,26 @@ _VIEWS = {aten.reshape.default, aten.expand.default, aten.unsqueeze.default, ate
 
 
 @dataclass(frozen=True)
-class Unsort:
-    """A program without grouped products, where they are of this form; else the program as it is."""
+class GroupedMM(Pass):
+    """Turns the grouped products of a program into `experts`, if all of them are of this form; else it leaves them."""
+
+    def applies(self, program: Program) -> bool:
+        return bool(program.graph.find_nodes(op="call_function", target=_PRODUCT))
 
     def run(self, program: Program) -> Program:
-        if not program.graph.find_nodes(op="call_function", target=_PRODUCT):
-            return program
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(program.graph, {}))
-        for old, new in zip(program.graph.nodes, graph.nodes, strict=True):
-            new.meta = dict(old.meta)
-        for order in [n for n in graph.nodes if _is_order(n)]:
-            _Writer(graph, order).run()
-        graph.eliminate_dead_code()
-        left = [n for target in (_PRODUCT, product) for n in graph.find_nodes(op="call_function", target=target)]
-        return program if left else replace(program, graph=graph)
+        return replace(program, graph=with_experts(program.graph))
+
+
+def with_experts(graph: fx.Graph) -> fx.Graph:
+    """A copy of a canonical graph with `experts` for grouped products. If some product is not of this form, a copy as
+    it was.
+    """
+    new = copy_graph(graph)
+    for order in [n for n in new.nodes if _is_order(n)]:
+        _Writer(new, order).run()
+    new.eliminate_dead_code()
+    left = any(new.find_nodes(op="call_function", target=target) for target in (_PRODUCT, product))
+    return copy_graph(graph) if left else new
 
 
 def _is_order(node: fx.Node) -> bool:

@@ -92,7 +92,7 @@ def dim(d: int, ndim: int) -> int:
 
 class Emit:
     """Adds typed calls to the new graph. `source` is that of the op being rewritten. chunks: see
-    shardc.passes.canonical.Canonical.
+    shardc.passes.canonical.rewritten.
     """
 
     def __init__(self, graph: fx.Graph, rng: fx.Node, chunks: tuple[int, int] = (1, 1)) -> None:

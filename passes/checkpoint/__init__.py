@@ -28,16 +28,15 @@ from torch import fx
 
 from shardc.artifact.emit import human
 from shardc.errors import Errors
-from shardc.ir.graph import operands_of
+from shardc.ir.graph import copy_graph, operands_of
 from shardc.ir.machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
-from shardc.ir.mesh import Mesh
 from shardc.ir.program import Collective, Program, Region, Source
 from shardc.ir.types import op_name
+from shardc.passes.base import Pass
 from shardc.passes.checkpoint.autograd_saves import Saved, SavedOf
 from shardc.rules import registry
 from shardc.runtime import ops
 from shardc.spec import Checkpoint as Asked
-from shardc.spec import Spec
 from shardc.spec.patterns import match, nearest
 
 #: A mask takes hashing its indices: so many times its size in 32-bit numbers read and written.
@@ -76,16 +75,17 @@ def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """Puts the regions that a spec asks for into the stages' graphs."""
+class Checkpoint(Pass):
+    """Puts the regions of the spec's `checkpoint` into the stages' graphs."""
 
-    spec: Spec
+    def applies(self, program: Program) -> bool:
+        return bool(self.spec.checkpoint)
 
-    def run(self, program: Program, mesh: Mesh) -> Program:
+    def run(self, program: Program) -> Program:
         asked = self._asked(program)
         regions: dict[str, Region] = {}
         entry: dict[str, Asked] = {}
-        stages = tuple(replace(s, graph=_copy(s.graph)) for s in program.stages)
+        stages = tuple(replace(s, graph=copy_graph(s.graph)) for s in program.stages)
         for stage in stages:
             for node in stage.graph.nodes:
                 if node.op == "call_function":
@@ -190,12 +190,6 @@ def _parents(module: str) -> list[str]:
     """ "a.b.c" -> ["a", "a.b", "a.b.c"]."""
     parts = module.split(".") if module else []
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
 
 
 def _notes(regions: Sequence[Region]) -> Iterable[str]:

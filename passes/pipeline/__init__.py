@@ -32,6 +32,7 @@ from shardc.ir.graph import operands_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Collective, Program, Source, Stage
 from shardc.ir.types import behind
+from shardc.passes.base import Pass
 from shardc.passes.pipeline import cuts
 from shardc.rules import registry
 from shardc.rules.calls import call_of
@@ -42,22 +43,22 @@ from shardc.spec import Spec
 HEAVY = 0.01
 
 
+def stage_spec(spec: Spec) -> Spec:
+    """The spec of one stage's ranks: without the pipeline's axis."""
+    if spec.pipeline is None:
+        return spec
+    axes = tuple((a, n) for a, n in spec.mesh.axes if a != spec.pipeline.axis)
+    return replace(spec, mesh=Mesh(axes), pipeline=None)
+
+
 @dataclass(frozen=True)
-class Pipeline:
-    """Cuts the graph into the stages that a spec asks for. The program's mesh then has the pipeline's axis, which
+class Pipeline(Pass):
+    """Cuts the graph into the stages of the spec's `pipeline`. The program's mesh then has the pipeline's axis, which
     placement did not see.
     """
 
-    spec: Spec
-
-    @staticmethod
-    def inner(spec: Spec) -> Spec:
-        """The spec of one stage's ranks: without the pipeline's axis."""
-        if spec.pipeline is None:
-            return spec
-        return replace(
-            spec, mesh=Mesh(tuple((a, n) for a, n in spec.mesh.axes if a != spec.pipeline.axis)), pipeline=None
-        )
+    def applies(self, program: Program) -> bool:
+        return self.spec.pipeline is not None
 
     def _with_axis(self, inner: Mesh) -> Mesh:
         """The spec's mesh, with the digits that placement sees its other axes in."""
@@ -67,14 +68,14 @@ class Pipeline:
             found += digits or [(axis, n)]
         return Mesh(tuple(found))
 
-    def run(self, program: Program, mesh: Mesh) -> Program:
-        asked = self.spec.pipeline
-        assert asked is not None
+    def run(self, program: Program) -> Program:
+        section, mesh = self.spec.pipeline, program.mesh
+        assert section is not None
         (whole,) = program.stages
         cause = f"{self.spec.where(('pipeline',))} pipeline"
         cut = _Cut(whole.graph, program, mesh, self.spec, cause)
         stages = cut.run()
-        program = replace(program, mesh=self._with_axis(mesh), stages=tuple(stages), axis=asked.axis)
+        program = replace(program, mesh=self._with_axis(mesh), stages=tuple(stages), axis=section.axis)
         counted = _looked_at(program.prologue.graph) if program.prologue is not None else set()
         used: dict[str, list[int]] = {name: list(range(len(stages))) for name in counted}  # every rank counts
         for i, stage in enumerate(stages):
@@ -87,9 +88,9 @@ class Pipeline:
 
         program = replace(program, params=tuple(map(put, program.params)), buffers=tuple(map(put, program.buffers)))
         program.schedule = schedule.load(
-            asked.schedule,
+            section.schedule,
             stages=len(stages),
-            ranks=program.mesh.size(asked.axis),
+            ranks=program.mesh.size(section.axis),
             microbatches=program.microbatches,
             edges=program.edges,
             where=self.spec.where(("pipeline", "schedule")),

@@ -22,11 +22,12 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.graph import operands_of, producer_of, values_of
+from shardc.ir.graph import copy_graph, operands_of, producer_of, values_of
 from shardc.ir.machine import FLOPS_PER_LINK_BYTE
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
+from shardc.passes.base import Pass
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
 from shardc.passes.place.transfer_cost import TOUCH, UNDO, transfer
 from shardc.rules.calls import choices_of
@@ -442,33 +443,37 @@ class Axis:
                     why[self.name] = found[0]
 
 
-def place(program: Program, mesh: Mesh) -> Program:
-    """Choose strategies on every axis of size > 1. The graph's nodes get their strategies; parameters their layouts."""
-    cache: dict[Any, Choices] = {}
-    choices = {
-        node: choices_of(node, cache)
-        for node in program.graph.nodes
-        if node.op == "call_function" and node.target is not operator.getitem
-    }
-    operands = {
-        node: [producer_of(t) for t in operands_of(node)]
-        for node in program.graph.nodes
-        if node in choices or node.op == "output"
-    }
-    for node in program.graph.nodes:
-        node.meta["strategies"] = {}
-    # the batch first: what other axes leave of a dim cannot be padded, and annotations split what the batch's axes
-    # leave
-    batch = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
-    for axis, n in sorted(mesh.axes, key=lambda a: a[0] not in batch):
-        if n == 1:
-            continue
-        one = Axis(program, axis, n, mesh, choices, operands)
-        one.run()
-        layouts = {p.name: p.layout for p in program.stored}
-        program = program.with_layouts(
-            {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()}
-        )
-    refuse_pins(program, mesh)
-    refuse_uneven(program, mesh, choices)
-    return program
+@dataclass(frozen=True)
+class Place(Pass):
+    """Chooses strategies on every axis of size > 1. Nodes get their strategies; parameters their layouts."""
+
+    def run(self, program: Program) -> Program:
+        mesh, program = program.mesh, replace(program, graph=copy_graph(program.graph))
+        cache: dict[Any, Choices] = {}
+        choices = {
+            node: choices_of(node, cache)
+            for node in program.graph.nodes
+            if node.op == "call_function" and node.target is not operator.getitem
+        }
+        operands = {
+            node: [producer_of(t) for t in operands_of(node)]
+            for node in program.graph.nodes
+            if node in choices or node.op == "output"
+        }
+        for node in program.graph.nodes:
+            node.meta["strategies"] = {}
+        # the batch first: what other axes leave of a dim cannot be padded, and annotations split what the batch's axes
+        # leave
+        batch = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
+        for axis, n in sorted(mesh.axes, key=lambda a: a[0] not in batch):
+            if n == 1:
+                continue
+            one = Axis(program, axis, n, mesh, choices, operands)
+            one.run()
+            layouts = {p.name: p.layout for p in program.stored}
+            program = program.with_layouts(
+                {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()}
+            )
+        refuse_pins(program, mesh)
+        refuse_uneven(program, mesh, choices)
+        return program

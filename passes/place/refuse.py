@@ -1,16 +1,12 @@
-"""What a placement cannot do is refused where it is known: ops without a rule before it, splits that would be lost
-after it.
-"""
+"""Refuse annotated splits that placement could not carry out: they would be gathered without a word."""
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from shardc.capture.causes import way_around
 from shardc.errors import Errors
 from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.mesh import Mesh
@@ -18,35 +14,10 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes import divisibility
 from shardc.passes.annotate import fused_weights
-from shardc.rules import registry
 from shardc.rules.registry import Choices
 from shardc.rules.views import reshape
 
 _TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.alias.default}
-
-
-def check_rules(program: Program, *, replicate: bool) -> list[str]:
-    """Ops without a rule: one error per op with the model's line, or, where the spec says replicate, one note each."""
-    errors, notes = Errors(), []
-    missing: dict[str, tuple[fx.Node, int]] = {}
-    for node in program.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem and registry.find(node.target) is None:
-            first, count = missing.get(str(node.target), (node, 0))
-            missing[str(node.target)] = (first, count + 1)
-    for name, (node, count) in missing.items():
-        at = str(node.meta.get("source", "")) or name
-        what = f"op {name} ({count}×) has no rule: shardc does not know what of it may be split"
-        if replicate:
-            notes.append(f"{at}: {name} has no rule; every rank runs it whole")
-        else:
-            around = way_around(name)
-            register = (
-                f'{"or " if around else ""}register one, shardc.rule({name}, "... -> ..."), or set `unknown_ops:'
-                " replicate`"
-            )
-            errors.add(what, where=at, fix=f"{around}; {register}" if around else register)
-    errors.raise_any()
-    return notes
 
 
 def refuse_pins(program: Program, mesh: Mesh) -> None:

@@ -30,8 +30,8 @@ from torch import fx
 
 from shardc.ir import types as values
 from shardc.ir.program import Param, Program, Source, Value
+from shardc.passes.base import Pass
 from shardc.passes.precision.op_lists import CASTS, LOOKUPS, LOW, MOVES, NARROWED, PROMOTE, STAY, is_wide
-from shardc.spec import Precision as Asked
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -40,39 +40,30 @@ _PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
 @dataclass(frozen=True)
-class Precision:
-    """params: dtype in which parameters are stored. compute: dtype of products and of the activations between them.
-    None:
-        as in the model.
+class Precision(Pass):
+    """Adds casts to a captured program, so that parameters are stored in the dtype `precision.params`, and products and
+    the activations between them are computed in `precision.compute`.
 
-    compute None with params given: compute as stored. Sums, statistics and losses run in float32, or wider where
-    operands are.
-    reduce: dtype in which gradients are summed over ranks, for the data pass; None: as stored.
+    Without `compute` they are computed as stored, without `params` stored as in the model. Sums, statistics and losses
+    run in float32, or wider where operands are.
     """
 
-    params: torch.dtype | None = None
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-
-    @staticmethod
-    def of(asked: Asked) -> Precision:
-        """The pass for a spec's section."""
-        return Precision(
-            *(getattr(torch, name) if name else None for name in (asked.params, asked.compute, asked.reduce))
-        )
+    def applies(self, program: Program) -> bool:
+        return bool(self.spec.precision.compute or self.spec.precision.params)
 
     def run(self, program: Program) -> Program:
-        """program: captured, before canonical. Gives a program with the same ops, casts between them, and parameters in
-        `params`.
-        """
-        compute = self.compute or self.params
-        if compute is None:
-            return program
-        params = tuple(map(self._stored, program.params))
+        stored, compute = dtype_of(self.spec.precision.params), dtype_of(self.spec.precision.compute)
+        compute = compute or stored
+        assert compute is not None
+        params = tuple(
+            replace(p, dtype=stored) if stored is not None and p.dtype.is_floating_point else p for p in program.params
+        )
         return replace(program, params=params, graph=_Writer(program, compute, {p.name: p for p in params}).run())
 
-    def _stored(self, p: Param) -> Param:
-        return replace(p, dtype=self.params) if self.params is not None and p.dtype.is_floating_point else p
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype that the spec names; None where it names none."""
+    return getattr(torch, name) if name else None
 
 
 @dataclass(frozen=True)

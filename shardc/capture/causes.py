@@ -232,17 +232,6 @@ CAUSES = (
 )
 
 
-#: Ops of libraries that have no rule -> the way around them.
-INSTEAD = {
-    "grouped_mm": f"write the layer with one op: {ONE_OP} in a model of your own",
-}
-
-
-def way_around(op: str) -> str:
-    """How to do without an op that has no rule, if that is known; else ""."""
-    return next((fix for name, fix in INSTEAD.items() if name in op), "")
-
-
 def of_error(error: BaseException, asked: Sequence[str] = ()) -> ShardcError:
     """What an exception that was raised while a model was traced means to its user. asked: inputs whose values Python
     asked for.

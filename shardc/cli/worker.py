@@ -56,6 +56,7 @@ def run(job: Job) -> dict[str, Any]:
     """Train. Returns the summary: steps, losses, held-out loss, seconds. Collective over the world."""
     from shardc.artifact import load
     from shardc.cli import model_file
+    from shardc.compile import compile
     from shardc.resize import Resizer
     from shardc.runtime import state
     from shardc.runtime.progress import Progress
@@ -64,7 +65,7 @@ def run(job: Job) -> dict[str, Any]:
 
     file = model_file.load(job.model, batch=job.batch, seq=job.seq)
     program = load(job.program, trust=job.trust)
-    program.resize = Resizer(file.on_meta, file.loss, {})
+    program.resize = Resizer(file.on_meta, file.loss, {}, compile)
     note = Progress(Path(job.progress) / f"rank{os.environ.get('RANK', '0')}").note if job.progress else None
     engine = program.engine(
         file.build,

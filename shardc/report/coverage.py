@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from shardc.capture import capture
 from shardc.ir.program import Program, Source
 from shardc.passes.canonical import rewritten
-from shardc.passes.canonical.grouped_mm import Unsort
+from shardc.passes.canonical.grouped_mm import with_experts
 from shardc.rules import registry
 from shardc.rules.calls import call_of
 from shardc.rules.registry import Rule
@@ -120,7 +120,7 @@ def of_program(captured: Program) -> Coverage:
     missing: list[tuple[str, str, Source, str]] = []
     given = {p.name for p in captured.params} | {i.name for i in captured.inputs}
     moving: set[fx.Node] = set()  # what depends on a parameter or the batch
-    graph = found.graph if found.refused else Unsort().run(replace(captured, graph=found.graph)).graph
+    graph = found.graph if found.refused else with_experts(found.graph)
     for node in graph.nodes:
         if node.name in given or any(n in moving for n in node.all_input_nodes):
             moving.add(node)

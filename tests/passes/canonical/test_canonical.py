@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardc.capture import capture, default_loss
+from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program, Value
 from shardc.ir.types import op_name
-from shardc.passes import canonical
+from shardc.passes.canonical import Canonical
 from shardc.runtime import ops
 from shardc.runtime.rng import Rng
+from shardc.spec import Spec
 from shardc.torch_private import OpOverload
 from shardc.verify.reference import interpret, on_device, tensors_of, widened
 from tests import zoo
@@ -39,7 +41,7 @@ class Case(nn.Module):
 
 def compiled(function: Any, *xs: Tensor) -> tuple[Case, Program]:
     model = Case(function if xs else lambda w, _: function(w))
-    return model, canonical.run(capture(model, xs or (torch.zeros(1),)))
+    return model, Canonical(Spec(Mesh(()))).run(capture(model, xs or (torch.zeros(1),)))
 
 
 def check(program: Program, model: nn.Module, batch: Any, want: Tensor, rng: Rng | None = None) -> None:
@@ -66,7 +68,7 @@ def same(function: Any, *xs: Tensor) -> Counter[str]:
 def test_equals_eager(name: str) -> None:
     model, batch = zoo.ALL[name]()
     with zoo.Wide():
-        program = canonical.run(capture(model, batch))
+        program = Canonical(Spec(Mesh(()))).run(capture(model, batch))
         params, buffers, inputs = tensors_of(program, model, batch)
         before = {n: b.clone() for n, b in buffers.items()}
         want = default_loss(model(**batch) if isinstance(batch, dict) else model(*batch))
@@ -88,7 +90,7 @@ def test_equals_eager(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.ALL)
 def test_every_node_is_typed_and_has_a_source(name: str) -> None:
     model, batch = zoo.ALL[name]()
-    program = canonical.run(capture(model, batch, prove=False))
+    program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
     seen: list[tuple[Any, Any]] = []
 
     class Checked(torch.fx.Interpreter):
@@ -123,7 +125,7 @@ def test_every_node_is_typed_and_has_a_source(name: str) -> None:
 
 def test_llama_keeps_attention_whole() -> None:
     model, batch = zoo.llama()
-    program = canonical.run(capture(model, batch, prove=False))
+    program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
     attention = [n for n in program.graph.nodes if n.target is aten.scaled_dot_product_attention.default]
     assert len(attention) == 2
     for node in attention:
@@ -137,7 +139,7 @@ def test_llama_keeps_attention_whole() -> None:
 def test_dropouts_are_numbered_in_order() -> None:
     for build, count in ((zoo.gpt, 1 + 2 * 3), (zoo.bert, 1 + 2 * 3), (zoo.gpt2, 1 + 2 * 3)):
         model, batch = build(dropout=0.1)
-        program = canonical.run(capture(model, batch, prove=False))
+        program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
         drops = [n for n in program.graph.nodes if n.target is ops.dropout]
         assert [n.args[3] for n in drops] == list(range(count))
         assert all(n.args[1] == 0.1 and n.args[2].name == "rng" for n in drops)
@@ -148,7 +150,7 @@ def test_dropouts_are_numbered_in_order() -> None:
 def test_dropout_is_off_in_evaluation(build: Any) -> None:
     model, batch = build(dropout=0.5)
     with zoo.Wide():
-        program = canonical.run(capture(model, batch, prove=False))
+        program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
         model.eval()
         want = default_loss(model(**batch) if isinstance(batch, dict) else model(*batch))
     got, _ = interpret(program, *tensors_of(program, model, batch), Rng(0, training=False))
@@ -159,10 +161,10 @@ def test_dropout_is_off_in_evaluation(build: Any) -> None:
 
 def test_batch_norm_evaluates_with_running_statistics() -> None:
     model, batch = zoo.resnet_bn()
-    program = canonical.run(capture(model, batch, prove=False))
+    program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
     got, _ = interpret(program, *tensors_of(program, model, batch), Rng(0, training=False))
     assert torch.allclose(got, model.eval()(**batch), rtol=1e-12)
-    captured = canonical.run(capture(model, batch))  # captured in evaluation mode
+    captured = Canonical(Spec(Mesh(()))).run(capture(model, batch))  # captured in evaluation mode
     assert torch.allclose(interpret(captured, *tensors_of(captured, model, batch))[0], got, rtol=1e-12)
 
 
@@ -170,7 +172,7 @@ def test_program_is_copied() -> None:
     model, batch = zoo.mlp(dropout=0.1)
     program = capture(model, batch, prove=False)
     text = str(program.graph)
-    assert str(canonical.run(program).graph) != text
+    assert str(Canonical(Spec(Mesh(()))).run(program).graph) != text
     assert str(program.graph) == text
 
 
@@ -356,7 +358,7 @@ def test_attention_with_dropout_is_spelled_out(kind: str) -> None:
 
 def test_a_float32_program_can_be_run_in_float64() -> None:
     model, batch = zoo.llama(dtype=torch.float32)
-    program = canonical.run(capture(model, batch, prove=False))
+    program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
     model.double()
     loss, _ = interpret(program, *tensors_of(program, model, batch), graph=widened(program.graph))
     with zoo.Wide():

@@ -13,9 +13,11 @@ from torch import Tensor, fx, nn
 
 import shardc
 from shardc.capture import capture
+from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.passes.canonical import Canonical, decompose
 from shardc.rules import registry
+from shardc.spec import Spec
 from shardc.verify.reference import interpret
 
 aten = torch.ops.aten
@@ -68,7 +70,7 @@ def test_is_equal_on_ranks_and_needs_no_rule(name: str) -> None:
     model, x, program = captured(function, *shape)
     assert op in targets(program)
     assert registry.find(op) is None, "it has a rule now: choose another op"
-    canonical = Canonical().run(program)
+    canonical = Canonical(Spec(Mesh(()))).run(program)
     assert op not in targets(canonical)
     assert not [t for t in targets(canonical) if registry.find(t) is None]
     loss = model(x)
@@ -91,7 +93,7 @@ def test_equal_calls_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     program = captured(lambda x: F.cosine_similarity(x, x.flip(1), dim=1) + F.cosine_similarity(x, x + 1, dim=1), 4, 6)[
         2
     ]
-    Canonical().run(program)
+    Canonical(Spec(Mesh(()))).run(program)
     assert count == 1
 
 
@@ -113,7 +115,7 @@ def test_what_is_wrong_is_not_taken(way: Callable[..., Tensor], monkeypatch: pyt
     """
     monkeypatch.setattr(decompose, "decompositions", lambda op: [way] if op is aten.pixel_shuffle.default else [])
     model, x, program = captured(lambda x: F.pixel_shuffle(x, 2), 4, 8, 3, 3)
-    canonical = Canonical().run(program)
+    canonical = Canonical(Spec(Mesh(()))).run(program)
     assert aten.pixel_shuffle.default in targets(canonical)
     assert aten.permute.default not in targets(canonical), "what was written of it is taken back"
     with pytest.raises(shardc.ShardcError, match=r"op aten\.pixel_shuffle\.default \(1×\) has no rule"):
@@ -122,7 +124,7 @@ def test_what_is_wrong_is_not_taken(way: Callable[..., Tensor], monkeypatch: pyt
 
 def test_the_same_step_without_a_mesh() -> None:
     model, x, program = captured(lambda x: F.pixel_shuffle(x, 2), 4, 8, 3, 3)
-    canonical = Canonical().run(program)
+    canonical = Canonical(Spec(Mesh(()))).run(program)
     name = canonical.inputs[0].name
     loss, _ = interpret(canonical, {"weight": model.weight}, {}, {name: x})
     torch.testing.assert_close(loss, model(x))

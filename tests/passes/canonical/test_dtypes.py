@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardc.capture import capture
-from shardc.passes import canonical
+from shardc.ir.mesh import Mesh
+from shardc.passes.canonical import Canonical
+from shardc.spec import Spec
 from tests import equality
 
 
@@ -55,5 +57,5 @@ def test_an_integer_is_cast_once() -> None:
         def forward(self, i: Tensor) -> Tensor:
             return (self.w * (i * 0.5 + i * 0.25)).sum()
 
-    graph = canonical.run(capture(Twice(), (torch.arange(3),))).graph
+    graph = Canonical(Spec(Mesh(()))).run(capture(Twice(), (torch.arange(3),))).graph
     assert len(graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)) == 1

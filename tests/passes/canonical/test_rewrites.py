@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.capture import capture
-from shardc.passes import canonical
+from shardc.ir.mesh import Mesh
+from shardc.passes.canonical import Canonical
+from shardc.spec import Spec
 from tests.passes.canonical.test_canonical import same
 
 IDS = torch.tensor([[0, 1, 2], [3, 3, 0], [1, 0, 0], [0, 0, 0]])
@@ -184,7 +186,7 @@ class Layers(nn.Module):
 def test_dropout_between_recurrent_layers_does_not_know_the_mesh(kind: str, bidirectional: bool) -> None:
     model = Layers(kind, num_layers=3, dropout=0.4, bidirectional=bidirectional, batch_first=True).double()
     x = torch.randn(4, 5, 3, dtype=torch.float64)
-    program = canonical.run(capture(model, (x,)))
+    program = Canonical(Spec(Mesh(()))).run(capture(model, (x,)))
     assert str(program.graph).count("dropout") >= 2
     one, two = (
         shardc.verify.simulate(shardc.compile(model, (x,), {"shardc": 1, "mesh": {"dp": n}}), model, (x,), seed=3)

@@ -28,6 +28,7 @@ from shardc.passes.precision.op_lists import CASTS, LOOKUPS, LOW, MOVES, NARROWE
 from shardc.runtime import launch, state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.loss_scale import INTERVAL, Scaler
+from shardc.spec import Spec
 from shardc.verify.simulate import Simulation
 from tests import zoo
 from tests.zoo import plain as plain_zoo
@@ -361,7 +362,8 @@ class Casting(nn.Module):
 
 
 def test_own_casts_stay() -> None:
-    program = Precision(compute=torch.bfloat16).run(capture(Casting(), torch.randn(4, 8)))
+    spec = Spec.load({"shardc": 1, "mesh": {"dp": 1}, "precision": {"compute": "bfloat16"}})
+    program = Precision(spec).run(capture(Casting(), torch.randn(4, 8)))
     assert dtypes_of(program, "linear") == {torch.bfloat16}
     assert dtypes_of(program, "sin") == {torch.float32}
     assert dtypes_of(program, "cos") == {torch.bfloat16}

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 import shardc
 from shardc.capture import capture
 from shardc.errors import ShardcError
+from shardc.ir.mesh import Mesh
 from shardc.passes.canonical import Canonical
 from shardc.runtime import ops
 from shardc.runtime.rng import Rng
+from shardc.spec import Spec
 from shardc.verify.reference import interpret
 from tests import zoo
 from tests.zoo import hf
@@ -149,7 +151,7 @@ def test_distributions_are_torchs(name: str) -> None:
 
     x = torch.zeros(20000, dtype=torch.float64)
     for power, want in ((1, mean), (2, square)):
-        program = Canonical().run(capture(Drawn(power), x, prove=False))
+        program = Canonical(Spec(Mesh(()))).run(capture(Drawn(power), x, prove=False))
         values = {p.name: torch.zeros((), dtype=torch.float64) for p in program.params}
         found, other = (
             float(interpret(program, values, {}, {i.name: x for i in program.inputs}, Rng(seed))[0]) for seed in (0, 1)

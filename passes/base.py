@@ -1,0 +1,40 @@
+"""What every pass is: made from the spec, it takes a program and gives another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardc.ir.program import Program
+from shardc.spec import Spec
+
+
+@dataclass(frozen=True)
+class Options:
+    """What passes need to know of one compilation that is not in its spec.
+
+    model_plan: the tensor-parallel plan that the model carries, {pattern: style word}, for `shard: {use: model}`.
+    compatible_with: a program of the same model and spec for another batch, whose parameters and buckets the new
+    program has to share; None: it has its own.
+    """
+
+    model_plan: Mapping[str, str] = field(default_factory=dict)
+    compatible_with: Program | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One stage of compilation. A pass returns a new program, and never changes the one that it was given: it copies
+    a graph before it edits it (shardc.ir.graph.copy).
+    """
+
+    spec: Spec
+    options: Options = field(default_factory=Options)
+
+    def applies(self, program: Program) -> bool:
+        """Whether there is anything to do. If not, the pass is neither run nor timed nor dumped."""
+        return True
+
+    def run(self, program: Program) -> Program:
+        """The program after this pass. Raises ShardcError, all at once, for what it cannot do."""
+        raise NotImplementedError
