@@ -106,7 +106,7 @@ def architecture() -> Blocks:
         if stage in ("capture", "partition") and kind == "txt":
             body = text[text.index("# the model as" if stage == "capture" else "# stage0") :]
             blocks[stage] = fenced(body, "python")
-        elif stage not in ("capture", "partition") and kind == "diff":
+        elif stage not in ("capture", "partition") and kind == "diff" and text:
             blocks[stage] = fenced("".join(text.splitlines(keepends=True)[2:]), "diff")
     return blocks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import shardc
-from shardc.capture import capture
+from docs import generate
 from shardc.cli import app
+from shardc.passes import PIPELINE, Stage
 from shardc.rules import RULES
 from shardc.rules.registry import find, rule
 from shardc.rules.samples import SAMPLES
 from shardc.rules.samples.make import call, sample
 from shardc.runtime import schedule
-from shardc.spec import Spec
 from tests.docs.pages import CONTRIBUTING, ROOT, Page
 
 OP = torch.ops.aten.vdot.default
@@ -63,34 +63,19 @@ def test_the_rule() -> None:
     assert re.sub(r"in \d+ s", "in 0 s", done.output) == output
 
 
-class Squared(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = torch.nn.Linear(8, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.fc(x)
-        return (h * h).sum()
-
-
-def test_the_pass() -> None:
-    """On what is captured, which is then compiled and run on two ranks."""
-    names: dict[str, Any] = {}
+def test_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On README's example: it changes what is shown, and the program is still equal to one device."""
+    generate.example(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"Stage": Stage}
     exec(noted("pass"), names)
-    model, batch, spec = (
-        Squared(),
-        {"x": torch.randn(4, 8)},
-        {"shardc": 1, "mesh": {"tp": 2}, "shard": {"fc": "column"}},
-    )
-    before = capture(model, batch)
-    text = str(before.graph)
-    after = names["Square"](Spec.load(spec)).run(before)
-    assert str(before.graph) == text
-    assert "aten.square" in str(after.graph)
-    program = shardc.compile(model, batch, spec, captured=after)
-    assert program.verify().ok
-    sim = shardc.simulate(program, model, batch)
-    assert float(sim.loss.detach()) == pytest.approx(float(model(**batch).detach()), rel=1e-6)
+    at = 1 + next(i for i, stage in enumerate(PIPELINE) if stage.name == "canonical")
+    lines = (*PIPELINE[:at], *eval(f"({noted('stage')})", names), *PIPELINE[at:])
+    monkeypatch.setattr(sys.modules["shardc.compile"], "PIPELINE", lines)
+    command, _, output = noted("diff").removeprefix("$ shardc ").partition("\n")
+    done = CliRunner().invoke(app, command.split())
+    assert done.output == output
+    assert CliRunner().invoke(app, ["verify", "model.py", "spec.yaml"]).exit_code == 0
 
 
 @pytest.mark.parametrize(("stages", "ranks", "microbatches"), [(1, 1, 3), (2, 2, 1), (4, 2, 3), (4, 4, 8)])
