@@ -1,11 +1,11 @@
-# make train | test | fuzz | lint | bench | table: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | test | fuzz | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test fuzz lint bench table types clean
+.PHONY: train test fuzz lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -41,11 +41,17 @@ types: $(READY)
 bench: .venv/.peers
 	$(BIN)/python tests/bench/bench.py
 
-table: $(READY)   ## docs/models.md, docs/memory.md, docs/experts.md, docs/spec.md
+table: $(READY)   ## docs/measured/models.md and memory.md, and the generated blocks of the other pages (docs/generate.py)
 	$(BIN)/python tests/bench/models.py
 	$(BIN)/python tests/bench/memory.py
-	$(BIN)/python tests/bench/experts.py
-	$(BIN)/python tests/bench/spec.py
+	$(BIN)/python docs/generate.py
+
+.venv/.docs: $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
+docs: .venv/.docs   ## the site, in build/docs; a warning (a broken link above all) is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
 clean:
 	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,7 @@
-"""A byte-level GPT, trained on the source text of Python's own standard library. Ordinary PyTorch: nothing here knows
-of
-shardc.
+"""A byte-level GPT, trained on the source text of Python's own standard library.
 
-`model`, `batch`, `data` and `optimizer` are the names that `shardc run` looks for in a model file.
+Ordinary PyTorch: nothing here knows of shardc. `model`, `batch`, `data` and `optimizer` are the names
+that `shardc run` looks for in a model file.
 """
 
 from __future__ import annotations
@@ -140,9 +139,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def data(split: str) -> Iterable[dict[str, Tensor]] | Windows:
-    """ "train": samples, to be read in an order of the run's; "valid": 20 global batches
-    spread over the held-out files.
-    """
+    """train: samples, which the run reads in an order of its own; valid: 20 global batches over all held-out files."""
     windows = Windows(text(split))
     if split == "train":
         return windows

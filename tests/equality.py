@@ -133,7 +133,7 @@ def _lies(node: fx.Node, axis: str) -> Placement | None:
 
 
 def record(record_property: Property, model: str, mesh: str, one: Reference, program: Program, sim: Simulation) -> None:
-    """Leave a row for docs/models.md in the test's report (tests/bench/models.py reads it)."""
+    """Leave a row for docs/measured/models.md in the test's report (tests/bench/models.py reads it)."""
     of_loss, of_grads = differences(sim, one.loss, one.grads)
     sent = collections.Counter(
         (c.axis, c.direction, SHORT[c.kind]) for c in sim.comms if not c.cause.startswith("gradients of")

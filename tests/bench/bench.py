@@ -28,9 +28,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
 PARTS = ["tensor", "zero", "checkpoint", "experts", "pipeline"]
 Round = dict[str, dict[str, list[float]]]  # {contender: {"wall", "cpu": seconds of each step}}
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
 def main(parts: list[str], rounds: int, steps: int, out: Path | None) -> int:
@@ -69,7 +69,7 @@ def main(parts: list[str], rounds: int, steps: int, out: Path | None) -> int:
         kept = json.loads(out.read_text()) if out.exists() else {}
         kept = {part: results.get(part, kept.get(part)) for part in contenders.PARTS}
         out.write_text(json.dumps(kept, indent=1) + "\n")
-        into_readme("\n\n".join(table(r) for r in kept.values() if r))
+        into_docs(kept)
     return 0 if all(r["worst_loss_difference"] < 1e-4 for r in results.values()) else 1
 
 
@@ -203,26 +203,42 @@ def machine() -> str:
     return f"{os.cpu_count()} x {names[0] if names else platform.processor()}"
 
 
-def into_readme(text: str) -> None:
-    file = ROOT / "README.md"
-    old = file.read_text()
-    head, begin, rest = old.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    assert begin, f"README.md lacks the marker {BEGIN}"
-    assert end, f"README.md lacks the marker {END}"
-    file.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
+def summary(kept: dict[str, Any]) -> str:
+    """One line: the range of step-time ratios against each library."""
+    found: dict[str, list[float]] = {}
+    for part, result in kept.items():
+        for x in result["ratios"] if result else ():
+            library = x["peer"].partition(",")[0].split(" ")[0]
+            found.setdefault("pipelining" if part == "pipeline" else library, []).append(x["wall"])
+    shown = [
+        f"{name} {min(r):.2f}" + (f"-{max(r):.2f}" if max(r) - min(r) > 0.005 else "") for name, r in found.items()
+    ]
+    ratios = ", ".join(shown)
+    return f"Step time / peer's (CPU, [benchmarks](docs/benchmarks.md)): {ratios}."
+
+
+def into_docs(kept: dict[str, Any]) -> None:
+    """The tables go to docs/benchmarks.md, one line of summary to README."""
+    from docs.generate import write
+
+    write(ROOT / "docs" / "benchmarks.md", {"bench": "\n\n".join(table(r) for r in kept.values() if r)})
+    write(ROOT / "README.md", {"bench": summary(kept)})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=PARTS, action="append", help="a part; README's table keeps the others")
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part; docs/benchmarks.md keeps the others")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=1, help="steps of each contender in a round")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the harness; implies --dry")
-    parser.add_argument("--dry", action="store_true", help="print only: leave docs/bench.json and README.md alone")
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="print only: leave docs/measured/bench.json, docs/benchmarks.md and README.md alone",
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         os.environ["SHARDC_BENCH"] = "quick"  # before processes start
     os.environ["OMP_NUM_THREADS"] = "1"
-    save = None if arguments.dry or arguments.quick else ROOT / "docs" / "bench.json"
+    save = None if arguments.dry or arguments.quick else ROOT / "docs" / "measured" / "bench.json"
     sys.exit(main(arguments.only or PARTS, arguments.rounds, arguments.steps, save))

@@ -50,7 +50,7 @@ WHOLE = {
 
 
 def builders() -> dict[str, Callable[[], zoo.Built]]:
-    """Every model of docs/models.md that is tried on several meshes, and the ordinary ones."""
+    """Every model of docs/measured/models.md that is tried on several meshes, and the ordinary ones."""
     families = {name: (hf.FAMILIES | hf_more.FAMILIES)[name] for name in LISTED}
     found: dict[str, Callable[[], zoo.Built]] = {
         n: lambda build=build: build(dtype=torch.float32) for n, build in zoo.ALL.items()

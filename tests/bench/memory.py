@@ -1,4 +1,4 @@
-"""Write docs/memory.md: predicted and measured peaks of live tensor bytes, of every model and setting. `make table`
+"""Write docs/measured/memory.md: predicted and measured peaks of live tensor bytes, of every model and setting. `make table`
 runs
 it.
 
@@ -26,22 +26,22 @@ from shardc.capture import capture  # noqa: E402
 from tests import live_bytes, zoo  # noqa: E402
 from tests.zoo import hf, hf_more  # noqa: E402
 
-OUT = ROOT / "docs" / "memory.md"
+OUT = ROOT / "docs" / "measured" / "memory.md"
 LIMIT = 0.05
 HEAD = """\
 # Memory: predicted and measured
 
 `shardc inspect --memory`, `program.cost().memory`: the peak of live tensor bytes of one training step. Made by `make table`
 (tests/bench/memory.py): tiny models (two layers, 8 × 16 tokens), float32, dropout 0.1 where the model has it, AdamW. *Measured*: every storage
-that a tensor of a real step lies in, from the op that makes it until it is freed (tests/live_bytes.py), in the second step of a run on
-the loopback mesh; of ranks that do the same, the one that has most. The worst of {count} predictions is off by {worst:.2f} %.
+that holds a tensor of a real step, from the op that makes it until it is freed (tests/live_bytes.py), in the second step of a run on
+the loopback mesh; of ranks that do the same, the one that needs most. The worst of {count} predictions is off by {worst:.2f} %.
 
 The prediction is made without weights or processes: the engine runs one rank's step on tensors without data (shardc/cost/dry_run.py),
-so what autograd keeps, what a checkpoint computes again, how buckets fill and what a schedule keeps alive are not modelled, but what they are.
-What can differ is what a rehearsal cannot see:
+so what autograd keeps, what a checkpoint computes again, how buckets fill and what a schedule keeps alive are not modelled, they happen.
+What can differ is what such a dry run cannot see:
 
-- *The device.* Both columns are a GPU's step as a CPU can play it: AdamW updates all parameters at once (`foreach`), offloaded tensors lie in
-  memory that is counted apart ("host"), collectives make no buffers of their own. Kernels are the CPU's: a GPU's attention may keep other statistics.
+- *The device.* Both columns are a GPU's step as a CPU can play it: AdamW updates all parameters at once (`foreach`), offloaded tensors are in
+  memory that is counted separately ("host"), collectives make no buffers of their own. Kernels are the CPU's: a GPU's attention may keep other statistics.
 - *Values.* Experts are taken to be chosen evenly. "moe" has a router that does so; "mixtral" one with random weights, and so few tokens that some
   ranks get many more than others: its rows do not count for the worst.
 - *What is no tensor*: on a GPU add what the allocator keeps for itself, and the workspaces of kernels (cuBLAS, NCCL).

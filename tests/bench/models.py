@@ -1,4 +1,4 @@
-"""Write docs/models.md: what the test run found of every model on every mesh. Run by `make table`; `--from FILE`
+"""Write docs/measured/models.md: what the test run found of every model on every mesh. Run by `make table`; `--from FILE`
 renders a
 run's report.
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "docs" / "models.md"
+OUT = ROOT / "docs" / "measured" / "models.md"
 TESTS = ("tests/test_equal.py", "tests/test_models_plain.py", "tests/test_models_hf.py", "tests/passes/test_experts.py")
 HEAD = """\
 # Models, meshes and what is sent

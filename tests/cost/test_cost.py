@@ -198,7 +198,7 @@ def test_a_size_of_one_says_nothing() -> None:
     assert "compile for a larger batch" in str(e.value)
 
 
-# --- predicted and measured peaks; all models and settings: tests/bench/memory.py, docs/memory.md
+# --- predicted and measured peaks; all models and settings: tests/bench/memory.py, docs/measured/memory.md
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "one": {"mesh": {"dp": 1}},

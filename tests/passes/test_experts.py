@@ -26,7 +26,6 @@ from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.ops import expert_activation, grouped_mm
 from shardc.runtime.step.expert_load import Load
 from tests import equality, zoo
-from tests.bench import experts as page
 from tests.zoo import hf
 
 E, H, INNER, V = 8, 16, 12, 32
@@ -703,11 +702,6 @@ def test_loops(how: str, what: str, fix: str) -> None:
     with pytest.raises(shardc.ShardcError, match=what) as e:
         shardc.compile(model, batch, {"shardc": 1, "mesh": {"ep": 2}, "experts": [{"match": "*", "axis": "ep"}]})
     assert fix in e.value.errors[0].fix
-
-
-def test_docs() -> None:
-    """docs/experts.md is what `make table` writes."""
-    assert page.FILE.read_text() == page.page()
 
 
 def test_batch_that_does_not_divide() -> None:

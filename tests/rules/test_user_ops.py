@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 import shardc
 from shardc import ShardcError
-from shardc.cli import app
 from shardc.rules import RULES
 from shardc.rules.registry import find
 from shardc.rules.samples import SAMPLES
@@ -146,16 +143,6 @@ def test_an_op_that_draws_is_told_apart_from_a_wrong_rule() -> None:
     shardc.rule(drawn, "... -> ...", samples=[lambda: torch.randn(4, 12)])
     with pytest.raises(ShardcError, match="rules are of ops without randomness and without state"):
         shardc.check_rule(drawn)
-
-
-def test_the_readmes_example(tmp_path: Path) -> None:
-    section = (Path(__file__).parents[2] / "README.md").read_text().partition("## Your own op")[2]
-    code = section.partition("```python")[2].partition("```")[0]
-    (tmp_path / "my_rules.py").write_text(code)
-    done = CliRunner().invoke(app, ["rules", "--check", "--file", str(tmp_path / "my_rules.py")])
-    assert done.exit_code == 0, done.output
-    assert "1 rules on" in done.stdout
-    assert "0 wrong, 0 too strict" in done.stdout
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

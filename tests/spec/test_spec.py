@@ -18,7 +18,6 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.spec import ActivationRule, DimShard, ShardRule, Spec
 from shardc.spec.yaml_reader import dotted, flow, of_mapping, read, scalar
-from tests.bench import spec as spec_page
 
 # SPEC.md's example, whole
 EXAMPLE = """\
@@ -511,8 +510,3 @@ def test_of_mapping_copies() -> None:
     copy = of_mapping({"mesh": inner, "axes": ("a",)})
     copy["mesh"]["dp"] = 3
     assert (inner, copy["axes"]) == ({"dp": 2}, ["a"])
-
-
-def test_the_page_of_keys_is_of_today() -> None:
-    """Written by `make table`."""
-    assert spec_page.OUT.read_text() == spec_page.page()

@@ -1,0 +1,349 @@
+"""Fill the generated blocks of the documentation: `make table`, or `.venv/bin/python docs/generate.py`.
+
+A block is the text between `<!-- NAME:begin -->` and `<!-- NAME:end -->` in a page: what shardc prints for a program
+that is compiled here, or a table of data that the code reads. So a page cannot disagree with the code:
+tests/docs/test_generated.py compares every block. The prose around the blocks is written by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+Blocks = dict[str, str]
+
+
+# --- pages and blocks
+
+
+def fill(page: str, blocks: Blocks) -> str:
+    """A page with its blocks replaced. Raises KeyError for a block that the page lacks."""
+    for name, text in blocks.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if page.count(begin) != 1 or page.count(end) != 1:
+            raise KeyError(f"the page lacks {begin} ... {end}")
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n{text.strip(chr(10))}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def write(file: Path, blocks: Blocks) -> None:
+    file.write_text(fill(file.read_text(), blocks))
+
+
+def fenced(text: str, language: str) -> str:
+    return f"```{language}\n{text.strip(chr(10))}\n```"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(r) + " |" for r in [head, ["---"] * len(head), *rows])
+
+
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Work in a folder: programs cite files as they were named on the command line."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def module(name: str) -> Any:
+    """A file of examples/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[name] = found  # dataclasses and inspect look there
+    spec.loader.exec_module(found)
+    return found
+
+
+# --- README's example, which architecture.md follows through the passes
+
+
+def example(folder: Path) -> None:
+    """Write README's model.py and spec.yaml into a folder."""
+    block = re.compile(r"^`(model\.py|spec\.yaml)`[^\n]*\n\n```\w+\n(.*?)```", re.DOTALL | re.MULTILINE)
+    found = block.findall((ROOT / "README.md").read_text())
+    assert [name for name, _ in found] == ["model.py", "spec.yaml"], found
+    for name, text in found:
+        (folder / name).write_text(text)
+
+
+def dumped(folder: Path) -> dict[str, str]:
+    """The dump of every pass, {"00-capture.txt": text, "01-canonical.diff": ...}."""
+    import shardc
+
+    example(folder)
+    with inside(folder):
+        names: dict[str, Any] = {"__name__": "model"}
+        exec(compile(Path("model.py").read_text(), str(folder / "model.py"), "exec"), names)
+        shardc.compile(names["model"](), names["batch"](), "spec.yaml", dump="dump", prove=False)
+    return {f.name: f.read_text() for f in sorted((folder / "dump").iterdir())}
+
+
+def architecture() -> Blocks:
+    """The walk of two linear layers through the dump of every pass."""
+    with tempfile.TemporaryDirectory() as name:
+        files = dumped(Path(name))
+    blocks = {"files": fenced("\n".join(files), "text")}
+    for file, text in files.items():
+        stage, kind = file.partition("-")[2].split(".")
+        if stage in ("capture", "partition") and kind == "txt":
+            body = text[text.index("# the model as" if stage == "capture" else "# stage0") :]
+            blocks[stage] = fenced(body, "python")
+        elif stage not in ("capture", "partition") and kind == "diff" and text:
+            blocks[stage] = fenced("".join(text.splitlines(keepends=True)[2:]), "diff")
+    return blocks
+
+
+# --- algebra.md: real rules
+
+
+RULES = [
+    "aten.linear.default",
+    "aten.mm.default",
+    "aten.bmm.default",
+    "aten.mul.Tensor",
+    "aten.sum.dim_IntList",
+    "aten._softmax.default",
+    "aten.layer_norm.default",
+    "aten.embedding.default",
+    "aten.view.default",
+    "aten.scaled_dot_product_attention.default",
+]
+
+
+def algebra() -> Blocks:
+    from typer.testing import CliRunner
+
+    from shardc.cli import app
+
+    found = CliRunner().invoke(app, ["rules", *RULES, "--json"])
+    each = {r["op"]: r for r in json.loads(found.stdout)}
+    rows = []
+    for op in RULES:
+        about = "; ".join(dict.fromkeys(filter(None, each[op]["about"].values())))
+        rows.append(
+            [
+                f"`{op}`",
+                f"`{each[op]['notation']}`",
+                (f"`{each[op]['linear']}`" if each[op]["linear"] else "").replace("|", "\\|"),
+                about,
+            ]
+        )
+    return {
+        "rules": table(["op", "rule", "linear in", "the function says"], rows),
+        "tensor": mlp("gpt"),
+        "sequence": mlp("gpt-sp"),
+    }
+
+
+def mlp(spec: str) -> str:
+    """One MLP of examples/gpt.py, without comments and `del`, from the program of a ready spec."""
+    import shardc
+
+    with inside(ROOT):
+        gpt = module("gpt")
+        program = shardc.compile(gpt.model(), gpt.batch(), f"specs/{spec}.yaml", prove=False)
+    lines = str(program).splitlines()
+    begin = next(i for i, line in enumerate(lines) if "# blocks.0.norm2 " in line)
+    end = next(i for i, line in enumerate(lines) if "# blocks.1" in line)
+    kept = [line.strip() for line in lines[begin:end] if not line.strip().startswith(("#", "del "))]
+    return fenced("\n".join(kept), "python")
+
+
+# --- experts.md, from examples/moe.py
+
+
+EXPERTS = [{"match": "moe", "axis": "ep"}]
+MESHES: dict[str, dict[str, Any]] = {
+    "ep=2": {"mesh": {"ep": 2}},
+    "dp=2 × ep=2": {"mesh": {"dp": 2, "ep": 2}},
+    "dp=4, experts over dp": {"mesh": {"dp": 4}, "experts": [{"match": "moe", "axis": "dp"}]},
+    "ep=2 × tp=2": {"mesh": {"ep": 2, "tp": 2}, "shard": {"use": "structure"}},
+    "pp=2 × ep=2, 2 microbatches": {
+        "mesh": {"pp": 2, "ep": 2},
+        "pipeline": {"axis": "pp", "stages": 2},
+        "batch": {"microbatches": 2},
+    },
+}
+
+
+def experts() -> Blocks:
+    """How a layer of experts becomes one op, what is exchanged, and how experts may be placed."""
+    import shardc
+    from shardc.artifact import emit
+
+    moe = module("moe")
+
+    def compiled(more: dict[str, Any]) -> Any:
+        return shardc.compile(moe.model(), moe.batch(), {"shardc": 1, "experts": EXPERTS, **more}, prove=False)
+
+    def ops(function: str) -> str:
+        return "\n".join(line.strip() for line in function.splitlines() if "= ops.experts" in line)
+
+    program = compiled(MESHES["dp=2 × ep=2"])
+    return {
+        "layer": fenced(inspect.getsource(moe.MoE), "python"),
+        "whole": fenced(ops(emit.function(program.graph, program)), "python"),
+        "local": fenced(ops(emit.function(program.stages[0].graph, program)), "python"),
+        "routes": _routes(moe),
+        "sent": _sent(moe, program),
+        "meshes": _meshes(compiled),
+    }
+
+
+def _routes(moe: Any) -> str:
+    """How many of each rank's choices go to the experts of each rank, by the router of the example's model, on ep=2."""
+    import torch
+
+    model, ranks = moe.model(), 2
+    with torch.no_grad():
+        index = model.moe.router(model.embed(moe.batch()["ids"])).topk(moe.CHOICES, -1).indices
+    here = moe.EXPERTS // ranks
+    head = ["tokens of", *(f"experts {r * here} - {r * here + here - 1}, on rank {r}" for r in range(ranks)), "choices"]
+    rows = []
+    for r, mine in enumerate(index.chunk(ranks)):
+        counts = [int((mine // here == to).sum()) for to in range(ranks)]
+        rows.append(
+            [f"rank {r}", *(f"{n} {'stay' if to == r else 'go'}" for to, n in enumerate(counts)), str(sum(counts))]
+        )
+    return table(head, rows)
+
+
+def _sent(moe: Any, program: Any) -> str:
+    """What the program says of its exchanges, and what a run sent."""
+    import shardc
+
+    ran = [c for c in shardc.simulate(program, moe.model(), moe.batch()).comms if c.kind == "all_to_all"]
+    rows = []
+    for node in program.stages[0].graph.nodes:
+        c = node.meta.get("collective")
+        if c is not None and c.kind == "all_to_all":
+            value = node.meta["value"]
+            what = "counts" if isinstance(value, tuple) else f"`{value}`"
+            rows.append([node.target.__name__, f"{c.kind}/{c.backward}", "+".join(c.axes), str(c.bytes), what])
+    for direction in ("forward", "backward"):
+        sent = " + ".join(str(c.bytes) for c in ran if c.direction == direction)
+        rows.append([f"a run, rank 0, {direction}", "", "ep", sent, ""])
+    return table(["op", "forward/backward", "axis", "bytes a rank", "of"], rows)
+
+
+def _meshes(compiled: Callable[[dict[str, Any]], Any]) -> str:
+    rows = []
+    for name, more in MESHES.items():
+        program = compiled(more)
+        up, router = program.param("moe.up"), program.param("moe.router.weight")
+        sent = [
+            c for s in program.stages for n in s.graph.nodes if (c := n.meta.get("collective")) and c.kind != "none"
+        ]
+        kinds = sorted({f"{c.kind} {'+'.join(c.axes)}" for c in sent})
+        share = 100 * up.value.nbytes(program.mesh) // up.value.nbytes()
+        rows.append(
+            [
+                name,
+                f"`{up.value}`",
+                f"{share} %",
+                "+".join(up.reduce) or "none",
+                "+".join(router.reduce) or "none",
+                ", ".join(kinds),
+            ]
+        )
+    head = [
+        "mesh",
+        "moe.up",
+        "of it on a rank",
+        "its gradient is summed over",
+        "the router's over",
+        "collectives of the program",
+    ]
+    return table(head, rows)
+
+
+# --- spec.md, from the schema that checks specs
+
+
+def spec() -> Blocks:
+    from shardc.spec import Spec
+
+    schema = Spec.json_schema()
+    defs, parts, alone = schema["$defs"], [], {}
+    head = "| key | value | default | | e.g. |\n|---|---|---|---|---|\n"
+    for key, each in schema["properties"].items():
+        inner = _section(each, defs)
+        if inner is None:
+            alone[key] = each
+            continue
+        many = " (a list)" if "items" in each else ""
+        about = " ".join(inner.get("description", "").split())
+        parts.append(f"## {key}{many}\n\n{about}\n\n{head}{''.join(_rows(inner, defs))}")
+    parts.insert(0, f"## Keys without a section of their own\n\n{head}{''.join(_rows({'properties': alone}, defs))}")
+    return {"sections": "\n".join(parts)}
+
+
+def _kind(form: dict[str, Any]) -> str:
+    """How a value is written."""
+    if "enum" in form:
+        return " \\| ".join(f"`{_word(x)}`" for x in form["enum"])
+    if "anyOf" in form:
+        return ", or ".join(dict.fromkeys(_kind(f) for f in form["anyOf"] if f.get("type") != "null"))
+    if "const" in form:
+        return f"`{_word(form['const'])}`"
+    if form.get("type") == "array":
+        return f"list of {_kind(form['items'])}" if "items" in form else "list"
+    return {"string": "text", "object": "mapping", "boolean": "`true` \\| `false`"}.get(
+        form.get("type", ""), form.get("type", "")
+    )
+
+
+def _word(x: Any) -> str:
+    return x if isinstance(x, str) else json.dumps(x)
+
+
+def _rows(form: dict[str, Any], defs: dict[str, Any], under: str = "") -> Iterator[str]:
+    for key, each in form["properties"].items():
+        inner = _section(each, defs)
+        if inner is not None:
+            yield from _rows(inner, defs, f"{under}{key}.")
+            continue
+        default = f"`{_word(each['default'])}`" if "default" in each and each["default"] is not None else ""
+        example = ", ".join(f"`{_word(x)}`" for x in each.get("examples", []))
+        yield f"| `{under}{key}` | {_kind(each)} | {default} | {each.get('description', '')} | {example} |\n"
+
+
+def _section(form: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any] | None:
+    """What a key's value is made of, if that has keys of its own."""
+    for each in (form.get("items", form), *form.get("anyOf", ())):
+        if "$ref" in each:
+            found: dict[str, Any] = defs[each["$ref"].rpartition("/")[2]]
+            return found
+    return None
+
+
+#: page of docs/ -> what makes its blocks
+PAGES: dict[str, Callable[[], Blocks]] = {
+    "architecture.md": architecture,
+    "algebra.md": algebra,
+    "experts.md": experts,
+    "spec.md": spec,
+}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PAGES:
+        write(DOCS / name, PAGES[name]())

@@ -1,0 +1,85 @@
+"""Code blocks of the documentation: Python runs, specs parse, commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+import yaml
+
+import shardc
+from docs import generate
+from shardc.cli import app
+from shardc.spec import Spec
+from tests.docs.pages import PAGES, README, Block, Page
+
+# Sections of the documentation's fragments name axes of a mesh that the page shows elsewhere, or not at all.
+MESH = {"pp": 4, "dp_outer": 2, "dp": 2, "ep": 2, "tp": 2, "cp": 2}
+GROUP = typer.main.get_command(app)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.blocks("python")], ids=str)
+def test_python(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page in one namespace, with README's model, its batch, and a spec.yaml for one rank.
+
+    README has a test of its own, and what is added to the code is tried in test_contributing.py.
+    """
+    monkeypatch.chdir(tmp_path)
+    generate.example(tmp_path)
+    (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {tp: 1}\nshard: {use: structure}\n")
+    names: dict[str, Any] = {"torch": torch, "shardc": shardc}
+    exec(compile((tmp_path / "model.py").read_text(), str(tmp_path / "model.py"), "exec"), names)
+    names |= {"model": names["model"](), "batch": names["batch"]()}
+    for block in page.blocks("python"):
+        if (
+            page is README
+            or block.skipped
+            or any("tried by" in note or note in ("rule", "sample", "own op") for note in block.notes)
+        ):
+            continue
+        code = compile("\n" * block.line + block.text, str(page), "exec")
+        exec(code, names)
+
+
+@pytest.mark.parametrize("block", [b for p in PAGES for b in p.blocks("yaml")], ids=str)
+def test_specs_parse(block: Block) -> None:
+    """A fragment is completed by a version and a mesh of all axes."""
+    if block.skipped:
+        return
+    for text in re.split(r"^---$", block.text, flags=re.MULTILINE):
+        written = yaml.safe_load(text)
+        spec = {"shardc": 1, "mesh": MESH} | written
+        assert Spec.load(spec, refuse="sequence" not in written).mesh.world > 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_commands_exist(page: Page) -> None:
+    """Subcommands and options of every `shardc ...` line of a console block are there, and so are make's targets."""
+    makefile = (
+        page.file.parents[0] if page.file.name in ("README.md", "CONTRIBUTING.md") else README.file.parent
+    ) / "Makefile"
+    targets = set(re.findall(r"^(\w+):", makefile.read_text(), re.MULTILINE))
+    for block in page.blocks("console"):
+        commands = [line[2:] for line in block.text.splitlines() if line.startswith("$ ")]
+        assert commands, f"{block} has no line that begins with $"
+        for command in commands:
+            words = shlex.split(command, comments=True)
+            if words[0] == "make":
+                assert next(w for w in words[1:] if "=" not in w) in targets, f"{block}: {command}"
+            if "shardc" not in words:
+                continue
+            name, *rest = words[words.index("shardc") + 1 :]
+            options = {o for p in GROUP.commands[name].params for o in p.opts}  # type: ignore[attr-defined]
+            assert {w.partition("=")[0] for w in rest if w.startswith("-")} <= options, f"{block}: {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_languages(page: Page) -> None:
+    """Every fenced block says what it is, so that none is left out of the tests above."""
+    known = {"python", "yaml", "console", "text", "diff", "{toctree}", "{include}"}
+    assert set(re.findall(r"^ *```(\S*)[^\n]*\n(?:.*?)^ *```$", page.text, re.DOTALL | re.MULTILINE)) <= known
