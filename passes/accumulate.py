@@ -39,9 +39,10 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
+from shardc.ir.conversions import CONVERSIONS, between
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Shard
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, PartialGrad, Replicate, Shard
 from shardc.ir.program import Collective, Input, Program, Source, Stage, Value
 from shardc.ir.types import behind
 from shardc.passes.base import Pass
@@ -51,34 +52,17 @@ from shardc.runtime import ops
 from shardc.spec import Spec
 
 AXIS = MICROBATCH
-#: Conversions of what all microbatches have alike: they only look at which microbatch it is. The step's loss is the sum
-#: of the microbatches' losses, so the step's gradient is the sum of theirs, if each op's backward is the plain
-#: derivative of what it does here.
-_ALONE: dict[Any, Any] = {
-    ops.shard: ops.shard_partial_grad,
-    ops.shard_partial_grad: ops.shard_partial_grad,
-    ops.to_partial: ops.partial_grad_to_partial,
-    ops.partial_grad_to_partial: ops.partial_grad_to_partial,
-    ops.unshard_partial: ops.unshard_partial,
+#: Conversions that only look at which microbatch it is, and what becomes of them. The step's loss is the sum of the
+#: microbatches' losses, so the step's gradient is the sum of theirs, if each op's backward is the plain derivative of
+#: what it does here: what all microbatches have alike (Replicate) has the gradient of this one alone (PartialGrad).
+_OF_ONE_MICROBATCH: dict[Any, Any] = {
+    getattr(ops, row.op): getattr(ops, alone.op)
+    for row in CONVERSIONS
+    if row.forward in ("slice", "pad", "first")
+    for alone in between(PartialGrad if row.source is Replicate else row.source, row.target)
 }
-#: Linear in their first operand, and blind to the axis: of a summand they give a summand.
-_LINEAR = {
-    operator.getitem,
-    ops.all_reduce,
-    ops.sum_grad,
-    ops.first_grad,
-    ops.shard,
-    ops.shard_partial_grad,
-    ops.unshard_partial,
-    ops.to_partial,
-    ops.partial_grad_to_partial,
-    ops.all_gather,
-    ops.all_gather_partial_grad,
-    ops.reduce_scatter,
-    ops.all_to_all,
-    ops.partial_mean,
-    ops.select_partial,
-}
+#: Linear in their first operand, and blind to the axis: of a summand they give a summand. All conversions are.
+_LINEAR = {*(getattr(ops, row.op) for row in CONVERSIONS), ops.partial_mean, ops.select_partial, operator.getitem}
 #: A tensor and a number, added.
 _PLUS = {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
 
@@ -228,7 +212,7 @@ class _Writer:
         axes: tuple[str, ...] = collective.axes if collective is not None else ()
         if node.target in (ops.sum_grad, ops.first_grad):
             axes = node.args[2] if node.target is ops.sum_grad else (node.args[2],)  # type: ignore[assignment]
-        alone = node.target in _ALONE and node.args[2] == AXIS
+        alone = node.target in _OF_ONE_MICROBATCH and node.args[2] == AXIS
         if AXIS not in axes and not alone:
             return True
         if node.args[0] in self.wholes:
@@ -242,7 +226,7 @@ class _Writer:
             self._is(node, node.args[0], node)  # a part of a sum it is already
             return False
         if alone:
-            node.target = _ALONE[node.target]
+            node.target = _OF_ONE_MICROBATCH[node.target]
             node.meta.pop("collective", None)
             return True
         if node.target in (ops.sum_grad, ops.first_grad):

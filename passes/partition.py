@@ -18,9 +18,11 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
+from shardc.ir import conversions
+from shardc.ir.conversions import Conversion
 from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Collective, Program, Source, Stage, Value
 from shardc.passes.annotate import fused_weights
 from shardc.passes.base import Pass
@@ -31,22 +33,6 @@ from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
-
-# how a converted value is called: after the value and what became of it
-SUFFIX = {
-    "all_reduce": "sum",
-    "reduce_scatter": "part",
-    "all_gather": "whole",
-    "all_gather_partial_grad": "whole",
-    "shard": "cut",
-    "shard_partial_grad": "cut",
-    "all_to_all": "turned",
-    "sum_grad": "each",
-    "first_grad": "one",
-    "to_partial": "once",
-    "partial_grad_to_partial": "once",
-    "unshard_partial": "padded",
-}
 
 
 @dataclass(frozen=True)
@@ -259,96 +245,27 @@ class _Writer:
             need = Layout(tuple((a, p) for a, p in need.items if p != PARTIAL_GRAD))
             if need in have:
                 return have[need]
-        start = min(have, key=lambda h: self._distance(h, need))
+        start = min(have, key=lambda layout: self._distance(layout, need))
         layout, local = start, have[start]
-        for kind, axes in self._steps(start, need):
-            layout, local = self._step(kind, axes, layout, need, local, value, key[0], user)
+        for row, axes in self._steps(start, need):
+            layout, local = self._step(row, axes, layout, need, local, value, key[0], user)
             have[layout] = local
         assert layout == need, f"{node}: {start} -> {need} ended at {layout}"
         return local
 
-    def _distance(self, have: Layout, need: Layout) -> int:
-        """Fewer and cheaper conversions first; never through a placement that loses what is needed."""
-        cost = 0
-        for axis in self.mesh.names:
-            old, new = have[axis], need[axis]
-            if old == new:
-                continue
-            match old, new:
-                case Replicate(), Shard() | Partial():
-                    cost += 1
-                case PartialGrad(), _:
-                    cost += 2
-                case _, PartialGrad():
-                    cost += 20 if old == REPLICATE else 50
-                case Partial(), Shard():
-                    cost += 30
-                case _:
-                    cost += 40
-        return cost
+    def _distance(self, old: Layout, new: Layout) -> int:
+        return sum(conversions.distance(old[axis], new[axis]) for axis in self.mesh.names)
 
-    def _steps(self, old: Layout, new: Layout) -> list[tuple[str, tuple[str, ...]]]:
-        """The order of conversions: cut first, so that less is sent; reductions over
-        several axes as one; gathers last.
-        """
-        kinds: dict[str, list[str]] = {}
-        for axis in self.mesh.names:
-            match old[axis], new[axis]:
-                case a, b if a == b:
-                    continue
-                case Partial(), Shard():
-                    kinds.setdefault("reduce_scatter", []).append(axis)
-                case Partial(), PartialGrad():
-                    kinds.setdefault("all_reduce", []).append(axis)
-                    kinds.setdefault("sum_grad", []).append(axis)
-                case Partial(), _:
-                    kinds.setdefault("all_reduce", []).append(axis)
-                case Shard(dim=i), Shard(dim=j) if i != j:
-                    kinds.setdefault("all_to_all", []).append(axis)
-                case Shard(), Shard():
-                    kinds.setdefault("all_gather", []).append(axis)
-                    kinds.setdefault("shard again", []).append(axis)
-                case Shard(), PartialGrad():
-                    kinds.setdefault("all_gather_partial_grad", []).append(axis)
-                case Shard(), Partial():
-                    kinds.setdefault("unshard_partial", []).append(axis)
-                case Shard(), _:
-                    kinds.setdefault("all_gather", []).append(axis)
-                case PartialGrad(), Shard():
-                    kinds.setdefault("shard_partial_grad", []).append(axis)
-                case PartialGrad(), Partial():
-                    kinds.setdefault("partial_grad_to_partial", []).append(axis)
-                case PartialGrad(), _:
-                    kinds.setdefault("first_grad", []).append(axis)
-                case _, Shard():
-                    kinds.setdefault("shard", []).append(axis)
-                case _, PartialGrad():
-                    kinds.setdefault("sum_grad", []).append(axis)
-                case _:
-                    kinds.setdefault("to_partial", []).append(axis)
-        order = (
-            "shard",
-            "shard_partial_grad",
-            "reduce_scatter",
-            "all_to_all",
-            "all_reduce",
-            "first_grad",
-            "all_gather",
-            "shard again",
-            "all_gather_partial_grad",
-            "unshard_partial",
-            "sum_grad",
-            "to_partial",
-            "partial_grad_to_partial",
-        )
-        steps: list[tuple[str, tuple[str, ...]]] = []
-        for kind in order:
-            axes = kinds.get(kind, [])
-            if axes and kind in ("all_reduce", "sum_grad"):
-                steps.append((kind, self.mesh.merge(axes)))
+    def _steps(self, old: Layout, new: Layout) -> list[tuple[Conversion, tuple[str, ...]]]:
+        """The conversions in order, each with the axes of one call: several axes where the op does them at once."""
+        paths = {axis: conversions.path(old[axis], new[axis]) for axis in self.mesh.names}
+        calls: list[tuple[Conversion, tuple[str, ...]]] = []
+        for row, axes in conversions.steps(paths):
+            if row.joint:
+                calls.append((row, self.mesh.merge(axes)))
             else:
-                steps += [(kind, (a,)) for a in self._whole(axes, old, new)]
-        return steps
+                calls += [(row, (axis,)) for axis in self._whole(axes, old, new)]
+        return calls
 
     def _whole(self, axes: list[str], old: Layout, new: Layout) -> list[str]:
         """These axes, those that are all digits of one axis, next to each other before and after, as that one."""
@@ -365,7 +282,7 @@ class _Writer:
 
     def _step(
         self,
-        kind: str,
+        row: Conversion,
         axes: tuple[str, ...],
         old: Layout,
         need: Layout,
@@ -374,87 +291,73 @@ class _Writer:
         producer: fx.Node,
         user: fx.Node,
     ) -> tuple[Layout, fx.Node]:
-        mesh, axis = self.mesh_node, axes[0]
-        digit = self.mesh.parts(axis)[0]  # the outermost of an axis that is converted as one
-        if kind == "shard again":
-            kind = "shard"
-        after: Placement = need[digit]
-        if kind in ("all_reduce", "first_grad") or (kind == "all_gather" and isinstance(after, Shard)):
-            after = REPLICATE
+        """One call of a conversion's op: the layout that it leads to, and its node.
+
+        x: the local node; v: its global value; producer: the global node that it comes from; user: that needs it.
+        """
+        digit = self.mesh.parts(axes[0])[0]  # the outermost of an axis that is converted as one
+        # the first of two conversions leads to Replicate, whatever is needed in the end
+        target = need[digit] if isinstance(need[digit], row.target) else REPLICATE
         new = old
-        for a in axes:
-            new = new.replace(a, after if kind != "sum_grad" else PARTIAL_GRAD, self.mesh)
-        grad = needs_sum_grad(v)
-        target: Any
-        args: tuple[Any, ...]
-        if kind == "all_reduce":
-            target, args = ops.all_reduce, (x, mesh, axes)
-        elif kind == "sum_grad":
-            target, args = ops.sum_grad, (x, mesh, axes)
-        elif kind in ("first_grad", "to_partial", "partial_grad_to_partial"):
-            target, args = getattr(ops, kind), (x, mesh, axis)
-        elif kind == "all_to_all":
-            was, will = old[digit], new[digit]
-            assert isinstance(was, Shard)
-            assert isinstance(will, Shard)
-            splits = old.local_split(digit, self.mesh), new.local_split(digit, self.mesh)
-            pads: tuple[int, ...] = (
-                (*self._padding(was, new), *self._padding(will, old)) if was.padding or will.padding else ()
+        for axis in axes:
+            new = new.replace(axis, target, self.mesh)
+        over = axes if row.joint else axes[0]
+        args = (x, self.mesh_node, over, *self._digit_arguments(digit, old, new))
+        cause = producer if row.source is Partial else user  # a sum is due to what it sums, all else to what needs it
+        name = f"{producer.name}_{row.suffix}"
+        collective = self._collective(row, axes, old, new, v, producer, user)
+        return new, self._emit(getattr(ops, row.op), args, {}, replace(v, layout=new), cause, collective, name)
+
+    def _digit_arguments(self, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
+        """The digits that a conversion joins and cuts, as its op takes them (shardc.runtime.ops.convert)."""
+        sides = [(s, a, b) for a, b in ((old, new), (new, old)) if isinstance(s := a[axis], Shard)]
+        digits = [arg for s, layout, _ in sides for arg in (s.dim, layout.local_split(axis, self.mesh))]
+        sections = [s.sections for s, _, _ in sides[:1] if len(sides) == 1]
+        padded = any(s.padding for s, _, _ in sides)
+        paddings = [arg for s, _, other in sides if padded for arg in self._padding(s, other)]
+        return (*digits, *sections, *paddings)
+
+    def _collective(
+        self,
+        row: Conversion,
+        axes: tuple[str, ...],
+        old: Layout,
+        new: Layout,
+        v: Value,
+        producer: fx.Node,
+        user: fx.Node,
+    ) -> Collective | None:
+        """What a conversion communicates, and why. A gather that no annotation asked for is noted."""
+        forward, backward = row.collectives(gradient=needs_sum_grad(v))
+        if forward == backward == "none":
+            return None
+        why = self._why(row, axes, producer, user)
+        if not why and forward == "all_gather":
+            self.gathered.add(axes[0])
+            self.notes.append(
+                f"{user.meta.get('source') or user.name}: {v} is gathered over {axes[0]}, because {needing(user)}"
+                f" needs it whole there, which nobody asked for{_in_parts(user, axes[0])}"
             )
-            target, args = ops.all_to_all, (x, mesh, axis, was.dim, splits[0], will.dim, splits[1], *pads)
-        else:
-            cut = old if isinstance(old[digit], Shard) else new
-            s = cut[digit]
-            assert isinstance(s, Shard)
-            pads = self._padding(s, new if cut is old else old) if s.padding else ()
-            target, args = (
-                getattr(ops, kind),
-                (x, mesh, axis, s.dim, cut.local_split(digit, self.mesh), s.sections, *pads),
-            )
-        whole = old if kind in ("all_reduce", "reduce_scatter", "sum_grad", "shard", "to_partial") else new
+        whole = new if row.source is Shard else old  # the larger of the two
         nbytes = replace(v, layout=whole).nbytes(self.mesh)
         for s in old.paddings() or new.paddings():  # what is sent is padded
             if not whole.shards(s.dim):
                 nbytes = nbytes // v.shape[s.dim] * s.padded(v.shape[s.dim])
-        runs = {  # kind -> what runs forward, backward
-            "all_reduce": ("all_reduce", "none"),
-            "sum_grad": ("none", "all_reduce"),
-            "all_gather": ("all_gather", "none"),
-            "all_gather_partial_grad": ("all_gather", "reduce_scatter"),
-            "reduce_scatter": ("reduce_scatter", "all_gather"),
-            "shard": ("none", "all_gather"),
-            "all_to_all": ("all_to_all", "all_to_all"),
-        }.get(kind, ("none", "none"))
-        forward, backward = runs[0], runs[1] if grad else "none"
-        collective = None
-        why = self._why(kind, axes, producer, user)
-        if (forward, backward) != ("none", "none"):
-            collective = Collective(forward, backward, axes, nbytes, why, bool(why))
-            if not why and forward == "all_gather":
-                self.gathered.add(axis)
-                self.notes.append(
-                    f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)}"
-                    f" needs it whole there, which nobody asked for{_in_parts(user, axis)}"
-                )
-        cause = producer if kind in ("all_reduce", "reduce_scatter") else user
-        local = self._emit(
-            target, args, {}, replace(v, layout=new), cause, collective, f"{producer.name}_{SUFFIX.get(kind, kind)}"
-        )
-        return new, local
+        return Collective(forward, backward, axes, nbytes, why, bool(why))
 
     def _padding(self, s: Shard, whole: Layout) -> tuple[int, int]:
         """The padding that a conversion puts on or takes off: none while another axis still splits the dim."""
         return (0, 1) if whole.shards(s.dim) else (s.padding, s.blocks)
 
-    def _why(self, kind: str, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
+    def _why(self, row: Conversion, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
         """The annotations behind a conversion: for sums the producer's, for gathers the user's, for a pin its own."""
         if asked := user.meta.get("asked"):  # an op that the spec put there
             return str(asked)
-        first, second = (producer, user) if kind in ("all_reduce", "reduce_scatter") else (user, producer)
+        first, second = (producer, user) if row.source is Partial else (user, producer)
         found: list[str] = []
         for axis in (part for a in axes for part in self.mesh.parts(a)):
             strategy = user.meta.get("strategies", {}).get(axis)
-            if kind.startswith("all_gather") and (
+            if row.forward == "all_gather" and (
                 strategy is None or strategy.kind in ("replicate", "partial_grad", "partial")
             ):
                 continue  # the op cannot be split: no annotation asked for that

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
+from shardc.ir.conversions import between
+from shardc.ir.placement import Placement
 from shardc.ir.program import Value
 from shardc.rules.strategy import needs_sum_grad
 
@@ -13,31 +14,8 @@ UNDO = 1000.0
 
 
 def transfer(v: Value, old: Placement, new: Placement, n: int, nbytes: float) -> float:
-    """Bytes that one rank sends for a conversion, forward and backward."""
-    grad = needs_sum_grad(v)
-    part = nbytes * (n - 1) / n
+    """Bytes that one rank sends for a conversion, forward and backward: the sum of its rows in the table."""
     if old == new:
         return 0.0
-    match old, new:
-        case Partial(), Shard():
-            return part + part * grad
-        case Partial(), PartialGrad():
-            return 2 * part + 2 * part * grad
-        case Partial(), _:
-            return 2 * part
-        case Shard(), Shard():
-            return (part + part * grad) / n
-        case Shard(), PartialGrad():
-            return part + part * grad
-        case Shard(), Partial():  # moves nothing, but takes its whole size from here on and has to be summed later
-            return 3 * part
-        case Shard(), _:
-            return part
-        case _, PartialGrad():
-            return 2 * part * grad
-        case PartialGrad(), _:
-            return 0.0
-        case _, Shard():
-            return part * grad
-        case _:
-            return 0.0
+    gradient = needs_sum_grad(v)
+    return sum(row.price(nbytes, n, gradient=gradient) for row in between(type(old), type(new)))

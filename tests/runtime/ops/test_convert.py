@@ -1,4 +1,4 @@
-"""Every conversion against DESIGN 2.3: what it makes of a value, and of a gradient.
+"""Every row of the table of conversions: what its op makes of a value, and of a gradient, and what it sends.
 
 A value's placement fixes its gradient's: a shard's is cut alike; a replicated value's is whole on every rank, and a
 partial's too; the gradients of a partial-grad value sum to it. So `lay` and `join` serve both directions.
@@ -6,23 +6,19 @@ partial's too; the gradients of a partial-grad value sum to it. So `lay` and `jo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardc.ir.conversions import CONVERSIONS, Conversion
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import (
-    PARTIAL,
-    PARTIAL_GRAD,
-    REPLICATE,
     Partial,
     PartialGrad,
     Placement,
-    Replicate,
     Shard,
     chunks,
     trim,
@@ -69,90 +65,60 @@ PADDED = [
     Shard(1, 3, (), 12, 3),
     Shard(2, 2, (), 12, 2),
 ]  # to sizes that 1, 2, 3 and 4 ranks divide
-WITH_DIGIT: dict[str, tuple[Callable[..., Tensor], Any, Any, str, str]] = {
-    # name: (op, placement before, after (SHARD stands for the digit), what runs forward, what runs backward)
-    "all_gather": (ops.all_gather, "digit", REPLICATE, "all_gather", ""),
-    "all_gather_partial_grad": (ops.all_gather_partial_grad, "digit", PARTIAL_GRAD, "all_gather", "reduce_scatter"),
-    "reduce_scatter": (ops.reduce_scatter, PARTIAL, "digit", "reduce_scatter", "all_gather"),
-    "shard": (ops.shard, REPLICATE, "digit", "", "all_gather"),
-    "shard_partial_grad": (ops.shard_partial_grad, PARTIAL_GRAD, "digit", "", ""),
-    "unshard_partial": (ops.unshard_partial, "digit", PARTIAL, "", ""),
-}
-OTHERS: dict[str, tuple[Callable[..., Tensor], Placement, Placement, str, str]] = {
-    "all_reduce": (lambda x, m, tag: ops.all_reduce(x, m, ("a",), tag), PARTIAL, REPLICATE, "all_reduce", ""),
-    "sum_grad": (lambda x, m, tag: ops.sum_grad(x, m, ("a",), tag), REPLICATE, PARTIAL_GRAD, "", "all_reduce"),
-    "first_grad": (lambda x, m, tag: ops.first_grad(x, m, "a", tag), PARTIAL_GRAD, REPLICATE, "", ""),
-    "to_partial": (lambda x, m, tag: ops.to_partial(x, m, "a", tag), REPLICATE, PARTIAL, "", ""),
-    "partial_grad_to_partial": (
-        lambda x, m, tag: ops.partial_grad_to_partial(x, m, "a", tag),
-        PARTIAL_GRAD,
-        PARTIAL,
-        "",
-        "",
-    ),
-    "all_to_all": (
-        lambda x, m, tag: ops.all_to_all(x, m, "a", 0, 1, 2, 2, tag=tag),
-        Shard(0),
-        Shard(2, 2),
-        "all_to_all",
-        "all_to_all",
-    ),
-    "all_to_all inner": (
-        lambda x, m, tag: ops.all_to_all(x, m, "a", 1, 3, 0, 1, tag=tag),
-        Shard(1, 3),
-        Shard(0),
-        "all_to_all",
-        "all_to_all",
-    ),
-}
 
 
-def check(
-    op: Callable[[Tensor, LoopbackMesh, str], Tensor],
-    before: Placement,
-    after: Placement,
-    n: int,
-    forward: str,
-    backward: str,
-) -> None:
+def cases() -> Iterator[tuple[Conversion, Placement, Placement]]:
+    """Every row of the table, from every placement of its kind to every other that the op converts it to."""
+    for row in CONVERSIONS:
+        if row.source is row.target is Shard:
+            yield from ((row, Shard(0), Shard(2, 2)), (row, Shard(1, 3), Shard(0)))
+        elif row.source is Shard:
+            yield from ((row, s, row.target()) for s in (*DIGITS, *PADDED))
+        elif row.target is Shard:
+            yield from ((row, row.source(), s) for s in (*DIGITS, *PADDED))
+        else:
+            yield row, row.source(), row.target()
+
+
+def run(row: Conversion, x: Tensor, mesh: LoopbackMesh, old: Placement, new: Placement) -> Tensor:
+    """The row's op, called as programs call it."""
+    op = getattr(ops, row.op)
+    shards = [p for p in (old, new) if isinstance(p, Shard)]
+    if row.joint:
+        return op(x, mesh, ("a",), tag="node")
+    if not shards:
+        return op(x, mesh, "a", tag="node")
+    if len(shards) == 2:
+        return op(x, mesh, "a", *(arg for s in shards for arg in (s.dim, s.split)), tag="node")
+    (s,) = shards
+    return op(x, mesh, "a", s.dim, s.split, s.sections, s.padding, s.blocks, tag="node")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize(("row", "old", "new"), [*cases()], ids=lambda x: x.op if isinstance(x, Conversion) else str(x))
+def test_a_conversion_and_its_transpose(row: Conversion, old: Placement, new: Placement, n: int) -> None:
     x, g = noise(12, 36, 24), noise(12, 36, 24, seed=9)
-    xs, gs = lay(x, before, n, gradient=False), lay(g, after, n, gradient=True)
+    xs, gs = lay(x, old, n, gradient=False), lay(g, new, n, gradient=True)
 
     def work(mesh: LoopbackMesh) -> tuple[Tensor, Tensor, list[CommRecord]]:
         mine = xs[mesh.rank].clone().requires_grad_()
-        out = op(mine, mesh, "node")
+        out = run(row, mine, mesh, old, new)
         (grad,) = torch.autograd.grad(out, mine, gs[mesh.rank])
         assert torch.equal(mine, xs[mesh.rank])
         return out.detach(), grad, mesh.records
 
     outs, grads, records = zip(*loopback(Mesh((("a", n),)), work), strict=True)
-    torch.testing.assert_close(join(list(outs), after, gradient=False), x)
-    torch.testing.assert_close(join(list(grads), before, gradient=True), g)
-    pads = [p for p in (before, after) if isinstance(p, Shard) and p.padding]
+    torch.testing.assert_close(join(list(outs), new, gradient=False), x)
+    torch.testing.assert_close(join(list(grads), old, gradient=True), g)
+    pads = [p for p in (old, new) if isinstance(p, Shard) and p.padding]
     size = x.nbytes // x.shape[pads[0].dim] * pads[0].padded(x.shape[pads[0].dim]) if pads else x.nbytes
-    sent = size // n if forward == "all_to_all" else size
+    ran = zip(row.collectives(gradient=True), ("forward", "backward"), strict=True)
     want = [
-        CommRecord(k, ("a",), sent, d, "node") for k, d in ((forward, "forward"), (backward, "backward")) if k and n > 1
+        CommRecord(kind, ("a",), size // n if kind == "all_to_all" else size, direction, "node")
+        for kind, direction in ran
+        if kind != "none" and n > 1
     ]
     assert all(r == want for r in records)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("s", [*DIGITS, *PADDED], ids=str)
-@pytest.mark.parametrize("name", WITH_DIGIT)
-def test_a_conversion_of_a_digit_and_its_transpose(name: str, s: Shard, n: int) -> None:
-    op, before, after, forward, backward = WITH_DIGIT[name]
-
-    def call(x: Tensor, mesh: LoopbackMesh, tag: str) -> Tensor:
-        return op(x, mesh, "a", s.dim, s.split, s.sections, s.padding, s.blocks, tag=tag)
-
-    check(call, s if before == "digit" else before, s if after == "digit" else after, n, forward, backward)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_conversion_and_its_transpose(name: str, n: int) -> None:
-    check(*OTHERS[name][:3], n, *OTHERS[name][3:])
 
 
 @pytest.mark.parametrize("s", DIGITS, ids=str)
@@ -289,19 +255,3 @@ def test_batch_statistics_follow_the_mode() -> None:
     assert ops.batch_stat(batch, running, Rng()) is batch
     assert ops.batch_stat(batch, running, None) is batch
     torch.testing.assert_close(ops.batch_stat(batch, running, Rng(training=False)), running.double().reshape(1, 4, 1))
-
-
-def test_every_placement_is_covered() -> None:
-    """The table of DESIGN 2.3 has each pair of placements that partition converts in one step."""
-    pairs = {
-        (
-            type(b).__name__ if not isinstance(b, str) else "Shard",
-            type(a).__name__ if not isinstance(a, str) else "Shard",
-        )
-        for _, b, a, _, _ in (*WITH_DIGIT.values(), *OTHERS.values())
-    }
-    kinds = {Replicate.__name__, Shard.__name__, Partial.__name__, PartialGrad.__name__}
-    assert {(a, b) for a in kinds for b in kinds if a != b} - pairs == {
-        ("Partial", "PartialGrad")
-    }  # an all_reduce, then a sum_grad
-    assert ("Shard", "Shard") in pairs

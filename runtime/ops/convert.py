@@ -1,0 +1,221 @@
+"""Conversions between placements: the ops of shardc.ir.conversions, each with its transpose as backward.
+
+The table says which *move* an op makes with a value, and which with its gradient. Here is what each move does, and the
+three forms in which programs call the ops:
+
+    ops.all_reduce(x, mesh, ("dp", "tp"))        several axes at once
+    ops.to_partial(x, mesh, "tp")                one axis
+    ops.all_gather(x, mesh, "tp", 0, 3, ())      one axis, and the digit of a dim that is cut or joined
+
+`dim`, `split`, `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding, blocks: what the whole
+dim lacks of its padded size (0 where another axis still splits it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc.ir.conversions import BY_OP, Move
+from shardc.ir.placement import Shard, trim, widen
+from shardc.runtime.ops import digits
+
+Mesh = Any  # shardc.runtime.mesh's meshes; a protocol would only repeat their docstrings
+Record = dict[str, str]  # for the mesh's record of what ran: "direction", "tag"
+
+
+# --- moves: over an axis, or axes; old, new: the shard that x is a part of, and that the result is to be a part of
+
+
+def _all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record) -> Tensor:
+    return trim(digits.unstack(mesh.all_gather(x, axis, **record), old), old)
+
+
+def _all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: None, record: Record) -> Tensor:
+    return mesh.all_reduce(x, axes, **record)  # type: ignore[no-any-return]
+
+
+def _all_to_all(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: Shard, record: Record) -> Tensor:
+    sent = digits.stack(widen(x, new), new, mesh.size(axis))
+    return trim(digits.unstack(mesh.all_to_all(sent, axis, **record), old), old)
+
+
+def _reduce_scatter(x: Tensor, mesh: Mesh, axis: str, old: None, new: Shard, record: Record) -> Tensor:
+    return mesh.reduce_scatter(digits.stack(widen(x, new), new, mesh.size(axis)), axis, **record)  # type: ignore[no-any-return]
+
+
+def _slice(x: Tensor, mesh: Mesh, axis: str, old: None, new: Shard, record: Record) -> Tensor:
+    return digits.cut(widen(x, new), new, mesh.size(axis), mesh.coordinate(axis))
+
+
+def _pad(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record) -> Tensor:
+    return trim(digits.pad(x, old, mesh.size(axis), mesh.coordinate(axis)), old)
+
+
+def _first(x: Tensor, mesh: Mesh, axis: str, *_: Any) -> Tensor:
+    return x if mesh.coordinate(axis) == 0 else torch.zeros_like(x)
+
+
+def _identity(x: Tensor, *_: Any) -> Tensor:
+    return x
+
+
+_MOVES: dict[Move, Callable[..., Tensor]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "reduce_scatter": _reduce_scatter,
+    "slice": _slice,
+    "pad": _pad,
+    "first": _first,
+    "identity": _identity,
+}
+
+
+class _Convert(Function):
+    """A conversion: forward the one move of its row, backward the other, from the new placement to the old one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, op: str, mesh: Mesh, over: str | tuple[str, ...], old: Any, new: Any, tag: str
+    ) -> Tensor:
+        row = BY_OP[op]
+        ctx.transpose = _MOVES[row.backward], mesh, over, new, old, {"direction": "backward", "tag": tag}
+        result = _MOVES[row.forward](x, mesh, over, old, new, {"direction": "forward", "tag": tag})
+        return x.view_as(x) if result is x else result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        move, *where = ctx.transpose
+        return move(g, *where), *[None] * 6
+
+
+def _convert(
+    x: Tensor, op: str, mesh: Mesh, over: str | tuple[str, ...], old: Shard | None, new: Shard | None, tag: str
+) -> Tensor:
+    result: Tensor = _Convert.apply(x, op, mesh, over, old, new, tag)
+    return result
+
+
+# --- ops: three forms of a call
+
+
+class OverAxes(Protocol):
+    """Converts several axes at once, in one collective."""
+
+    def __call__(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor: ...
+
+
+class OverAxis(Protocol):
+    """Converts one axis; nothing is cut."""
+
+    def __call__(self, x: Tensor, mesh: Mesh, axis: str, tag: str = "") -> Tensor: ...
+
+
+class OfDigit(Protocol):
+    """Cuts or joins one digit of a dim over an axis."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        mesh: Mesh,
+        axis: str,
+        dim: int,
+        split: int,
+        sections: tuple[int, ...] = (),
+        padding: int = 0,
+        blocks: int = 1,
+        *,
+        tag: str = "",
+    ) -> Tensor: ...
+
+
+_Op = TypeVar("_Op", bound=Callable[..., Tensor])
+
+
+def _named(op: str, function: _Op) -> _Op:
+    """The function under the op's name, with what its row says as its docstring."""
+    row = BY_OP[op]
+    function.__name__ = function.__qualname__ = op
+    placements = f"{row.source.__name__} -> {row.target.__name__}"
+    function.__doc__ = f"{placements}: {row.reason}. Forward: {row.forward}; backward: {row.backward}."
+    return function
+
+
+def _over_axes(op: str) -> OverAxes:
+    def convert(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor:
+        return _convert(x, op, mesh, axes, None, None, tag)
+
+    return _named(op, convert)
+
+
+def _over_axis(op: str) -> OverAxis:
+    def convert(x: Tensor, mesh: Mesh, axis: str, tag: str = "") -> Tensor:
+        return _convert(x, op, mesh, axis, None, None, tag)
+
+    return _named(op, convert)
+
+
+def _of_digit(op: str) -> OfDigit:
+    joins = BY_OP[op].source is Shard
+
+    def convert(
+        x: Tensor,
+        mesh: Mesh,
+        axis: str,
+        dim: int,
+        split: int,
+        sections: tuple[int, ...] = (),
+        padding: int = 0,
+        blocks: int = 1,
+        *,
+        tag: str = "",
+    ) -> Tensor:
+        digit = Shard(dim, split, tuple(sections), padding, blocks)
+        return _convert(x, op, mesh, axis, digit if joins else None, None if joins else digit, tag)
+
+    return _named(op, convert)
+
+
+all_gather = _of_digit("all_gather")
+all_gather_partial_grad = _of_digit("all_gather_partial_grad")
+all_reduce = _over_axes("all_reduce")
+first_grad = _over_axis("first_grad")
+partial_grad_to_partial = _over_axis("partial_grad_to_partial")
+reduce_scatter = _of_digit("reduce_scatter")
+shard = _of_digit("shard")
+shard_partial_grad = _of_digit("shard_partial_grad")
+sum_grad = _over_axes("sum_grad")
+to_partial = _over_axis("to_partial")
+unshard_partial = _of_digit("unshard_partial")
+
+
+def all_to_all(
+    x: Tensor,
+    mesh: Mesh,
+    axis: str,
+    dim: int,
+    split: int,
+    to_dim: int,
+    to_split: int,
+    padding: int = 0,
+    blocks: int = 1,
+    to_padding: int = 0,
+    to_blocks: int = 1,
+    *,
+    tag: str = "",
+) -> Tensor:
+    """Shard(dim) -> Shard(to_dim): another dim is split from here on. Backward: the reverse."""
+    old, new = Shard(dim, split, (), padding, blocks), Shard(to_dim, to_split, (), to_padding, to_blocks)
+    return _convert(x, "all_to_all", mesh, axis, old, new, tag)
+
+
+def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor:
+    """Partial("max") -> Replicate. It has no gradient, hence no row in the table: the result is detached."""
+    return mesh.all_reduce(x.detach(), axes, op="max", direction="forward", tag=tag)  # type: ignore[no-any-return]

@@ -1,0 +1,166 @@
+"""The table of conversions: every way in which a value's placement on a mesh axis becomes another one.
+
+Placement decides what each value is on an axis; where an op needs something else, partition inserts one of these ops.
+The gradient goes the other way, and what has to become of it follows from the duality of placements:
+
+    value          its gradient
+    Replicate      Replicate      whole on every rank
+    Shard          Shard          cut alike
+    Partial        Replicate      every summand gets the sum's gradient
+    PartialGrad    Partial        every copy gets a summand of it
+
+So the backward of reduce_scatter (Partial to Shard) takes a gradient from Shard to Replicate: all_gather. `CONVERSIONS`
+has all pairs of a forward and its backward; no other file says which belong together. Who reads it:
+
+    passes/partition.py              which ops to insert, in which order, their names and collectives
+    passes/place/transfer_cost.py    what they cost
+    passes/accumulate.py             which of them look at the microbatch, and that all are linear
+    runtime/ops/convert.py           what they run, forward and backward
+    docs/algebra.md                  shows the table as `python -m shardc.ir.conversions` prints it
+
+A new conversion is a row here and an op of its name in runtime/ops/convert.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardc.ir.placement import Partial, PartialGrad, Placement, Replicate, Shard
+
+#: What a rank does with its tensor: one of four collectives, or without communication: "slice" keeps the rank's part,
+#: "pad" puts a part among zeros, "first" keeps the first rank's tensor and zeroes the others', "identity" keeps all.
+Move = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice", "pad", "first", "identity"]
+
+#: What one of n ranks sends in a collective, in units of (n-1)/n of the whole tensor: what the other ranks have of it.
+#: An all_to_all sends that of the rank's own part, the n-th of it.
+SENT = {"all_gather": 1, "all_reduce": 2, "all_to_all": 1, "reduce_scatter": 1}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A row: the op that turns one kind of placement into another on an axis, and what it runs.
+
+    forward, backward: the move of the value, and of its gradient. suffix: ends the name of the result (`proj_sum`).
+    distance: where a value exists in several forms, the one whose distances add up to the least is converted.
+    reason: why a program needs it. deferred: what it makes later ops send, in the units of `SENT`; part of its price.
+    joint: one call converts several axes, in one collective.
+    """
+
+    source: type[Placement]
+    target: type[Placement]
+    op: str
+    forward: Move
+    backward: Move
+    suffix: str
+    distance: int
+    reason: str
+    deferred: int = 0
+    joint: bool = False
+
+    def collectives(self, *, gradient: bool) -> tuple[str, str]:
+        """What communicates forward and backward; "none" if nothing. gradient: whether one flows through the value."""
+        backward = self.backward if gradient and self.backward in SENT else "none"
+        return self.forward if self.forward in SENT else "none", backward
+
+    def price(self, nbytes: float, n: int, *, gradient: bool) -> float:
+        """Bytes that each of n ranks sends to convert a tensor of `nbytes`, forward and backward, now and later."""
+        part = nbytes * (n - 1) / n
+        price = self.deferred * part
+        for kind in self.collectives(gradient=gradient):
+            if kind != "none":
+                price += SENT[kind] * part / (n if kind == "all_to_all" else 1)
+        return price
+
+
+# A table reads by its columns, hence no formatter.
+# fmt: off
+#: The order of rows is the order of steps where a value is converted on several axes: cut first, so that less is sent;
+#: then sum, then gather; last what only changes who counts.
+CONVERSIONS = (
+    #          from         to           op                         forward           backward          suffix distance
+    Conversion(Replicate,   Shard,       "shard",                   "slice",          "all_gather",     "cut",    1,
+               "a value that every rank has is used in parts"),
+    Conversion(PartialGrad, Shard,       "shard_partial_grad",      "slice",          "pad",            "cut",    2,
+               "the same where gradients are summed anyway"),
+    Conversion(Partial,     Shard,       "reduce_scatter",          "reduce_scatter", "all_gather",     "part",   30,
+               "a sum of which every rank uses a part: sequence parallelism after a row-parallel layer"),
+    Conversion(Shard,       Shard,       "all_to_all",              "all_to_all",     "all_to_all",     "turned", 40,
+               "another dim is split from here on"),
+    Conversion(Partial,     Replicate,   "all_reduce",              "all_reduce",     "identity",       "sum",    40,
+               "a sum that every rank uses whole: after a row-parallel layer (Megatron's g, JAX's psum)", joint=True),
+    Conversion(PartialGrad, Replicate,   "first_grad",              "identity",       "first",          "one",    2,
+               "ranks that repeat the same work with a value whose gradients are summed: one of them counts"),
+    Conversion(Shard,       Replicate,   "all_gather",              "all_gather",     "slice",          "whole",  40,
+               "a value in parts is used whole, and the ranks repeat the same work"),
+    Conversion(Shard,       PartialGrad, "all_gather_partial_grad", "all_gather",     "reduce_scatter", "whole",  50,
+               "a value in parts is used whole, and each rank does other work: sequence parallelism before a"
+               " column-parallel layer"),
+    Conversion(Shard,       Partial,     "unshard_partial",         "pad",            "slice",          "padded", 40,
+               "parts are added to a sum that is still to be done", deferred=3),
+    Conversion(Replicate,   PartialGrad, "sum_grad",                "identity",       "all_reduce",     "each",   20,
+               "each rank does other work: before a column-parallel layer (Megatron's f, JAX's pvary)", joint=True),
+    Conversion(Replicate,   Partial,     "to_partial",              "first",          "identity",       "once",   1,
+               "a value is added to a sum that is still to be done: one rank brings it"),
+    Conversion(PartialGrad, Partial,     "partial_grad_to_partial", "first",          "first",          "once",   2,
+               "the same where gradients are summed anyway"),
+)
+# fmt: on
+
+BY_OP = {row.op: row for row in CONVERSIONS}
+_BY_PLACEMENTS = {(row.source, row.target): row for row in CONVERSIONS}
+
+
+def between(source: type[Placement], target: type[Placement]) -> tuple[Conversion, ...]:
+    """The conversions from one kind of placement to another: one row, or two by way of Replicate."""
+    row = _BY_PLACEMENTS.get((source, target))
+    return (row,) if row else (_BY_PLACEMENTS[source, Replicate], _BY_PLACEMENTS[Replicate, target])
+
+
+def path(old: Placement, new: Placement) -> tuple[Conversion, ...]:
+    """The conversions of one value on one axis. Two digits of the same dim: it is gathered, then cut again."""
+    if old == new:
+        return ()
+    if isinstance(old, Shard) and isinstance(new, Shard) and old.dim == new.dim:
+        return _BY_PLACEMENTS[Shard, Replicate], _BY_PLACEMENTS[Replicate, Shard]
+    return between(type(old), type(new))
+
+
+def distance(old: Placement, new: Placement) -> int:
+    """How far a form of a value is from another on one axis."""
+    if old == new:
+        return 0
+    first, *more = between(type(old), type(new))
+    return first.distance + 10 * len(more)
+
+
+def steps(paths: Mapping[str, tuple[Conversion, ...]]) -> list[tuple[Conversion, list[str]]]:
+    """The conversions of one value on several axes in order, each with its axes. paths: by axis.
+
+    That is the table's order, but the second conversion of an axis comes after the first.
+    """
+    order = {row.op: i for i, row in enumerate(CONVERSIONS)}
+    axes: dict[tuple[int, int], list[str]] = {}
+    for axis, each in paths.items():
+        for k, row in enumerate(each):
+            place = max(order[before.op] for before in each[: k + 1])
+            axes.setdefault((place, -order[row.op]), []).append(axis)
+    return [(CONVERSIONS[-row], axes[place, row]) for place, row in sorted(axes)]
+
+
+def markdown() -> str:
+    """The table as docs/algebra.md shows it."""
+    lines = [
+        "| from | to | op | forward | backward | sent | result | when |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in CONVERSIONS:
+        sent = [f"{SENT.get(move, 0)}{'/n' if move == 'all_to_all' else ''}" for move in (row.forward, row.backward)]
+        cells = (row.source.__name__, row.target.__name__, f"`{row.op}`", row.forward, row.backward, " + ".join(sent))
+        lines.append(f"| {' | '.join(cells)} | `x_{row.suffix}` | {row.reason} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())
