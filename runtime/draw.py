@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import rng
+from shardc.runtime.rng import Key
 
-Key = tuple[int, int]
 CHUNK = 1 << 20  # elements computed at once: bounds the float64 temporaries
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,25 +26,35 @@ from shardc.ir.placement import Shard, chunks, widen
 Digits = Sequence[tuple[int, str, int, tuple[int, ...]]]
 Paddings = Sequence[tuple[int, int, int]]
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
-_BLOCK = (
-    1 << 18
-)  # int32 numbers hashed at a time on the CPU: with the spare buffer 2 MiB, which halves the time of large tensors
+#: int32 numbers hashed at a time on the CPU: with the spare buffer 2 MiB, which halves the time of large tensors.
+BLOCK = 1 << 18
+
+
+class Key(NamedTuple):
+    """What is mixed into an index: two 32-bit words. block: how many numbers are hashed at a time on the CPU."""
+
+    low: int
+    high: int
+    block: int = BLOCK
 
 
 @dataclass
 class Rng:
-    """The random state of one step. training: False turns dropout off and BatchNorm to its running statistics."""
+    """The random state of one step. training: False turns dropout off and BatchNorm to its running statistics.
+
+    block: how many numbers are hashed at a time on the CPU; a GPU hashes all at once."""
 
     seed: int = 0
     step: int = 0
     microbatch: int = 0
     training: bool = True
+    block: int = BLOCK
 
-    def key(self, stream: int) -> tuple[int, int]:
-        return key(self.seed, stream, self.step, self.microbatch)
+    def key(self, stream: int) -> Key:
+        return key(self.seed, stream, self.step, self.microbatch)._replace(block=self.block)
 
 
-def key(*words: int) -> tuple[int, int]:
+def key(*words: int) -> Key:
     """Two signed 32-bit key words from any integers (splitmix64 over the words)."""
     state = 0x9E3779B97F4A7C15
     for word in words:
@@ -54,7 +64,7 @@ def key(*words: int) -> tuple[int, int]:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
         state ^= state >> 31
     low, high = state & 0xFFFFFFFF, state >> 32
-    return low - (low >> 31 << 32), high - (high >> 31 << 32)
+    return Key(low - (low >> 31 << 32), high - (high >> 31 << 32))
 
 
 def _avalanche(x: Tensor, spare: Tensor) -> None:
@@ -67,20 +77,20 @@ def _avalanche(x: Tensor, spare: Tensor) -> None:
             x *= multiply
 
 
-def _hash(x: Tensor, k: tuple[int, int]) -> Tensor:
+def _hash(x: Tensor, k: Key) -> Tensor:
     """Two keyed rounds in place on contiguous int32; on the CPU in blocks that stay in its cache."""
     flat = x.view(-1)
-    pieces = torch.split(flat, _BLOCK) if x.device.type == "cpu" and flat.numel() > _BLOCK else (flat,)
+    pieces = torch.split(flat, k.block) if x.device.type == "cpu" and flat.numel() > k.block else (flat,)
     spare = torch.empty_like(pieces[0])
     for piece in pieces:
-        piece ^= k[0]
+        piece ^= k.low
         _avalanche(piece, spare[: piece.numel()])
-        piece += k[1]
+        piece += k.high
         _avalanche(piece, spare[: piece.numel()])
     return x
 
 
-def bits(k: tuple[int, int], indices: Tensor) -> Tensor:
+def bits(k: Key, indices: Tensor) -> Tensor:
     """int32 tensor of random bits, one number for every index (int32 or int64, >= 0). Overwrites `indices` if they are
     int32.
     """
@@ -91,11 +101,11 @@ def bits(k: tuple[int, int], indices: Tensor) -> Tensor:
     x = low.to(torch.int32)
     high = (indices >> 32).to(torch.int32)
     if bool((high != 0).any()):  # below 2^31 both widths give the same numbers
-        x ^= torch.where(high == 0, 0, _hash(high.clone(), (k[1], k[0])))
+        x ^= torch.where(high == 0, 0, _hash(high.clone(), Key(k.high, k.low, k.block)))
     return _hash(x, k)
 
 
-def uniform(k: tuple[int, int], indices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def uniform(k: Key, indices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers in [0, 1): 24 random bits each for float32 and narrower, 32 for float64."""
     x = bits(k, indices)
     if dtype == torch.float64:
@@ -103,10 +113,10 @@ def uniform(k: tuple[int, int], indices: Tensor, dtype: torch.dtype = torch.floa
     return ((x >> 8).to(torch.float32) + 2.0**23).mul_(2.0**-24).to(dtype)
 
 
-def normal(k: tuple[int, int], indices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(k: Key, indices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers (Box & Muller 1958), computed in float64 from two streams."""
     one = uniform(k, indices.clone(), torch.float64)
-    two = uniform((k[0] ^ 0x5BD1E995, k[1] ^ 0x27D4EB2F), indices.clone(), torch.float64)
+    two = uniform(Key(k.low ^ 0x5BD1E995, k.high ^ 0x27D4EB2F, k.block), indices.clone(), torch.float64)
     return ((-2 * torch.log1p(-one)).sqrt_() * torch.cos(2 * math.pi * two)).to(dtype)
 
 

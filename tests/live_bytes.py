@@ -9,9 +9,9 @@ itself makes while ranks meet is not counted: a real mesh has NCCL do it; its re
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,8 +24,9 @@ from shardc.cost import host_memory
 from shardc.ir.program import Program
 from shardc.runtime.mesh import Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step import inputs, recompute
+from shardc.runtime.step import inputs
 from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.interpreter import Interpreter
 
 
 class Live(TorchDispatchMode):
@@ -140,7 +141,7 @@ def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **optio
     options: of Engine.
     """
     theirs = [*model.parameters(), *model.buffers(), *(x for _, x in inputs.leaves(batch) if isinstance(x, Tensor))]
-    mine, take = threading.local(), inputs.take
+    take = inputs.take
 
     def copied(*args: Any, **kwargs: Any) -> list[Tensor]:
         """A rank's part of the batch, as it comes to a GPU."""
@@ -150,9 +151,17 @@ def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **optio
         torch.set_num_threads(1)
         mesh.__class__ = Measured
         assert isinstance(mesh, Measured)
-        mesh.live = mine.live = live = Live(theirs)
+        mesh.live = live = Live(theirs)
         with live:
-            engine = Engine(program, model, adamw, mesh=mesh, offload=host_memory.offload(live.host), **options)
+            engine = Engine(
+                program,
+                model,
+                adamw,
+                mesh=mesh,
+                interpreter=partial(Interpreter, offloaded=host_memory.offloaded_tensor(live.host)),
+                offload=host_memory.offload(live.host),
+                **options,
+            )
             for x in (*engine.params.values(), *engine.buffers.values()):
                 live.see(x)
             for _ in range(steps):
@@ -161,8 +170,7 @@ def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **optio
         return live
 
     gc.collect()
-    away = mock.patch.object(recompute, "Away", host_memory.away(lambda make: mine.live.host(make)))
-    with away, mock.patch.object(inputs, "take", copied):
+    with mock.patch.object(inputs, "take", copied):
         return loopback(program.mesh, work)
 
 

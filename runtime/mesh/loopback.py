@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.mesh import Mesh
-from shardc.runtime.mesh import RankMesh, Work
+from shardc.runtime.mesh.base import RankMesh, Work
 
 T = TypeVar("T")
 

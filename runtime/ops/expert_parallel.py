@@ -124,9 +124,9 @@ def experts_route(
     sent = _count(slot, ranks * here + 1)[: ranks * here].view(ranks, here)
     received = sent if ranks == 1 else mesh.all_to_all_rows(sent, [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
     counts = torch.stack([sent, received]).cpu()
-    if mesh is not None and mesh.routed is not None:
+    if mesh is not None and mesh.step.routings is not None:
         chosen = _count(torch.where(inside, flat, experts), experts + 1)
-        mesh.routed.append((tag, chosen[:-1], int(chosen[-1]), int(counts[1].sum())))
+        mesh.step.routings.append((tag, chosen[:-1], int(chosen[-1]), int(counts[1].sum())))
     return order[: int(counts[0].sum())], counts
 
 

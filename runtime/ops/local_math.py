@@ -84,16 +84,17 @@ def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:
 
 def total(mesh: Mesh, index: int) -> Tensor:
     """The sum over a step's microbatches of what its `counts` found on this rank (shardc.passes.accumulate)."""
-    found: Tensor = mesh.totals[index]
+    found: Tensor = mesh.step.running.totals[index]
     return found
 
 
 class _Summed(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh, index: int) -> Tensor:
-        if mesh.summing is None:
-            return mesh.totals[index].clone()  # type: ignore[no-any-return]
-        mesh.summing[index] = mesh.summing[index] + x if index in mesh.summing else x
+        sums = mesh.step.sums
+        if sums is None:
+            return mesh.step.running.totals[index].clone()  # type: ignore[no-any-return]
+        sums[index] = sums[index] + x if index in sums else x
         return x.clone()
 
     @staticmethod

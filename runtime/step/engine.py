@@ -23,7 +23,7 @@ from shardc.runtime.ops.expert_parallel import experts_route
 from shardc.runtime.rng import Rng
 from shardc.runtime.step import inputs, lr, param_groups
 from shardc.runtime.step.expert_load import Load, Loads
-from shardc.runtime.step.interpreter import Around, Interpreter
+from shardc.runtime.step.interpreter import Interpreter, StepHooks
 from shardc.runtime.step.loss_scale import Scaler
 from shardc.runtime.zero.buckets import Buckets, GradNorm, norm_axes
 from shardc.runtime.zero.early_step import ByBucket
@@ -77,13 +77,16 @@ class Engine:
     shardc.runtime.step.expert_load.Load a layer.
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
-    interpreter: what runs the program's stages; offload: where what `data.offload` names lies (shardc.cost has others
-        of both).
+    interpreter: makes what runs the program's stages; rng: makes the random state from the seed; offload: makes the
+        places that `data.offload` names. shardc.cost, which runs an engine on tensors without data, has others of all
+        three.
 
     .params, .buffers: this rank's parts by placeholder name: of parameters what it updates, that is, at ZeRO >= 1 a
     flat stretch of each, perhaps empty; gradients stand there, after the update in the dtype in which they were summed.
+    .interpreter: what runs the program's stages; .buckets: what holds parameters and sums gradients
+    (shardc.runtime.zero.buckets).
     .grad_norm: 2-norm of the whole gradient in the last step, before clipping; 0-dim, on every rank; None before the
-    first step, and without `norm` and `clip_norm`. .scaler: the loss scaling that the spec asks for
+    first step, and without `norm` and `clip_norm`. .scaler: the loss scaling of `precision.loss_scale`
     (shardc.runtime.step.loss_scale), or None. A step whose gradients are not finite on some rank leaves parameters and
     optimizer as they are, on every rank.
 
@@ -108,16 +111,17 @@ class Engine:
         routing: bool = False,
         mesh: Any = None,
         interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
+        rng: Callable[[int], Rng] = Rng,
         offload: Callable[[OffloadPlaces, Any], Offload] = Offload,
     ) -> None:
         self.program = program
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
-        self.rng = Rng(seed)
+        self.rng = rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
         parts, self.buffers = state.local_parts(program, model, self.mesh, seed)
         self._offload = offload(program.offload, self.mesh)
-        self._buckets = Buckets(program, parts, self.mesh, self._offload)
-        self.params = self._buckets.owned
+        self.buckets = Buckets(program, parts, self.mesh, self._offload)
+        self.params = self.buckets.owned
         self._updates, self._whole = optimizer is not None, True
         self.optimizer = (
             self._optimizer(optimizer) if optimizer is not None else None
@@ -127,7 +131,7 @@ class Engine:
         )  # nothing may be updated before all is there
         self._by_bucket = (
             ByBucket(self.optimizer, self.params)
-            if self.optimizer is not None and not whole and self._buckets.several
+            if self.optimizer is not None and not whole and self.buckets.several
             else None
         )
         self._stepping = False
@@ -143,16 +147,16 @@ class Engine:
         self.grad_norm: Tensor | None = None
         self._norm = GradNorm(program, self.params, self.mesh)
         self._runs = interpreter
-        self._interpreter = interpreter(program, self.mesh)
+        self.interpreter = interpreter(program, self.mesh)
         self._others: dict[tuple[int, ...], tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of fewer rows
         self.scaler = Scaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
-        self._unbucketed = [n for n in self.params if n not in self._buckets.names]
+        self._unbucketed = [n for n in self.params if n not in self.buckets.names]
 
     def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:
         """The user's optimizer on what this rank owns. It is made from parameters of the shapes that the model's layers
         have here.
         """
-        runs = self._buckets.runs
+        runs = self.buckets.runs
         shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in self.params.items()}
         trained = param_groups.Parameters.of(self.program, shown)
         if not trained:
@@ -166,7 +170,7 @@ class Engine:
 
     def _prove(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
         """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters."""
-        prove(self.program, optimizer, params, self._buckets.runs)
+        prove(self.program, optimizer, params, self.buckets.runs)
 
     @property
     def step_count(self) -> int:
@@ -202,23 +206,23 @@ class Engine:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
         self._check()
         torch_modes.check("engine.step", self.mesh.device.type)
-        self._buckets.reset(forward=True)
+        self.buckets.reset(forward=True)
         self.rng.training = True
         interpreter, values = self._take(batch, local=local)
         for p in self.params.values():
             p.grad = None
         self._norm.start()
         scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
-        around = Around(self._buckets.saving, self._buckets.start, self._buckets.pause, self._buckets.reduce, scaled)
-        self.mesh.routed = [] if self._loads is not None else None
-        total, news = interpreter.step(values, around)
+        hooks = StepHooks(self.buckets.saving, self.buckets.start, self.buckets.pause, self.buckets.reduce, scaled)
+        self.mesh.step.routings = [] if self._loads is not None else None
+        total, news = interpreter.step(values, hooks)
         if self._loads is not None:
-            self.loads, self.mesh.routed = self._loads(self.mesh.routed or ()), None
+            self.loads, self.mesh.step.routings = self._loads(self.mesh.step.routings or ()), None
         # copies, before anything is updated: what a buffer gets may be a parameter, or the batch
         news = {
             name: new.clone(memory_format=torch.contiguous_format) for name, new in news.items() if name in self.buffers
         }
-        self._buckets.finish(self._reduced)
+        self.buckets.finish(self._reduced)
         self._reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.agree()
@@ -230,10 +234,10 @@ class Engine:
         microbatches add up to is known then."""
         if isinstance(batch, Rest):
             batch, local = batch.batch, False
-        interpreter, constants = (self._interpreter, {}) if local else self._sized(batch)
+        interpreter, constants = (self.interpreter, {}) if local else self._sized(batch)
         program = interpreter.program
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
-        stored = {"mesh": self.mesh, "rng": self.rng, **self._buckets.given, **self.buffers, **constants}
+        stored = {"mesh": self.mesh, "rng": self.rng, **self.buckets.given, **self.buffers, **constants}
         values = [{**stored, **dict(zip((x.name for x in program.inputs), given, strict=True))} for given in parts]
         interpreter.count(values)
         return interpreter, values
@@ -244,7 +248,7 @@ class Engine:
         """
         rows = inputs.fewer_rows(self.program, batch)
         if rows is None or self.program.resize is None:
-            return self._interpreter, {}
+            return self.interpreter, {}
         if rows not in self._others:
             self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
             program = self.program.resize(self.program, batch)
@@ -277,10 +281,10 @@ class Engine:
                     nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
                 if self.optimizer is not None and not self._stepping:
                     (self._paged or self.optimizer).step()
-                self._buckets.publish()
+                self.buckets.publish()
                 if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either
                     self.scheduler.step()
-        self._buckets.narrow()
+        self.buckets.narrow()
         if self.scaler is not None:
             self.scaler.next()
         self.rng.step += 1
@@ -302,7 +306,7 @@ class Engine:
         """The global loss without dropout and with BatchNorm's running statistics; nothing changes."""
         self._check()
         torch_modes.check("engine.evaluate", self.mesh.device.type, training=False)
-        self._buckets.reset(forward=True)
+        self.buckets.reset(forward=True)
         self.rng.training = False
         interpreter, values = self._take(batch, local=local)
         return interpreter.evaluate(values)
@@ -350,13 +354,13 @@ class Engine:
                 self.buffers,
                 self.optimizer,
                 extra,
-                runs=self._buckets.runs,
+                runs=self.buckets.runs,
             )
 
     def load(self, folder: str | Path) -> None:
         """Read a checkpoint that any mesh wrote. Collective."""
-        self._buckets.reset(forward=True)
-        self._buckets.settled()
+        self.buckets.reset(forward=True)
+        self.buckets.settled()
         room = self._paged.room if self._paged is not None else None
         with self._offload.at_home():
             extra = state.load(
@@ -366,14 +370,14 @@ class Engine:
                 self.params,
                 self.buffers,
                 self.optimizer,
-                runs=self._buckets.runs,
+                runs=self.buckets.runs,
                 room=room,
             )
         self._whole = False  # if what follows does not fit
         self._offload.changed()
         if self._paged is not None:
             self._paged.rest()
-        self._buckets.publish()
+        self.buckets.publish()
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])
@@ -390,7 +394,7 @@ class Engine:
         """{placeholder name: this rank's whole local part, detached}. What ZeRO keeps cut is gathered when it is asked
         for, a bucket at a
         time: all ranks must ask alike."""
-        return self._buckets.wholes()
+        return self.buckets.wholes()
 
     def close(self) -> None:
         """Remove the files of `data.offload`; leave torch.distributed's world, if this engine joined it."""

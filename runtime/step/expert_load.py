@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shardc.ir.program import Program
 from shardc.runtime.ops.expert_parallel import experts_route
-
-#: One routing on this rank: (its op, choices of its own tokens by expert i64[experts], those of no expert, rows that it
-#: works on).
-Noted = tuple[str, Tensor, int, int]
+from shardc.runtime.step.context import Routing
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Loads:
                 same = having // math.prod(program.mesh.size(a) for a in split)
                 self.layers.append((node.name, _module(node), _experts(node), same, having))
 
-    def __call__(self, noted: Sequence[Noted]) -> tuple[Load, ...]:
+    def __call__(self, routings: Sequence[Routing]) -> tuple[Load, ...]:
         """The loads of all layers, in their order, on every rank."""
         if not self.layers:
             return ()
@@ -66,7 +63,7 @@ class Loads:
         found = torch.zeros(
             len(self.layers), width + 2, dtype=torch.float64
         )  # tokens of each expert, dropped, rows here
-        for tag, tokens, dropped, rows in noted:
+        for tag, tokens, dropped, rows in routings:
             if tag in at:
                 found[at[tag], : tokens.numel()] += tokens.cpu()
                 found[at[tag], -2:] += torch.tensor([dropped, rows])

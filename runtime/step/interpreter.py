@@ -20,11 +20,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from shardc.ir.graph import copy_graph
 from shardc.ir.program import Edge, Program, Stage, Value
-from shardc.runtime import schedule
+from shardc.runtime import ops, schedule
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops.local_math import summed
 from shardc.runtime.schedule import Action
+from shardc.runtime.step.activation_offload import OffloadedTensor
 from shardc.runtime.step.recompute import taped
 from shardc.runtime.step.split_backward import Split, split
 
@@ -36,15 +38,44 @@ IN_FLIGHT = 2
 _WRITING = threading.RLock()
 
 
-def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphModule:
-    """A stage as a function of its placeholders; frees each value after its last use."""
+#: Ops that make a tensor from nothing. A canonical graph's name no device: it runs wherever the program runs.
+FACTORIES = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "arange",
+        "full",
+        "zeros",
+        "ones",
+        "empty",
+        "eye",
+        "linspace",
+        "scalar_tensor",
+        "tril_indices",
+        "triu_indices",
+    )
+)
+
+
+def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
+    """A copy of a canonical graph whose factory ops make their tensors on `device`."""
+    copy = copy_graph(graph)
+    for node in copy.nodes:
+        if getattr(node.target, "overloadpacket", None) in FACTORIES or node.target is ops.random:
+            node.kwargs = {**node.kwargs, "device": torch.device(device)}
+    return copy
+
+
+def runnable(
+    stage: Stage, device: torch.device, program: Program, offloaded: type[OffloadedTensor] = OffloadedTensor
+) -> fx.GraphModule:
+    """A stage as a function of its placeholders; frees each value after its last use.
+
+    offloaded: where regions with `offload: cpu` keep tensors until backward."""
     graph = stage.graph
     if device.type != "cpu":
-        from shardc.verify.reference import on_device
-
         graph = on_device(graph, device)
     with _WRITING:
-        return taped(graph, program)
+        return taped(graph, program, offloaded)
 
 
 @dataclass
@@ -58,7 +89,7 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class Around:
+class StepHooks:
     """What the engine does around forward and backward: see `shardc.runtime.zero.buckets.Buckets`. scaled: the loss
     that backward begins with.
     """
@@ -75,9 +106,17 @@ Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, but
 
 
 class Interpreter:
-    """The stages that this rank runs. mesh: a runtime mesh. note: is told each action of a pipeline as it begins."""
+    """The stages that this rank runs. mesh: a runtime mesh. note: is called with each action of a pipeline as it
+    begins. offloaded: where regions with `offload: cpu` keep tensors until backward."""
 
-    def __init__(self, program: Program, mesh: Any, note: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        mesh: Any,
+        note: Callable[[str], None] | None = None,
+        *,
+        offloaded: type[OffloadedTensor] = OffloadedTensor,
+    ) -> None:
         self.program, self.mesh, self.axis = program, mesh, program.axis
         self.note = note if note is not None and program.axis else lambda text: None
         self.schedule = program.schedule if program.schedule is not None else schedule.alone(program.microbatches)
@@ -86,7 +125,7 @@ class Interpreter:
         mine = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
         divided = any(a.kind == "I" for a in self.actions)
         with _WRITING:
-            self.stages = {s: _Runnable(program, s, mesh.device, divided=divided) for s in mine}
+            self.stages = {s: _Runnable(program, s, mesh.device, offloaded, divided=divided) for s in mine}
             self.edges = {(e.source, e.target): e for e in program.edges}
             self._count = runnable(program.prologue, mesh.device, program) if program.prologue is not None else None
             self._counted = (
@@ -104,32 +143,33 @@ class Interpreter:
         totals: list[Tensor] = []
         if self._count is not None:
             for i, given in enumerate(values):
-                self.mesh.turn_to(i, len(values))
+                self.mesh.step.set_microbatch(i, len(values))
                 found, _ = self._count(*(given.get(n) for n in self._counted))  # of parameters it looks at none
                 totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else list(found)
-        self.mesh.turn_to(0, len(values), totals)
+        self.mesh.step.set_microbatch(0, len(values), totals)
         if self._sums:
             found = self._summed(values)
             none = torch.zeros((), device=self.mesh.device)  # of stages elsewhere
-            self.mesh.turn_to(0, len(values), (*totals, *(found.get(i, none) for i in range(len(totals), self._sums))))
+            later = (found.get(i, none) for i in range(len(totals), self._sums))
+            self.mesh.step.set_microbatch(0, len(values), (*totals, *later))
 
     @torch.no_grad()
     def _summed(self, values: Values) -> dict[int, Tensor]:
         """By number, what `ops.summed` of the stages here takes, added up over microbatches."""
         found: dict[int, Tensor] = {}
-        self.mesh.summing = found
+        self.mesh.step.sums = found
         try:
             self._forward(values)
         finally:
-            self.mesh.summing = None
+            self.mesh.step.sums = None
         return found
 
-    def step(self, values: Values, around: Around) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward of all microbatches.
 
         Returns (the global loss, 0-dim, on every rank; {buffer: its new value} of the stages here).
         """
-        run = Run(self, values, self.actions, around)
+        run = Run(self, values, self.actions, hooks)
         run.go()
         return self._total(run.losses), self._spread(run.news)
 
@@ -178,13 +218,15 @@ class Interpreter:
 class _Runnable:
     """One stage, compiled. divided: its backward comes in two, for inputs and for weights."""
 
-    def __init__(self, program: Program, index: int, device: torch.device, *, divided: bool) -> None:
+    def __init__(
+        self, program: Program, index: int, device: torch.device, offloaded: type[OffloadedTensor], *, divided: bool
+    ) -> None:
         stage = program.stages[index]
         self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
         self.receives, self.sends, self.updates = stage.receives, stage.sends, stage.updates
         self.piped = bool(program.axis)
         whole = split(stage, {p.name for p in program.params}, {x.name for x in program.inputs}) if divided else stage
-        self.run = runnable(whole, device, program)
+        self.run = runnable(whole, device, program, offloaded)
         if not self.piped:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
 
@@ -208,9 +250,9 @@ class Run:
     """One step under way."""
 
     def __init__(
-        self, interpreter: Interpreter, values: Values, actions: Sequence[Action], around: Around | None
+        self, interpreter: Interpreter, values: Values, actions: Sequence[Action], hooks: StepHooks | None
     ) -> None:
-        self.on, self.values, self.actions, self.around = interpreter, values, actions, around
+        self.on, self.values, self.actions, self.hooks = interpreter, values, actions, hooks
         self.losses: list[Tensor] = []
         self.news: dict[str, Tensor] = {}
         self.kept: dict[tuple[int, int], _Kept] = {}
@@ -240,7 +282,8 @@ class Run:
         )
         self.on.note(doing)
         if action.kind in ("F", "B", "I", "W"):
-            self.on.mesh.turn_to(action.microbatch, len(self.values), self.on.mesh.totals)
+            step = self.on.mesh.step
+            step.set_microbatch(action.microbatch, len(self.values), step.running.totals)
         try:
             if action.kind != "STEP":
                 getattr(self, _DOES[action.kind])(action)
@@ -256,15 +299,15 @@ class Run:
         self._received(s, m, "forward")
         stage, key = self.on.stages[s], (s, m)
         values = self.values[m]
-        training = self.around is not None
+        training = self.hooks is not None
         leaves = {}
         for name, x in self.inbox.pop(key, {}).items():
             leaves[name] = x.detach().requires_grad_(training and stage.receives[name].requires_grad)
         args = [leaves[n] if n in leaves else values[n] for n in stage.takes]
-        if self.around is None:
+        if self.hooks is None:
             returned = stage.run(*args)
         else:
-            with self.around.saving(key):
+            with self.hooks.saving(key):
                 returned = stage.run(*args)
         loss, news, made, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
         for name, new in zip(stage.updates, news, strict=True):
@@ -284,13 +327,13 @@ class Run:
 
     def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[list[Any], list[Tensor | None]]:
         """Where backward begins, and with which gradients."""
-        assert self.around is not None
+        assert self.hooks is not None
         self._received(*key, "backward")
         grads = self.grads.pop(key, {})
         tensors: list[Any] = [kept.made[n] for n in kept.made if n in grads]
         begin: list[Tensor | None] = [grads[n] for n in kept.made if n in grads]
         if kept.loss is not None:
-            tensors.append(self.around.scaled(kept.loss))
+            tensors.append(self.hooks.scaled(kept.loss))
             begin.append(None)
         return tensors, begin
 
@@ -323,13 +366,13 @@ class Run:
         self._pause()
 
     def _start(self, action: Action) -> None:
-        assert self.around is not None
+        assert self.hooks is not None
         key = (action.stage, action.microbatch)
-        self.around.start(key, stage=action.stage, first=action is self.first, last=action is self.last[action.stage])
+        self.hooks.start(key, stage=action.stage, first=action is self.first, last=action is self.last[action.stage])
 
     def _pause(self) -> None:
-        assert self.around is not None
-        self.around.pause()
+        assert self.hooks is not None
+        self.hooks.pause()
 
     def _give_back(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
         """Gradients of what a stage received: to the stages of this rank at once; the rest waits to be sent."""
@@ -343,8 +386,8 @@ class Run:
                 self._deliver(edge, m, theirs, "backward")
 
     def reduce(self, action: Action) -> None:
-        if self.around is not None:
-            self.around.reduce()
+        if self.hooks is not None:
+            self.hooks.reduce()
 
     # --- between stages
 

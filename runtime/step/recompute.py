@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.ir.program import Program
 from shardc.runtime import ops
-from shardc.runtime.step.activation_offload import Away, beside
+from shardc.runtime.step.activation_offload import OffloadedTensor, copy_stream
 from shardc.torch_private import outer_hooks
 
 #: Ops whose result may be their operand on some ranks and a new tensor on others: what they save must not start a
@@ -53,12 +53,12 @@ class _Slot:
 class _Region:
     """A region's ops in a graph, those of inner regions too. above: itself and the regions around it, innermost first.
 
-    ops: in their order; inside: those whose results it computes again; away: what it holds lies on the CPU until
+    ops: in their order; inside: those whose results it computes again; offload: what it holds waits on the CPU for
     backward."""
 
     name: str
     above: tuple[_Region, ...]
-    away: bool
+    offload: bool
     ops: list[int] = field(default_factory=list)
     inside: set[int] = field(default_factory=set)
     plans: dict[frozenset[Made], _Plan] = field(default_factory=dict)
@@ -112,11 +112,11 @@ class _Plan:
 
 class Regions:
     """The regions of one graph. weights: nodes that follow from parameters and buffers alone. `tape(mesh, rng)` begins
-    a run.
+    a run. offloaded: where regions with `offload: cpu` keep tensors.
     """
 
-    def __init__(self, ops: dict[int, _Op], weights: frozenset[int]) -> None:
-        self.ops, self.weights = ops, weights
+    def __init__(self, ops: dict[int, _Op], weights: frozenset[int], offloaded: type[OffloadedTensor]) -> None:
+        self.ops, self.weights, self.offloaded = ops, weights, offloaded
 
     def tape(self, mesh: Any, rng: Any) -> Tape:
         return Tape(self, mesh, rng)
@@ -141,7 +141,7 @@ class Regions:
         return region.plans[wanted]
 
 
-def taped(graph: fx.Graph, program: Program) -> fx.GraphModule:
+def taped(graph: fx.Graph, program: Program, offloaded: type[OffloadedTensor] = OffloadedTensor) -> fx.GraphModule:
     """A stage's graph as a module in which the ops of regions run on a tape. A graph without regions stays as it is."""
     index = {n: i for i, n in enumerate(graph.nodes)}
     tagged = [n for n in graph.nodes if "region" in n.meta]
@@ -168,7 +168,7 @@ def taped(graph: fx.Graph, program: Program) -> fx.GraphModule:
     for region in reversed(regions.values()):
         if region.ops:
             found[region.ops[-1]].closes += (region,)
-    return _module(graph, Regions(found, _weights(graph, program, index)))
+    return _module(graph, Regions(found, _weights(graph, program, index), offloaded))
 
 
 def _weights(graph: fx.Graph, program: Program, index: dict[fx.Node, int]) -> frozenset[int]:
@@ -264,7 +264,7 @@ class _Frame:
 
     def __init__(self, region: _Region, tape: Tape) -> None:
         self.region, self.regions = region, tape.regions
-        self.mesh, self.moment = tape.mesh, tape.moment
+        self.mesh, self.microbatch = tape.mesh, tape.microbatch
         self.seen: dict[int, Any] = {}
         self.inputs: dict[int, Any] = {}
         self.wanted: list[_Wanted] = []
@@ -285,7 +285,7 @@ class _Frame:
             return env[at]
 
         self.wanted = []
-        with torch.no_grad(), self.mesh.again(self.moment):
+        with torch.no_grad(), self.mesh.step.recompute(self.microbatch):
             for i, gone in self.plan.steps:
                 op = self.regions.ops[i]
                 given = [value(at) for at in op.takes]
@@ -330,13 +330,13 @@ class Tape:
 
     def __init__(self, regions: Regions, mesh: Any, rng: Any) -> None:
         self.regions, self.mesh = regions, mesh
-        self.moment = mesh.moment()
+        self.microbatch = mesh.step.microbatch
         self.rng, self._then = rng, replace(rng)  # as it is now: someone's own loop may step it before backward
         self.outer = outer_hooks()
         self._frames: dict[_Region, _Frame] = {}
         self._where: dict[_Storage, Made] = {}
-        self._away: dict[Any, Away] = {}
-        self._beside: Any = None
+        self._offloaded: dict[Any, OffloadedTensor] = {}
+        self._copies: Any = None
 
     def run(self, i: int, *given: Any) -> Any:
         """Run op i on the values of the nodes that it takes."""
@@ -393,12 +393,13 @@ class Tape:
                 frame = saved.frame = self._frames[region]
                 frame.wanted.append(_Wanted(weakref.ref(saved), made, x.size(), x.stride(), x.storage_offset()))
                 return frame
-        if any(r.away for r in chain) and made[0] not in self.regions.weights and Away.useful(x):
+        offloaded = self.regions.offloaded
+        if any(r.offload for r in chain) and made[0] not in self.regions.weights and offloaded.useful(x):
             key = (_storage(x), x.size(), x.stride(), x.storage_offset())
-            if key not in self._away:
-                self._beside = self._beside or beside(x.device)
-                self._away[key] = Away(x, self._beside)
-            saved.held, saved.unpack = self._away[key], Away.back
+            if key not in self._offloaded:
+                self._copies = self._copies or copy_stream(x.device)
+                self._offloaded[key] = offloaded(x, self._copies)
+            saved.held, saved.unpack = self._offloaded[key], offloaded.fetch
         elif self.outer is not None:
             saved.held, saved.unpack = self.outer[0](x.detach() if x.grad_fn is not None else x), self.outer[1]
         else:

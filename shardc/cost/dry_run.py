@@ -10,10 +10,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -22,11 +21,12 @@ from shardc.cost import host_memory
 from shardc.cost.fake_mesh import GhostMesh, rank_of
 from shardc.cost.ledger import Held, Ledger, Part, Sent, Waited
 from shardc.ir.program import Buffer, Input, Param, Program, Stage
-from shardc.runtime import rng
+from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action
-from shardc.runtime.step import param_groups, recompute
+from shardc.runtime.step import param_groups
+from shardc.runtime.step.activation_offload import OffloadedTensor
 from shardc.runtime.step.engine import Engine, OptimizerOf
-from shardc.runtime.step.interpreter import Around, Interpreter, Run, Values
+from shardc.runtime.step.interpreter import Interpreter, Run, StepHooks, Values
 from shardc.torch_private import fake_mode, sequence_number
 
 #: Kinds of what stays from step to step.
@@ -57,21 +57,27 @@ def rehearse(
     program: Program, at: int = 0, optimizer: OptimizerOf | None = None, *, cpu: bool = False, **options: Any
 ) -> Rehearsal:
     """One step of a rank, the second one: the optimizer has its state. cpu: it runs on one. options: of Engine."""
-    # tensors without data lie "on the CPU", where masks are made block by block; a GPU makes each at once
-    blocks = mock.patch.object(rng, "_BLOCK", rng._BLOCK if cpu else sys.maxsize)
     ledger = Ledger()
-    there = nullcontext() if cpu else mock.patch.object(recompute, "Away", host_memory.away(ledger.host))
-    with blocks, there, fake_mode(), ledger:
+    with fake_mode(), ledger:
         names = _Names(ledger)
         mesh = GhostMesh(program.mesh, rank_of(program.mesh, program.axis, at), ledger)
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _at_once(optimizer)
+        offloaded = OffloadedTensor if cpu else host_memory.offloaded_tensor(ledger.host)
         engine = _Engine(
-            _told(program, names), _weights(program), make, mesh=mesh, interpreter=_Recorded, offload=offload, **options
+            _told(program, names),
+            _weights(program),
+            make,
+            mesh=mesh,
+            interpreter=partial(_Recorded, offloaded=offloaded),
+            # tensors without data are "on the CPU", which hashes block by block; a GPU hashes all numbers at once
+            rng=Rng if cpu else partial(Rng, block=sys.maxsize),
+            offload=offload,
+            **options,
         )
-        recorded = engine._interpreter
+        recorded = engine.interpreter
         assert isinstance(recorded, _Recorded)
-        recorded.ledger, recorded.buckets = ledger, engine._buckets
+        recorded.ledger, recorded.buckets = ledger, engine.buckets
         ledger.mark(engine.params.values(), "parameters")
         ledger.mark(engine.buffers.values(), "buffers")
         _all(ledger, "parameters")
@@ -176,7 +182,7 @@ class _Recorded(Interpreter):
     buckets: Any
     microbatches: int
 
-    def step(self, values: Values, around: Around) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor]]:
         names = {x.name for x in self.program.inputs}
         self.ledger.mark((x for given in values for name, x in given.items() if name in names), "inputs")
         last = max((a.microbatch for a in self.actions), default=0)
@@ -184,7 +190,7 @@ class _Recorded(Interpreter):
             self,
             values,
             [a for a in self.actions if a.microbatch < self.microbatches - 1 or a.microbatch == last],
-            around,
+            hooks,
         )
         run.go()
         self.found = run.found
@@ -268,7 +274,7 @@ class _Engine(Engine):
         """Tensors without data prove nothing."""
 
     def update(self) -> None:
-        recorded = self._interpreter
+        recorded = self.interpreter
         assert isinstance(recorded, _Recorded)
         ledger = recorded.ledger
         ledger.mark(self.buffers.values(), "buffers")

@@ -18,7 +18,7 @@ from shardc.ir.program import OffloadPlaces
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Place, Slot
-from shardc.runtime.step.activation_offload import Away
+from shardc.runtime.step.activation_offload import OffloadedTensor
 
 #: Makes a tensor that lies in the machine's memory, or in a file.
 Host = Callable[[Callable[[], Tensor]], Tensor]
@@ -31,18 +31,18 @@ def offload(host: Host, *, cpu: bool = False) -> Callable[[OffloadPlaces, Any], 
     return lambda places, mesh: _Offload(places, mesh, host, cpu)
 
 
-def away(host: Host) -> type[Away]:
+def offloaded_tensor(host: Host) -> type[OffloadedTensor]:
     """What `checkpoint: {offload: cpu}` moves activations into."""
 
-    class There(Away):
-        def _room(self, x: Tensor) -> Tensor:
+    class OnHost(OffloadedTensor):
+        def _host(self, x: Tensor) -> Tensor:
             return host(lambda: torch.empty_like(x))
 
         @staticmethod
         def useful(x: Tensor) -> bool:
             return True
 
-    return There
+    return OnHost
 
 
 class _Offload(Offload):

@@ -5,38 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from shardc.ir.graph import copy_graph
 from shardc.ir.program import Program
-from shardc.runtime import ops
-
-#: Ops that make a tensor from nothing. A canonical graph's name no device: it runs wherever the program runs.
-FACTORIES = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "arange",
-        "full",
-        "zeros",
-        "ones",
-        "empty",
-        "eye",
-        "linspace",
-        "scalar_tensor",
-        "tril_indices",
-        "triu_indices",
-    )
-)
-
-
-def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
-    """A copy of a canonical graph whose factory ops make their tensors on `device`."""
-    copy = copy_graph(graph)
-    for node in copy.nodes:
-        if getattr(node.target, "overloadpacket", None) in FACTORIES or node.target is ops.random:
-            node.kwargs = {**node.kwargs, "device": torch.device(device)}
-    return copy
 
 
 def interpret(

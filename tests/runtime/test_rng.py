@@ -43,7 +43,7 @@ def test_both_widths_of_index_give_the_same_numbers() -> None:
 
 
 def test_blocks_do_not_matter() -> None:
-    k, n = rng.key(5), rng._BLOCK + 17
+    k, n = rng.key(5), rng.BLOCK + 17
     assert torch.equal(rng.bits(k, index(n))[-100:], rng.bits(k, index(n)[-100:].clone()))
 
 

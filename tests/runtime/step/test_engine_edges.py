@@ -238,7 +238,7 @@ def test_evaluations_leave_nothing_behind() -> None:
     def work(engine: Engine) -> int:
         for _ in range(4):
             engine.evaluate(batch())
-        return len(engine._buckets._gathered._alive)
+        return len(engine.buckets._gathered._alive)
 
     assert max(on_ranks(program, Mlp(), work)) <= len(program.buckets)
 

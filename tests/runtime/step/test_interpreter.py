@@ -152,7 +152,7 @@ def test_an_error_in_a_stage_names_stage_microbatch_and_action_and_ends_all_rank
     def run(mesh: Any) -> None:
         engine = p.engine(small()[0], mesh=mesh)
         if mesh.coordinate("pp") == 1 and mesh.coordinate("dp") == 1:
-            stage = engine._interpreter.stages[1]
+            stage = engine.interpreter.stages[1]
             whole, seen = stage.run, []
 
             def broken(*args: Any) -> Any:

@@ -88,7 +88,7 @@ def run(
             return optimizer  # type: ignore[no-any-return]
 
         engine = program(zero).engine(model(), optimizer=made, mesh=mesh, **options)
-        for bucket in engine._buckets._all:
+        for bucket in engine.buckets._all:
             _told(bucket, done)
         for i in range(3):
             done.clear()
@@ -173,7 +173,7 @@ def test_groups_hold_all_parameters_again_after_a_step_that_fails() -> None:
 def test_an_error_between_two_buckets_asks_for_a_checkpoint() -> None:
     def work(mesh: LoopbackMesh) -> str:
         engine = program(0).engine(model(), optimizer=adamw, mesh=mesh)
-        last = engine._buckets._all[-1]
+        last = engine.buckets._all[-1]
         inner = last.finish
 
         def fail() -> None:

@@ -1,0 +1,229 @@
+"""The mesh as a running rank sees it: its coordinates, and raw collectives by axis. One interface, three
+implementations: torch_mesh.py, loopback.py, and the planner's shardc.cost.fake_mesh."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.runtime.step.context import StepContext
+
+
+@dataclass(frozen=True)
+class CommRecord:
+    """One collective that ran on this rank.
+
+    bytes: of the whole (reduced, gathered or exchanged) local tensor, as in shardc.ir.program.Collective.
+    direction: "forward", "recompute" (of forward, in backward), "backward" or "update". tag: the program's node or
+    bucket that it belongs to."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    direction: str
+    tag: str = ""
+
+    @property
+    def axis(self) -> str:
+        return "+".join(self.axes)
+
+
+class Work:
+    """A collective under way; `wait` returns when its tensor is ready.
+
+    then: called by `wait` once the tensor is there; kept: a tensor that must live until then."""
+
+    def __init__(self, handle: Any = None, then: Callable[[], None] | None = None, kept: Tensor | None = None) -> None:
+        self._handle, self._then, self._kept = handle, then, kept
+
+    def wait(self) -> None:
+        if self._handle is not None:
+            self._handle.wait()
+        if self._then is not None:
+            self._then()
+        self._handle = self._then = self._kept = None
+
+
+class RankMesh(ABC):
+    """What all meshes share: coordinates, records, and groups of one rank, over which nothing is sent or recorded.
+
+    layout: the mesh; rank: this one's number in it; device: where its tensors live; record: keep a list of what ran in
+    `.records`. The name of an axis that is seen as several digits (shardc.ir.mesh) means all of them.
+    `.step`: what ops may know of the step that runs (shardc.runtime.step.context): ops are given the mesh alone.
+    Gathers and exchanges take and return *stacks* [ranks of the axis, ...] (shardc.runtime.ops.digits).
+    """
+
+    def __init__(self, layout: Mesh, rank: int, device: torch.device | str = "cpu", record: bool = False) -> None:
+        self.layout, self.rank, self.device = layout, rank, torch.device(device)
+        self._coords = layout.coords(rank)
+        self._sizes = dict(layout.axes)
+        for axis in {n.partition(".")[0] for n in layout.names} - set(layout.names):
+            self._sizes[axis] = layout.size(axis)
+            self._coords[axis] = layout.group(rank, (axis,)).index(rank)
+        self.step = StepContext()
+        self.records: list[CommRecord] = []
+        self.recording = record
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place on an axis. The microbatches of a step are an axis too: one of time."""
+        return self._coords[axis] if axis != MICROBATCH else self.step.running.index
+
+    def size(self, axis: str) -> int:
+        if axis == MICROBATCH:
+            return self.step.running.count
+        return self._sizes[axis] if axis in self._sizes else self.layout.size(axis)
+
+    def members(self, axes: Iterable[str]) -> int:
+        """Number of ranks in a group over `axes`."""
+        return math.prod(self.size(a) for a in axes)
+
+    def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
+        if self.recording:
+            direction = "recompute" if self.step.recomputing and direction == "forward" else direction
+            self.records.append(CommRecord(kind, axes, nbytes, direction, tag))
+
+    # --- what programs call
+
+    def all_reduce(
+        self, x: Tensor, axes: tuple[str, ...], *, op: str = "sum", direction: str = "forward", tag: str = ""
+    ) -> Tensor:
+        """The sum (or max) over the ranks of `axes`; a new tensor."""
+        if self.members(axes) == 1:
+            return x.clone()
+        self._note("all_reduce", axes, x.nbytes, direction, tag)
+        return self._all_reduce(x, axes, op, tag)
+
+    def start_all_reduce(
+        self, flat: Tensor, axes: tuple[str, ...], *, direction: str = "backward", tag: str = ""
+    ) -> Work:
+        """Sum in place over the ranks of `axes`, in the background. flat: contiguous."""
+        if self.members(axes) == 1:
+            return Work()
+        self._note("all_reduce", axes, flat.nbytes, direction, tag)
+        return self._start_all_reduce(flat, axes, tag)
+
+    def start_all_gather(
+        self, part: Tensor, whole: Tensor, axis: str, *, direction: str = "forward", tag: str = ""
+    ) -> Work:
+        """Every rank's part [n], in the order of the axis, into whole [ranks * n], in the background.
+
+        Both are contiguous; part may be this rank's place in whole.
+        """
+        if self.size(axis) == 1:
+            whole.copy_(part)
+            return Work()
+        self._note("all_gather", (axis,), whole.nbytes, direction, tag)
+        return self._start_all_gather(part, whole, axis, tag)
+
+    def start_reduce_scatter(
+        self, flat: Tensor, part: Tensor, axis: str, *, direction: str = "backward", tag: str = ""
+    ) -> Work:
+        """The sum over ranks of everyone's flat [ranks * n], this rank's part of it into part [n], in the background.
+
+        Both are contiguous; part may be this rank's place in flat. flat may not be used until then. More than one rank.
+        """
+        self._note("reduce_scatter", (axis,), flat.nbytes, direction, tag)
+        return self._start_reduce_scatter(flat, part, axis, tag)
+
+    def all_gather(self, x: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
+        """[ranks, *x.shape]: every rank's x, in the order of the axis."""
+        if self.size(axis) == 1:
+            return x.unsqueeze(0)
+        self._note("all_gather", (axis,), x.nbytes * self.size(axis), direction, tag)
+        return self._all_gather(x.contiguous(), axis, tag)
+
+    def reduce_scatter(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
+        """parts [ranks, ...] -> [...]: the sum over ranks of everyone's part for this rank."""
+        if self.size(axis) == 1:
+            return parts[0].clone()
+        self._note("reduce_scatter", (axis,), parts.nbytes, direction, tag)
+        return self._reduce_scatter(parts.contiguous(), axis, tag)
+
+    def all_to_all(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
+        """parts [ranks, ...], part i for rank i of the axis -> [ranks, ...]: what the
+        ranks sent here, in their order.
+        """
+        if self.size(axis) == 1:
+            return parts
+        self._note("all_to_all", (axis,), parts.nbytes, direction, tag)
+        return self._all_to_all(parts.contiguous(), axis, tag)
+
+    def all_to_all_rows(
+        self,
+        x: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        axes: tuple[str, ...],
+        *,
+        direction: str = "forward",
+        tag: str = "",
+    ) -> Tensor:
+        """x [rows, ...]: the first sent[0] for the first rank of the group over `axes`, and so on -> [rows, ...]: what
+        came, by rank.
+
+        received: rows that come from each. A rank may send nothing, and get nothing.
+        """
+        if self.members(axes) == 1:
+            return x
+        self._note("all_to_all", axes, x.nbytes, direction, tag)
+        return self._all_to_all_rows(x.contiguous(), list(sent), list(received), axes, tag)
+
+    def start_send(self, x: Tensor, axis: str, to: int, *, direction: str = "forward", tag: str = "") -> Work:
+        """Send a tensor to the rank at another coordinate of `axis`, in the background. x may not be changed until
+        then.
+
+        What one rank sends another arrives in the order in which it is sent, and has to be received in that order.
+        """
+        self._note("send_recv", (axis,), x.nbytes, direction, tag)
+        return self._start_send(x.detach().contiguous(), axis, to, tag)
+
+    def start_receive(self, into: Tensor, axis: str, source: int, *, tag: str = "") -> Work:
+        """Receive the next tensor that the rank at another coordinate of `axis` sends, in the background. into:
+        contiguous, of its type.
+        """
+        return self._start_receive(into, axis, source, tag)
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank of the mesh is here."""
+
+    # --- what implementations provide: more than one rank, contiguous tensors (but for all_reduce)
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor: ...
+
+    @abstractmethod
+    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work: ...
+
+    @abstractmethod
+    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work: ...
+
+    @abstractmethod
+    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor: ...
+
+    @abstractmethod
+    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor: ...
+
+    @abstractmethod
+    def _all_to_all_rows(
+        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work: ...
+
+    @abstractmethod
+    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work: ...

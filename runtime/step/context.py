@@ -1,0 +1,62 @@
+"""What a rank knows of the step that it is in, beside its tensors: which microbatch runs, sums over all of them.
+
+Ops of a program are functions of tensors and of the mesh. A few need more: `ops.total` the sum over a step's
+microbatches, experts' routing a place for its counts, a mask made again in backward the microbatch of its forward.
+The interpreter and the engine set it; ops and collectives read it, as `mesh.step`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+#: One routing of tokens to experts on this rank: (its op, choices of its own tokens by expert i64[experts], choices
+#: that no expert takes, rows that this rank's experts work on).
+Routing = tuple[str, Tensor, int, int]
+
+
+@dataclass(frozen=True)
+class MicrobatchContext:
+    """The microbatch that runs. count: of how many in the step; totals: what all of them add up to, by number
+    (shardc.passes.accumulate)."""
+
+    index: int
+    count: int
+    totals: tuple[Tensor, ...] = ()
+
+
+class StepContext:
+    """Of one rank. Outside of a step there is no microbatch, and nothing is noted.
+
+    microbatch: None: the program runs on whole batches (shardc.runtime.step.module).
+    sums: while the interpreter runs a forward of all microbatches for `ops.summed`: what they add up to so far.
+    routings: what experts' routing notes, if the engine is to report it (shardc.runtime.step.expert_load).
+    recomputing: forward runs once more, in backward: its collectives are recorded as "recompute"."""
+
+    def __init__(self) -> None:
+        self.microbatch: MicrobatchContext | None = None
+        self.sums: dict[int, Tensor] | None = None
+        self.routings: list[Routing] | None = None
+        self.recomputing = False
+
+    @property
+    def running(self) -> MicrobatchContext:
+        """The microbatch, in programs that have several."""
+        assert self.microbatch is not None, "no microbatch runs"
+        return self.microbatch
+
+    def set_microbatch(self, index: int, count: int, totals: Iterable[Tensor] = ()) -> None:
+        """From here on programs run on this microbatch."""
+        self.microbatch = MicrobatchContext(index, count, tuple(totals))
+
+    @contextmanager
+    def recompute(self, microbatch: MicrobatchContext | None) -> Iterator[None]:
+        """In here forward runs once more, on the microbatch of back then."""
+        now = self.microbatch, self.recomputing
+        self.microbatch, self.recomputing = microbatch, True
+        try:
+            yield
+        finally:
+            self.microbatch, self.recomputing = now
