@@ -29,6 +29,7 @@ from shardc.ir.program import Source
 from shardc.rules import registry
 from shardc.rules.calls import call_of
 from shardc.runtime import ops
+from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 from shardc.spec.patterns import match, nearest
 
@@ -133,10 +134,11 @@ def positions(main: Sequence[fx.Node], spec: Spec, mesh: Mesh) -> list[int]:
 
 
 def default_stages(spec: Spec) -> int:
-    """One stage a rank; two for the schedules that need several."""
+    """So many on a rank as the schedule is made for; one for a file's."""
     p = spec.pipeline
     assert p is not None
-    return spec.mesh.size(p.axis) * (2 if p.schedule in ("interleaved", "zb-v") else 1)
+    per_rank = SCHEDULES[p.schedule].per_rank[0] if p.schedule in SCHEDULES else 1
+    return spec.mesh.size(p.axis) * per_rank
 
 
 # --- before modules, by counts ----------------------------------------------------------------------------------------

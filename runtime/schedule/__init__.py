@@ -1,23 +1,28 @@
-"""Pipeline schedules as data: which rank runs which action when. Pure Python; `schedule_actions` says what an action
-is.
+"""Pipeline schedules as data: which rank runs which action when. Pure Python, and a room of its own: it imports nothing
+but shardc.errors, so that specs, passes, plans and the interpreter can all read the one table below.
 
     s = make("1f1b", stages=4, ranks=4, microbatches=8, edges=[(0, 1), (1, 2), (2, 3), (0, 3)])
     print(s)                        # a line a rank; parse(str(s)) == s
     prove(s, edges).live            # raises ShardcError, or returns the peak activations of each rank
     timeline(s, costs).bubble()     # start and end of every action
 
-    schedule_gpipe, _1f1b, _zb_h1, _zb_v    who computes what in which order: (stages, ranks, microbatches) -> actions of each rank
-    schedule_fill                           adds sends, receives, REDUCE and STEP
-    schedule_prove, _time, _text            what it says they do
+    actions                               Action, Schedule, Link: what a schedule is made of
+    gpipe, one_f_one_b, zb_h1, zb_v       who computes what in which order: (stages, ranks, microbatches) -> F, B, I
+                                          and W of each rank
+    sends                                 adds sends, receives, REDUCE and STEP
+    proof                                 complete, in legal order, no deadlock
+    text, timeline                        files of schedules; when each action runs
 
-A new schedule is a function in a file of its own and a line in SCHEDULES. Its stages may be connected in any way: what
-is legal where each stage uses the one before is legal for all edges from earlier to later stages.
-"""  # noqa: E501 (a table)
+A new schedule is a function in a file of its own and a line in SCHEDULES: the spec takes its name, the planner tries
+it. Its stages may be connected in any way: what is legal where each stage uses the one before is legal for all edges
+from earlier to later stages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from shardc.errors import ShardcError
@@ -38,6 +43,7 @@ __all__ = [
     "Edges",
     "Kind",
     "Link",
+    "Maker",
     "Proof",
     "Schedule",
     "Slot",
@@ -56,30 +62,38 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Maker:
-    """order: (stages, ranks, microbatches) -> F, B, I and W of each rank. per_rank: how many stages a rank has; None:
-    any number.
-    """
+    """How a schedule is made, and what a plan may try.
+
+    order: (stages, ranks, microbatches) -> F, B, I and W of each rank. per_rank: numbers of stages on a rank that a
+    plan tries, the first is what a spec gets that names none. only: the order exists for these numbers alone."""
 
     order: Callable[[int, int, int], list[list[Action]]]
-    per_rank: int | None = None
+    per_rank: tuple[int, ...] = (1,)
+    only: bool = False
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Do gradients of inputs (I) and of weights (W) come one after the other? Read off a small one."""
+        order = self.order(2 * self.per_rank[0], 2, 2)
+        return any(a.kind == "I" for each in order for a in each)
 
 
 #: By the name in a spec. 1f1b is interleaved with several stages a rank, and interleaved is 1f1b with one.
 SCHEDULES = {
     "gpipe": Maker(gpipe),
     "1f1b": Maker(one_f_one_b),
-    "interleaved": Maker(one_f_one_b),
+    "interleaved": Maker(one_f_one_b, per_rank=(2, 3, 4)),
     "zb-h1": Maker(zb_h1),
-    "zb-v": Maker(zb_v, per_rank=2),
+    "zb-v": Maker(zb_v, per_rank=(2,), only=True),
 }
 
 
 def make(
     name: str, *, stages: int, ranks: int, microbatches: int, edges: Edges | None = None, where: str = ""
 ) -> Schedule:
-    """A schedule of SCHEDULES, with its sends and receives. edges: which stages use values of which others; None: each
-    the
-    one before.
+    """A schedule of SCHEDULES, with its sends and receives.
+
+    edges: which stages use values of which others; None: each uses the one before.
 
     Raises ShardcError, at `where`, for an unknown name, and for numbers of stages that the schedule cannot have.
     """
@@ -91,41 +105,42 @@ def make(
             what, where=where, fix="give every rank as many stages as the others, and at least one microbatch"
         )
     maker = SCHEDULES[name]
-    if maker.per_rank not in (None, stages // ranks):
-        what = f"{name} has {maker.per_rank} stages on each rank, not {stages // ranks}"
-        raise ShardcError(what, where=where, fix=f"write `stages: {maker.per_rank * ranks}`, or another schedule")
+    if maker.only and stages // ranks not in maker.per_rank:
+        numbers = " or ".join(map(str, maker.per_rank))
+        what = f"{name} has {numbers} stages on each rank, not {stages // ranks}"
+        fix = f"write `stages: {maker.per_rank[0] * ranks}`, or another schedule"
+        raise ShardcError(what, where=where, fix=fix)
     order = maker.order(stages, ranks, microbatches)
     given = links(edges, stages)
     return fill(Schedule.of(name, [_whole(each, given) for each in order]), given)
 
 
-def load(asked: str, *, stages: int, ranks: int, microbatches: int, edges: Edges, where: str = "") -> Schedule:
-    """What `schedule:` of a spec asks for, proven: a name of SCHEDULES, or the path of a file, from here or from where
-    the
-    spec is.
+def load(schedule: str, *, stages: int, ranks: int, microbatches: int, edges: Edges, where: str = "") -> Schedule:
+    """The schedule that a spec names, proven: a name of SCHEDULES, or the path of a file, relative to the working
+    directory or to the spec.
 
-    where: "spec.yaml:4:1" of the asking. Raises ShardcError for what `make`, `parse` and `prove` do not take, and for a
-    file of other sizes."""
+    where: its place in the spec, as "spec.yaml:4:1". Raises ShardcError for what `make`, `parse` and `prove` do
+    not take, and for a file of other sizes."""
     given = links(edges, stages)
-    if asked in SCHEDULES:
-        made = make(asked, stages=stages, ranks=ranks, microbatches=microbatches, edges=given, where=where)
+    if schedule in SCHEDULES:
+        filled = make(schedule, stages=stages, ranks=ranks, microbatches=microbatches, edges=given, where=where)
     else:
-        read = replace(parse(_read(asked, where), asked), name=asked)  # whatever it was printed from
-        for what, has, wants in (
+        read = replace(parse(_read(schedule, where), schedule), name=schedule)  # whatever it was printed from
+        for kind, has, wants in (
             ("ranks", read.ranks, ranks),
             ("stages", read.stages, stages),
             ("microbatches", read.microbatches, microbatches),
         ):
             if has != wants:
                 raise ShardcError(
-                    f"{asked} has {has} {what}, and the spec {wants}",
+                    f"{schedule} has {has} {kind}, and the spec {wants}",
                     where=where,
-                    fix=f"change the file's {what} or the spec's",
+                    fix=f"change the number of {kind} in the file or in the spec",
                 )
         prove(read, given)
-        made = fill(read, given)
-    prove(made, given)
-    return made
+        filled = fill(read, given)
+    prove(filled, given)
+    return filled
 
 
 def _read(path: str, where: str) -> str:

@@ -1,5 +1,5 @@
 """What a pipeline's schedule is made of: for each rank a list of actions. Data only: it prints, and parses back
-(`schedule_text`).
+(text.py).
 
     2F0             stage 2 forward, microbatch 0
     2B0             its whole backward; or, split in two:
@@ -127,14 +127,14 @@ class Schedule:
     @property
     def sizes(self) -> str:
         counts = (self.stages, "stage", "s"), (self.ranks, "rank", "s"), (self.microbatches, "microbatch", "es")
-        stages, ranks, microbatches = (f"{n} {what}{many if n != 1 else ''}" for n, what, many in counts)
+        stages, ranks, microbatches = (f"{n} {noun}{many if n != 1 else ''}" for n, noun, many in counts)
         return f"{stages} on {ranks}, {microbatches}"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(s for s, r in enumerate(self.placement) if r == rank)
 
     def place(self, rank: int, index: int) -> str:
-        """Where an action stands, for errors."""
+        """The place of an action, for errors."""
         return self.where[rank][index] if self.where else f"{self.name}: rank {rank}, action {index + 1}"
 
     def __iter__(self) -> Iterator[tuple[int, int, Action]]:

@@ -5,7 +5,7 @@
     rank 1: 1F0 1B0
             1F1 1B1             a line without `rank` goes on with the rank before
 
-The actions are those of `schedule_actions`. Sends and receives, REDUCE and STEP may be left out: they are filled in.
+The actions are those of actions.py. Sends and receives, REDUCE and STEP may be left out: they are filled in.
 A file without any `rank` has a line a rank, split by commas or blanks: what torch.distributed.pipelining writes as CSV
 is read."""
 
@@ -27,7 +27,7 @@ _ACTION = re.compile(
 def parse(text: str, file: str = "schedule") -> Schedule:
     """The inverse of `str(schedule)`; its name is `file` where the text has none.
 
-    Raises ShardcError with the line and column of every word that is no action.
+    Raises ShardcError with the line and column of every word that is not an action.
     """
     lines = [line.partition("#")[0] for line in text.splitlines()]
     named = any(map(_RANK.match, lines))
@@ -50,14 +50,14 @@ def parse(text: str, file: str = "schedule") -> Schedule:
         for word in _WORD.finditer(line, start):
             where = f"{file}:{n}:{word.start() + 1}"
             if not actions:
-                errors.add(f"{word[0]} stands before the first rank", where=where, fix="begin with `rank 0:`")
+                errors.add(f"{word[0]} comes before the first rank", where=where, fix="begin with `rank 0:`")
                 break
             made = _action(word[0])
             if isinstance(made, Action):
                 actions[-1].append(made)
                 places[-1].append(where)
             else:
-                errors.add(f"{word[0]!r} is no action", where=where, fix=made)
+                errors.add(f"{word[0]!r} is not an action", where=where, fix=made)
     if not any(actions):
         errors.add("the schedule has no actions", where=file, fix="write a line a rank: `rank 0: 0F0 0B0`")
     errors.raise_any()

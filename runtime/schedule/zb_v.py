@@ -8,7 +8,7 @@ is split.
 With F, I and W alike no rank waits between its first action and its last one, and each keeps the activations that
 1F1B's first rank has: of 2p microbatches of stages half as large. The order of phases is that of
 torch.distributed.pipelining's ScheduleZBVZeroBubble. It needs 2p-1 microbatches; with fewer it is the order of so many,
-without those that are not there (see `schedule_1f1b`)."""
+without those that are not there (see one_f_one_b.py)."""
 
 from __future__ import annotations
 

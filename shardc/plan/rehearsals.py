@@ -23,6 +23,7 @@ from shardc.ir.program import Program
 from shardc.plan.model import UNITS, Subject
 from shardc.plan.space import KEPT, Choice, Keep, Words, spec
 from shardc.plan.stage_vectors import FLOPS, Stage, Vector, lines, part_of, stage
+from shardc.runtime.schedule import SCHEDULES
 from shardc.runtime.step.engine import adamw
 
 
@@ -127,7 +128,7 @@ class Library:
         """A spec's stages, from one that has four of them along `axis`, whatever it says itself."""
         layers = self.subject.layers
         assert layers is not None
-        split = asked.get("pipeline", {}).get("schedule", "1f1b").startswith("zb")
+        split = SCHEDULES[asked.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
         mesh = {a: n for a, n in asked["mesh"].items() if a != axis}
         key = repr(({**asked, "pipeline": split, "mesh": mesh}, rows))
         if key not in self._rehearsed:

@@ -16,6 +16,7 @@ from shardc.plan.estimate import Estimates
 from shardc.plan.exact import Priced, price
 from shardc.plan.rehearsals import Library
 from shardc.plan.space import CHECKPOINTS, Choice, Keep, choices, divisors, spec
+from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
 #: How many rehearsals of whole choices are made, and how many choices are priced from them.
@@ -174,6 +175,6 @@ class Search:
         whole = (
             (c.pp, c.schedule, c.per_rank)
             if self.library.subject.layers is None
-            else (c.schedule.startswith("zb"), c.pp == 1)
+            else (SCHEDULES[c.schedule].splits_backward, c.pp == 1)
         )
         return c.core, c.dp, c.zero, c.rows, min(c.microbatches, 3), whole

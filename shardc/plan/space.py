@@ -25,15 +25,6 @@ CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
 }
 #: Of the bytes that backward would keep of a region, the share that is kept, where a spec says it.
 KEPT: dict[Keep, float] = {"none": 1.0, "half": 0.5, "quarter": 0.25, "eighth": 0.125}
-#: Stages on a rank, by schedule.
-PER_RANK: dict[str, tuple[int, ...]] = {
-    "gpipe": (1,),
-    "1f1b": (1,),
-    "interleaved": (2, 3, 4),
-    "zb-h1": (1,),
-    "zb-v": (2,),
-}
-assert set(PER_RANK) == set(SCHEDULES), "a new schedule: how many stages may a rank have?"
 
 
 @dataclass(frozen=True)
@@ -166,9 +157,10 @@ def choices(
                     if pp == 1:
                         yield one
                         continue
-                    for name, numbers in PER_RANK.items():
-                        if name.startswith("zb") and (zero == 3 or keep != "none"):
+                    for name, maker in SCHEDULES.items():
+                        if maker.splits_backward and (zero == 3 or keep != "none"):
                             # the second half of backward keeps what the first one gathered or computed again: nothing
                             # is saved
                             continue
-                        yield from (replace(one, schedule=name, per_rank=v) for v in numbers if pp * v <= layers)
+                        numbers = (v for v in maker.per_rank if pp * v <= layers)
+                        yield from (replace(one, schedule=name, per_rank=v) for v in numbers)

@@ -25,11 +25,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import LiteralString
 
+from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.patterns import faults
 from shardc.spec.yaml_reader import say
 
 STYLES = ("column", "row", "vocab", "replicate")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 USES = ("model", "structure")
 
@@ -119,7 +119,7 @@ def _place(value: str) -> str:
 
 def _schedule(value: str) -> str:
     if value not in SCHEDULES and "/" not in value and "." not in value:
-        raise _unknown("schedule", SCHEDULES, "or the path of a file")
+        raise _unknown("schedule", tuple(SCHEDULES), "or the path of a file")
     return value
 
 

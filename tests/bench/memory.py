@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 import shardc  # noqa: E402
 import shardc.nn  # noqa: E402
 from shardc.capture import capture  # noqa: E402
+from shardc.runtime.schedule import SCHEDULES  # noqa: E402
 from tests import live_bytes, zoo  # noqa: E402
 from tests.zoo import hf, hf_more  # noqa: E402
 
@@ -63,7 +64,6 @@ NESTED = {
     "t5": "decoder.block.*",
     "resnet": "blocks.*",
 }
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 EXPERTS = {"moe": "moe", "mixtral": "*.mlp.experts"}
 Setting = tuple[str, dict[str, Any], dict[str, Any]]  # its name, the spec, options of Engine
 

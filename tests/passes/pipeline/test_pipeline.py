@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.program import Program
+from shardc.runtime.schedule import SCHEDULES
 from shardc.verify.simulate import Simulation
 from tests import equality, zoo
 from tests.equality import Reference, assert_equal
 from tests.test_equal import FIRST, SHARD
 from tests.zoo import plain, plain_more  # noqa: F401 (its models are in plain.ALL)
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 BUILD: dict[str, Callable[..., zoo.Built]] = {
     "gpt": functools.partial(zoo.gpt, layers=4),
     "llama": functools.partial(zoo.llama, layers=4),
@@ -71,7 +71,7 @@ def check(name: str, asked: dict[str, Any]) -> Program:
 # --- models, meshes, schedules
 
 CASES = [
-    (name, mesh, SCHEDULES[(i + j) % 5], sequence)
+    (name, mesh, tuple(SCHEDULES)[(i + j) % len(SCHEDULES)], sequence)
     for i, (name, meshes) in enumerate({"gpt": MESHES, "llama": MESHES, "t5": MESHES, "unet": PLAIN}.items())
     for j, (mesh, sequence) in enumerate((m, m.endswith("sp")) for m in meshes)
 ]

@@ -10,14 +10,18 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardc.errors import ShardcError
+from shardc.plan.space import choices
 from shardc.runtime import schedule
-from shardc.runtime.schedule import Action, Link, Schedule, make, parse, prove
+from shardc.runtime.schedule import SCHEDULES, Action, Link, Maker, Schedule, make, parse, prove
+from shardc.spec import Spec
+from tests.passes.pipeline.test_pipeline import check, spec
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 5), (3, 2), (3, 3), (3, 7), (4, 4), (4, 9), (5, 3)]
 KINDS = [
@@ -221,16 +225,16 @@ def test_torch_csv_is_read() -> None:
     ("text", "where", "what", "fix"),
     [
         ("", "schedule", "has no actions", "rank 0: 0F0 0B0"),
-        ("rank 0: 0F0 0X0", "schedule:1:13", "'0X0' is no action", "2F0, 2B0"),
-        ("rank 0: F0", "schedule:1:9", "'F0' is no action", "stage, kind, microbatch"),
-        ("rank 0: 0F", "schedule:1:9", "'0F' is no action", "stage, kind, microbatch"),
-        ("rank 0: 0F0>1", "schedule:1:9", "'0F0>1' is no action", "write 0F0"),
-        ("rank 0:\n  0SEND_F0", "schedule:2:3", "'0SEND_F0' is no action", "write 0SEND_F0>N"),
-        ("rank 0: 0SEND_F0<1", "schedule:1:9", "'0SEND_F0<1' is no action", "write 0SEND_F0>N"),
-        ("rank 0: 1RECV_F0>0", "schedule:1:9", "'1RECV_F0>0' is no action", "write 1RECV_F0<N"),
+        ("rank 0: 0F0 0X0", "schedule:1:13", "'0X0' is not an action", "2F0, 2B0"),
+        ("rank 0: F0", "schedule:1:9", "'F0' is not an action", "stage, kind, microbatch"),
+        ("rank 0: 0F", "schedule:1:9", "'0F' is not an action", "stage, kind, microbatch"),
+        ("rank 0: 0F0>1", "schedule:1:9", "'0F0>1' is not an action", "write 0F0"),
+        ("rank 0:\n  0SEND_F0", "schedule:2:3", "'0SEND_F0' is not an action", "write 0SEND_F0>N"),
+        ("rank 0: 0SEND_F0<1", "schedule:1:9", "'0SEND_F0<1' is not an action", "write 0SEND_F0>N"),
+        ("rank 0: 1RECV_F0>0", "schedule:1:9", "'1RECV_F0>0' is not an action", "write 1RECV_F0<N"),
         ("rank 1: 0F0", "schedule:1:1", "rank 1 comes after 0 ranks", "`rank 0:`"),
         ("rank 0: 0F0 0B0\nrank 0: 1F0", "schedule:2:1", "rank 0 comes after 1 ranks", "`rank 1:`"),
-        ("0F0\nrank 0: 0B0", "schedule:1:1", "0F0 stands before the first rank", "`rank 0:`"),
+        ("0F0\nrank 0: 0B0", "schedule:1:1", "0F0 comes before the first rank", "`rank 0:`"),
     ],
 )
 def test_what_does_not_parse(text: str, where: str, what: str, fix: str) -> None:
@@ -531,3 +535,30 @@ def test_sizes_that_a_schedule_cannot_have(name: str, stages: int, ranks: int, m
     assert what in e.value.what
     assert e.value.where == "spec.yaml:4:1"
     assert e.value.fix
+
+
+# --- a new one
+
+
+def breadth_first(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
+    """All forwards, all gradients of inputs, all gradients of weights."""
+    each = range(microbatches)
+    return [[Action(kind, rank, m) for kind in ("F", "I", "W") for m in each] for rank in range(ranks)]
+
+
+def planned(keep: Literal["none", "full"]) -> set[str]:
+    """The schedules that a planner tries for two stages."""
+    return {c.schedule for c in choices([(1, 1, False, keep)], devices=2, batch=4, layers=2) if c.pp == 2}
+
+
+def test_a_new_schedule_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line in SCHEDULES is all: specs take the name, the planner tries it, a program runs by it."""
+    monkeypatch.setitem(SCHEDULES, "breadth-first", Maker(breadth_first))
+    with pytest.raises(ShardcError) as caught:
+        Spec.load(spec({"pp": 2}, 2, schedule="breadth-frist"))
+    assert "did you mean 'breadth-first'" in str(caught.value)
+    assert planned("none") == {"gpipe", "1f1b", "zb-h1", "breadth-first"}  # the others have more stages than layers
+    assert planned("full") == {"gpipe", "1f1b"}  # a backward in two halves computes nothing again
+    program = check("gpt", spec({"pp": 2}, 2, schedule="breadth-first"))  # equal to one device
+    assert program.schedule is not None
+    assert (program.schedule.name, program.schedule.stages) == ("breadth-first", 2)
