@@ -25,8 +25,8 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
+from shardc.capture.constants import constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
-from shardc.capture.patches import constant_value, given_numbers
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.program import Source

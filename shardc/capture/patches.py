@@ -6,16 +6,13 @@ Everything here is a context manager and is undone when the capture ends, also w
 from __future__ import annotations
 
 import inspect
-import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from shardc.capture import autograd_function
 from shardc.capture.causes import PACKED, PADDED
@@ -24,13 +21,10 @@ from shardc.ir import source
 from shardc.torch_modes import untraced
 from shardc.torch_private import (
     FakeTensor,
-    OpOverload,
     fake_mode,
     fake_tensor,
     plain_checkpoints,
     replaced_packing,
-    traced_constant,
-    traced_node,
 )
 
 
@@ -83,7 +77,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 @contextmanager
-def watching(side: list[Tensor]) -> Iterator[None]:
+def export_patches(side: list[Tensor]) -> Iterator[None]:
     """While open: custom autograd Functions keep their backward (shardc/capture/autograd_function.py); checkpoints run
     plainly; tensor hooks raise, naming the user's line. side: gets terms that the loss has to have besides."""
     original = torch.autograd.Function.apply
@@ -141,129 +135,6 @@ def watching(side: list[Tensor]) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", hook))
         stack.enter_context(mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", hook))
         yield
-
-
-@contextmanager
-def lean_transformers(model: nn.Module) -> Iterator[None]:
-    """While open, models of the transformers library build no cache and only masks that they need.
-
-    transformers writes dense [batch, 1, seq, seq] masks when it is exported, because an exported graph may run on other
-    values. Ours runs only at these shapes, so a mask that depends on shapes alone may stay `is_causal`, as in eager
-    mode. That also leaves grouped-query heads to the attention op. Does nothing if transformers is not imported.
-    """
-    masking: ModuleType | None = sys.modules.get("transformers.masking_utils")
-    with ExitStack() as stack:
-        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
-        cached = [c for c in configs if getattr(c, "use_cache", None) is True]
-        for config in cached:
-            stack.enter_context(mock.patch.object(config, "use_cache", False))
-        if masking is not None:
-            packed = masking.find_packed_sequence_indices
-            # a model that fills a cache does not look for packed sequences; checkpointing turns its cache off
-            looks = not cached or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-
-            def find_packed_sequence_indices(position_ids: Tensor) -> Any:
-                if not looks:
-                    return None
-                known = constant(position_ids)
-                return packed(position_ids) if known is None or untraced(packed, known) is not None else None
-
-            stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
-            stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
-            stack.enter_context(
-                mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices)
-            )
-        yield
-
-
-def isinstance_fake(x: Any = None) -> bool:
-    """transformers' `is_tracing`, true only of tensors whose values are unknown."""
-    return isinstance(x, FakeTensor)
-
-
-def constant(x: Tensor) -> Tensor | None:
-    """The value of a traced tensor that depends on no input, parameter or buffer; None for all others."""
-    return constant_value(x, {})[0]
-
-
-def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor | None, set[fx.Node]]:
-    """The value of a traced tensor that depends on nothing given but what `stored` has the values of, and what of that
-    it
-    depends on.
-
-    Random numbers have no value, except where it is the same at both ends of their range: `torch.rand([]) < 0.0`.
-    """
-    if not isinstance(x, FakeTensor):
-        return x, set()
-    node = traced_node(x)
-    if node is None:
-        return None, set()
-    family = _family(node)
-    known = {n: c for n in family if n.op == "get_attr" and (c := traced_constant(str(n.target))) is not None}
-    known |= {n: c for n, c in stored.items() if n in family}
-    if any(n not in known and (n.op != "call_function" or (_random(n) and _name(n) not in UNIFORM)) for n in family):
-        return None, set()
-    low = untraced(_evaluate, node, family, known, 0.0)
-    if any(_random(n) for n in family) and not torch.equal(
-        low, untraced(_evaluate, node, family, known, 1.0 - 2.0**-24)
-    ):
-        return None, set()
-    return low, family & stored.keys()
-
-
-def given_numbers(x: Tensor) -> set[fx.Node]:
-    """The placeholders of which alone a traced tensor is made, if all of them hold whole numbers; else nothing."""
-    node = traced_node(x)
-    given = {n for n in _family(node) if n.op == "placeholder"} if node is not None else set()
-    dtypes = [getattr(n.meta.get("val"), "dtype", torch.float32) for n in given]
-    return set() if any(d.is_floating_point or d.is_complex for d in dtypes) else given
-
-
-def _evaluate(node: fx.Node, family: set[fx.Node], given: Mapping[fx.Node, Tensor], drawn: float) -> Tensor:
-    """The value that a node has by now. family: see `_family`. drawn: what uniform random numbers are taken to be."""
-    known = {n: c.clone() for n, c in given.items()}
-    for n in node.graph.nodes:
-        if n in family and n not in known:
-            args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: known[m])
-            with torch.random.fork_rng(devices=[]):
-                result: Tensor = n.target(*args, **kwargs)
-            known[n] = result.fill_(drawn) if _random(n) else result
-    return known[node]
-
-
-def _family(node: fx.Node) -> set[fx.Node]:
-    """What a node's value depends on: what it is computed of, and what is written into
-    that, also through views of it.
-    """
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        n = todo.pop()
-        if n not in found:
-            found.add(n)
-            todo += n.all_input_nodes
-            todo += [user for user in n.users if _shares(user, n)]
-    return found
-
-
-def _shares(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a call's result is a view of one of its operands, or it writes to that."""
-    if not isinstance(user.target, OpOverload):
-        return user.target is operator.getitem
-    schema = user.target._schema.arguments
-    return any(a.alias_info is not None and x is node for a, x in zip(schema, user.args, strict=False))
-
-
-#: Random ops that draw from (0, 1).
-UNIFORM = ("aten::rand", "aten::rand_like")
-
-
-def _name(node: fx.Node) -> str:
-    return node.target._schema.name if isinstance(node.target, OpOverload) else ""
-
-
-def _random(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 @contextmanager

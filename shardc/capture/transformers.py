@@ -1,27 +1,31 @@
-"""transformers' experts as one op: while a model is captured, its layers of experts call `shardc.nn.experts`.
-
-The library lets implementations be chosen by name (`config.experts_implementation`); this one stands for all of them
-that compute every expert's products at once ("grouped_mm", "batched_mm", kernels of GPUs). "eager" is a Python loop
-over experts, and stays one."""
+"""Patches for the transformers library while one of its models is captured: experts as one op, no cache, few masks."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
 
+from shardc.capture.constants import constant
 from shardc.errors import ShardcError
 from shardc.nn import experts
+from shardc.torch_modes import untraced
+from shardc.torch_private import FakeTensor
 
 
 @contextmanager
 def as_one_op() -> Iterator[None]:
-    """Does nothing if transformers is not imported, or is older than its interface of experts."""
+    """While open, layers of experts call `shardc.nn.experts`.
+
+    The library chooses implementations by name (`config.experts_implementation`); this one is taken for all that
+    compute every expert's products at once ("grouped_mm", "batched_mm", kernels of GPUs). "eager" is a Python loop over
+    experts, and stays one. Does nothing if transformers is not imported, or is older than its interface of experts.
+    """
     moe: ModuleType | None = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ExpertsInterface", None)
     if interface is None:
@@ -60,3 +64,41 @@ def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Te
         )
     except ShardcError:  # an activation with parameters of its own, or matrices of another form
         return chosen(module, x, index, weights)
+
+
+@contextmanager
+def lean_transformers(model: nn.Module) -> Iterator[None]:
+    """While open, models of the transformers library build no cache and only masks that they need.
+
+    transformers writes dense [batch, 1, seq, seq] masks when it is exported, because an exported graph may run on other
+    values. Ours runs only at these shapes, so a mask that depends on shapes alone may stay `is_causal`, as in eager
+    mode. That also leaves grouped-query heads to the attention op. Does nothing if transformers is not imported.
+    """
+    masking: ModuleType | None = sys.modules.get("transformers.masking_utils")
+    with ExitStack() as stack:
+        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
+        cached = [c for c in configs if getattr(c, "use_cache", None) is True]
+        for config in cached:
+            stack.enter_context(mock.patch.object(config, "use_cache", False))
+        if masking is not None:
+            packed = masking.find_packed_sequence_indices
+            # a model that fills a cache does not look for packed sequences; checkpointing turns its cache off
+            looks = not cached or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+
+            def find_packed_sequence_indices(position_ids: Tensor) -> Any:
+                if not looks:
+                    return None
+                known = constant(position_ids)
+                return packed(position_ids) if known is None or untraced(packed, known) is not None else None
+
+            stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
+            stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
+            stack.enter_context(
+                mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices)
+            )
+        yield
+
+
+def isinstance_fake(x: Any = None) -> bool:
+    """transformers' `is_tracing`, true only of tensors whose values are unknown."""
+    return isinstance(x, FakeTensor)

@@ -1,0 +1,75 @@
+"""A global batch: its tensors and their paths, and the arguments of forward that it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from shardc.errors import ShardcError
+from shardc.torch_private import pytree
+
+
+class Leaves:
+    """The tensors of a batch, their paths, and how to put a batch together again from others.
+
+    >>> Leaves({"x": torch.zeros(2), "flag": True}).paths
+    [('x',)]
+    """
+
+    def __init__(self, batch: Any) -> None:
+        flat, self.spec = pytree.tree_flatten_with_path(batch)
+        self.flat = [x for _, x in flat]
+        self.at = [i for i, x in enumerate(self.flat) if isinstance(x, Tensor)]
+        self.tensors: list[Tensor] = [self.flat[i] for i in self.at]
+        self.paths: list[tuple[str | int, ...]] = [tuple(_key(k) for k in flat[i][0]) for i in self.at]
+        self.nodes: list[fx.Node | None] = []  # of the tensors, while they are traced
+        if not self.tensors:
+            raise ShardcError(
+                "the batch has no tensor in it", fix="give a dict (keyword arguments), a tuple or a tensor"
+            )
+
+    def named(self, nodes: set[fx.Node]) -> list[str]:
+        """The names of tensors that are these nodes in the graph in the making."""
+        return [".".join(map(str, path)) for path, node in zip(self.paths, self.nodes, strict=False) if node in nodes]
+
+    def batch(self, tensors: Iterable[Tensor]) -> Any:
+        flat = list(self.flat)
+        for i, x in zip(self.at, tensors, strict=True):
+            flat[i] = x
+        return pytree.tree_unflatten(flat, self.spec)
+
+
+def _key(key: Any) -> str | int:
+    found = getattr(key, "key", getattr(key, "idx", getattr(key, "name", None)))
+    assert isinstance(found, (str, int)), f"unknown path element {key!r}"
+    return found
+
+
+def with_plain_dicts(batch: Any) -> Any:
+    """A batch with every mapping as a dict: transformers' tokenizers return a class of their own, which pytrees take
+    for a leaf.
+    """
+    if isinstance(batch, Mapping) and (type(batch) is dict or type(batch) not in pytree.SUPPORTED_NODES):
+        return {k: with_plain_dicts(v) for k, v in batch.items()}
+    return type(batch)(map(with_plain_dicts, batch)) if type(batch) in (list, tuple) else batch
+
+
+def keys_of_loss(model: nn.Module, batch: Any) -> set[Any]:
+    """The batch's keys that forward does not name: labels, when a function computes the loss."""
+    named = inspect.signature(model.forward).parameters
+    if not isinstance(batch, Mapping) or any(p.kind is p.VAR_KEYWORD for p in named.values()):
+        return set()
+    return {key for key in batch if key not in named}
+
+
+def arguments(model: nn.Module, batch: Any, own_loss: bool) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of forward that a batch is. A loss is given the whole batch: keys that forward does not name are
+    for it alone.
+    """
+    if isinstance(batch, Mapping):
+        own = keys_of_loss(model, batch) if own_loss else set()
+        return (), {key: x for key, x in batch.items() if key not in own}
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

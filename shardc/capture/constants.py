@@ -1,0 +1,97 @@
+"""Values of traced tensors that are known while the model is traced: those made of constants alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, fx
+
+from shardc.torch_modes import untraced
+from shardc.torch_private import FakeTensor, OpOverload, traced_constant, traced_node
+
+
+def constant(x: Tensor) -> Tensor | None:
+    """The value of a traced tensor that depends on no input, parameter or buffer; None for all others."""
+    return constant_value(x, {})[0]
+
+
+def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor | None, set[fx.Node]]:
+    """The value of a traced tensor that depends on nothing given but what `stored` has the values of, and what of that
+    it
+    depends on.
+
+    Random numbers have no value, except where it is the same at both ends of their range: `torch.rand([]) < 0.0`.
+    """
+    if not isinstance(x, FakeTensor):
+        return x, set()
+    node = traced_node(x)
+    if node is None:
+        return None, set()
+    family = _family(node)
+    known = {n: c for n in family if n.op == "get_attr" and (c := traced_constant(str(n.target))) is not None}
+    known |= {n: c for n, c in stored.items() if n in family}
+    if any(n not in known and (n.op != "call_function" or (_random(n) and _name(n) not in UNIFORM)) for n in family):
+        return None, set()
+    low = untraced(_evaluate, node, family, known, 0.0)
+    if any(_random(n) for n in family) and not torch.equal(
+        low, untraced(_evaluate, node, family, known, 1.0 - 2.0**-24)
+    ):
+        return None, set()
+    return low, family & stored.keys()
+
+
+def given_numbers(x: Tensor) -> set[fx.Node]:
+    """The placeholders of which alone a traced tensor is made, if all of them hold whole numbers; else nothing."""
+    node = traced_node(x)
+    given = {n for n in _family(node) if n.op == "placeholder"} if node is not None else set()
+    dtypes = [getattr(n.meta.get("val"), "dtype", torch.float32) for n in given]
+    return set() if any(d.is_floating_point or d.is_complex for d in dtypes) else given
+
+
+def _evaluate(node: fx.Node, family: set[fx.Node], given: Mapping[fx.Node, Tensor], drawn: float) -> Tensor:
+    """The value that a node has by now. family: see `_family`. drawn: what uniform random numbers are taken to be."""
+    known = {n: c.clone() for n, c in given.items()}
+    for n in node.graph.nodes:
+        if n in family and n not in known:
+            args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: known[m])
+            with torch.random.fork_rng(devices=[]):
+                result: Tensor = n.target(*args, **kwargs)
+            known[n] = result.fill_(drawn) if _random(n) else result
+    return known[node]
+
+
+def _family(node: fx.Node) -> set[fx.Node]:
+    """What a node's value depends on: what it is computed of, and what is written into
+    that, also through views of it.
+    """
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if n not in found:
+            found.add(n)
+            todo += n.all_input_nodes
+            todo += [user for user in n.users if _shares(user, n)]
+    return found
+
+
+def _shares(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a call's result is a view of one of its operands, or it writes to that."""
+    if not isinstance(user.target, OpOverload):
+        return user.target is operator.getitem
+    schema = user.target._schema.arguments
+    return any(a.alias_info is not None and x is node for a, x in zip(schema, user.args, strict=False))
+
+
+#: Random ops that draw from (0, 1).
+UNIFORM = ("aten::rand", "aten::rand_like")
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, OpOverload) else ""
+
+
+def _random(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -1,0 +1,151 @@
+"""torch.export of a model's loss, and what makes a graph of plain aten ops of it: regions inlined, writes in place and
+checks gone, everything refused that no program can hold.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from shardc.capture import causes, functionalize, inner_autograd, patches, side_effects, transformers
+from shardc.capture.batch import Leaves, arguments
+from shardc.capture.data_dependent_values import known_values
+from shardc.capture.loss import Loss, LossOf
+from shardc.capture.tensor_methods import traceable
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.ir import types as values
+from shardc.ir.graph import is_call, placeholders, producer_of
+from shardc.ir.program import Source
+from shardc.torch_private import (
+    FakeTensor,
+    OpOverload,
+    fake_tensor,
+    functionalized,
+    is_transform,
+    silent,
+    traced_with,
+)
+
+
+def export(
+    model: nn.Module, leaves: Leaves, loss: Loss | None, *, sizes: bool = False
+) -> tuple[ExportedProgram, dict[str, fx.Node], tuple[str, ...]]:
+    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes. sizes: see
+    known_values.
+    """
+    mode, tensors = patches.fakes(model)
+    inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # one each: export merges inputs that are one object
+    wrapper = LossOf(model, leaves, loss)
+    wrapper.training = model.training
+    with (
+        warnings.catch_warnings(),
+        transformers.lean_transformers(model),
+        transformers.as_one_op(),
+        patches.export_patches(wrapper.side),
+        known_values(model, sizes=sizes) as asked,
+        traceable(),
+        patches.swapped(model, tensors),
+        inner_autograd.recorded(),
+        traced_with(source.trace_of_call),
+        silent(),
+    ):
+        warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
+        numbers = side_effects.random_state()
+        try:
+            exported = torch.export.export(wrapper, inputs, strict=False)
+        except (
+            Exception
+        ) as e:  # tracing runs the user's Python, which may raise anything; raised again as what it means
+            if isinstance(e, TypeError):
+                patches.check_call(model, *arguments(model, leaves.batch(leaves.tensors), loss is not None))
+            raise causes.of_error(e, leaves.named(asked.inputs)) from e
+        if side_effects.random_state() != numbers:
+            with mode:
+                raise side_effects.refuse_random(
+                    *side_effects.line_that_changes(side_effects.random_state, lambda: wrapper(*inputs))
+                )
+        gm = exported.graph_module
+        cut = functionalize.inline_regions(gm)
+        functionalize.drop_checks(gm.graph)
+        transformed = any(is_transform(n.target) for n in gm.graph.nodes)
+        if not transformed:
+            _check(gm.graph, leaves.named(asked.inputs))
+        signature = exported.graph_signature
+        nodes = placeholders(gm.graph)
+        kinds: dict[InputKind, dict[fx.Node, str]] = {}
+        for spec in signature.input_specs:
+            kinds.setdefault(spec.kind, {})[nodes[spec.arg.name]] = str(spec.target)
+            if spec.kind == InputKind.CUSTOM_OBJ:
+                raise causes.of_input(nodes[spec.arg.name], "object")
+            if spec.kind == InputKind.CONSTANT_TENSOR and isinstance(
+                exported.constants[str(spec.target)].detach(), FakeTensor
+            ):
+                raise causes.of_input(nodes[spec.arg.name], "fake")
+        stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
+        updated = None if transformed else functionalize.remove_inplace(gm.graph, *stored, cut)
+        if (
+            updated is None
+        ):  # traced once more, in ops below those that write in place, and below torch.func's transforms
+            gm.recompile()
+            exported = functionalized(exported)
+            _check(exported.graph_module.graph, leaves.named(asked.inputs))
+            functionalize.differentiable(exported.graph_module.graph)
+            updated = _mutated(exported)
+        stands = inner_autograd.expand(exported.graph_module.graph)
+        updated = {name: stands.get(node, node) for name, node in updated.items()}
+    asked.refuse_changed(n.removeprefix("model.") for n in updated)
+    return exported, updated, tuple(dict.fromkeys(map(_unseen, asked.sources)))
+
+
+def _unseen(at: Source) -> str:
+    """A note on a line that asks for a number of which nothing in the graph is made."""
+    return (
+        f"{at.line}: a tensor becomes a number that only Python sees ({at.code}): steps of the program do not run this"
+        " line"
+    )
+
+
+def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
+    """{FQN of a buffer: its new value} of a functionalised program."""
+    results: Any = exported.graph.output_node().args[0]
+    found: dict[str, fx.Node] = {}
+    for spec, node in zip(exported.graph_signature.output_specs, results, strict=True):
+        if spec.kind == OutputKind.BUFFER_MUTATION:
+            found[str(spec.target)] = node
+        elif spec.kind == OutputKind.PARAMETER_MUTATION:
+            raise ShardcError(
+                f"the forward pass writes to the parameter {str(spec.target).removeprefix('model.')!r}",
+                where=source.place(node),
+                fix="change parameters outside of forward, or make it a buffer",
+            )
+    return found
+
+
+def _check(graph: fx.Graph, asked: list[str]) -> None:
+    """Refuse what was traced though no program can hold it: values of tensors as numbers, unknown sizes, sparse
+    tensors, transforms.
+
+    asked: inputs whose values Python asked for.
+    """
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        many = val if isinstance(val, (tuple, list)) else (val,)
+        name = values.op_name(node.target)
+        if re.search(causes.REJECTION, name):
+            raise causes.of_op(node, str(node.target))
+        if any(isinstance(v, Tensor) and v.layout is not torch.strided for v in many):
+            raise causes.of_op(node, f"sparse {name}")
+        if is_call(node) and not isinstance(node.target, OpOverload):
+            raise causes.of_op(node, f"transform {name}")
+        dynamic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or any(
+            isinstance(v, Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape) for v in many
+        )
+        if dynamic:
+            raise causes.of_op(node, values.op_name(producer_of(node)[0].target), asked)

@@ -1,0 +1,144 @@
+"""An exported graph in the form that shardc/ir/program.py describes: placeholders for what the model stores and for the
+batch, typed nodes that know their module and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from shardc.capture.batch import Leaves
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.ir import types as values
+from shardc.ir.graph import placeholders, source_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.program import Buffer, Input, Param, Program, Source, Value
+
+
+def lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: Mapping[str, fx.Node]) -> Program:
+    """Put an exported graph into the form that program.py describes."""
+    graph = fx.Graph()
+    for name in ("mesh", "rng"):
+        graph.placeholder(name).meta["value"] = None
+
+    def place(base: str, value: Value) -> fx.Node:
+        """A placeholder; fx makes its name unique and legal."""
+        node = graph.placeholder("".join(c if c.isalnum() else "_" for c in base).strip("_") or "input")
+        node.target = node.name
+        node.meta["value"], node.meta["source"] = value, Source()
+        return node
+
+    fresh = {fqn.removeprefix("model."): node for fqn, node in updated.items()}
+    params: list[Param] = []
+    buffers: list[Buffer] = []
+    inputs: list[Input] = []
+    by_fqn: dict[str, fx.Node] = {}
+    for names, p in _tied(model.named_parameters(remove_duplicate=False)):
+        node = place(names[0], values.of_tensor(p, p.requires_grad))
+        params.append(Param(node.name, names[0], tuple(p.shape), p.dtype, p.requires_grad, tuple(names[1:])))
+        by_fqn.update(dict.fromkeys(names, node))
+    persistent = {n for path, m in model.named_modules(remove_duplicate=False) for n in _persistent(path, m)}
+    for names, b in _tied(model.named_buffers(remove_duplicate=False)):
+        node = place(names[0], values.of_tensor(b))
+        buffers.append(
+            Buffer(
+                node.name,
+                names[0],
+                tuple(b.shape),
+                b.dtype,
+                tuple(names[1:]),
+                updated=any(n in fresh for n in names),
+                persistent=names[0] in persistent,
+            )
+        )
+        by_fqn.update(dict.fromkeys(names, node))
+    env: dict[fx.Node, fx.Node] = {}
+    exported_nodes = placeholders(exported.graph)
+    specs = exported.graph_signature.input_specs
+    for spec in specs:
+        if spec.kind == InputKind.CONSTANT_TENSOR:
+            constant = exported.constants[str(spec.target)].detach()
+            node = place(str(spec.target).removeprefix("model."), values.of_tensor(constant))
+            buffers.append(
+                Buffer(node.name, "", tuple(constant.shape), constant.dtype, persistent=False, constant=constant)
+            )
+            env[exported_nodes[spec.arg.name]] = node
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            env[exported_nodes[spec.arg.name]] = by_fqn[str(spec.target).removeprefix("model.")]
+    given = iter(zip(leaves.paths, leaves.tensors, strict=True))
+    for spec in specs:
+        if spec.kind == InputKind.USER_INPUT:
+            path, x = next(given)
+            named = path if path and isinstance(path[0], str) else ("input", *path)
+            node = place("_".join(map(str, named)), values.of_tensor(x))
+            inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
+            env[exported_nodes[spec.arg.name]] = node
+
+    loss = _copy(exported.graph, graph, env)
+    owners = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
+    news = {owners[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
+    with_news = tuple(_detached(graph, news[b.name]) for b in buffers if b.updated)
+    if not values.requires_grad(loss) and any(p.requires_grad for p in params):
+        what = "the loss depends on no trainable parameter"
+        fix = "check that nothing between the parameters and the loss is detached, or computed under no_grad"
+        raise ShardcError(what, where=source.where(source_of(loss)), fix=fix)
+    graph.output((loss, with_news))
+    graph.lint()
+    meta, shared = {"model": type(model).__name__}, _shared_modules(model)
+    return Program(Mesh(()), graph, tuple(params), tuple(buffers), tuple(inputs), meta=meta, shared_modules=shared)
+
+
+def _shared_modules(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names of modules that are one object under several: a graph's nodes carry just one of them."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    return tuple(tuple(aliases) for aliases in names.values() if len(aliases) > 1)
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if not values.requires_grad(node):
+        return node
+    cut = graph.call_function(torch.ops.aten.detach.default, (node,))
+    cut.meta = {"source": node.meta["source"], "value": replace(node.meta["value"], requires_grad=False)}
+    return cut
+
+
+def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Any]]:
+    """Names grouped by the identity of what they name: never by address, which is 0 for tensors without storage."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, x in named:
+        found.setdefault(id(x), ([], x))[0].append(name)
+    return list(found.values())
+
+
+def _persistent(path: str, module: nn.Module) -> list[str]:
+    lost = module._non_persistent_buffers_set
+    return [f"{path}.{n}" if path else n for n in module._buffers if n not in lost]
+
+
+def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> Any:
+    """Copy the calls of `old` with typed metadata; returns the loss's node."""
+    for node in old.nodes:
+        if node.op == "call_function":
+            copy = new.node_copy(node, lambda n: env[n])
+            if copy.target is torch.ops.aten.view.default:
+                # real and fake attention differ in strides: a view may need a copy
+                copy.target = torch.ops.aten.reshape.default
+            elif copy.target is torch.ops.aten.embedding.default:
+                copy.args = copy.args[:4]  # without `sparse`: gradients are dense, so that they add up in buckets
+            copy.meta = {"source": source.of_node(node)}
+            copy.meta["value"] = values.typed(node.meta.get("val"), copy.target, copy.args, copy.kwargs)
+            env[node] = copy
+        elif node.op == "output":
+            return env[node.args[0][-1]]
+        else:
+            assert node.op == "placeholder", f"{node.format_node()} in an exported graph"
+    raise AssertionError("a graph without output")

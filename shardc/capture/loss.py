@@ -1,0 +1,63 @@
+"""What is captured of a model: the loss alone, of its output or by a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardc.capture.batch import Leaves, arguments
+from shardc.errors import ShardcError
+from shardc.runtime.ops.torch_library import with_gradient_of
+from shardc.torch_private import traced_node
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class LossOf(nn.Module):
+    """Takes the batch's tensors, returns only the scalar loss: caches, output classes and logits die in the graph."""
+
+    def __init__(self, model: nn.Module, leaves: Leaves, loss: Loss | None) -> None:
+        super().__init__()
+        self.model, self.leaves, self.loss = model, leaves, loss
+        self.side: list[Tensor] = []  # terms of the loss of which only the gradient counts
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        self.leaves.nodes = list(map(traced_node, tensors))
+        batch = self.leaves.batch(tensors)
+        args, kwargs = arguments(self.model, batch, self.loss is not None)
+        output = self.model(*args, **kwargs)
+        found = self.loss(output, batch) if self.loss is not None else default_loss(output)
+        if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
+            what = f"the loss is {_described(found)}, not a scalar"
+            raise ShardcError(what, fix="return one floating-point number, e.g. loss.mean()")
+        found = found.reshape(()) if found.dim() else found
+        return with_gradient_of(found.detach(), sum(self.side, found)) if self.side else found
+
+
+def default_loss(output: Any) -> Any:
+    """The loss in a model's output: the output itself, its `.loss`, its "loss", its first element or the only number in
+    it: `(logits, loss)`.
+    """
+    found = output
+    if not isinstance(output, Tensor):
+        found = getattr(output, "loss", None)
+        if found is None and isinstance(output, Mapping):
+            found = output.get("loss")
+        elif found is None and isinstance(output, (tuple, list)) and output:
+            numbers = [x for x in output if isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()]
+            found = output[0] if len(numbers) != 1 else numbers[0]
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ShardcError(
+            f"the model returns {_described(output)}: there is no scalar loss in it",
+            fix=(
+                "define loss(output, batch) in the model's file, in Python pass loss=lambda output, batch: ...; "
+                "or give the model the labels with which it computes its loss itself"
+            ),
+        )
+    return found
+
+
+def _described(x: Any) -> str:
+    return f"a tensor of shape {list(x.shape)} and {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
