@@ -1,6 +1,9 @@
-"""The one place that imports torch's private parts. tests/capture/test_capture.py says what breaks when they move.
+"""The one place that imports torch's private modules. tests/capture/test_capture.py says what breaks when they move.
 
-Everything else in shardc uses torch's public API. Add a name here with the reason why nothing public will do.
+Add a name here with the reason why nothing public will do; tests/test_layers.py refuses such an import elsewhere. Other
+files only read private attributes of public objects, for what torch offers no other way to: an op's declaration
+(`OpOverload._schema`, `._overloadname`) and a module's own tables (`nn.Module._parameters`, `._buffers`,
+`._backward_hooks`, ...); and they call two ops that have no public name (`torch._grouped_mm`, `torch._ctc_loss`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from shardc.rules.calls import Call, Operand
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.registry import LocalCall, Rule, fallback, rule
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
+from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -172,7 +173,7 @@ for _op in (
 @fallback
 def pointwise(op: Any) -> Rule | None:
     """Any op that torch tags as pointwise."""
-    if isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+    if isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
         return Rule(op, broadcast)
     return None
 
