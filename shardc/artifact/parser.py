@@ -46,9 +46,8 @@ def graph_of(
     """The graph of the one function in a text.
 
     types: of params, buffers and inputs, in order, by name (from the artifact's layouts); what the text says of them
-    has to agree.
-    piped: the function is a pipeline's stage: it takes some of them, and after them values of other stages.
-    Raises ShardcError with file and line for anything that `shardc.artifact.emit` would not have written.
+    has to agree. piped: the function is a pipeline's stage: it takes some of them, and after them values of other
+    stages. Raises ShardcError with file and line for anything that `shardc.artifact.emit` would not have written.
     """
     return _Reader(text, mesh, types, file, piped).run()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -53,7 +53,7 @@ def _measure(which: str | None, output: Path | None, on: Callable[[str], None]) 
     import torch
 
     from shardc.cost.device import MEASURED, measured_file
-    from shardc.cost.measure import measure
+    from shardc.cost.measure import Kind, measure
 
     if which not in (None, *MEASURED):
         raise ShardcError(
@@ -61,7 +61,7 @@ def _measure(which: str | None, output: Path | None, on: Callable[[str], None]) 
         )
     if which == "cuda" and not torch.cuda.is_available():
         raise ShardcError("torch finds no GPU here", where="--measure", fix="shardc device cpu --measure")
-    device = measure(which, on)
+    device = measure(cast(Kind | None, which), on)
     path = output or measured_file(device.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(device.to_yaml())

@@ -31,10 +31,9 @@ from shardc.errors import ShardcError
 class ModelFile:
     """A model and what trains it. build: makes the module, wherever the default device is. batch: one global batch.
 
-    ref: what the user wrote. All others are for `run`, and None where the file has none.
-    data: split -> an iterable of global batches, or a map-style torch Dataset of samples, from which collate makes
-    batches.
-    optimizer: (name, parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler.
+    ref: what the user wrote. All others are for `run`, and None where the file has none. data: split -> an iterable of
+    global batches, or a map-style torch Dataset of samples, from which collate makes batches. optimizer: (name,
+    parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler.
     """
 
     ref: str

@@ -31,9 +31,9 @@ class Job:
     (--json).
 
     progress: folder in which rank r keeps `rank<r>` (shardc.runtime.progress). result: file into which rank 0 writes
-    the summary.
-    trust: run an edited artifact. routing: say how tokens are spread over experts. joined: the processes were started
-    by torchrun or Slurm."""
+    the summary. trust: run an edited artifact. routing: say how tokens are spread over experts. joined: the processes
+    were started by torchrun or Slurm.
+    """
 
     program: str
     model: str

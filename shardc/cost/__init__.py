@@ -1,12 +1,12 @@
-"""What a program takes: memory, operations, communication, time; before it runs anywhere.
+"""What a program takes before it runs anywhere: memory, operations, communication, time.
 
-ledger     counts what tensors hold, and what ops do
-ghost      a mesh's rank that is alone
-rehearse   one rank's step, run by the engine on tensors without data
-replay     the whole schedule's memory and time from that
-device     what a device does in a second
-price      all of it: `program.cost(device)`
-symbolic   closed forms in batch, sequence, hidden, layers and the mesh's sizes
+device        what a device does in a second; measure: this machine's numbers
+ledger        counts what tensors hold and what ops do; flops: of one op
+dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory
+replay        memory and time of the whole schedule from a dry run
+step          all of it: `program.cost(device)`
+symbolic      closed forms in batch, sequence, hidden, layers and the mesh's sizes; symbols, symbolic_work: their parts
+extrapolate   models of many layers from models of few
 """
 
 from shardc.cost.device import Device, device, known_devices, names

@@ -1,10 +1,8 @@
-"""What a device does in a second, and how fast it reaches others: a YAML file, of this package, a user's own, or
-measured
-on this machine.
+"""What a device does in a second, and how fast it reaches others, from a YAML file.
 
-device("h100-80g")        of this package: shardc/cost/devices
-device("mine.yaml")       a file
-device("cpu")             what `shardc device --measure` found; also "cuda"
+device("h100-80g")    of this package: shardc/cost/devices
+device("mine.yaml")   a file
+device("cpu")         as measured by `shardc device --measure`; also "cuda"
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-#: Devices of this machine, which are measured.
+#: The devices of this machine, whose files are made by measuring.
 MEASURED = ("cpu", "cuda")
 
 
@@ -44,7 +42,7 @@ class Link(_Section):
 
 
 class Reaches(_Section):
-    """The shares of the peaks that large ops reach."""
+    """The shares of a device's peaks that large ops reach."""
 
     flops: Share = 1.0
     bandwidth: Share = 1.0
@@ -52,11 +50,12 @@ class Reaches(_Section):
 
 
 class Device(_Section):
-    """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU whole. memory: bytes. flops: per
-    second
-    of a matrix product, by dtype. bandwidth: bytes of memory that are read or written per second. launch: seconds: no
-    op takes less. reaches: shares of all that. node: devices in one; within, between: links in a node and from one to
-    another."""
+    """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU as a whole. memory: bytes.
+
+    flops: per second of a matrix product, by dtype. bandwidth: bytes of memory read or written per second. launch: the
+    least seconds that an op takes. reaches: shares of these peaks. node: devices in a node; within, between: links
+    inside of a node and between nodes.
+    """
 
     name: str
     source: str = ""
@@ -71,26 +70,24 @@ class Device(_Section):
     between: Link
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
-        """The peak of products in a dtype; of one that is not listed, the slowest one's."""
+        """The peak of products in a dtype; of a dtype that is not listed, that of the slowest."""
         name = str(dtype).removeprefix("torch.")
         return self.flops.get(name, min(self.flops.values()))
 
     def op_seconds(self, flops: float, traffic: float, dtype: torch.dtype) -> float:
-        """Of one op that computes so much and reads and writes so many bytes: what takes longer."""
+        """Of one op: its flops or its memory traffic in bytes, whichever takes longer."""
         compute = flops / (self.flops_per_second(dtype) * self.reaches.flops)
         return max(compute, traffic / (self.bandwidth * self.reaches.bandwidth), self.launch)
 
     def comm_seconds(self, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
         """Of one collective among ranks (numbers in the world; neighbours share a node).
 
-        nbytes: of the whole tensor, as in shardc.runtime.mesh.CommRecord. Rings: each rank sends (n - 1) / n of it,
-        twice in an all_reduce."""
+        nbytes: of the whole tensor, as in shardc.runtime.mesh.CommRecord. The algorithm is a ring: each rank sends
+        (n - 1) / n of it, twice in an all_reduce."""
         n = len(ranks)
         if n <= 1:
             return 0.0
-        together = max(
-            Counter(r // self.node for r in ranks).values()
-        )  # in one node: each brings its own link to others
+        together = max(Counter(r // self.node for r in ranks).values())  # in one node; each has its own link to others
         if together == n:
             bandwidth, latency = self.within.bandwidth, self.within.latency
         else:
@@ -101,7 +98,7 @@ class Device(_Section):
         return rounds * (latency * math.ceil(math.log2(n)) + nbytes * (n - 1) / n / (bandwidth * self.reaches.link))
 
     def to_yaml(self) -> str:
-        """A file that says the same, with units."""
+        """The device as a file, with units in comments."""
         flops = ", ".join(f"{k}: {n:.3e}" for k, n in self.flops.items())
         reaches = ", ".join(f"{k}: {n}" for k, n in self.reaches)
         links = [
@@ -112,9 +109,9 @@ class Device(_Section):
             f"memory: {self.memory:.4e}   # bytes\n"
             f"flops: {{{flops}}}   # per second, of products of matrices\n"
             f"bandwidth: {self.bandwidth:.3e}   # bytes of memory per second, read and written\n"
-            f"launch: {self.launch:.2e}   # seconds: no op takes less\n"
-            f"reaches: {{{reaches}}}   # what large ops reach of it\n"
-            f"node: {self.node}   # devices in one\n"
+            f"launch: {self.launch:.2e}   # the least seconds of an op\n"
+            f"reaches: {{{reaches}}}   # shares of these peaks that large ops reach\n"
+            f"node: {self.node}   # devices in a node\n"
             f"within: {links[0]}   # bytes per second and direction of one device; seconds\n"
             f"between: {links[1]}\n"
         )
@@ -135,57 +132,57 @@ def known_devices() -> list[Device]:
 
 
 def measured_file(name: str) -> Path:
-    """Where `shardc device --measure` keeps what it found of this machine's "cpu" or "cuda"."""
+    """The file in which `shardc device --measure` keeps the numbers of this machine's "cpu" or "cuda"."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardc" / "devices" / f"{name}.yaml"
 
 
-def device(which: str | Path | Device) -> Device:
+def device(name: str | Path | Device) -> Device:
     """A device by name (`names()`, or "cpu" or "cuda" once they are measured), or from a file.
 
-    Raises ShardcError for a name that is not known, for what has not been measured, and for a file that says something
-    else."""
-    if isinstance(which, Device):
-        return which
-    text, where = _text(which)
+    Raises ShardcError for an unknown name, for a device that has not been measured, and for a file that is not valid.
+    """
+    if isinstance(name, Device):
+        return name
+    text, where = _text(name)
+    example = "see shardc/cost/devices/h100-80g.yaml"
     try:
-        found: Any = yaml.safe_load(text)
+        value: Any = yaml.safe_load(text)
     except yaml.YAMLError as e:
-        raise ShardcError(f"this is no YAML: {e}", where=where, fix="see shardc/cost/devices/h100-80g.yaml") from None
-    if not isinstance(found, dict):
-        raise ShardcError("a device is a mapping", where=where, fix="see shardc/cost/devices/h100-80g.yaml")
+        raise ShardcError(f"this is not YAML: {e}", where=where, fix=example) from None
+    if not isinstance(value, dict):
+        raise ShardcError("a device is a mapping", where=where, fix=example)
     try:
-        return Device.model_validate(found)
+        return Device.model_validate(value)
     except ValidationError as e:
         errors = Errors()
         for each in e.errors():
-            at = ".".join(map(str, each["loc"]))
-            errors.add(
-                f"{at}: {each['msg'][0].lower()}{each['msg'][1:]}",
-                where=where,
-                fix="see shardc/cost/devices/h100-80g.yaml",
-            )
+            key = ".".join(map(str, each["loc"]))
+            errors.add(f"{key}: {each['msg'][0].lower()}{each['msg'][1:]}", where=where, fix=example)
         errors.raise_any()
         raise AssertionError from e
 
 
-def _text(which: str | Path) -> tuple[str, str]:
-    path = Path(which)
+def _text(name: str | Path) -> tuple[str, str]:
+    """(the YAML text of a device, the file's name for errors)."""
+    path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise ShardcError(
-                f"there is no file {path}", where="device", fix=f"write it, or name one of {', '.join(names())}"
+                f"there is no file {path}",
+                where="device",
+                fix=f"give the path of a YAML file, or name one of {', '.join(names())}",
             )
         return path.read_text(), str(path)
-    if which in MEASURED:
-        path = measured_file(str(which))
+    if name in MEASURED:
+        path = measured_file(str(name))
         if not path.is_file():
-            what = f"this machine's {which} has not been measured: there is no file {path}"
-            raise ShardcError(what, where="device", fix=f"measure it once: shardc device {which} --measure")
+            what = f"this machine's {name} has not been measured: there is no file {path}"
+            raise ShardcError(what, where="device", fix=f"measure it once: shardc device {name} --measure")
         return path.read_text(), str(path)
-    if str(which) not in names():
+    if str(name) not in names():
         raise ShardcError(
-            f"no device is called {str(which)!r}",
+            f"there is no device {str(name)!r}",
             where="device",
-            fix=f"one of {', '.join([*names(), *MEASURED])}, or a YAML file",
+            fix=f"name one of {', '.join([*names(), *MEASURED])}, or a YAML file",
         )
-    return resources.files("shardc.cost").joinpath("devices", f"{which}.yaml").read_text(), f"{which}.yaml"
+    return resources.files("shardc.cost").joinpath("devices", f"{name}.yaml").read_text(), f"{name}.yaml"

@@ -1,8 +1,9 @@
-"""What one rank's step holds, computes and sends: the very engine runs it, alone, on tensors without data.
+"""A dry run of one rank's step, which shows what it holds, computes and sends: the engine itself runs it, on tensors
+without data.
 
-So nothing is modelled twice: what autograd keeps, what a checkpoint computes again, when buckets are gathered, filled
-and freed, what a schedule keeps alive are what they are in training. Of many microbatches the first ones and the last
-are run; `shardc.cost.replay` puts the whole schedule together from their actions, as all others between are alike.
+So nothing is modelled a second time: what autograd keeps, what a checkpoint computes again, when buckets are gathered,
+filled and freed, and what a schedule keeps alive are as in training. Of many microbatches only the first ones and the
+last are run; all between are alike, so `shardc.cost.replay` assembles the whole schedule from these.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from shardc.cost import host_memory
-from shardc.cost.fake_mesh import GhostMesh, rank_of
-from shardc.cost.ledger import Held, Ledger, Part, Sent, Waited
+from shardc.cost.fake_mesh import FakeMesh, rank_of
+from shardc.cost.ledger import Ledger, Part, Sent, Storage, Waited
+from shardc.ir.graph import copy_graph
 from shardc.ir.program import Buffer, Input, Param, Program, Stage
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action
@@ -38,34 +40,35 @@ OPS = 4000
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """Of one rank. at: its coordinate on the pipeline's axis. resident: what is there before a step; before: what is
-    done
-    before the first action (taking the batch); actions: (action, what it does) of those that were run; after: sums,
-    norms; update."""
+class DryRun:
+    """What one rank does in a step. at: its coordinate on the pipeline's axis. resident: what is stored before a step.
+
+    before: what comes before the first action (taking the batch). actions: those that were run, with what each does.
+    after: sums and norms. update: the optimizer's step.
+    """
 
     at: int
     rank: int
-    resident: tuple[Held, ...]
+    resident: tuple[Storage, ...]
     before: Part
     actions: tuple[tuple[Action, Part], ...]
     after: Part
     update: Part
 
 
-def rehearse(
+def dry_run(
     program: Program, at: int = 0, optimizer: OptimizerOf | None = None, *, cpu: bool = False, **options: Any
-) -> Rehearsal:
-    """One step of a rank, the second one: the optimizer has its state. cpu: it runs on one. options: of Engine."""
+) -> DryRun:
+    """The second step of a rank: the optimizer has its state. cpu: the device is one. options: of Engine."""
     ledger = Ledger()
     with fake_mode(), ledger:
-        names = _Names(ledger)
-        mesh = GhostMesh(program.mesh, rank_of(program.mesh, program.axis, at), ledger)
+        names = _OpNames(ledger)
+        mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, at), ledger)
         offload = host_memory.offload(ledger.host, cpu=cpu)
-        make = optimizer if cpu or optimizer is None else _at_once(optimizer)
+        make = optimizer if cpu or optimizer is None else _foreach(optimizer)
         offloaded = OffloadedTensor if cpu else host_memory.offloaded_tensor(ledger.host)
         engine = _Engine(
-            _told(program, names),
+            _reporting(program, names),
             _weights(program),
             make,
             mesh=mesh,
@@ -80,15 +83,15 @@ def rehearse(
         recorded.ledger, recorded.buckets = ledger, engine.buckets
         ledger.mark(engine.params.values(), "parameters")
         ledger.mark(engine.buffers.values(), "buffers")
-        _all(ledger, "parameters")
+        _mark_rest(ledger, "parameters")
         batch = _batch(program)
         *_, first = _step(engine, recorded, batch, 1)
         ledger.mark([p.grad for p in engine.params.values()], "gradients")
-        _all(ledger, "optimizer")  # what is new after the first step, and stays
+        _mark_rest(ledger, "optimizer")  # what is new after the first step, and stays
         resident = tuple(ledger.live())
         before, after, update = _step(engine, recorded, batch, _affordable(program, at))
         _carry(first, before, update)
-        return Rehearsal(at, mesh.rank, resident, before, tuple(recorded.found), after, update)
+        return DryRun(at, mesh.rank, resident, before, tuple(recorded.performed), after, update)
 
 
 def _affordable(program: Program, at: int) -> int:
@@ -98,8 +101,10 @@ def _affordable(program: Program, at: int) -> int:
     return max(min(program.microbatches, OPS // nodes), 3)
 
 
-class _Names:
-    """Tells the ledger which op of the program runs, and finds the one that a node of autograd belongs to."""
+class _OpNames:
+    """Keeps the ledger informed which op of the program runs, and maps a node of autograd to the op it belongs to, by
+    autograd's sequence numbers, which grow.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -107,9 +112,9 @@ class _Names:
         self.ops: list[str] = []
         ledger.op_of = self.op_of
 
-    def teller(self, name: str) -> Callable[[], None]:
-        def tell() -> None:
-            self.ledger.at = name
+    def reporter(self, name: str) -> Callable[[], None]:
+        def report() -> None:
+            self.ledger.op = name
             number = sequence_number()
             if not self.numbers or self.numbers[-1] < number:
                 self.numbers.append(number)
@@ -117,26 +122,25 @@ class _Names:
             else:
                 self.ops[-1] = name
 
-        tell.__module__ = "shardc.cost.dry_run"
-        return tell
+        report.__module__ = "shardc.cost.dry_run"
+        return report
 
     def op_of(self, number: int) -> str:
-        at = bisect_right(self.numbers, number) - 1
-        return self.ops[at] if at >= 0 else ""
+        i = bisect_right(self.numbers, number) - 1
+        return self.ops[i] if i >= 0 else ""
 
 
-def _told(program: Program, names: _Names) -> Program:
-    """The program, whose stages say which op they are at."""
-    return replace(program, stages=tuple(replace(s, graph=_telling(s, names)) for s in program.stages))
+def _reporting(program: Program, names: _OpNames) -> Program:
+    """The program with stages that tell `names` which op runs."""
+    return replace(program, stages=tuple(replace(s, graph=_with_reports(s, names)) for s in program.stages))
 
 
-def _telling(stage: Stage, names: _Names) -> fx.Graph:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(stage.graph, {}))
+def _with_reports(stage: Stage, names: _OpNames) -> fx.Graph:
+    copy = copy_graph(stage.graph)
     for n in list(copy.nodes):
         if n.op == "call_function":
             with copy.inserting_before(n):
-                copy.call_function(names.teller(n.name))
+                copy.call_function(names.reporter(n.name))
     return copy
 
 
@@ -146,37 +150,35 @@ def _weights(program: Program) -> dict[str, Tensor]:
     return {name: torch.empty((), dtype=x.dtype).expand(x.shape) for x in stored for name in (x.fqn, *x.aliases)}
 
 
-def _at_once(make: OptimizerOf) -> OptimizerOf:
-    """An optimizer of torch's that is not told otherwise updates all parameters at once on a GPU, and one after the
-    other on a CPU.
-    """
+def _foreach(make: OptimizerOf) -> OptimizerOf:
+    """As on a GPU, where torch's optimizers update all parameters at once by default; on a CPU one after the other."""
 
-    def made(params: param_groups.Parameters) -> torch.optim.Optimizer:
+    def foreach(params: param_groups.Parameters) -> torch.optim.Optimizer:
         optimizer = make(params)
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
         return optimizer
 
-    return made
+    return foreach
 
 
 def _batch(program: Program) -> Any:
-    """A global batch, without memory; mappings stand for sequences too: only paths count."""
+    """A global batch that takes no memory. Mappings also replace sequences: only paths count."""
     batch: Any = {}
     for x in program.inputs:
         leaf = torch.empty((), dtype=x.dtype).expand(x.shape)
         if not x.path:
             return leaf
-        into = batch
+        parent = batch
         for key in x.path[:-1]:
-            into = into.setdefault(key, {})
-        into[x.path[-1]] = leaf
+            parent = parent.setdefault(key, {})
+        parent[x.path[-1]] = leaf
     return batch
 
 
 class _Recorded(Interpreter):
-    """Notes what each action does, of the first microbatches and the last one."""
+    """Records what each action does, of the first microbatches and the last one."""
 
     ledger: Ledger
     buckets: Any
@@ -193,17 +195,17 @@ class _Recorded(Interpreter):
             hooks,
         )
         run.go()
-        self.found = run.found
-        self.turn("sums")
+        self.performed = run.performed
+        self.begin("sums")
         losses, news = run.losses, run.news
         del run
         return self._total(losses), self._spread(news)
 
-    def turn(self, name: str) -> Part:
+    def begin(self, name: str) -> Part:
         """The next part of the step begins."""
         self._close()
-        self.ledger.at = ""
-        return self.ledger.turn(name)
+        self.ledger.op = ""
+        return self.ledger.begin(name)
 
     def _close(self) -> None:
         self.ledger.parts[-1].sent = tuple(self.mesh.records)
@@ -215,15 +217,15 @@ class _Run(Run):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.found: list[tuple[Action, Part]] = []
+        self.performed: list[tuple[Action, Part]] = []
 
     def do(self, action: Action) -> None:
-        self.found.append((action, self.on.turn(str(action))))
+        self.performed.append((action, self.on.begin(str(action))))
         super().do(action)
         self._sort(action)
 
     def _sort(self, action: Action) -> None:
-        """After an action: what is left is kept for something."""
+        """After an action: what is not freed by now is kept for a purpose, which becomes its kind."""
         ledger = self.on.ledger
         passing: list[Tensor] = [x for each in self.inbox.values() for x in each.values()]
         passing += [x for each in self.grads.values() for x in each.values()]
@@ -231,43 +233,42 @@ class _Run(Run):
         passing += [x for posted in self.posted.values() for _, into, _ in posted for x in into.values()]
         ledger.mark([p.grad for p in self.on.buckets.given.values() if isinstance(p, Tensor)], "gradients")
         if action.kind == "F":
-            _all(ledger, "activations")
+            _mark_rest(ledger, "activations")
             return
         ledger.mark(passing, "communication")
-        _all(ledger, "gradients" if action.kind in ("B", "W", "REDUCE") else "activations")
+        _mark_rest(ledger, "gradients" if action.kind in ("B", "W", "REDUCE") else "activations")
 
 
 def _step(engine: _Engine, recorded: _Recorded, batch: Any, microbatches: int) -> list[Part]:
-    """Its parts: before the actions, after them, the update."""
+    """Run a step. Returns its parts: before the actions, after them, the update."""
     recorded.microbatches = microbatches
-    before = recorded.turn("the batch")
+    before = recorded.begin("the batch")
     engine.step(batch)
-    after, update = engine.found
-    recorded.turn("")
+    after, update = engine.last_parts
+    recorded.begin("")
     return [before, after, update]
 
 
 def _carry(first: Part, before: Part, update: Part) -> None:
-    """What an update begins (ZeRO's gathers of updated parameters), the next step's forward waits for: it runs beside
-    that
-    step's beginning.
+    """Move collectives that an update starts (ZeRO's gathers of updated parameters) to the next step: its forward waits
+    for them.
 
-    first: the update of the step before, whose gathers take the place of those that this one's begins.
+    first: the update of the step before, whose gathers take the place of those that this one starts.
     """
-    before.work[:0] = _begun(first)
-    begun = _begun(update)
-    update.work[:] = [w for w in update.work if w not in begun]
+    before.work[:0] = _started(first)
+    started = _started(update)
+    update.work[:] = [w for w in update.work if w not in started]
 
 
-def _begun(part: Part) -> list[Sent]:
+def _started(part: Part) -> list[Sent]:
     """The collectives of a part that nothing in it waits for."""
     waited = {w.key for w in part.work if isinstance(w, Waited)}
     return [w for w in part.work if isinstance(w, Sent) and w.key is not None and w.key not in waited]
 
 
 class _Engine(Engine):
-    """Notes where a step's backward ends and its update begins. .found: the parts of the
-    last step after its actions.
+    """Records where a step's backward ends and its update begins. last_parts: the parts of the last step that follow
+    its actions.
     """
 
     def _prove(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
@@ -281,12 +282,12 @@ class _Engine(Engine):
         ledger.mark(
             (p.grad for p in self.params.values()), "gradients", over=("temporaries", "communication", "activations")
         )
-        self.found = ledger.parts[-1], recorded.turn("update")
+        self.last_parts = ledger.parts[-1], recorded.begin("update")
         super().update()
 
 
-def _all(ledger: Ledger, kind: str) -> None:
-    """All that is left of what nobody has said anything about."""
-    for held in ledger.held.values():
-        if held.kind == "temporaries":
-            held.kind = kind
+def _mark_rest(ledger: Ledger, kind: str) -> None:
+    """Set the kind of all storages that are still called temporaries."""
+    for storage in ledger.storages.values():
+        if storage.kind == "temporaries":
+            storage.kind = kind

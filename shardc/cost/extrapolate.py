@@ -1,9 +1,8 @@
-"""Models of many layers from models of few: repeated layers are alike, so that what a step takes is linear in their
-number.
+"""Costs of models of many layers from models of few: repeated layers are alike, so costs are linear in their number.
 
-captured = shardc.capture.capture(model, batch)          126 layers
-few, more = fewer(captured, 2), fewer(captured, 3)       compile and price these: quickly
-of_layers(cost_few, cost_more, 2, 3, 126)                what the whole model takes
+captured = shardc.capture.capture(model, batch)                   126 layers
+few, more = with_layers(captured, 2), with_layers(captured, 3)    compile and price these, which is quick
+extrapolate(cost_few, cost_more, 2, 3, 126)                       the cost of the whole model
 
 before   h.0   h.1   h.2   h.3   ...   h.95  ln_f(h.95)        after (2)    h.0   h.1   ln_f(h.1)
 """
@@ -19,33 +18,28 @@ from torch import fx
 from shardc.cost.replay import Memory
 from shardc.cost.step import Cost, RankCost
 from shardc.errors import ShardcError
+from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.layers import layer_of
-from shardc.ir.program import Param, Program, Source
+from shardc.ir.program import Param, Program
 
 
-def layers(captured: Program) -> dict[str, list[str]]:
-    """The model's lists of layers that repeat, by name, each with its layers' numbers in
-    the order in which they run.
-    """
-    found: dict[str, dict[str, None]] = {}
+def layer_lists(captured: Program) -> dict[str, list[str]]:
+    """The model's lists of repeated layers, by name, each with its layers' numbers in the order in which they run."""
+    lists: dict[str, dict[str, None]] = {}
     for n in captured.graph.nodes:
-        if n.op == "call_function" and (at := _at(n)) is not None:
-            found.setdefault(at[0], {})[at[1]] = None
-    return {name: list(each) for name, each in found.items() if len(each) > 1}
+        if n.op == "call_function" and (layer := _layer(n)) is not None:
+            lists.setdefault(layer[0], {})[layer[1]] = None
+    return {name: list(numbers) for name, numbers in lists.items() if len(numbers) > 1}
 
 
-def fewer(captured: Program, count: int) -> Program:
-    """The captured program of the same model with `count` layers in every list of layers: those after them are left
-    out.
+def with_layers(captured: Program, count: int) -> Program:
+    """The captured program of the same model with only the first `count` layers of every list.
 
-    Raises ShardcError where layers are not alike, or something but the last one's successor uses what one of them
-    makes."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(captured.graph, {}))
-    for found, node in zip(captured.graph.nodes, copy.nodes, strict=True):
-        node.meta = dict(found.meta)
+    Raises ShardcError where layers are not alike, or where anything but the successor of the last one uses a result of
+    a layer that is left out."""
+    copy = copy_graph(captured.graph)
     dropped: set[tuple[str, str]] = set()
-    for name, numbers in layers(captured).items():
+    for name, numbers in layer_lists(captured).items():
         if len(numbers) > count:
             _cut(copy, name, numbers, count)
             dropped |= {(name, n) for n in numbers[count:]}
@@ -57,10 +51,9 @@ def fewer(captured: Program, count: int) -> Program:
     loss, news, *rest = returned
     output.args = ((loss, tuple(x for x, b in zip(news, updated, strict=True) if b not in gone), *rest),)
     for node in reversed(list(copy.nodes)):
-        at = _at(node)
-        if node.name in gone if node.op == "placeholder" else at is not None and at in dropped:
+        if node.name in gone if node.op == "placeholder" else _layer(node) in dropped:
             if node.users:
-                what = f"{next(iter(node.users)).name} uses {node.name} of a layer that would be left out"
+                what = f"{next(iter(node.users)).name} uses {node.name}, of a layer that would be left out"
                 raise ShardcError(what, where=str(node.meta.get("source", "")), fix="price the whole model")
             copy.erase_node(node)
     copy.lint()
@@ -70,9 +63,8 @@ def fewer(captured: Program, count: int) -> Program:
     )
 
 
-def _at(node: fx.Node) -> tuple[str, str] | None:
-    source: Source = node.meta.get("source", Source())
-    return layer_of(source.module)
+def _layer(node: fx.Node) -> tuple[str, str] | None:
+    return layer_of(source_of(node).module)
 
 
 def _all_in(names: tuple[str, ...], dropped: set[tuple[str, str]]) -> bool:
@@ -80,29 +72,28 @@ def _all_in(names: tuple[str, ...], dropped: set[tuple[str, str]]) -> bool:
 
 
 def _cut(graph: fx.Graph, name: str, numbers: list[str], count: int) -> None:
-    """What uses the last layer's results gets those of the last one that stays."""
-    of: dict[str, list[fx.Node]] = {n: [] for n in numbers}
+    """Users of the last layer's results use those of the last layer that is kept."""
+    nodes: dict[str, list[fx.Node]] = {n: [] for n in numbers}
     for node in graph.nodes:
-        if node.op == "call_function" and (at := _at(node)) is not None and at[0] == name:
-            of[at[1]].append(node)
-    last, stays = of[numbers[-1]], of[numbers[count - 1]]
-    for node, instead in zip(last, stays, strict=False):
-        outside = [u for u in node.users if _at(u) is None or _at(u)[0] != name]  # type: ignore[index]
-        if outside and (len(last) != len(stays) or node.target != instead.target):
+        if node.op == "call_function" and (layer := _layer(node)) is not None and layer[0] == name:
+            nodes[layer[1]].append(node)
+    last, kept = nodes[numbers[-1]], nodes[numbers[count - 1]]
+    for node, other in zip(last, kept, strict=False):
+        outside = [u for u in node.users if (layer := _layer(u)) is None or layer[0] != name]
+        if outside and (len(last) != len(kept) or node.target != other.target):
             what = (
                 f"layers {numbers[-1]} and {numbers[count - 1]} of {name} are not alike: {len(last)} and"
-                f" {len(stays)} ops"
+                f" {len(kept)} ops"
             )
             raise ShardcError(what, where=name, fix="price the whole model")
         for u in outside:
-            u.replace_input_with(node, instead)
+            u.replace_input_with(node, other)
 
 
-def of_layers(few: Cost, more: Cost, layers_few: int, layers_more: int, number: int) -> RankCost:
-    """What a rank takes of a model of `number` layers, given what it takes of two models of fewer. Costs without a
-    pipeline.
+def extrapolate(few: Cost, more: Cost, layers_few: int, layers_more: int, number: int) -> RankCost:
+    """The cost of a rank of a model with `number` layers, from the costs of two models with fewer; without a pipeline.
 
-    Memory by kind is that at the peak; curves are the larger model's own.
+    Memory by kind is that at the peak; the curve is the larger model's own.
     """
     share = (number - layers_few) / (layers_more - layers_few)
 

@@ -1,4 +1,4 @@
-"""A rank of a mesh that is alone: its collectives make the tensors that they would make, and nothing comes or goes."""
+"""A mesh for one rank alone: collectives return tensors of the right sizes, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh import RankMesh, Work
 
 
-class GhostMesh(RankMesh):
-    """Tells a ledger what it is asked to send. Buffers are those of NCCL: no copies beside arguments and results."""
+class FakeMesh(RankMesh):
+    """Records collectives in a ledger. Buffers are as with NCCL: none besides arguments and results."""
 
     def __init__(self, layout: Mesh, rank: int, ledger: Ledger) -> None:
         super().__init__(layout, rank, torch.device("cpu"), record=True)
@@ -25,10 +25,10 @@ class GhostMesh(RankMesh):
         self._ledger.mark([x], kind)
 
     def _started(self) -> Work:
-        """What was noted last runs beside what comes next."""
+        """Let the collective recorded last overlap with what comes next, until it is waited for."""
         key, work = next(self._keys), self._ledger.parts[-1].work
-        at = next(i for i in reversed(range(len(work))) if isinstance(work[i], Sent))
-        work[at] = work[at]._replace(key=key)  # type: ignore[call-arg]
+        last = next(i for i in reversed(range(len(work))) if isinstance(work[i], Sent))
+        work[last] = work[last]._replace(key=key)  # type: ignore[call-arg]
         return Work(then=lambda: self._ledger.parts[-1].work.append(Waited(key)))
 
     def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
@@ -73,12 +73,12 @@ class GhostMesh(RankMesh):
         return Work()
 
     def barrier(self) -> None:
-        """Nobody else is there."""
+        """There are no other ranks to wait for."""
 
 
 def rank_of(mesh: Mesh, axis: str, coordinate: int) -> int:
-    """The rank that is looked at, of those at one coordinate of the pipeline's axis: the last, as first ones keep what
-    others make anew.
+    """Which rank to run, of those at one coordinate of the pipeline's axis: the last, as first ones keep what others
+    compute again.
     """
     coords: dict[str, Any] = {a: mesh.size(a) - 1 for a in mesh.names}
     return mesh.rank({**coords, axis: coordinate} if axis else coords)

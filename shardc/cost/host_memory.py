@@ -1,9 +1,8 @@
-"""What a step keeps outside of its device, where the CPU plays the device's part: copies are made as they are on a GPU,
-at
-once.
+"""Offloaded tensors of a step, where the CPU plays the device: they are copied as on a GPU, but at once.
 
-`host` is told how to make a tensor that lies outside, so that whoever counts counts it apart: shardc.cost.dry_run, and
-the tests."""
+`host` makes each tensor that is kept outside of the device, so that shardc.cost.dry_run and the tests can count it
+separately.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +19,17 @@ from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Place, Slot
 from shardc.runtime.step.activation_offload import OffloadedTensor
 
-#: Makes a tensor that lies in the machine's memory, or in a file.
+#: Calls the function that makes a tensor of the machine's memory, or of a file.
 Host = Callable[[Callable[[], Tensor]], Tensor]
 
 
 def offload(host: Host, *, cpu: bool = False) -> Callable[[OffloadPlaces, Any], Offload]:
-    """What makes an engine's `data.offload`. cpu: the device is one: its homes are worked on in place, and its own
-    memory is no other place.
-    """
+    """Makes an engine's `data.offload`. cpu: the device is one, so tensors offloaded to the CPU are used in place."""
     return lambda places, mesh: _Offload(places, mesh, host, cpu)
 
 
 def offloaded_tensor(host: Host) -> type[OffloadedTensor]:
-    """What `checkpoint: {offload: cpu}` moves activations into."""
+    """The class of activations that `checkpoint: {offload: cpu}` offloads."""
 
     class OnHost(OffloadedTensor):
         def _host(self, x: Tensor) -> Tensor:
@@ -68,11 +65,11 @@ class _Place:
         return Slot(self._host(lambda: torch.zeros(nbytes, dtype=torch.uint8)))
 
     def close(self) -> None:
-        """Nothing outlives its tensors."""
+        """There is no file to close."""
 
 
 class _AtOnce(ThreadPoolExecutor):
-    """Carries out what it is asked for before anything else happens."""
+    """Runs each job when it is submitted."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()

@@ -1,14 +1,13 @@
-"""Counts what tensors hold: every storage once, from the op that makes it to the moment the last tensor on it is gone;
-and
-what ops do.
+"""A ledger of memory and work: every storage counts once, from the op that makes it until its last tensor is gone, and
+every op counts by what it computes and moves.
 
-    with Ledger() as ledger:              tensors may be fake: then nothing is computed, and nothing is held
-        ledger.turn("F 0")                what happens from here on belongs to this part of a step
+    with Ledger() as ledger:     tensors may be fake: then nothing is computed or allocated
+        ledger.begin("F 0")      what happens from here on belongs to this part of a step
         ...
-    ledger.parts                          of each part: changes of live bytes in order, flops and memory traffic by dtype
+    ledger.parts                 of each part: changes of live bytes in order, flops and memory traffic by dtype
 
-A storage's *kind* is what it is for. Ops make "temporaries"; who knows better says so (`mark`), before or after.
-"""  # noqa: E501 (a table)
+A storage's *kind* is what it is for. Ops make "temporaries"; code that knows better says so by `mark`.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +36,17 @@ KINDS = (
     "communication",
     "temporaries",
 )
-#: What is kept in the machine's memory or in files: no part of a device's memory.
+#: The kind of what is kept in the machine's memory or in files: not a part of the device's memory.
 HOST = "host"
-#: Ops that look at tensors: what they are told where there are no values.
-_LOOKS: dict[Any, Callable[[Tensor], Any]] = {
+#: Ops that read a tensor's value: what they return for a tensor without data.
+_VALUE_READS: dict[Any, Callable[[Tensor], Any]] = {
     aten._local_scalar_dense.default: lambda x: (
         False if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
     ),
     aten.equal.default: lambda *_: True,
     aten.allclose.default: lambda *_, **__: True,
-    torch.ops.prim.device.default: (
-        fake_device
-    ),  # what the fake mode says too, in ten times the time: asked more often than all ops are run
+    # as the fake mode answers, in a tenth of the time: it is read more often than all ops are run
+    torch.ops.prim.device.default: fake_device,
 }
 
 
@@ -59,7 +57,7 @@ def _ctc(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(n), log_probs.new_empty(n, t, 2 * longest + 1)
 
 
-#: Ops the sizes of whose results hang on values: with the largest that these may be.
+#: Ops whose results have sizes that depend on values: the largest results possible.
 _LARGEST: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.default: _ctc,
     aten._ctc_loss.Tensor: _ctc,
@@ -70,7 +68,7 @@ _LARGEST: dict[Any, Callable[..., Any]] = {
 }
 
 
-class Held:
+class Storage:
     """One storage. op: what made it; shape, dtype: of the first tensor in it."""
 
     __slots__ = ("dtype", "kind", "nbytes", "op", "shape")
@@ -81,8 +79,9 @@ class Held:
 
 
 class Op(NamedTuple):
-    """traffic: bytes of memory that it reads and writes. dtype: of its (widest known) floating operands. of, shape: of
-    what multiplies matrices, the program's op that it belongs to, and its result's shape."""
+    """An op that ran. traffic: bytes of memory that it reads and writes. dtype: of its first floating operand.
+
+    of, shape: of a matrix product, the program's op that it belongs to, and its result's shape."""
 
     flops: int
     traffic: int
@@ -92,8 +91,8 @@ class Op(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A collective. key: of one that runs beside what comes next, until it is waited for; None: the next op waits for
-    it.
+    """A collective. key: names one that overlaps with what comes next, until `Waited` of that key; None: the next op
+    waits for it.
     """
 
     record: CommRecord
@@ -101,17 +100,19 @@ class Sent(NamedTuple):
 
 
 class Waited(NamedTuple):
+    """The rank waits for the collective of that key."""
+
     key: int
 
 
 @dataclass
 class Part:
-    """A part of a step. changes: (+1 made or -1 freed, storage) in order. work: what takes time, in order. sent: what
-    ran over ranks.
+    """A part of a step. changes: (+1 allocated or -1 freed, storage), in order. work: what takes time, in order. sent:
+    the collectives.
     """
 
     name: str
-    changes: list[tuple[int, Held]] = field(default_factory=list)
+    changes: list[tuple[int, Storage]] = field(default_factory=list)
     work: list[Op | Sent | Waited] = field(default_factory=list)
     sent: tuple[CommRecord, ...] = ()
 
@@ -121,30 +122,30 @@ class Part:
 
 
 class Ledger(TorchDispatchMode):
-    """See the module's docstring. at: the forward op that runs now, by name; op_of: the forward op that an autograd
-    node belongs to.
+    """See the module's docstring. op: name of the forward op that runs now; op_of: the forward op that an autograd node
+    belongs to, by the node's sequence number.
     """
 
     def __init__(self, *, fake: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.parts: list[Part] = [Part("")]
-        self.held: dict[int, Held] = {}  # by address of the storage
+        self.storages: dict[int, Storage] = {}  # by address of the storage
         self.kind = "temporaries"
-        self.at = ""
+        self.op = ""
         self.op_of: Callable[[int], str] = lambda number: ""
         self._refs: dict[int, Any] = {}
 
-    def turn(self, name: str) -> Part:
-        """From here on it is another part of the step."""
+    def begin(self, name: str) -> Part:
+        """What happens from here on belongs to another part of the step."""
         self.parts.append(Part(name))
         return self.parts[-1]
 
-    def live(self) -> list[Held]:
-        return list(self.held.values())
+    def live(self) -> list[Storage]:
+        return list(self.storages.values())
 
     def host(self, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` makes lies outside of the device."""
+        """Make a tensor that is stored outside of the device."""
         before, self.kind = self.kind, HOST
         try:
             return make()
@@ -152,52 +153,52 @@ class Ledger(TorchDispatchMode):
             self.kind = before
 
     def mark(self, tensors: Iterable[Tensor | None], kind: str, *, over: Iterable[str] = ("temporaries",)) -> None:
-        """Say what tensors are for, where their kind so far is one of `over`."""
+        """Set the kind of tensors whose kind so far is one of `over`."""
         for x in tensors:
             if x is not None:
-                self.see(x)
-                held = self.held[x.untyped_storage()._cdata]
-                if held.kind in over:
-                    held.kind = kind
+                self.observe(x)
+                storage = self.storages[x.untyped_storage()._cdata]
+                if storage.kind in over:
+                    storage.kind = kind
 
-    def see(self, x: Tensor) -> None:
-        """A tensor is there."""
+    def observe(self, x: Tensor) -> None:
+        """Count the storage of a tensor, if it is a new one, until it is freed."""
         if x.layout is not torch.strided:
             return
-        storage = x.untyped_storage()
-        key = storage._cdata
-        if key in self.held:
+        untyped = x.untyped_storage()
+        key = untyped._cdata
+        if key in self.storages:
             return
-        held = self.held[key] = Held(x, self.kind, self._op())
-        self.parts[-1].changes.append((1, held))
+        storage = self.storages[key] = Storage(x, self.kind, self._op())
+        self.parts[-1].changes.append((1, storage))
 
         def freed(_: Any) -> None:
-            if self.held.get(key) is held:
-                del self.held[key], self._refs[key]
-                self.parts[-1].changes.append((-1, held))
+            if self.storages.get(key) is storage:
+                del self.storages[key], self._refs[key]
+                self.parts[-1].changes.append((-1, storage))
 
-        self._refs[key] = weakref.ref(storage, freed)
+        self._refs[key] = weakref.ref(untyped, freed)
 
     def _op(self) -> str:
-        return self._of() if current_backward() is None else f"backward of {self._of()}"
+        return self._forward_op() if current_backward() is None else f"backward of {self._forward_op()}"
 
-    def _of(self) -> str:
+    def _forward_op(self) -> str:
         number = current_backward()
-        return self.at if number is None else self.op_of(number)
+        return self.op if number is None else self.op_of(number)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.fake and func in _LOOKS:
-            return _LOOKS[func](*args)
+        if self.fake and func in _VALUE_READS:
+            return _VALUE_READS[func](*args)
         result = (_LARGEST.get(func, func) if self.fake else func)(*args, **(kwargs or {}))
-        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        for x in made:
-            self.see(x)
-        if made and not func.is_view:
-            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            wide = [x.dtype for x in (*given, *made) if x.dtype.is_floating_point]
-            traffic = sum(x.numel() * x.element_size() for x in (*given, *made))
-            op = Op(flops_of(func, args, kwargs or {}, result), traffic, wide[0] if wide else made[0].dtype)
-            self.parts[-1].work.append(
-                op._replace(of=self._of(), shape=tuple(map(int, made[0].shape))) if op.flops else op
-            )
+        results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        for x in results:
+            self.observe(x)
+        if results and not func.is_view:
+            operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            floating = [x.dtype for x in (*operands, *results) if x.dtype.is_floating_point]
+            traffic = sum(x.numel() * x.element_size() for x in (*operands, *results))
+            op = Op(flops_of(func, args, kwargs or {}, result), traffic, floating[0] if floating else results[0].dtype)
+            if op.flops:
+                op = op._replace(of=self._forward_op(), shape=tuple(map(int, results[0].shape)))
+            self.parts[-1].work.append(op)
         return result

@@ -1,4 +1,4 @@
-"""A rank's whole step from what was rehearsed: memory over the schedule's actions, the time they take, what is sent."""
+"""A rank's whole step, assembled from a dry run: memory over the schedule's actions, and the time they take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardc.cost.device import Device
-from shardc.cost.dry_run import RESIDENT, Rehearsal
+from shardc.cost.dry_run import RESIDENT, DryRun
 from shardc.cost.ledger import HOST, KINDS, Op, Part, Sent, Waited
 from shardc.ir.mesh import Mesh
 from shardc.runtime.schedule import Action
@@ -18,7 +18,7 @@ POINTS = 400
 
 @dataclass(frozen=True)
 class Point:
-    """A moment of a step. part: the action; op: what the memory is made for."""
+    """A moment of a step. part: the action; op: the op that allocates; live: bytes by kind."""
 
     part: str
     op: str
@@ -31,13 +31,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Memory:
-    """Live tensor bytes of one rank in a step. kinds: at the peak, by kind; peak: their sum; part, op: where in the
-    step
-    that is.
+    """Live tensor bytes of one rank in a step. kinds: at the peak, by kind; peak: their sum; part, op: where that is.
 
-    resident: what is there between two steps, without gradients. curve: how it goes on, in order: at most `POINTS`
-    moments, the highest of each stretch. host: bytes in the machine's memory or in files (`offload`), at most; no part
-    of the others."""
+    resident: between two steps, without gradients. curve: over the step, at most `POINTS` moments, the highest of each
+    stretch. host: the most bytes in the machine's memory or in files (`offload`), which the others do not count.
+    """
 
     kinds: Mapping[str, int]
     part: str
@@ -58,11 +56,11 @@ class Memory:
         return self.kinds.get(kind, 0)
 
 
-def parts(r: Rehearsal, actions: tuple[Action, ...]) -> Iterator[tuple[Action | None, Part]]:
-    """The parts of a whole step: of an action that was not rehearsed, what another microbatch's like it did."""
+def parts(r: DryRun, actions: tuple[Action, ...]) -> Iterator[tuple[Action | None, Part]]:
+    """The parts of a whole step. An action that was not run does what the same action of another microbatch did."""
     ran = dict(r.actions)
-    some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
-    middle = some[len(some) // 2]  # neither the first one, which makes gradients, nor the last
+    microbatches = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
+    middle = microbatches[len(microbatches) // 2]  # neither the first one, which makes gradients, nor the last
     alike: dict[tuple[str, int, int], Part] = {}
     for a, part in r.actions:
         if (key := (a.kind, a.stage, a.peer)) not in alike or a.microbatch == middle:
@@ -74,10 +72,10 @@ def parts(r: Rehearsal, actions: tuple[Action, ...]) -> Iterator[tuple[Action | 
     yield None, r.update
 
 
-def memory(r: Rehearsal, actions: tuple[Action, ...]) -> Memory:
+def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:
     live: Counter[str] = Counter()
-    for held in r.resident:
-        live[held.kind] += held.nbytes
+    for storage in r.resident:
+        live[storage.kind] += storage.nbytes
     resident = {k: n for k, n in live.items() if k in RESIDENT}
     outside = outside_most = live.pop(HOST, 0)
     total, best = sum(live.values()), -1
@@ -86,28 +84,28 @@ def memory(r: Rehearsal, actions: tuple[Action, ...]) -> Memory:
     steps = sum(len(p.changes) for _, p in parts(r, actions))
     stretch = max(steps // POINTS, 1)
     curve: list[Point] = []
-    at, high = 0, Point("", "", {})
+    count, high = 0, Point("", "", {})
     for action, part in parts(r, actions):
         name = str(action) if action is not None else part.name
-        if part is r.after:  # what the microbatches that were not rehearsed leave until here
+        if part is r.after:  # what the microbatches that were not run leave until here
             outside -= left.pop(HOST, 0)
             for kind, n in left.items():
                 live[kind] -= n
                 total -= n
-        for sign, held in part.changes:
-            if held.kind == HOST:
-                outside += sign * held.nbytes
+        for sign, storage in part.changes:
+            if storage.kind == HOST:
+                outside += sign * storage.nbytes
                 outside_most = max(outside, outside_most)
                 continue
-            live[held.kind] += sign * held.nbytes
-            total += sign * held.nbytes
+            live[storage.kind] += sign * storage.nbytes
+            total += sign * storage.nbytes
             if total > best:
-                best, peak = total, Point(name, held.op, dict(live))
+                best, peak = total, Point(name, storage.op, dict(live))
             if sign > 0 and total > sum(high.live.values()):
-                high = Point(name, held.op, dict(live))
-            at += 1
-            if at % stretch == 0:
-                curve.append(high if high.live else Point(name, held.op, dict(live)))
+                high = Point(name, storage.op, dict(live))
+            count += 1
+            if count % stretch == 0:
+                curve.append(high if high.live else Point(name, storage.op, dict(live)))
                 high = Point("", "", {})
     return Memory(
         {k: peak.live[k] for k in KINDS if peak.live.get(k)}, peak.part, peak.op, resident, tuple(curve), outside_most
@@ -120,17 +118,17 @@ class _Net(Counter[str]):
 
 
 def _net(some: Iterator[Part] | list[Part]) -> _Net:
-    found = _Net()
+    net = _Net()
     for part in some:
-        for sign, held in part.changes:
-            found[held.kind] += sign * held.nbytes
-    return found
+        for sign, storage in part.changes:
+            net[storage.kind] += sign * storage.nbytes
+    return net
 
 
 @dataclass
 class Clock:
-    """Time of one rank: ops one after the other, collectives that are started beside them, those of one group one after
-    the other.
+    """Time of one rank: ops run one after the other; collectives overlap with them, but those of one group do
+    not overlap with each other.
     """
 
     device: Device

@@ -1,6 +1,4 @@
-"""`program.cost(device)`: what a step takes: memory, operations, communication, time. From the program alone: nothing
-is computed.
-"""
+"""`program.cost(device)`: memory, operations, communication and time of a step, from the program alone."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from shardc.cost.device import Device
-from shardc.cost.dry_run import Rehearsal, rehearse
+from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.ledger import Part
 from shardc.cost.replay import Clock, Memory, memory, parts
 from shardc.cost.symbolic import Symbolic, symbolic
@@ -24,11 +22,11 @@ from shardc.runtime.step.engine import OptimizerOf
 
 @dataclass(frozen=True)
 class RankCost:
-    """Of one rank, and of all that have its stages. at: its coordinate on the pipeline's axis; rank: its number.
+    """The cost of one rank, and of all with the same stages.
 
-    flops: of its matrix products, forward, backward and what is computed again. comm: {(axis, kind): bytes} of whole
-    tensors, as in CommRecord.
-    seconds: in which it computes; waited: in which it waits for collectives.
+    at: its coordinate on the pipeline's axis; rank: its number.
+    flops: of its matrix products, forward, backward and recomputed. comm: {(axis, kind): bytes} of whole tensors, as in
+    CommRecord. seconds: of computing; waited: of waiting for collectives.
     """
 
     at: int
@@ -42,12 +40,11 @@ class RankCost:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step. ranks: one for each coordinate of the pipeline's axis. memory, flops, comm: of the rank that has
-    most
-    of it.
+    """The cost of one step. ranks: one for each coordinate of the pipeline's axis.
 
-    step_seconds: with overlap as the program has it: buckets beside backward, gathers ahead of their use. bubble: share
-    of time in which ranks wait for other stages.
+    memory, flops, comm: of the rank that has the most.
+    step_seconds: with overlap as in the program: buckets during backward, gathers ahead of their use. bubble: share of
+    time in which ranks wait for other stages.
     """
 
     device: Device
@@ -55,7 +52,7 @@ class Cost:
     step_seconds: float
     bubble: float
     program: Program = field(repr=False)
-    rehearsals: tuple[Rehearsal, ...] = field(repr=False, default=())
+    dry_runs: tuple[DryRun, ...] = field(repr=False, default=())
 
     @property
     def memory(self) -> Memory:
@@ -71,64 +68,58 @@ class Cost:
 
     @property
     def fits(self) -> bool:
-        """Does the peak fit into the device's memory?"""
+        """Whether the peak fits into the device's memory."""
         return self.memory.peak <= self.device.memory
 
     @cached_property
     def symbolic(self) -> Symbolic:
-        """Closed forms in the model's sizes, as sympy expressions. Raises ShardcError where two sizes are the same
-        number.
-        """
+        """Closed forms in the model's sizes, as sympy expressions. Raises ShardcError where two sizes are equal."""
         return self.forms()
 
     def forms(self, **sizes: int) -> Symbolic:
-        """The same with sizes that are named: batch, sequence, hidden, heads, vocab, or any other name. See
-        shardc.cost.symbolic.
-        """
-        return symbolic(self.program, self.rehearsals, sizes)
+        """Closed forms with named sizes (batch, sequence, hidden, heads, vocab, ...). See shardc.cost.symbolic."""
+        return symbolic(self.program, self.dry_runs, sizes)
 
 
 def cost(program: Program, device: Device, optimizer: OptimizerOf | None, **options: Any) -> Cost:
     """See `Program.cost`. options: of Engine."""
     schedule = program.schedule or schedules.alone(program.microbatches)
-    rehearsals = [rehearse(program, at, optimizer, cpu=device.kind == "cpu", **options) for at in range(schedule.ranks)]
-    return put_together(program, schedule, rehearsals, device)
+    dry_runs = [dry_run(program, at, optimizer, cpu=device.kind == "cpu", **options) for at in range(schedule.ranks)]
+    return assemble(program, schedule, dry_runs, device)
 
 
-def put_together(program: Program, schedule: Schedule, rehearsals: Sequence[Rehearsal], device: Device) -> Cost:
-    """The cost of a schedule from rehearsals of its ranks; they may have been made with another schedule of the same
-    stages.
-    """
+def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], device: Device) -> Cost:
+    """The cost of a schedule from dry runs of its ranks, which may be those of another schedule of the same stages."""
     ranks, ends = [], []
     of_stage: dict[tuple[str, int], float] = {}
     first = 0.0  # seconds of the first action: it may wait for the last update's gathers, and other stages wait for it
-    for r in rehearsals:
+    for r in dry_runs:
         actions = schedule.actions[r.at]
         clock = Clock(device, program.mesh, r.rank)
         computing = 0.0
         flops, comm = 0, Counter[tuple[str, str]]()
         for action, part in parts(r, actions):
-            took = clock.run(part)
+            seconds = clock.run(part)
             if action is not None and action.kind in COMPUTE:  # the timeline has these; sums of gradients follow it
-                computing += took
-                first = took if (action.kind, action.stage, action.microbatch) == ("F", 0, 0) else first
+                computing += seconds
+                first = seconds if (action.kind, action.stage, action.microbatch) == ("F", 0, 0) else first
                 if (action.kind, action.stage) not in of_stage or action.microbatch == 1:
-                    of_stage[action.kind, action.stage] = took
+                    of_stage[action.kind, action.stage] = seconds
             flops += part.flops
             _add(comm, part)
         ends.append(clock.now - computing)
         ranks.append(RankCost(r.at, r.rank, memory(r, actions), flops, dict(comm), clock.now, clock.waited))
     if schedule.ranks == 1:
-        return Cost(device, tuple(ranks), ranks[0].seconds, 0.0, program, tuple(rehearsals))
+        return Cost(device, tuple(ranks), ranks[0].seconds, 0.0, program, tuple(dry_runs))
     transfer = {}
     for e in program.edges:
         pair = tuple(_rank(program, schedule, s) for s in (e.source, e.target))
         transfer[e.source, e.target] = device.comm_seconds(
             "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
         )
-    found = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer), program.edges)
+    timeline = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer), program.edges)
     late = max(first - of_stage["F", 0], 0.0)
-    return Cost(device, tuple(ranks), late + found.end + max(ends), found.bubble(), program, tuple(rehearsals))
+    return Cost(device, tuple(ranks), late + timeline.end + max(ends), timeline.bubble(), program, tuple(dry_runs))
 
 
 def _add(comm: Counter[tuple[str, str]], part: Part) -> None:

@@ -6,16 +6,15 @@
     cost.symbolic.parameters, .gradients, .optimizer
     cost.symbolic.flops, .layer_flops["h"], .comm["tp", "all_reduce"]
 
-What is kept is what the rehearsal kept; its sizes are read back as products of named ones. A program is compiled for
-numbers, so the names are found by number: sizes have to differ (a batch of 5, not of 8 where there are 8 heads); they
-may be named: `cost.forms(heads=96)`.
+What is kept is what the dry run kept; its sizes are read back as products of named ones (shardc.cost.symbols), so sizes
+have to differ (a batch of 5, not of 8 where there are 8 heads). They may be named: `cost.forms(heads=96)`.
 
 `papers` counts as "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022) does:
     - numbers per row (a norm's mean and deviation) are left out: it keeps what has a factor hidden or heads;
     - what is gathered for a product (sequence parallelism) counts as the part that it was gathered from, as Megatron
       gathers it again in backward, while a program keeps it, if no checkpoint region says otherwise.
-And as "ZeRO" (Rajbhandari et al. 2020) does: at ZeRO 3 a rank's part of the parameters is there in 16 bits as well,
-beside the part in 32 bits that the optimizer updates, while a program makes it when it is gathered.
+And as "ZeRO" (Rajbhandari et al. 2020) does: at ZeRO 3 a rank keeps its part of the parameters in 16 bits as well,
+beside the part in 32 bits that the optimizer updates, while a program casts it when it is gathered.
 """
 
 from __future__ import annotations
@@ -29,23 +28,25 @@ import sympy  # type: ignore[import-untyped]
 from sympy import Expr, Integer, Symbol
 from torch import fx
 
-from shardc.cost.dry_run import Rehearsal
-from shardc.cost.ledger import Held
-from shardc.cost.symbolic_work import computed, sent
-from shardc.cost.symbols import Names, Sums
+from shardc.cost.dry_run import DryRun
+from shardc.cost.ledger import Storage
+from shardc.cost.symbolic_work import bytes_by_collective, flops_by_layer
+from shardc.cost.symbols import LayerSums, Symbols
+from shardc.ir.graph import source_of
 from shardc.ir.layers import layer_of
-from shardc.ir.program import Collective, Program, Source
+from shardc.ir.program import Collective, Program
 
 
 @dataclass(frozen=True)
 class Symbolic:
-    """Bytes of one rank. sizes: what the symbols are in this program.
+    """Bytes of one rank. sizes: the symbols' values in this program.
 
-    layers: by list of layers, what one of them keeps for backward, of one microbatch; rest: what is outside of them.
-    lists: how many layers each list has on this rank, as a symbol and a number. states: parameters, gradients,
-    optimizer. flops, layer_flops: operations of products of matrices for a microbatch, forward, backward and what is
-    computed again: all, and of one layer. comm: {(axis, kind): bytes of whole tensors, as in CommRecord} of a step of
-    one microbatch."""
+    layers: by list of layers, what one of them keeps for backward of one microbatch; rest: what all else keeps. lists:
+    the number of layers of each list on this rank, as a symbol. parameters, gradients, optimizer: between two steps.
+    elements: of all of the model's parameters. flops, layer_flops: of matrix products for a microbatch, forward,
+    backward and recomputed: all, and of one layer. comm: {(axis, kind): bytes of whole tensors, as in CommRecord} of a
+    step of one microbatch. papers: the same as papers count it.
+    """
 
     sizes: Mapping[Symbol, int]
     layers: Mapping[str, Expr]
@@ -54,7 +55,7 @@ class Symbolic:
     parameters: Expr
     gradients: Expr
     optimizer: Expr
-    elements: Expr  # of the model's parameters, all of them
+    elements: Expr
     flops: Expr
     layer_flops: Mapping[str, Expr]
     comm: Mapping[tuple[str, str], Expr]
@@ -68,61 +69,61 @@ class Symbolic:
 
     def value(self, expression: Expr, **sizes: float) -> float:
         """An expression with this program's sizes, or with others by name."""
-        at = {s: sizes.get(s.name, n) for s, n in self.sizes.items()}
-        return float(expression.subs(at))
+        values = {s: sizes.get(s.name, n) for s, n in self.sizes.items()}
+        return float(expression.subs(values))
 
 
-def symbolic(program: Program, rehearsals: Sequence[Rehearsal], sizes: Mapping[str, int]) -> Symbolic:
-    """Of the rank that was rehearsed first. sizes: names for numbers, beside those that are found."""
-    r = rehearsals[0]
-    names = Names(program, sizes)
+def symbolic(program: Program, dry_runs: Sequence[DryRun], sizes: Mapping[str, int]) -> Symbolic:
+    """The closed forms of the first dry run's rank. sizes: names, beside those that are detected."""
+    r = dry_runs[0]
+    symbols = Symbols(program, sizes)
     kept = _kept(r)
     nodes = {n.name: n for s in program.stages for n in s.graph.nodes}
     weights = _of_weights(program)
     casts: list[Expr] = []
-    ours, theirs = Sums(), Sums()
-    for held in kept:
-        node = nodes.get(held.op)
-        found = names.held(held, node)
+    ours, theirs = LayerSums(), LayerSums()
+    for storage in kept:
+        node = nodes.get(storage.op)
+        nbytes = symbols.storage(storage, node)
         if node is not None and node in weights:
-            casts.append(found)
+            casts.append(nbytes)
             continue
-        at = layer_of(node.meta.get("source", Source()).module) if node is not None else None
-        ours.add(at, found)
-        theirs.add(at, _as_papers(names, found, node))
+        layer = layer_of(source_of(node).module) if node is not None else None
+        ours.add(layer, nbytes)
+        theirs.add(layer, _as_papers(symbols, nbytes, node))
     lists = {
         name: Symbol("layers" if len(ours.lists()) == 1 else f"layers_{name}", positive=True) for name in ours.lists()
     }
-    numbers = names.sizes | {lists[name]: n for name, n in ours.lists().items()}
-    states = _states(program, names, lists, r.at)
+    numbers = symbols.sizes | {lists[name]: n for name, n in ours.lists().items()}
+    states = _states(program, symbols, lists, r.at)
     states["parameters"] = states["parameters"] + _repeated(casts, kept, weights, nodes, lists)
-    flops = computed(r, names, nodes)
-    comm = {at: sums.total(lists) for at, sums in sent(program, r, names, nodes).items()}
-    made = partial(
+    flops = flops_by_layer(r, symbols, nodes)
+    comm = {at: sums.total(lists) for at, sums in bytes_by_collective(program, r, symbols, nodes).items()}
+    forms = partial(
         Symbolic, sizes=numbers, lists=lists, flops=flops.total(lists), layer_flops=flops.forms()[0], comm=comm
     )
     narrow = states.pop("narrow")
     layers, rest = theirs.forms()
-    other = made(layers=layers, rest=rest, **(states | {"parameters": states["parameters"] + narrow}))
+    other = forms(layers=layers, rest=rest, **(states | {"parameters": states["parameters"] + narrow}))
     layers, rest = ours.forms()
-    return made(layers=layers, rest=rest, **states, papers=other)
+    return forms(layers=layers, rest=rest, **states, papers=other)
 
 
-def _kept(r: Rehearsal) -> list[Held]:
-    """What is there when the first forward is done, and was not before."""
+def _kept(r: DryRun) -> list[Storage]:
+    """What the first forward makes and does not free."""
     action, part = next((a, p) for a, p in r.actions if a.kind == "F")
-    live: dict[int, Held] = {}
-    for sign, held in part.changes:
+    live: dict[int, Storage] = {}
+    for sign, storage in part.changes:
         if sign > 0:
-            live[id(held)] = held
+            live[id(storage)] = storage
         else:
-            live.pop(id(held), None)
+            live.pop(id(storage), None)
     assert action.kind == "F"
     return [h for h in live.values() if h.kind in ("activations", "communication")]
 
 
 def _of_weights(program: Program) -> set[fx.Node]:
-    """What follows from parameters alone."""
+    """The nodes that depend on parameters alone."""
     params = {p.name for p in program.params}
     found: set[fx.Node] = set()
     for s in program.stages:
@@ -133,47 +134,47 @@ def _of_weights(program: Program) -> set[fx.Node]:
     return found
 
 
-def _as_papers(names: Names, x: Expr, node: fx.Node | None) -> Expr:
+def _as_papers(symbols: Symbols, x: Expr, node: fx.Node | None) -> Expr:
     collective: Collective | None = node.meta.get("collective") if node is not None else None
     if collective is not None and collective.kind == "all_gather":
         for axis in collective.axes:
-            x = x / names.axis(axis)
+            x = x / symbols.axis(axis)
     wide = [s for s in x.free_symbols if s.name in ("hidden", "heads")]
     return x if wide else Integer(0)
 
 
 def _repeated(
     casts: Sequence[Expr],
-    kept: Sequence[Held],
+    kept: Sequence[Storage],
     weights: set[fx.Node],
     nodes: Mapping[str, fx.Node],
     lists: Mapping[str, Symbol],
 ) -> Expr:
     """Copies of weights in another dtype."""
-    sums = Sums()
-    held = [h for h in kept if nodes.get(h.op) in weights]
-    for h, x in zip(held, casts, strict=True):
-        sums.add(layer_of(nodes[h.op].meta.get("source", Source()).module), x)
+    sums = LayerSums()
+    copies = [storage for storage in kept if nodes.get(storage.op) in weights]
+    for storage, x in zip(copies, casts, strict=True):
+        sums.add(layer_of(source_of(nodes[storage.op]).module), x)
     return sums.total(lists)
 
 
-def _states(program: Program, names: Names, lists: Mapping[str, Symbol], at: int) -> dict[str, Expr]:
-    """Parameters, gradients and optimizer state (AdamW) between two steps, as the buckets keep them. narrow: what is
-    made when it is gathered.
+def _states(program: Program, symbols: Symbols, lists: Mapping[str, Symbol], at: int) -> dict[str, Expr]:
+    """Parameters, gradients and optimizer state (AdamW) between two steps, as the buckets keep them. narrow: copies in
+    the compute dtype that are made when parameters are gathered.
     """
-    sums = {kind: Sums() for kind in ("parameters", "gradients", "optimizer", "elements", "narrow")}
+    sums = {kind: LayerSums() for kind in ("parameters", "gradients", "optimizer", "elements", "narrow")}
     for p in program.params:
         layer = layer_of(p.fqn)
         whole = math.prod(p.shape)
         sums["elements"].add(
-            layer, reduce(lambda a, b: a * b, map(names.size, p.shape), Integer(1)) if whole else Integer(0)
+            layer, reduce(lambda a, b: a * b, map(symbols.size, p.shape), Integer(1)) if whole else Integer(0)
         )
         if program.axis and at not in program.holders(p):
             continue
-        n = names.value(p.value)
+        n = symbols.value(p.value)
         bucket = program.bucket(p)
         zero = bucket.zero if bucket is not None else 0
-        ranks = names.axis(bucket.shard) if bucket is not None and zero else Integer(1)
+        ranks = symbols.axis(bucket.shard) if bucket is not None and zero else Integer(1)
         stored = p.dtype.itemsize
         moments = 2 * n * stored / ranks if p.requires_grad else Integer(0)
         if zero in (1, 2) and bucket is not None and bucket.compute is not None:

@@ -1,6 +1,6 @@
-"""Numbers read back as products of named sizes, and sums of them by layer.
+"""Symbols for a program's sizes, and sums of symbolic expressions by layer.
 
-A program is compiled for numbers, so sizes are found by number: those that have names have to differ.
+A program is compiled for numbers. Each number is read back as a product of named sizes, so these have to differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sympy  # type: ignore[import-untyped]
 from sympy import Expr, Integer, Symbol
 from torch import fx
 
-from shardc.cost.ledger import Held
+from shardc.cost.ledger import Storage
 from shardc.errors import ShardcError
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.placement import Shard
@@ -26,68 +26,69 @@ from shardc.runtime.step.inputs import name_of
 MULTIPLES = (2, 3, 4, 5, 6, 8)
 
 
-class Sums:
-    """Expressions by layer."""
+class LayerSums:
+    """Sums of expressions by layer: (list of layers, number), or None outside of all lists."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str] | None, Expr] = {}
+        self._sums: dict[tuple[str, str] | None, Expr] = {}
 
-    def add(self, at: tuple[str, str] | None, x: Expr) -> None:
-        self._found[at] = self._found.get(at, Integer(0)) + x
+    def add(self, layer: tuple[str, str] | None, x: Expr) -> None:
+        self._sums[layer] = self._sums.get(layer, Integer(0)) + x
 
     def lists(self) -> dict[str, int]:
-        return dict(Counter(at[0] for at in self._found if at is not None))
+        """The number of layers of each list."""
+        return dict(Counter(layer[0] for layer in self._sums if layer is not None))
 
     def total(self, symbols: Mapping[str, Symbol]) -> Expr:
-        """All of it, with a symbol for how many layers each list has."""
+        """The sum of all. symbols: for the number of layers of each list."""
         layers, rest = self.forms()
-        found: Expr = sum((symbols.get(name, Integer(self.lists()[name])) * x for name, x in layers.items()), rest)
-        return sympy.expand(found)
+        total: Expr = sum((symbols.get(name, Integer(self.lists()[name])) * x for name, x in layers.items()), rest)
+        return sympy.expand(total)
 
     def forms(self) -> tuple[dict[str, Expr], Expr]:
-        """(by list what the layer in its middle keeps, all else): first and last layers may keep more or less."""
+        """(the middle layer of each list, by list; all else): the first and last layers may have more or less."""
         layers: dict[str, Expr] = {}
-        rest = self._found.get(None, Integer(0))
+        rest = self._sums.get(None, Integer(0))
         for name in self.lists():
-            mine = [x for at, x in self._found.items() if at is not None and at[0] == name]
-            layers[name] = sympy.expand(mine[len(mine) // 2])
-            rest += sum((x - layers[name] for x in mine), Integer(0))
+            sums = [x for layer, x in self._sums.items() if layer is not None and layer[0] == name]
+            layers[name] = sympy.expand(sums[len(sums) // 2])
+            rest += sum((x - layers[name] for x in sums), Integer(0))
         return layers, sympy.expand(rest)
 
 
-class Names:
-    """Numbers read back as products of named sizes."""
+class Symbols:
+    """The symbols of a program's sizes, and numbers as products of them. sizes: more names than those detected."""
 
-    def __init__(self, program: Program, given: Mapping[str, int]) -> None:
+    def __init__(self, program: Program, sizes: Mapping[str, int]) -> None:
         self.program = program
-        found = {**_detected(program), **given}
+        named = {**_detected(program), **sizes}
         by_number: dict[int, list[str]] = {}
-        for name, n in found.items():
+        for name, n in named.items():
             by_number.setdefault(n, []).append(name)
-        alike = [f"{' and '.join(each)} are both {n}" for n, each in by_number.items() if len(each) > 1 and n > 1]
-        if alike:
-            what = f"sizes cannot be told apart by their numbers: {'; '.join(alike)}"
+        equal = [f"{' and '.join(each)} are both {n}" for n, each in by_number.items() if len(each) > 1 and n > 1]
+        if equal:
+            what = f"sizes that are equal cannot be distinguished: {'; '.join(equal)}"
             raise ShardcError(
                 what,
                 where="cost.symbolic",
                 fix="compile for sizes that differ (a batch of 5), or name them: cost.forms(...)",
             )
         single = [
-            f"{name_of(x.path)}, {whole} over {program.mesh}"
+            f"{name_of(x.path)!r} ({whole} over {program.mesh})"
             for x in program.inputs
             for here, whole in zip(x.layout.local_shape(x.shape, program.mesh), x.shape, strict=True)
             if here == 1 < whole
         ]
         if single:
             raise ShardcError(
-                f"each rank has one of {single[0]}: a size of 1 says nothing about what it is",
+                f"a dim of input {single[0]} has size 1 on each rank, which cannot be recognized",
                 where="cost.symbolic",
                 fix="compile for a larger batch",
             )
-        self.known = {n: self._symbol(name) for name, n in found.items() if n > 1}
-        self.sizes = {self._symbol(name): n for name, n in found.items()}
+        self.known = {n: self._symbol(name) for name, n in named.items() if n > 1}
+        self.sizes = {self._symbol(name): n for name, n in named.items()}
         self.sizes |= {self._symbol(a): n for a, n in program.mesh.axes}
-        self.hidden = found.get("hidden", 0)
+        self.hidden = named.get("hidden", 0)
         self._cache: dict[int, Expr] = {}
 
     @staticmethod
@@ -95,7 +96,7 @@ class Names:
         return Symbol(name, positive=True)
 
     def axis(self, name: str) -> Expr:
-        """A mesh axis's size. One that is seen in digits has a symbol for each."""
+        """The size of a mesh axis; of an axis that is split into digits, the product of theirs."""
         return reduce(lambda a, b: a * b, map(self._symbol, self.program.mesh.parts(name)), Integer(1))
 
     def size(self, n: int) -> Expr:
@@ -128,36 +129,34 @@ class Names:
 
     def dims(self, v: Value) -> list[Expr]:
         """One rank's sizes."""
-        found: list[Expr] = [self.size(n) for n in v.shape]
+        dims: list[Expr] = [self.size(n) for n in v.shape]
         for axis, placement in v.layout.items:
             if isinstance(placement, Shard):
-                found[placement.dim] = found[placement.dim] / self.axis(axis)
-        return found
+                dims[placement.dim] = dims[placement.dim] / self.axis(axis)
+        return dims
 
-    def held(self, held: Held, node: fx.Node | None) -> Expr:
+    def storage(self, storage: Storage, node: fx.Node | None) -> Expr:
         """Bytes of a storage."""
-        found, whole = self.elements(held.shape, node), math.prod(held.shape)
-        return found * sympy.Rational(held.nbytes, max(whole, 1))
+        elements, number = self.elements(storage.shape, node), math.prod(storage.shape)
+        return elements * sympy.Rational(storage.nbytes, max(number, 1))
 
     def elements(self, shape: Sequence[int], node: fx.Node | None) -> Expr:
-        """The product of sizes of a tensor of a node: they are those of what the op takes and makes, on this rank; or
-        products of them.
+        """The product of the sizes of a tensor that belongs to a node: each is a size of its operands or results on
+        this rank, or a product of such sizes.
         """
-        known = self._around(node)
+        known = self._local_sizes(node)
         return reduce(lambda a, b: a * b, (known.get(n, self.size(n)) for n in shape), Integer(1))
 
-    def summed(self, n: int, node: fx.Node | None) -> Expr:
-        """A size that a node sums over, or as many times that as the op has products (attention)."""
-        known = {k: x for k, x in self._around(node).items() if not x.is_number}
+    def contracted(self, n: int, node: fx.Node | None) -> Expr:
+        """A size that a node sums over, or a multiple of it for an op with several products (attention)."""
+        known = {k: x for k, x in self._local_sizes(node).items() if not x.is_number}
         for times in (1, 2, 5):
             if n % times == 0 and n // times in known:
                 return times * known[n // times]
         return self.size(n)
 
-    def _around(self, node: fx.Node | None) -> dict[int, Expr]:
-        """What the numbers are that a node's tensors have as sizes on this rank, and products of sizes that lie beside
-        each other.
-        """
+    def _local_sizes(self, node: fx.Node | None) -> dict[int, Expr]:
+        """Expressions of the sizes on this rank of a node's operands and results, and of products of adjacent sizes."""
         known: dict[int, Expr] = {1: Integer(1)}
         collective: Collective | None = node.meta.get("collective") if node is not None else None
         if collective is not None:  # what is gathered comes as a stack of parts
@@ -176,28 +175,28 @@ class Names:
 
 
 def _detected(program: Program) -> dict[str, int]:
-    """Batch and sequence: of the inputs; vocab and hidden: of the first look-up, or hidden of the first product; heads:
-    of attention.
+    """Sizes by name. batch, sequence: of the inputs; vocab, hidden: of the first embedding, or hidden of the first
+    linear; heads: of attention.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     wide = sorted((x for x in program.inputs if x.shape), key=lambda x: x.dtype.is_floating_point)
     if wide:
         part = max(program.microbatches, 1) if wide[0].microbatch is not None else 1
-        found |= dict(zip(("batch", "sequence"), (wide[0].shape[0] // part, *wide[0].shape[1:2]), strict=False))
+        sizes |= dict(zip(("batch", "sequence"), (wide[0].shape[0] // part, *wide[0].shape[1:2]), strict=False))
     for s in program.stages:
         for n in s.graph.nodes:
             if n.op != "call_function":
                 continue
-            name, given = op_name(n.target), [values_of(x)[0] for x in operands_of(n)]
-            if name in ("embedding", "embedding_partial") and "hidden" not in found:
-                found |= {"vocab": given[0].shape[0], "hidden": given[0].shape[1]}
-            if name == "linear" and "hidden" not in found:
-                found["hidden"] = given[1].shape[1]
+            name, operands = op_name(n.target), [values_of(x)[0] for x in operands_of(n)]
+            if name in ("embedding", "embedding_partial") and "hidden" not in sizes:
+                sizes |= {"vocab": operands[0].shape[0], "hidden": operands[0].shape[1]}
+            if name == "linear" and "hidden" not in sizes:
+                sizes["hidden"] = operands[1].shape[1]
             v = values_of(n)[0]
             if (
                 name in ("scaled_dot_product_attention", "softmax", "_softmax")
                 and len(v.shape) == 4
-                and "heads" not in found
+                and "heads" not in sizes
             ):
-                found["heads"] = v.shape[1]
-    return {k: n for k, n in found.items() if n > 1}
+                sizes["heads"] = v.shape[1]
+    return {k: n for k, n in sizes.items() if n > 1}

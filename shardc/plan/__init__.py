@@ -23,7 +23,7 @@ from shardc.cost.device import Device
 from shardc.cost.device import device as described
 from shardc.errors import ShardcError
 from shardc.plan.model import Subject
-from shardc.plan.planner import Question
+from shardc.plan.planner import Planner
 from shardc.plan.result import Candidate, Plan
 from shardc.spec import Spec
 
@@ -49,15 +49,14 @@ def plan(
     """Search for the spec that trains a model fastest on so many devices.
 
     model, batch, loss: as in `shardc.compile`; the model may lie on the meta device. device: a name, a YAML file, or a
-    shardc.cost.Device.
-    global_batch: rows of a step; default: those of `batch`, or as many times so many as devices need to have a row
-    each.
-    precision: bfloat16 and float16 (with master weights in float32), float32, pure-bfloat16, or model (as it is).
-    headroom: share of a device's memory that is left to the allocator, NCCL and kernels' workspaces.
-    given: price this spec and no other; devices is then what its mesh says. largest: also answer how many rows, or how
-    long a sequence, the best spec (or the given one) takes. fewest: also answer on how few devices anything fits. on:
-    told what is being priced: (what, done, of). Raises ShardcError for what is wrong with the input; that nothing fits
-    is told by `.best`."""
+    shardc.cost.Device. global_batch: rows of a step; default: those of `batch`, or as many times so many as devices
+    need to have a row each. precision: bfloat16 and float16 (with master weights in float32), float32, pure-bfloat16,
+    or model (as it is). headroom: share of a device's memory that is left to the allocator, NCCL and kernels'
+    workspaces. given: price this spec and no other; devices is then what its mesh says. largest: also answer how many
+    rows, or how long a sequence, the best spec (or the given one) takes. fewest: also answer on how few devices
+    anything fits. on: told what is being priced: (what, done, of). Raises ShardcError for what is wrong with the input;
+    that nothing fits is told by `.best`.
+    """
     started = time.perf_counter()
     if not 0 <= headroom < 1:
         raise ShardcError(
@@ -76,16 +75,16 @@ def plan(
     if largest not in (None, "batch", "sequence"):
         raise ShardcError(f"largest what? {largest!r} is not known", where="--largest", fix="batch or sequence")
     on("capturing", 0, 0)
-    question = Question(
+    planner = Planner(
         Subject.of(model, batch, loss), described(device), precision, headroom, name or type(model).__name__, on
     )
     if given is not None:
-        found = question.given(given, devices, global_batch)
+        found = planner.given(given, devices, global_batch)
     else:
         assert devices is not None
-        found = question.search(devices, global_batch)
+        found = planner.search(devices, global_batch)
     if largest is not None:
-        found = question.largest(found, largest)
+        found = planner.largest(found, largest)
     if fewest:
-        found = question.fewest(found)
+        found = planner.fewest(found)
     return replace(found, seconds=time.perf_counter() - started)

@@ -8,7 +8,7 @@ from shardc.plan.table import gb, limit, microbatches, number, recompute, schedu
 
 def annotated(c: Candidate, plan: Plan) -> str:
     """Loads to an equal spec (shardc.Spec)."""
-    a = plan.asked
+    a = plan.target
     rate = f"{number(c.tokens_per_second)} tokens/s" if c.tokens_per_second else f"{number(c.rows_per_second)} rows/s"
     kinds = [f"{k} {gb(n)}" for k, n in sorted(c.memory.items(), key=lambda x: -x[1]) if n > 0.01 * c.peak]
     head = [
@@ -30,7 +30,7 @@ def annotated(c: Candidate, plan: Plan) -> str:
 
 def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
     """{section: why it says what it says}, from prices: of this one and of those that were priced beside it."""
-    s, a = c.spec, plan.asked
+    s, a = c.spec, plan.target
     sizes = dict(s.mesh.axes)
     others = [x for x in plan.candidates if x is not c]
     made: dict[str, str] = {}

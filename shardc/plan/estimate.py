@@ -15,8 +15,8 @@ import numpy as np
 
 from shardc.cost.ledger import KINDS
 from shardc.ir.mesh import Mesh
+from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.exact import Priced, balanced, computing
-from shardc.plan.rehearsals import Library, Stages
 from shardc.plan.space import KEPT, Choice
 from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
 
@@ -28,9 +28,8 @@ GROW = np.array([k in ("activations", "communication", "temporaries", "gathered"
 @dataclass(frozen=True)
 class Load:
     """What one rank has, of a microbatch of one row. kept: bytes, of which `end` are those that only a model's last
-    stage
-    keeps.
-    cast: bytes of weights in the dtype of products."""
+    stage keeps. cast: bytes of weights in the dtype of products.
+    """
 
     resident: Vector
     kept: Vector

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from shardc.cost.dry_run import rehearse
+from shardc.cost.dry_run import dry_run
 from shardc.cost.ledger import KINDS
 from shardc.cost.replay import parts
-from shardc.cost.step import put_together
+from shardc.cost.step import assemble
 from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
 from shardc.passes.pipeline.cuts import default_stages
-from shardc.plan.rehearsals import Library, Stages
+from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, meter, part_of
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule
@@ -37,8 +37,7 @@ class Priced:
 
     kinds: bytes at the peak, by kind, of the rank that has the highest; at: its coordinate on the pipeline's axis.
     spent: seconds of the busiest rank, by what it does (parts.WHAT), and "bubble". counts: layers of each stage of a
-    pipeline.
-    exact: priced from a rehearsal of its own mesh, not estimated from one like it.
+    pipeline. exact: priced from a rehearsal of its own mesh, not estimated from one like it.
     """
 
     batch: int
@@ -206,8 +205,8 @@ def _whole(library: Library, asked: Spec, batch: int) -> Priced:
     """A spec whose program is compiled as it is, each of its ranks rehearsed."""
     program = library.compiled(asked.to_dict(), batch)
     schedule = program.schedule or schedules.alone(program.microbatches)
-    each = [rehearse(program, at, adamw, cpu=library.device.kind == "cpu") for at in range(schedule.ranks)]
-    found = put_together(program, schedule, each, library.device)
+    each = [dry_run(program, at, adamw, cpu=library.device.kind == "cpu") for at in range(schedule.ranks)]
+    found = assemble(program, schedule, each, library.device)
     spent: list[dict[str, float]] = []
     for r in each:
         clock = meter(library.device, program, r.rank)

@@ -1,6 +1,5 @@
 """The largest number that fits: solved on the curve through the points that were priced, and confirmed by pricing it
-and
-the next one.
+and the next one.
 
 A step's memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may change),
 so two or three points give the answer or its neighbour.

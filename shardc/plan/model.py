@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.capture import capture
-from shardc.cost.extrapolate import fewer, layers
+from shardc.cost.extrapolate import layer_lists, with_layers
 from shardc.errors import ShardcError
 from shardc.ir.program import Program, Source
 from shardc.ir.types import op_name
@@ -35,8 +35,7 @@ Loss = Callable[[Any, Any], Tensor]
 @dataclass
 class Subject:
     """A model, an example batch, and what is known of both. layers: the list that repeats, if it is long enough to be
-    cut
-    short.
+    cut short.
 
     rows: of the example batch; sequence: tokens of each, if all inputs that are sequences have the same.
     """
@@ -100,13 +99,13 @@ class Subject:
         if units is None or self.layers is None:
             return capture(self.model, self.example(rows, sequence), loss=self.loss, prove=False)
         if units < UNITS:
-            return fewer(self.captured(rows, UNITS, sequence), self.layers.first + units * self.layers.period)
+            return with_layers(self.captured(rows, UNITS, sequence), self.layers.first + units * self.layers.period)
         if self._short is not None:
             try:
                 return capture(self._short, self.example(rows, sequence), loss=self.loss, prove=False)
             except ShardcError:
                 self._short = None  # it counts its layers itself
-        return fewer(self.captured(rows, None, sequence), self.layers.first + UNITS * self.layers.period)
+        return with_layers(self.captured(rows, None, sequence), self.layers.first + UNITS * self.layers.period)
 
     def model_of(self, units: int | None) -> nn.Module:
         """The module to name in compile: what it carries is the same."""
@@ -121,12 +120,12 @@ def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:
 
 def cuts(program: Program) -> int:
     """How many stages a pipeline may have: the layers of all lists."""
-    return max(sum(len(each) for each in layers(program).values()), 1)
+    return max(sum(len(each) for each in layer_lists(program).values()), 1)
 
 
 def regions(program: Program) -> tuple[str, ...]:
     """Patterns of the modules that repeat: what a model recomputes."""
-    return tuple(f"{name}.*" if name else "*" for name in layers(program))
+    return tuple(f"{name}.*" if name else "*" for name in layer_lists(program))
 
 
 def experts(program: Program) -> tuple[tuple[str, ...], int]:
@@ -148,7 +147,7 @@ def experts(program: Program) -> tuple[tuple[str, ...], int]:
 
 def sequences(program: Program) -> tuple[str, ...]:
     """Patterns of the layers that hand on [batch, sequence, hidden]: dim 1 can be split between them."""
-    return tuple(f"{name}.*" for name in layers(program) if name and _hands_on(program, name))
+    return tuple(f"{name}.*" for name in layer_lists(program) if name and _hands_on(program, name))
 
 
 def _hands_on(program: Program, name: str) -> bool:

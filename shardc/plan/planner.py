@@ -16,13 +16,13 @@ import torch
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.plan.dry_runs import Library
 from shardc.plan.exact import Priced, price
 from shardc.plan.largest import Largest
 from shardc.plan.model import UNITS, Subject, cuts, experts, regions, sequences, whole_inputs
-from shardc.plan.rehearsals import Library
-from shardc.plan.result import Asked, Candidate, Plan
+from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.search import FAR, Core, Search
-from shardc.plan.space import Choice, Words, spec
+from shardc.plan.space import Choice, SpecTemplate, spec
 from shardc.spec import Spec
 from shardc.spec.patterns import nearest
 
@@ -37,7 +37,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Question:
+class Planner:
     """See shardc.plan.plan."""
 
     subject: Subject
@@ -63,14 +63,16 @@ class Question:
         return self.subject.captured(2, UNITS if self.subject.layers else None)
 
     @cached_property
-    def words(self) -> Words:
+    def template(self) -> SpecTemplate:
         p = self.captured
         shard = {"use": "model" if self.subject.carried else "structure"}
-        return Words(shard, PRECISIONS[self.precision], regions(p), sequences(p), experts(p)[0], whole_inputs(p, 2))
+        return SpecTemplate(
+            shard, PRECISIONS[self.precision], regions(p), sequences(p), experts(p)[0], whole_inputs(p, 2)
+        )
 
     @cached_property
     def library(self) -> Library:
-        return Library(self.subject, self.words, self.device)
+        return Library(self.subject, self.template, self.device)
 
     @cached_property
     def finder(self) -> Search:
@@ -78,14 +80,14 @@ class Question:
         number = layers.number if layers else cuts(self.captured)
         return Search(self.library, self.usable, cuts=number, experts=experts(self.captured)[1], on=self.on)
 
-    def asked(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Asked:
+    def asked(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Target:
         told = (
             "products in bfloat16, master weights and AdamW's state in float32"
             if self.precision == "bfloat16"
             else f"precision {self.precision}"
         )
         kept = f"{self.headroom:.0%} of memory left to the allocator, NCCL and workspaces (--headroom)"
-        return Asked(
+        return Target(
             self.name,
             self.device,
             devices,
@@ -120,8 +122,8 @@ class Question:
         refused = {k: e.what for k, e in finder.refused.items()}
         return Plan(asked, tuple(made), finder.considered, refused)
 
-    def _candidate(self, c: Choice, p: Priced, asked: Asked) -> Candidate:
-        return Candidate(Spec.load(spec(c, self.words, p.counts if c.pp > 1 else ())), p, asked)
+    def _candidate(self, c: Choice, p: Priced, asked: Target) -> Candidate:
+        return Candidate(Spec.load(spec(c, self.template, p.counts if c.pp > 1 else ())), p, asked)
 
     def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
         """Rows of the global batch, and where they are from. cores: splits for so many devices."""
@@ -190,7 +192,7 @@ class Question:
                 self.on(f"a sequence of {n * unit} tokens", 0, 0)
                 try:
                     return price(
-                        Library(self.subject, self.words, self.device, n * unit), best.spec, best.priced.batch
+                        Library(self.subject, self.template, self.device, n * unit), best.spec, best.priced.batch
                     ).peak
                 except ShardcError:
                     return math.inf  # the model takes no longer one
@@ -213,9 +215,9 @@ class Question:
         """On how few devices anything fits, for the same global batch: numbers of devices are halved as long as
         something does.
         """
-        batch = found.asked.batch
+        batch = found.target.batch
         answer: dict[str, Any] = {"what": "devices", "value": None}
-        n = found.asked.devices
+        n = found.target.devices
         fits = self._smallest(n, batch)
         while fits is None and n < 1 << 20:
             n *= 2

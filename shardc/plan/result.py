@@ -16,7 +16,7 @@ from shardc.spec import Spec
 
 
 @dataclass(frozen=True)
-class Asked:
+class Target:
     """What was planned for. batch: rows of the global batch; sequence: tokens of a row, None: rows are no sequences.
 
     flops: of the model and one row, forward and backward, nothing computed again. dtype: of products. usable: bytes of
@@ -40,12 +40,12 @@ class Candidate:
 
     spec: Spec
     priced: Priced
-    asked: Asked
+    target: Target
     why: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
-        return self.priced.peak <= self.asked.usable
+        return self.priced.peak <= self.target.usable
 
     @property
     def step_seconds(self) -> float:
@@ -70,13 +70,13 @@ class Candidate:
         """Model FLOPs utilization (Chowdhery et al. 2022): of what the devices' peak would do in a step, without what
         is computed again.
         """
-        peak = self.asked.device.flops_per_second(self.asked.dtype) * self.devices
-        return self.asked.flops * self.priced.batch / (self.priced.seconds * peak)
+        peak = self.target.device.flops_per_second(self.target.dtype) * self.devices
+        return self.target.flops * self.priced.batch / (self.priced.seconds * peak)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Of all devices; None where rows are no sequences."""
-        return self.rows_per_second * self.asked.sequence if self.asked.sequence else None
+        return self.rows_per_second * self.target.sequence if self.target.sequence else None
 
     @property
     def rows_per_second(self) -> float:
@@ -117,10 +117,10 @@ class Candidate:
 @dataclass(frozen=True)
 class Plan:
     """candidates: priced, those that fit first, the fastest of them first. considered: how many were estimated.
-    refused:
-    what compile said of splits that it did not take. answers: to questions such as "largest batch"."""
+    refused: what compile said of splits that it did not take. answers: to questions such as "largest batch".
+    """
 
-    asked: Asked
+    target: Target
     candidates: tuple[Candidate, ...]
     considered: int = 0
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Plan:
     def lacking(self) -> ShardcError:
         from shardc.plan.table import gb, named
 
-        a = self.asked
+        a = self.target
         if not self.candidates:
             why = "; ".join(f"{k}: {v}" for k, v in list(self.refused.items())[:3])
             return ShardcError(
@@ -171,7 +171,7 @@ class Plan:
         return ShardcError(what, where=a.model, fix=f"{way}; --fewest tells how many devices it takes")
 
     def to_json(self) -> dict[str, Any]:
-        a = self.asked
+        a = self.target
         return {
             "model": a.model,
             "device": a.device.name,

@@ -2,7 +2,7 @@
 
 1  rehearse a microbatch for every (tp, ep) that compile takes, recomputed where something does not fit without        library
 2  estimate every mesh × ZeRO × schedule × microbatches                              estimate
-3  price the best from rehearsals at their own mesh; rank by that                    price
+3  price the best from dry_runs at their own mesh; rank by that                    price
 """  # noqa: E501 (a table)
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from shardc.errors import ShardcError
+from shardc.plan.dry_runs import Library
 from shardc.plan.estimate import Estimates
 from shardc.plan.exact import Priced, price
-from shardc.plan.rehearsals import Library
 from shardc.plan.space import CHECKPOINTS, Choice, Keep, choices, divisors, spec
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
-#: How many rehearsals of whole choices are made, and how many choices are priced from them.
+#: How many dry_runs of whole choices are made, and how many choices are priced from them.
 REHEARSED, PRICED = 6, 24
 #: Of choices alike but in ZeRO and schedule, so many are priced: estimates are wrong in like ways, so the others are
 #: not left out.
@@ -29,14 +29,13 @@ FAR = 2
 #: What takes so many times a device's memory is not tried with more rows.
 HOPELESS = 4
 Core = tuple[int, int, bool, Keep]
-Told = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass
 class Search:
     """One model on one kind of device. memory: bytes of a device that a step may take. cuts: how many stages a pipeline
-    may have.
-    on: told what is being priced: (what, done, of).
+    may have. on: told what is being priced: (what, done, of).
 
     refused: why compile did not take a split, by its name.
     """
@@ -45,7 +44,7 @@ class Search:
     memory: float
     cuts: int = 1
     experts: int = 0
-    on: Told = lambda what, done, of: None
+    on: OnProgress = lambda what, done, of: None
     refused: dict[str, ShardcError] = field(default_factory=dict)
     considered: int = 0
     _exact: dict[Choice, Priced] = field(default_factory=dict)
@@ -65,7 +64,7 @@ class Search:
         experts = [e for e in divisors(devices) if e in some and self.experts % e == 0] if self.experts else [1]
         asked = [(t, e) for t in widths for e in experts if devices % (t * e) == 0]
         found = (
-            self._core(tp, ep, (True, False) if tp > 1 and self.library.words.sequences else (False,), "none")
+            self._core(tp, ep, (True, False) if tp > 1 and self.library.template.sequences else (False,), "none")
             for tp, ep in asked
         )
         return [core for core in found if core is not None]
@@ -73,7 +72,7 @@ class Search:
     def recomputing(self, core: Core) -> list[Core]:
         """A split with every way to recompute that compile takes."""
         tp, ep, sp, _ = core
-        keeps = [k for k in CHECKPOINTS if k != "none"] if self.library.words.regions else []
+        keeps = [k for k in CHECKPOINTS if k != "none"] if self.library.template.regions else []
         found = (self._core(tp, ep, dict.fromkeys((sp, False)), keep) for keep in keeps)
         return [core for core in found if core is not None]
 
@@ -136,14 +135,14 @@ class Search:
 
     def exact(self, c: Choice) -> Priced:
         if c not in self._exact:
-            first = Spec.load(spec(c, self.library.words))
+            first = Spec.load(spec(c, self.library.template))
             self._exact[c] = price(self.library, first, c.batch)
         return self._exact[c]
 
     def refine(self, found: list[tuple[Choice, Priced]]) -> dict[Choice, Priced]:
         """Exact prices of the best of them (`ranked`); where they turn out not to fit, of more."""
         made: dict[Choice, Priced] = {}
-        rehearsals: set[object] = set()
+        dry_runs: set[object] = set()
         families: Counter[object] = Counter()
         alike = ALIKE if self.library.subject.layers else ALIKE // 2  # each of which has a rehearsal of its own
         for c, rough in found:
@@ -151,13 +150,13 @@ class Search:
                 break
             family, rehearsal = (c.core, c.pp, c.dp, c.rows), self._rehearsal(c)
             fits = any(p.peak <= self.memory for p in made.values())
-            if rehearsal not in rehearsals and len(rehearsals) >= (REHEARSED if fits else 2 * REHEARSED):
+            if rehearsal not in dry_runs and len(dry_runs) >= (REHEARSED if fits else 2 * REHEARSED):
                 break
             if families[family] >= alike:
                 continue
-            self.on(str(c), len(rehearsals), REHEARSED)
+            self.on(str(c), len(dry_runs), REHEARSED)
             families[family] += 1
-            rehearsals.add(rehearsal)
+            dry_runs.add(rehearsal)
             try:
                 made[c] = self.exact(c)
             except ShardcError as e:

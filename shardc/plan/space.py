@@ -87,12 +87,11 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Words:
+class SpecTemplate:
     """What specs of one model have in common. shard: the section, where tp > 1; regions: of recomputation, as patterns
-    of
-    modules;
-    sequences: modules whose results may be split by sequence; experts: those that hold experts; dims: of inputs without
-    rows."""
+    of modules; sequences: modules whose results may be split by sequence; experts: those that hold experts; dims: of
+    inputs without rows.
+    """
 
     shard: Mapping[str, Any]
     precision: Mapping[str, Any]
@@ -102,17 +101,17 @@ class Words:
     dims: Mapping[str, int | None] | None = None
 
 
-def spec(choice: Choice, words: Words, counts: tuple[int, ...] = ()) -> dict[str, Any]:
+def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -> dict[str, Any]:
     """A choice as a spec. counts: layers of each stage."""
     made: dict[str, Any] = {"shardc": 1, "mesh": choice.mesh}
-    batch: dict[str, Any] = {"dims": dict(words.dims)} if words.dims else {}
+    batch: dict[str, Any] = {"dims": dict(template.dims)} if template.dims else {}
     if choice.microbatches > 1:
         batch["microbatches"] = choice.microbatches
     made |= {"batch": batch} if batch else {}
     if choice.tp > 1:
-        made["shard"] = dict(words.shard)
+        made["shard"] = dict(template.shard)
     if choice.sequence_parallel:
-        made["activations"] = {name: {1: "tp"} for name in words.sequences}
+        made["activations"] = {name: {1: "tp"} for name in template.sequences}
     if choice.pp > 1:
         made["pipeline"] = {
             "axis": "pp",
@@ -122,10 +121,10 @@ def spec(choice: Choice, words: Words, counts: tuple[int, ...] = ()) -> dict[str
     if choice.zero and choice.dp > 1:
         made["data"] = {"axis": "dp", "zero": choice.zero}
     if choice.ep > 1:
-        made["experts"] = [{"match": name, "axis": "ep"} for name in words.experts]
+        made["experts"] = [{"match": name, "axis": "ep"} for name in template.experts]
     if (how := CHECKPOINTS[choice.checkpoint]) is not None:
-        made["checkpoint"] = [{"match": name, **how} for name in words.regions]
-    made |= {"precision": dict(words.precision)} if words.precision else {}
+        made["checkpoint"] = [{"match": name, **how} for name in template.regions]
+    made |= {"precision": dict(template.precision)} if template.precision else {}
     return made
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.cost.device import Device
-from shardc.cost.dry_run import Rehearsal
+from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import KINDS, Op, Part, Sent, Waited
 from shardc.cost.replay import Clock
 from shardc.ir.program import Program
@@ -94,11 +94,11 @@ def memory(part: Part) -> Vector:
     v = np.zeros(WIDTH)
     net, best, total = Counter[str](), 0, 0
     high: Mapping[str, int] = {}
-    for sign, held in part.changes:
-        if held.kind not in KINDS:  # outside of the device
+    for sign, storage in part.changes:
+        if storage.kind not in KINDS:  # outside of the device
             continue
-        net[held.kind] += sign * held.nbytes
-        total += sign * held.nbytes
+        net[storage.kind] += sign * storage.nbytes
+        total += sign * storage.nbytes
         if total > best:
             best, high = total, dict(net)
     v[NET] = [net[k] for k in KINDS]
@@ -108,7 +108,7 @@ def memory(part: Part) -> Vector:
     return v
 
 
-def stage(r: Rehearsal, device: Device, program: Program) -> Stage:
+def stage(r: DryRun, device: Device, program: Program) -> Stage:
     """Of a rehearsed rank that has one stage. What a middle microbatch leaves behind in the end is nothing: its last
     action says so.
     """
@@ -138,9 +138,9 @@ def stage(r: Rehearsal, device: Device, program: Program) -> Stage:
     put(("after", ""), r.after)
     put(("update", ""), r.update)
     resident = np.zeros(WIDTH)
-    for held in r.resident:
-        if held.kind in KINDS:
-            resident[KINDS.index(held.kind)] += held.nbytes
+    for storage in r.resident:
+        if storage.kind in KINDS:
+            resident[KINDS.index(storage.kind)] += storage.nbytes
     found["resident", ""] = resident
     for which in ("first", "middle") if len(some) > 1 else ():
         mine = [v for (_, w), v in found.items() if w == which]

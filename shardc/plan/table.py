@@ -118,7 +118,7 @@ def bar(
 
 
 def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
-    a = plan.asked
+    a = plan.target
     rows = Table(header_style="bold", pad_edge=False, box=None)
     for name, where in (
         ("", "right"),
@@ -170,7 +170,7 @@ def cause(name: str) -> str:
 
 
 def heading(plan: Plan) -> Text:
-    a = plan.asked
+    a = plan.target
     text = Text(f"{a.model} on {a.devices} × {a.device.name}: global batch of {a.batch} rows")
     text.append(f" of {a.sequence} tokens" if a.sequence else "").append(f", {number(a.flops)}FLOP a row\n")
     text.append("".join(f"assumed: {x}\n" for x in a.assumed), style="bright_black")
@@ -216,6 +216,6 @@ def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
         rows.add_row(*row)
     rate = f"{number(c.tokens_per_second)} tokens/s" if c.tokens_per_second else f"{number(c.rows_per_second)} rows/s"
     fits = Text("fits", "green") if c.fits else Text("does not fit", "red")
-    line = Text(f"{named(c)}\npeak {gb(c.peak)} of {gb(c.asked.usable)}: ").append(fits)
+    line = Text(f"{named(c)}\npeak {gb(c.peak)} of {gb(c.target.usable)}: ").append(fits)
     line.append(f"; step {seconds(c.step_seconds)}, MFU {c.mfu:.1%}, {rate}, limited by {limit(c)}")
     return Group(line, rows)

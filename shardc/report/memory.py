@@ -29,8 +29,8 @@ _FILLS = {
 
 def table(cost: Cost) -> str:
     """A row for each kind, a column for each rank that differs: live bytes at its peak; then the peak, where that is,
-    and
-    the share of the device's memory; what is offloaded, in the machine's memory or in files, if anything is."""
+    and the share of the device's memory; what is offloaded, in the machine's memory or in files, if anything is.
+    """
     lines = [["", *(_name(cost, r) for r in cost.ranks)]]
     lines += [[kind, *(human(r.memory[kind]) for r in cost.ranks)] for kind in _kinds(r.memory for r in cost.ranks)]
     lines.append(["peak", *(human(r.memory.peak) for r in cost.ranks)])

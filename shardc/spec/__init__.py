@@ -73,8 +73,7 @@ class ActivationRule:
 @dataclass(frozen=True)
 class Spec:
     """A spec that is right in itself (whether it fits a model is seen later). Equal if it says the same, wherever it
-    was
-    written.
+    was written.
 
     mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: the other weights
     are split by this plan, over the axis shard_axis.
@@ -111,10 +110,8 @@ class Spec:
         """Read a spec from a path, a dict or another Spec.
 
         mesh: sizes instead of the spec's (`--mesh`). overrides: settings such as "data.zero=3" (`--set`), checked like
-        the rest.
-        world: number of ranks, where known: it fills in a size of -1, and has to be what the mesh needs.
-        refuse: False lets sections through that no pass carries out yet.
-        Raises ShardcError with every mistake.
+        the rest. world: number of ranks, where known: it fills in a size of -1, and has to be what the mesh needs.
+        refuse: False lets sections through that no pass carries out yet. Raises ShardcError with every mistake.
         """
         if isinstance(source, Spec):
             document = Document(source.to_dict(), Places(dict(source.places.keys), dict(source.places.values)))
@@ -205,8 +202,8 @@ class Spec:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, those of
-        data.axis,
-        and those that experts have for themselves."""
+        data.axis, and those that experts have for themselves.
+        """
         found = data_axes(self.batch, self.data, self.mesh.names)
         return (
             found

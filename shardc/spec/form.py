@@ -401,8 +401,8 @@ class Expert(Section):
 
 class Checkpoint(Section):
     """One kind of recomputed region. save: kinds of results that are kept; budget: the share of bytes to keep, chosen
-    by
-    cost; neither: everything is computed again. every: only each k-th of the modules, from the first."""
+    by cost; neither: everything is computed again. every: only each k-th of the modules, from the first.
+    """
 
     match: Pattern = Field(description="modules that are recomputed", examples=["model.layers.*"])
     save: (

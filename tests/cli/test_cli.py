@@ -341,7 +341,7 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     (
         "memory of an unknown device",
         ["inspect", "model.py", "spec.yaml", "--memory", "--device", "h100"],
-        "no device is called",
+        "there is no device",
         "h100-80g",
     ),
     (

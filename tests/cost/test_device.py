@@ -63,7 +63,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("-o", "x.yaml"), "-o names the file that --measure writes", "add --measure"),
         (("h200", "--measure"), "only this machine can be measured, not 'h200'", "shardc device cpu --measure"),
         (("cpu",), "this machine's cpu has not been measured", "shardc device cpu --measure"),
-        (("h900",), "no device is called 'h900'", "one of a100-80g, h100-80g, h200, cpu, cuda, or a YAML file"),
+        (("h900",), "there is no device 'h900'", "one of a100-80g, h100-80g, h200, cpu, cuda, or a YAML file"),
     ],
 )
 def test_what_cannot_be(words: tuple[str, ...], what: str, fix: str) -> None:

@@ -23,7 +23,7 @@ from shardc.plan import Plan
 from shardc.plan.exact import Priced, price
 from shardc.plan.largest import Largest
 from shardc.plan.model import Subject
-from shardc.plan.planner import Question
+from shardc.plan.planner import Planner
 from shardc.plan.space import Choice, choices, spec
 from shardc.spec import Spec
 from tests import zoo
@@ -92,13 +92,13 @@ def stack(layers: int = 6) -> tuple[nn.Module, Any]:
         return Stack(layers), {"ids": torch.empty(16, 32, dtype=torch.long)}
 
 
-def question(model: nn.Module, batch: Any, on: Device = H100, **more: Any) -> Question:
-    return Question(Subject.of(model, batch, more.get("loss")), on, "bfloat16", 0.05, "it", lambda what, done, of: None)
+def planner(model: nn.Module, batch: Any, on: Device = H100, **more: Any) -> Planner:
+    return Planner(Subject.of(model, batch, more.get("loss")), on, "bfloat16", 0.05, "it", lambda what, done, of: None)
 
 
 @functools.cache
-def stacked() -> Question:
-    return question(*stack())
+def stacked() -> Planner:
+    return planner(*stack())
 
 
 @functools.cache
@@ -126,8 +126,8 @@ def test_a_price_from_few_layers_is_that_of_the_whole_program(c: Choice) -> None
     q = stacked()
     assert q.subject.layers is not None
     assert q.subject.layers.number == 6
-    found = price(q.library, Spec.load(spec(c, q.words)), c.batch)
-    asked = spec(c, q.words, found.counts if c.pp > 1 else ())
+    found = price(q.library, Spec.load(spec(c, q.template)), c.batch)
+    asked = spec(c, q.template, found.counts if c.pp > 1 else ())
     model, _ = stack()
     whole = shardc.compile(model, q.subject.example(c.batch), asked, prove=False).cost(H100)
     assert found.seconds == pytest.approx(whole.step_seconds, rel=0.05)
@@ -208,17 +208,17 @@ def test_estimates_lie_near_exact_prices() -> None:
         Choice(dp=4, tp=2, sequence_parallel=True, rows=4, microbatches=4),
         Choice(pp=2, dp=4, rows=2, microbatches=8),
     ):
-        rough, exact = q.finder.estimates(c), price(q.library, Spec.load(spec(c, q.words)), c.batch)
+        rough, exact = q.finder.estimates(c), price(q.library, Spec.load(spec(c, q.template)), c.batch)
         assert rough.seconds == pytest.approx(exact.seconds, rel=0.3)
         assert rough.peak == pytest.approx(exact.peak, rel=0.3)
 
 
 def test_slow_links_keep_tensor_parallel_in_a_node() -> None:
     slow = H100.model_copy(update={"node": 2, "between": Link(bandwidth=1e9, latency=1e-4)})
-    q = question(*stack(2), on=slow)
+    q = planner(*stack(2), on=slow)
     assert max(core[0] for core in q.finder.cores(8)) == 2
     inside, across = (
-        price(q.library, Spec.load(spec(Choice(dp=8 // t, tp=t, rows=2 * t), q.words)), 16) for t in (2, 4)
+        price(q.library, Spec.load(spec(Choice(dp=8 // t, tp=t, rows=2 * t), q.template)), 16) for t in (2, 4)
     )
     assert across.spent["tp"] > 5 * inside.spent["tp"]
 
@@ -226,7 +226,7 @@ def test_slow_links_keep_tensor_parallel_in_a_node() -> None:
 def test_heads_that_do_not_divide() -> None:
     """8 heads and 128 words on 3 ranks: said, and other splits are taken."""
     model, batch = zoo.gpt(torch.float32)
-    q = question(model, batch)
+    q = planner(model, batch)
     with pytest.raises(shardc.ShardcError):
         q.library.core(Choice(tp=3))
     assert q.finder.cores(3)  # tp=1
@@ -254,9 +254,9 @@ class Sparse(nn.Module):
 
 
 def test_experts_are_offered() -> None:
-    q = question(Sparse(), {"x": torch.zeros(8, 4, 16)})
+    q = planner(Sparse(), {"x": torch.zeros(8, 4, 16)})
     assert q.finder.experts == 4
-    assert q.words.experts == ("mixture",)
+    assert q.template.experts == ("mixture",)
     found = q.search(2, 8)
     (sparse,) = [c for c in found.candidates if "ep" in c.spec.mesh.names][:1]
     assert sparse.spec.to_dict()["experts"] == [{"match": "mixture", "axis": "ep"}]
@@ -283,7 +283,7 @@ def test_a_convolutional_net_gets_plans() -> None:
         precision="float32",
     )
     assert found.best.spec.mesh.world == 2
-    assert found.best.tokens_per_second is not None or found.asked.sequence is None
+    assert found.best.tokens_per_second is not None or found.target.sequence is None
     assert any(c.spec.data.zero for c in found.candidates)
 
 
@@ -311,7 +311,7 @@ def test_nothing_is_the_largest() -> None:
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     answer = blocks().answers["largest batch"]
-    assert answer["peak_bytes"] <= blocks().asked.usable < answer["next_peak_bytes"]
+    assert answer["peak_bytes"] <= blocks().target.usable < answer["next_peak_bytes"]
     assert answer["next"] == answer["value"] + answer["step"]
 
 
@@ -337,14 +337,14 @@ def test_the_longest_sequence_fits_and_the_next_does_not(longest: int, next_is_p
     answer = found.answers["largest sequence"]
     assert answer["value"] % answer["step"] == 0
     assert answer["next"] == answer["value"] + answer["step"]
-    assert answer["peak_bytes"] <= found.asked.usable
+    assert answer["peak_bytes"] <= found.target.usable
     assert (answer["next_peak_bytes"] is not None) == next_is_priced
     long = {"ids": torch.empty(16, answer["value"], dtype=torch.long, device="meta")}
     assert answer["peak_bytes"] == pytest.approx(
         shardc.compile(model, long, answer["spec"], prove=False).cost(little).memory.peak, rel=0.02
     )
     if next_is_priced:
-        assert answer["next_peak_bytes"] > found.asked.usable
+        assert answer["next_peak_bytes"] > found.target.usable
     else:
         assert answer["value"] == longest
 
@@ -425,7 +425,7 @@ def test_from_a_file_to_a_verified_spec(folder: Path) -> None:
         (("--given", "none.yaml"), "there is no such spec file"),
         ((), "how many devices are there"),
         (("--devices", "0"), "0 devices"),
-        (("--devices", "2", "--device", "h1"), "no device is called 'h1'"),
+        (("--devices", "2", "--device", "h1"), "there is no device 'h1'"),
         (("--devices", "2", "--precision", "bf16"), "unknown precision 'bf16'"),
         (("--devices", "2", "--headroom", "2"), "headroom 2.0 is no share"),
         (("--devices", "2", "--global-batch", "0"), "a global batch of 0 rows"),
@@ -440,7 +440,7 @@ def test_wrong_options(folder: Path, args: tuple[str, ...], what: str) -> None:
 
 
 def test_a_batch_that_cannot_be_spread() -> None:
-    q = question(Convolutions(), {"x": torch.zeros(8, 3, 8, 8)}, loss=lambda y, _: y.logsumexp(1).mean())
+    q = planner(Convolutions(), {"x": torch.zeros(8, 3, 8, 8)}, loss=lambda y, _: y.logsumexp(1).mean())
     q.subject.loss = lambda y, _: y.logsumexp(1).mean()
     with pytest.raises(shardc.ShardcError, match="a global batch of 1 rows cannot be spread over 7 devices"):
         q.search(7, 1)
@@ -484,14 +484,14 @@ def test_a_model_that_counts_its_layers_is_captured_whole() -> None:
             return x.square().mean()  # type: ignore[no-any-return]
 
     with torch.device("meta"):
-        q = question(Counting(8), {"ids": torch.empty(4, 8, dtype=torch.long)})
+        q = planner(Counting(8), {"ids": torch.empty(4, 8, dtype=torch.long)})
     whole = q.subject.captured(2)
     few = q.subject.captured(2, 5)
     assert len(few.params) == len(whole.params) - 3 * 6
 
 
 def test_a_choice_is_a_spec() -> None:
-    words = stacked().words
+    words = stacked().template
     c = Choice(
         pp=2, dp=2, tp=2, sequence_parallel=True, zero=1, rows=1, microbatches=4, checkpoint="half", schedule="zb-h1"
     )

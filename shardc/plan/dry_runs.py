@@ -1,7 +1,7 @@
-"""What one microbatch is on one stage, for every way to split and recompute: from rehearsals of a model of a few
+"""What one microbatch is on one stage, for every way to split and recompute: from dry_runs of a model of a few
 layers.
 
-    five units of layers on four stages     [first, 1]   [1]   [2]   [1, last]      one compile, four rehearsals
+    five units of layers on four stages     [first, 1]   [1]   [2]   [1, last]      one compile, four dry_runs
     a stage of n units                      [1] + (n - 1) · ([2] - [1]),  likewise the first stage and the last one
 
 A model without a long list of layers is rehearsed whole, as one stage.
@@ -16,12 +16,12 @@ from typing import Any
 
 from shardc.compile import compile as compiled
 from shardc.cost.device import Device
-from shardc.cost.dry_run import rehearse
+from shardc.cost.dry_run import dry_run
 from shardc.cost.ledger import KINDS
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.plan.model import UNITS, Subject
-from shardc.plan.space import KEPT, Choice, Keep, Words, spec
+from shardc.plan.space import KEPT, Choice, Keep, SpecTemplate, spec
 from shardc.plan.stage_vectors import FLOPS, Stage, Vector, lines, part_of, stage
 from shardc.runtime.schedule import SCHEDULES
 from shardc.runtime.step.engine import adamw
@@ -84,7 +84,7 @@ class Library:
         microbatches."""
 
     subject: Subject
-    words: Words
+    template: SpecTemplate
     device: Device
     sequence: int | None = None
     microbatches: int = 2
@@ -162,7 +162,7 @@ class Library:
         return self._alone[key]
 
     def _core(self, choice: Choice) -> Stages:
-        asked = spec(choice, self.words)
+        asked = spec(choice, self.template)
         mixture = (
             choice.checkpoint in KEPT and choice.checkpoint != "none"
         )  # what is kept is chosen by cost: no worse than a mixture
@@ -186,7 +186,7 @@ class Library:
         )
 
     def _stage(self, program: Program, at: int) -> Stage:
-        return stage(rehearse(program, at, adamw, cpu=self.device.kind == "cpu"), self.device, program)
+        return stage(dry_run(program, at, adamw, cpu=self.device.kind == "cpu"), self.device, program)
 
     def takes_microbatches(self) -> None:
         """Find out whether the model may be run in microbatches. Raises ShardcError if
