@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import re
 import signal
@@ -22,11 +23,11 @@ from pathlib import Path
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.progress import Progress
 
 POLL = 0.05  # seconds between looks at the ranks
-_LAST = 5  # lines of an error in which its kind stands; notes come behind it
-# seconds in which ranks that fail because another did are still told apart from it; then in which a SIGTERM is heeded
+_LAST = 5  # lines at the end of an error that name its kind; notes come after it
+_NOTE = 160  # bytes of a rank's note of what it is doing
+# seconds in which ranks may still fail because another one did; then, in which a SIGTERM is heeded
 GRACE = 1.0
 
 
@@ -89,6 +90,25 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+class Progress:
+    """What a rank is doing, in a file that the launcher can read: a process that is killed cannot say where it was.
+
+    file: made here. `note` costs a copy of some bytes, and they outlive the process."""
+
+    def __init__(self, file: Path) -> None:
+        file.write_bytes(bytes(_NOTE))
+        with file.open("r+b") as f:
+            self._memory = mmap.mmap(f.fileno(), _NOTE)
+
+    def note(self, text: str) -> None:
+        self._memory[:] = text.encode()[:_NOTE].ljust(_NOTE, b"\0")
+
+    @staticmethod
+    def read(file: Path) -> str:
+        """The last note; "" if there is none."""
+        return file.read_bytes().rstrip(b"\0").decode(errors="replace") if file.exists() else ""
+
+
 class Stopped(BaseException):
     """The launcher was told to stop by a signal."""
 
@@ -108,7 +128,7 @@ def launch(
 
     Rank 0 writes to this terminal; stdout: to this file descriptor. If a rank fails, all end within seconds, and the
     standard error of the rank that failed first is shown, with its rank and coordinates, and with what it was doing:
-    progress is a folder whose files `rank0`, ... say it (shardc.runtime.progress). failed_first is called with that
+    progress is a folder whose files `rank0`, ... say it (`Progress`). failed_first is called with that
     rank. Ctrl-C and SIGTERM end all ranks: then the signal's own exit status (130, 143) is returned.
     """
     world = mesh.world

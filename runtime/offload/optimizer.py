@@ -22,7 +22,7 @@ from shardc.errors import ShardcError
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Home
 from shardc.runtime.offload.storage import room_of
-from shardc.runtime.zero.optimizer_check import only, settings, why_together
+from shardc.runtime.zero.optimizer_check import group_settings, only_params, why_all_at_once
 
 
 class Paged:
@@ -43,7 +43,7 @@ class Paged:
     def step(self) -> None:
         """As the optimizer's own step: parameters without gradients are left alone."""
         pages = self._pages()
-        before = settings(self.optimizer)
+        before = group_settings(self.optimizer)
         coming = self._fetch(pages[0]) if pages else None
         try:
             for i, page in enumerate(pages):
@@ -52,7 +52,7 @@ class Paged:
                 self._arrive(moving, self._offload.mover.taken(found))
                 coming = self._fetch(pages[i + 1]) if i + 1 < len(pages) else None
                 try:
-                    with only(self.optimizer, page, before):
+                    with only_params(self.optimizer, page, before):
                         self.optimizer.step()
                 finally:
                     self._leave(page)
@@ -153,7 +153,7 @@ def _same_form(a: Tensor, b: Tensor) -> bool:
 
 def prove_apart(optimizer: Optimizer) -> None:
     """Raises ShardcError for an optimizer whose parameters' updates hang on one another."""
-    why = why_together(optimizer)
+    why = why_all_at_once(optimizer)
     if why is not None:
         kind = type(optimizer).__name__
         raise ShardcError(

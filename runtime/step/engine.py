@@ -24,16 +24,16 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.step import inputs, lr, param_groups
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
-from shardc.runtime.step.loss_scale import Scaler
+from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.zero.buckets import Buckets, GradNorm, norm_axes
-from shardc.runtime.zero.early_step import ByBucket
-from shardc.runtime.zero.optimizer import stand_in, take_over
-from shardc.runtime.zero.optimizer_check import prove
+from shardc.runtime.zero.early_step import OverlappedStep
+from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
+from shardc.runtime.zero.optimizer_check import check_sharded
 
-OptimizerOf = Callable[[param_groups.Parameters], torch.optim.Optimizer]
+OptimizerOf = Callable[[param_groups.NamedParameters], torch.optim.Optimizer]
 
 
-def adamw(params: param_groups.Parameters) -> torch.optim.Optimizer:
+def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
     """What trains where the user names no optimizer: AdamW(3e-4)."""
     return torch.optim.AdamW(params, lr=3e-4)
 
@@ -129,8 +129,8 @@ class Engine:
         whole = (
             clip_norm is not None or program.loss_scale is not None or bool(self._offload.places)
         )  # nothing may be updated before all is there
-        self._by_bucket = (
-            ByBucket(self.optimizer, self.params)
+        self._overlapped = (
+            OverlappedStep(self.optimizer, self.params)
             if self.optimizer is not None and not whole and self.buckets.several
             else None
         )
@@ -149,7 +149,7 @@ class Engine:
         self._runs = interpreter
         self.interpreter = interpreter(program, self.mesh)
         self._others: dict[tuple[int, ...], tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of fewer rows
-        self.scaler = Scaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
+        self.scaler = LossScaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
         self._unbucketed = [n for n in self.params if n not in self.buckets.names]
 
     def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:
@@ -158,19 +158,19 @@ class Engine:
         """
         runs = self.buckets.runs
         shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in self.params.items()}
-        trained = param_groups.Parameters.of(self.program, shown)
+        trained = param_groups.NamedParameters.of(self.program, shown)
         if not trained:
             return None
         optimizer = make(trained)
-        param_groups.check(optimizer)
-        self._prove(optimizer, shown)
+        param_groups.check_optimizer(optimizer)
+        self._check_optimizer(optimizer, shown)
         if runs:
-            take_over(optimizer, shown, self.params, runs)
+            replace_stand_ins(optimizer, shown, self.params, runs)
         return optimizer
 
-    def _prove(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
         """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters."""
-        prove(self.program, optimizer, params, self.buckets.runs)
+        check_sharded(self.program, optimizer, params, self.buckets.runs)
 
     @property
     def step_count(self) -> int:
@@ -193,7 +193,7 @@ class Engine:
         time that so many come, every rank compiles for them (shardc.resize).
         Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
         """
-        self._stepping = self._by_bucket is not None and self._by_bucket.begin()
+        self._stepping = self._overlapped is not None and self._overlapped.possible()
         try:
             loss = self.backward(batch, local=local)
             self.update()
@@ -225,7 +225,7 @@ class Engine:
         self.buckets.finish(self._reduced)
         self._reduced(self._unbucketed)
         if self.scaler is not None:
-            self.scaler.agree()
+            self.scaler.sync_overflow()
         self.buffers |= news
         return total
 
@@ -264,9 +264,9 @@ class Engine:
             self.scaler.unscale(self.params[n].grad for n in names)
         if self._wants_norm:
             self._norm.add(names)
-        if self._stepping and self._by_bucket is not None and names:
+        if self._stepping and self._overlapped is not None and names:
             self._whole = False
-            self._by_bucket.step(names)
+            self._overlapped.step(names)
 
     def update(self) -> None:
         """The second half of `step`: clip, and step the optimizer."""
@@ -286,7 +286,7 @@ class Engine:
                     self.scheduler.step()
         self.buckets.narrow()
         if self.scaler is not None:
-            self.scaler.next()
+            self.scaler.update()
         self.rng.step += 1
         self._whole = True
 
@@ -360,7 +360,7 @@ class Engine:
     def load(self, folder: str | Path) -> None:
         """Read a checkpoint that any mesh wrote. Collective."""
         self.buckets.reset(forward=True)
-        self.buckets.settled()
+        self.buckets.wait_for_gathers()
         room = self._paged.room if self._paged is not None else None
         with self._offload.at_home():
             extra = state.load(

@@ -1,11 +1,9 @@
-"""Loss scaling for float16: gradients too small for it are computed as multiples of `scale`, and divided again before
-they
-are used.
+"""Loss scaling for float16: gradients too small for it are computed as multiples of the scale, and divided again before
+they are used.
 
 The algorithm of torch.amp.GradScaler (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2), for all ranks
-of a mesh at
-once: a number that is not finite in any rank's gradients skips the step on every rank, and the scale changes on all of
-them alike."""
+of a mesh at once: a number that is not finite in any rank's gradients skips the step on every rank, and the scale
+changes on all of them alike."""
 
 from __future__ import annotations
 
@@ -19,22 +17,22 @@ from torch import Tensor
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # GradScaler's own defaults
 
 
-class Scaler:
-    """how: "dynamic", or a number that stays. mesh: the runtime mesh.
+class LossScaler:
+    """scale: "dynamic", or a number that stays. mesh: the runtime mesh.
 
-    Use, in every step: `scale` the loss, `unscale` each gradient once when it is summed, `agree`, then update unless
-    `overflow`, `next`.
+    Use, in every step: `scale` the loss, `unscale` each gradient once when it is summed, `sync_overflow`, then step the
+    optimizer unless `overflow`, and `update`.
 
     .factor: a float, the same on all ranks. .overflow: the last step found a number that was not finite. .skipped: how
     many did."""
 
-    def __init__(self, how: float | str, mesh: Any) -> None:
-        self.dynamic = how == "dynamic"
-        self.factor = INITIAL if self.dynamic else float(how)
+    def __init__(self, scale: float | str, mesh: Any) -> None:
+        self.dynamic = scale == "dynamic"
+        self.factor = INITIAL if self.dynamic else float(scale)
         self.mesh = mesh
         self.overflow, self.skipped = False, 0
         self._good = 0  # steps since the factor last changed
-        self._found: list[Tensor] = []
+        self._norms: list[Tensor] = []
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to run backward on."""
@@ -46,23 +44,23 @@ class Scaler:
         for g in some:
             g.mul_(1 / self.factor)
         # a sum of squares would do in one pass, but overflows by itself; the largest absolute value does not
-        self._found += [torch.linalg.vector_norm(g, math.inf).float() for g in some]
+        self._norms += [torch.linalg.vector_norm(g, math.inf).float() for g in some]
 
-    def agree(self) -> bool:
+    def sync_overflow(self) -> bool:
         """Whether any rank of the whole mesh found a number that is not finite. Collective: one number, the largest of
         all.
         """
         bad = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
-        if self._found:
-            bad = (~torch.stack(self._found).isfinite()).any().float()
-        self._found = []
+        if self._norms:
+            bad = (~torch.stack(self._norms).isfinite()).any().float()
+        self._norms = []
         axes = self.mesh.layout.merge(self.mesh.layout.names)
         found = self.mesh.all_reduce(bad, axes, op="max", direction="update", tag="overflow") if axes else bad
         self.overflow = bool(found > 0)
         self.skipped += self.overflow
         return self.overflow
 
-    def next(self) -> None:
+    def update(self) -> None:
         """After the step: the factor of the next one."""
         if not self.dynamic:
             return

@@ -23,7 +23,7 @@ from shardc.spec import patterns
 _ALIKE = 0.88
 
 
-class Parameters(list[tuple[str, nn.Parameter]]):
+class NamedParameters(list[tuple[str, nn.Parameter]]):
     """The (name, parameter) pairs that `optimizer=` receives: this rank's parts of the parameters that are trained.
 
     torch.optim's optimizers, and all that derive from torch.optim.Optimizer, take such pairs as they take plain
@@ -36,7 +36,7 @@ class Parameters(list[tuple[str, nn.Parameter]]):
         self.known = dict(known)
 
     @classmethod
-    def of(cls, program: Program, params: Mapping[str, nn.Parameter]) -> Parameters:
+    def of(cls, program: Program, params: Mapping[str, nn.Parameter]) -> NamedParameters:
         """params: this rank's, by placeholder name."""
         trained = [p for p in program.params if p.requires_grad]
         known = {p.fqn: (p.fqn, *p.aliases) for p in trained}
@@ -60,7 +60,7 @@ def groups(
                 f"groups() needs (name, parameter) pairs, not a {type(pair).__name__}",
                 fix="pass what `optimizer=` receives, or model.named_parameters()",
             )
-    known = params.known if isinstance(params, Parameters) else {name: (name,) for name, _ in pairs}
+    known = params.known if isinstance(params, NamedParameters) else {name: (name,) for name, _ in pairs}
     globs, errors = list(settings), Errors()
     won: dict[str, int] = {}
     hit: set[int] = set()
@@ -100,7 +100,7 @@ def groups(
     return made
 
 
-def check(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ShardcError for an optimizer that computes the loss itself, and for settings of groups that look like
     misspelt ones of the optimizer's: torch would ignore them."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")

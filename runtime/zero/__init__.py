@@ -1,0 +1,21 @@
+"""Buckets of parameters: what ZeRO shards over the data axes, and how gradients are summed (Rajbhandari et al. 2020,
+"ZeRO").
+
+    zero    class (a file each)    kept whole on every rank      sharded over the axis
+    0       ReplicatedBucket       everything
+    1       ShardedGradBucket      parameters, gradients         optimizer state
+    2       ShardedGradBucket      parameters                    optimizer state, gradients
+    3       ShardedParamBucket                                   optimizer state, gradients, parameters
+
+    buckets            all buckets of a rank: when each begins its sum, and is waited for; the gradient's norm
+    flat               where each parameter is in a bucket's flat buffer, and which part a rank owns
+    sharded_bucket     what ZeRO 1 to 3 share
+    gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward
+    optimizer          a user's optimizer on this rank's stretches of parameters
+    optimizer_check    may this optimizer be sharded, or stepped bucket by bucket? It is tried on a small copy
+    early_step         the optimizer steps bucket by bucket, while later gradients are still being summed
+    trained_params     the parameters whose gradients a program computes at all
+
+What the optimizer works on is a bucket's `.owned`: {name: parameter}: the parameter itself, or the stretch of it in
+this rank's part (1-d, perhaps empty). Reduced gradients are in `.owned[name].grad`.
+"""

@@ -1,10 +1,9 @@
-"""Gradient buckets: sums over ranks that run while backward still runs (DESIGN section 3; Li et al. 2020, "PyTorch
-    Distributed").
+"""Gradient buckets: sums over ranks that overlap with backward (Li et al. 2020, "PyTorch Distributed").
 
 When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer; when a bucket
 is full, and all before it have started, its sum starts in the background. Buckets come from the program in the order in
-which backward finishes them: no warm-up step finds it out, and all ranks agree. What ZeRO keeps cut is a matter of each
-bucket: shardc.runtime.zero.bucket."""
+which backward finishes them: no warm-up step measures it, and all ranks agree. What ZeRO shards is a matter of each
+bucket: replicated_bucket.py, sharded_grad_bucket.py, sharded_param_bucket.py."""
 
 from __future__ import annotations
 
@@ -17,9 +16,11 @@ from torch import Tensor, nn
 
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime.offload import Offload
-from shardc.runtime.zero.bucket import Cut, Stored, Summed, owned_run
 from shardc.runtime.zero.flat import Run
 from shardc.runtime.zero.gather import Gathered
+from shardc.runtime.zero.replicated_bucket import ReplicatedBucket
+from shardc.runtime.zero.sharded_grad_bucket import ShardedGradBucket
+from shardc.runtime.zero.sharded_param_bucket import ShardedParamBucket
 from shardc.torch_private import norms
 
 Reduced = Callable[[Sequence[str]], None]
@@ -32,8 +33,8 @@ class Buckets:
     `saving()`. Several backwards a step, of microbatches and of a pipeline's stages: `start(...)`, backward, `pause()`
     for each, `reduce()` after a stage's last, and `finish()`.
 
-    .given: what the program's graph gets, in order. .owned: what the optimizer works on, and where gradients stand: the
-    parameters, or this rank's stretch of each (1-d). .runs: which stretch, of those that are cut.
+    .given: what the program's graph gets, in order. .owned: what the optimizer works on, and whose `.grad` is reduced:
+    the parameters, or this rank's stretch of each (1-d). .runs: which stretch, of those that are sharded.
 
     A parameter that has a `.grad` when backward starts gets the new sum added to it, as on one device; one that
     backward does not reach counts as zeros in the sum, and keeps the `.grad` it had, also as on one device.
@@ -62,12 +63,13 @@ class Buckets:
             if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1
         ]
         self._stages = {b: here.intersection(b.spec.stages) for b in self._all}
-        self._left: dict[Summed, set[int]] = {}  # the stages of a bucket whose last backward of a step has not begun
+        #: The stages of a bucket whose last backward of a step has not begun.
+        self._left: dict[ReplicatedBucket, set[int]] = {}
         self._of = {n: b for b in self._all for n in b.spec.params}
-        self._hooked = [b for b in self._all if not isinstance(b, Stored)]
+        self._hooked = [b for b in self._all if not isinstance(b, ShardedParamBucket)]
         self._next = 0
         self._active = False
-        self._flying: list[Summed] = []
+        self._flying: list[ReplicatedBucket] = []
         self.given: dict[str, Any] = {}
         self.owned: dict[str, nn.Parameter] = {}
         for name, p in params.items() if isinstance(params, Mapping) else params:
@@ -76,19 +78,21 @@ class Buckets:
         for b in self._all:
             b.ready()
             self.owned |= b.owned
-        self.runs: dict[str, Run] = {n: run for n, b in self._of.items() if (run := owned_run(b, n)) is not None}
+        self.runs: dict[str, Run] = {n: run for b in self._all for n, run in b.runs.items()}
         for b in self._hooked:
             for name, p in b.params.items():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(self._hook(b, name))  # type: ignore[no-untyped-call]
 
-    def _make(self, program: Program, index: int, mesh: Any) -> Summed:
+    def _make(self, program: Program, index: int, mesh: Any) -> ReplicatedBucket:
         zero = program.buckets[index].zero
+        if zero == 0:
+            return ReplicatedBucket(program, index, mesh)
         if zero == 3:
-            return Stored(
+            return ShardedParamBucket(
                 program, index, mesh, self._offload, self._gathered, self._launched, lambda b: not self._left[b]
             )
-        return Cut(program, index, mesh, self._offload) if zero else Summed(program, index, mesh)
+        return ShardedGradBucket(program, index, mesh, self._offload)
 
     @property
     def names(self) -> set[str]:
@@ -97,7 +101,7 @@ class Buckets:
 
     @property
     def several(self) -> bool:
-        """Are sums of some gradients under way when those of others have come?"""
+        """Is there a sum that another one can overlap with?"""
         return len(self._all) > 1
 
     @property
@@ -123,10 +127,10 @@ class Buckets:
                 b.start(first)
             if last:
                 self._left[b].discard(stage)
-        self._gathered.turn_to(run)
+        self._gathered.begin_backward(run)
 
     def pause(self) -> None:
-        """After a backward, if others of the same step may come."""
+        """After a backward that others of the same step may follow."""
         self._gathered.finish()
 
     def reduce(self) -> None:
@@ -144,7 +148,7 @@ class Buckets:
             b.reset()
         self._active = False
 
-    def _hook(self, bucket: Summed, name: str) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: ReplicatedBucket, name: str) -> Callable[[Tensor], None]:
         def arrived(p: Tensor) -> None:
             if self._active:
                 bucket.put(name)
@@ -162,7 +166,7 @@ class Buckets:
             self._next += 1
             self._launched(bucket)
 
-    def _launched(self, bucket: Summed) -> None:
+    def _launched(self, bucket: ReplicatedBucket) -> None:
         """A bucket's sum is under way: go on with the one before it, whose buffer is then free."""
         for other in self._flying:
             other.settle()
@@ -175,7 +179,7 @@ class Buckets:
         self._launch(all_of_them=True)
         self._gathered.finish()
         for b in self._all:
-            if isinstance(b, Stored):
+            if isinstance(b, ShardedParamBucket):
                 b.launch()
         for b in self._all:
             b.settle()
@@ -199,10 +203,10 @@ class Buckets:
         for b in reversed(self._all):
             b.publish()
 
-    def settled(self) -> None:
+    def wait_for_gathers(self) -> None:
         """Wait for what `publish` began."""
         for b in self._all:
-            b.settled()
+            b.wait_for_gather()
 
     def wholes(self) -> Mapping[str, Tensor]:
         """{name: whole local part, as stored, detached}; a bucket is gathered when one of its names is asked for: by
@@ -212,9 +216,9 @@ class Buckets:
 
 
 class _Wholes(Mapping[str, Tensor]):
-    def __init__(self, given: Mapping[str, Any], of: Mapping[str, Summed]) -> None:
+    def __init__(self, given: Mapping[str, Any], of: Mapping[str, ReplicatedBucket]) -> None:
         self._given, self._of = given, of
-        self._bucket: Summed | None = None
+        self._bucket: ReplicatedBucket | None = None
         self._there: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:

@@ -1,9 +1,9 @@
-"""How a bucket's parameters lie in one flat buffer, and which part of it each rank of the data axis keeps. Pure
-arithmetic.
+"""How a bucket's parameters are laid out in one flat buffer, and which part of it each rank of the data axis keeps.
+Pure arithmetic.
 
-parameters of 5, 3 and 4 elements, 3 ranks:   a a a a | a b b b | c c c c      each rank keeps 4 elements
-8 elements of one, 3 ranks:                   d d d | d d d | d d -            the buffer is padded to a multiple of the ranks
-"""  # noqa: E501 (a table)
+    parameters of 5, 3 and 4 elements, 3 ranks    a a a a | a b b b | c c c c    each rank keeps 4 elements
+    8 elements of one, 3 ranks                    d d d | d d d | d d -          padded to a multiple of the ranks
+"""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Flat:
     def runs(self, rank: int) -> dict[str, Run]:
         """The stretch of each parameter's flattened local part that a rank keeps."""
         low, high = rank * self.part, (rank + 1) * self.part
-        found = {}
+        runs = {}
         for name, shape, start, size in zip(self.names, self.shapes, self.starts, self.sizes, strict=True):
             begin, end = max(start, low), min(start + size, high)
-            found[name] = Run(shape, begin - start, end - start) if begin < end else Run(shape, 0, 0)
-        return found
+            runs[name] = Run(shape, begin - start, end - start) if begin < end else Run(shape, 0, 0)
+        return runs
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,6 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[in
 def elements(box: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> tuple[int, int]:
     """(first element, number of elements) of a box that is one stretch of memory, in a flattened tensor of `shape`."""
     first = 0
-    for (at, _), n in zip(box, shape, strict=True):
-        first = first * n + at
+    for (start, _), n in zip(box, shape, strict=True):
+        first = first * n + start
     return first, math.prod(n for _, n in box)

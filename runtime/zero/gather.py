@@ -1,10 +1,18 @@
-"""ZeRO 3: parameters that exist only as parts, gathered ahead of their use, freed after it, and gathered again in
-    backward.
+"""ZeRO 3's gathers: parameters that exist only as parts are gathered ahead of their use, freed after it, and gathered
+again in backward.
 
-A gathered bucket is one flat tensor; ops get views of it, and it is freed when the last view is gone. What autograd
-saves for backward of such views is not kept: it is noted as (bucket, offset, size, stride), and found again in what
-backward gathers. Forward tells which buckets backward will need, in which order, so that the next one is under way
-while one is worked with."""
+A gathered bucket is one flat tensor; ops get views of it, and it is freed when the last view is gone. The trouble is
+autograd, which saves such views for backward and would keep every bucket alive until then. So what it saves is replaced
+by a note, and the note is looked up in what backward gathers:
+
+    forward     linear(x, w), w a view of bucket 0     autograd saves (bucket 0, offset, size, stride) in place of w
+                                                       bucket 0 is freed when no op uses it
+    backward    the note of bucket 0 is unpacked       bucket 0 is gathered; the next `prefetch` buckets that backward
+                                                       will need start too
+                all gradients of bucket 0 are there    it is freed, and their reduce_scatter starts
+
+Backward uses buckets in the reverse order of their last use in forward: the notes say which comes next, on all ranks
+alike."""
 
 from __future__ import annotations
 
@@ -32,7 +40,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd wanted to keep of a gathered bucket."""
+    """A note of a view of a gathered bucket, in place of the view that autograd wanted to save."""
 
     bucket: Source
     offset: int
@@ -46,10 +54,10 @@ class Gathered:
     def __init__(self) -> None:
         self._under_way: dict[Source, tuple[Tensor, Work]] = {}
         self._alive: dict[tuple[StorageWeakRef, torch.dtype], Source] = {}  # what forward has gathered
-        # saved pieces that backward has not asked for, by bucket; the last one packed stands last; of each forward that
-        # waits for backward
+        # of each forward that waits for its backward: how many notes of each bucket are not unpacked yet, in the order
+        # of last use
         self._waiting: dict[Hashable, dict[Source, int]] = {}
-        self._needed: dict[Source, int] = {}
+        self._needed: dict[Source, int] = {}  # of the forward or backward that runs
         self._here: dict[Source, Tensor] = {}  # in backward
         self._current: Source | None = None
 
@@ -85,7 +93,7 @@ class Gathered:
         self._needed[bucket] = self._needed.pop(bucket, 0) + 1
         return _Saved(bucket, int(x.storage_offset()), x.shape, x.stride())
 
-    def turn_to(self, run: Hashable) -> None:
+    def begin_backward(self, run: Hashable) -> None:
         """Backward of this run of forward comes next."""
         self._needed = self._waiting.setdefault(run, {})
 
@@ -96,11 +104,12 @@ class Gathered:
             return saved
         bucket = saved.bucket
         if bucket is not self._current:
-            self._turn_to(bucket)
+            self._fetch(bucket)
         self._needed[bucket] = self._needed.get(bucket, 0) - 1
         return self._here[bucket].as_strided(saved.size, saved.stride, saved.offset)
 
-    def _turn_to(self, bucket: Source) -> None:
+    def _fetch(self, bucket: Source) -> None:
+        """Have a bucket whole, let go of those that are done with, and start the next ones."""
         for done in [b for b in self._here if self._needed.get(b, 0) <= 0]:
             del self._here[done]  # an op that still works with it keeps it alive
         self._current = bucket
@@ -140,11 +149,10 @@ def _storage(x: Tensor) -> tuple[StorageWeakRef, torch.dtype]:
 
 def views(whole: Tensor, starts: list[int], shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
     """A flat tensor's parts, of these shapes."""
-    found = []
-    for start, shape in zip(starts, shapes, strict=True):
-        size = torch.Size(shape).numel()
-        found.append(whole[start : start + size].view(shape))
-    return tuple(found)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return tuple(
+        whole[start : start + size].view(shape) for start, size, shape in zip(starts, sizes, shapes, strict=True)
+    )
 
 
 class Use(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.runtime.zero.flat import Run
-from shardc.runtime.zero.optimizer_check import lies_alike
+from shardc.runtime.zero.optimizer_check import has_param_shape
 
 
 def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
@@ -24,7 +24,7 @@ def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
     )
 
 
-def take_over(
+def replace_stand_ins(
     optimizer: Optimizer,
     stand_ins: Mapping[str, nn.Parameter],
     owned: Mapping[str, nn.Parameter],
@@ -41,5 +41,5 @@ def take_over(
     for p in [p for p in optimizer.state if id(p) in name_of]:
         name = name_of[id(p)]
         run, state = runs[name], optimizer.state.pop(p)
-        cut = {k: x.reshape(-1)[run.start : run.stop].clone() for k, x in state.items() if lies_alike(k, x, p)}
+        cut = {k: x.reshape(-1)[run.start : run.stop].clone() for k, x in state.items() if has_param_shape(k, x, p)}
         optimizer.state[owned[name]] = {**state, **cut}

@@ -1,14 +1,15 @@
-"""May an optimizer step parts? That is tried with the very optimizer, not looked up: copies of it step small random
-parameters.
+"""May an optimizer be sharded, or stepped in pieces? The optimizer itself is tried, not looked up by name: copies of it
+step small random parameters.
 
-    one after the other (`why_together`)    while sums of others are under way (shardc.runtime.zero.early_step), or their state is away (offload)
-    without the others (`prove`)            where ranks have other parameters, or other parts of them, than the next ones
-    in parts (`prove`)                      where parameters are split over ranks, or ZeRO leaves each rank a stretch of them
+    one by one            `why_all_at_once`   the optimizer steps a bucket while others are summed
+                                              (shardc.runtime.zero.early_step), or pages of its state (offload)
+    without the others    `check_sharded`     ranks have other parameters, or other parts of them, than their neighbours
+    in parts              `check_sharded`     parameters are split over ranks, or ZeRO gives each rank a stretch of them
 
 SGD, Adam and all that treat every element by itself pass all three. An optimizer that scales its updates by the norm of
 all of them passes none; one that looks at a parameter as a matrix (Muon, Adafactor) fails the third; one that counts
 its steps, the first only. Without the proof each rank would train by the part that it sees, and ranks that hold the
-same parameter would drift apart."""  # noqa: E501 (a table)
+same parameter would drift apart."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ _SLACK = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How ranks have a parameter. dims: those that are split; () = each has a stretch of its elements.
+class ParamSharding:
+    """How a parameter is sharded. dims: those that are split; () = each rank has a stretch of its elements.
 
-    why, where, instead: for errors: what it comes from, and what else to do than take another optimizer.
+    why, where, instead: for errors: the reason, its place, and what to do other than take another optimizer.
     """
 
     dims: tuple[int, ...]
@@ -56,27 +57,31 @@ class Cut:
         return parts
 
 
-def prove(program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run]) -> None:
+def check_sharded(
+    program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run]
+) -> None:
     """Raises ShardcError for an optimizer that would do something else on what ranks have than on the whole model.
 
     params: what it was made from, by name: whole local parts. runs: of which of them it will get a stretch.
     """
-    cuts: dict[Tensor, Cut] = {
-        params[p.name]: cut for p in program.params if p.name in params and (cut := _cut(program, p, runs)) is not None
+    shardings: dict[Tensor, ParamSharding] = {
+        params[p.name]: sharding
+        for p in program.params
+        if p.name in params and (sharding := _sharding(program, p, runs)) is not None
     }
-    if not cuts and not program.axis:
+    if not shardings and not program.axis:
         return
     kind = type(optimizer).__name__
     first = next(
-        iter(cuts.values()),
-        Cut((), f"each rank along {program.axis} has those of its stages", "pipeline", "leave the pipeline out"),
+        iter(shardings.values()),
+        ParamSharding((), f"each rank along {program.axis} has those of its stages", "pipeline", "remove the pipeline"),
     )
     fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or {first.instead}"
     try:
         whole, pieces, more = (
-            SmallCopy(optimizer, cuts),
-            SmallCopy(optimizer, cuts),
-            SmallCopy(optimizer, cuts, copies=2),
+            TrialCopy(optimizer, shardings),
+            TrialCopy(optimizer, shardings),
+            TrialCopy(optimizer, shardings, copies=2),
         )
         samples, grads = more.data()
         every = more.run(samples, grads)
@@ -94,7 +99,7 @@ def prove(program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parame
         )
         raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix) from e
     if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
-        what = f"the optimizer {kind} updates a parameter by what others are, and no rank has all of them: {first.why}"
+        what = f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {first.why}"
         raise ShardcError(what, where=first.where, fix=fix)
     try:
         two = pieces.run(samples, grads, cut=True)
@@ -102,14 +107,15 @@ def prove(program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parame
         what = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {first.why}"
         raise ShardcError(what, where=first.where, fix=fix) from e
     for m, before, (after,), parts in zip(whole.members, samples, one, two, strict=True):
-        if m.cut is not None and not _same(m.cut.parts(before), m.cut.parts(after), parts, _SLACK):
-            what = f"the optimizer {kind} needs whole parameters: it updates parts of them otherwise, and {m.cut.why}"
-            raise ShardcError(what, where=m.cut.where, fix=fix)
+        if m.sharding is not None and not _same(m.sharding.parts(before), m.sharding.parts(after), parts, _SLACK):
+            reason = f"it updates their parts in another way, and {m.sharding.why}"
+            what = f"the optimizer {kind} needs whole parameters: {reason}"
+            raise ShardcError(what, where=m.sharding.where, fix=fix)
 
 
-def _cut(program: Program, p: Param, runs: Mapping[str, Run]) -> Cut | None:
+def _sharding(program: Program, p: Param, runs: Mapping[str, Run]) -> ParamSharding | None:
     if p.name in runs:
-        return Cut(
+        return ParamSharding(
             (),
             f"data.zero: {program.buckets[p.bucket].zero} gives each rank a part of them",
             "data.zero",
@@ -117,18 +123,20 @@ def _cut(program: Program, p: Param, runs: Mapping[str, Run]) -> Cut | None:
         )
     axes = {s.dim: a for a, s in p.layout.shards() if program.mesh.size(a) > 1}
     over = ", ".join(dict.fromkeys(axes.values()))
-    return Cut(tuple(sorted(axes)), f"{p.fqn} is split over {over}", p.fqn, f"leave {p.fqn} whole") if axes else None
+    if not axes:
+        return None
+    return ParamSharding(tuple(sorted(axes)), f"{p.fqn} is split over {over}", p.fqn, f"leave {p.fqn} whole")
 
 
-def why_together(optimizer: Optimizer) -> str | None:
+def why_all_at_once(optimizer: Optimizer) -> str | None:
     """Why an optimizer has to step all parameters at once; None if stepping one after the other comes to the same, bit
     by bit.
     """
     kind = type(optimizer).__name__
     try:
-        together, apart = SmallCopy(optimizer, copies=2), _Apart(optimizer, copies=2)
+        together, one_by_one = TrialCopy(optimizer, copies=2), _OneByOne(optimizer, copies=2)
         samples, grads = together.data()
-        one, two = together.run(samples, grads), apart.run(samples, grads)
+        one, two = together.run(samples, grads), one_by_one.run(samples, grads)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
         what = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e})"
         return f"{what}, so nothing shows that it may step some parameters"
@@ -151,29 +159,27 @@ def _same(
     return all(torch.allclose(a, b, rtol=0.0, atol=atol, equal_nan=True) for a, b in zip(one, other, strict=True))
 
 
-# --- some of an optimizer's parameters
-# -------------------------------------------------------------------------------------
+# --- some of an optimizer's parameters --------------------------------------------------------------------------------
 
 
-def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What stands in every parameter group beside its parameters."""
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of every parameter group: all but its parameters."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 @contextmanager
-def only(optimizer: Optimizer, some: Sequence[nn.Parameter], before: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """In here the optimizer's groups hold `some` parameters only. before: its settings as the whole step begins with
-    them.
+def only_params(optimizer: Optimizer, some: Sequence[nn.Parameter], before: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """In here the optimizer's groups hold `some` parameters only. before: its settings as the whole step began.
 
     What a step changes in a group, such as a count of steps, is thus what one step changes.
     """
-    here = {id(p) for p in some}
+    kept = {id(p) for p in some}
     every = [list(group["params"]) for group in optimizer.param_groups]
-    for group, given in zip(optimizer.param_groups, before, strict=True):
-        for new in group.keys() - given.keys() - {"params"}:
+    for group, settings in zip(optimizer.param_groups, before, strict=True):
+        for new in group.keys() - settings.keys() - {"params"}:
             del group[new]
-        group.update(given)
-        group["params"][:] = [p for p in group["params"] if id(p) in here]
+        group.update(settings)
+        group["params"][:] = [p for p in group["params"] if id(p) in kept]
     try:
         yield
     finally:
@@ -181,37 +187,40 @@ def only(optimizer: Optimizer, some: Sequence[nn.Parameter], before: Sequence[di
             group["params"][:] = params
 
 
-# --- copies
-# ------------------------------------------------------------------------------------------------------------------
+# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A small parameter. group: its number; like: one that it stands for; cut: how ranks have that."""
+    """A small parameter. group: its number; like: one of those that it represents; sharding: how ranks have that."""
 
     group: int
     shape: tuple[int, ...]
     like: Tensor
-    cut: Cut | None
+    sharding: ParamSharding | None
 
     def parts(self, x: Tensor, *, cut: bool) -> list[Tensor]:
-        return self.cut.parts(x) if cut and self.cut is not None else [x]
+        return self.sharding.parts(x) if cut and self.sharding is not None else [x]
 
 
-class SmallCopy:
+class TrialCopy:
     """A copy of an optimizer, with all it holds, that works on other parameters.
 
     members: one for all parameters of a group that would be alike; copies: how often all of them.
     """
 
-    def __init__(self, optimizer: Optimizer, cuts: Mapping[Tensor, Cut] | None = None, copies: int = 1) -> None:
+    def __init__(
+        self, optimizer: Optimizer, shardings: Mapping[Tensor, ParamSharding] | None = None, copies: int = 1
+    ) -> None:
         self.members: list[_Member] = []
         for i, group in enumerate(optimizer.param_groups):
-            found: dict[Any, _Member] = {}
+            members: dict[Any, _Member] = {}
             for p in group["params"]:
-                shape, cut = tuple(min(n, _SIDE) for n in p.shape), (cuts or {}).get(p)
-                found.setdefault((shape, cut.dims if cut is not None else None), _Member(i, shape, p, cut))
-            self.members += found.values()
+                shape = tuple(min(n, _SIDE) for n in p.shape)
+                sharding = (shardings or {}).get(p)
+                kind = shape, sharding.dims if sharding is not None else None
+                members.setdefault(kind, _Member(i, shape, p, sharding))
+            self.members += members.values()
         self.members *= copies
         # parameters and their state are not copied: new ones take their place
         memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
@@ -259,24 +268,24 @@ class SmallCopy:
     def _begin(self, m: _Member, parts: Sequence[nn.Parameter], cut: bool) -> None:
         """State that the optimizer makes in its constructor, of the small shape."""
         for key, made in self._made.get(m.like, {}).items():
-            alike = lies_alike(key, made, m.like)
+            alike = has_param_shape(key, made, m.like)
             small = m.parts(made[tuple(slice(n) for n in m.shape)], cut=cut) if alike else [made] * len(parts)
             for p, x in zip(parts, small, strict=True):
                 self.optimizer.state[p][key] = copy.deepcopy(x)
 
 
-class _Apart(SmallCopy):
+class _OneByOne(TrialCopy):
     """A small copy of an optimizer that steps every parameter by itself."""
 
     def step(self) -> None:
-        before = settings(self.optimizer)
+        before = group_settings(self.optimizer)
         for p in [p for group in self.optimizer.param_groups for p in group["params"]]:
-            with only(self.optimizer, [p], before):
+            with only_params(self.optimizer, [p], before):
                 super().step()
 
 
-def lies_alike(key: str, x: Any, p: Tensor) -> bool:
-    """Does a piece of state lie like its parameter? A scalar's count of steps only looks so."""
+def has_param_shape(key: str, x: Any, p: Tensor) -> bool:
+    """Is a piece of state elementwise, of its parameter's shape? A scalar's count of steps only looks so."""
     return isinstance(x, Tensor) and x.shape == p.shape and (p.dim() > 0 or key != "step")
 
 

@@ -30,10 +30,10 @@ class Job:
     """One run. program: artifact folder. model: model reference. save, resume, log: folders, or "". quiet: no lines
     (--json).
 
-    progress: folder in which rank r keeps `rank<r>` (shardc.runtime.progress). result: file into which rank 0 writes
-    the summary. trust: run an edited artifact. routing: say how tokens are spread over experts. joined: the processes
-    were started by torchrun or Slurm.
-    """
+    progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress). result: file into which rank 0
+    writes the summary.
+    trust: run an edited artifact. routing: say how tokens are spread over experts. joined: the processes were started
+    by torchrun or Slurm."""
 
     program: str
     model: str
@@ -59,7 +59,7 @@ def run(job: Job) -> dict[str, Any]:
     from shardc.compile import compile
     from shardc.resize import Resizer
     from shardc.runtime import state
-    from shardc.runtime.progress import Progress
+    from shardc.runtime.launch import Progress
     from shardc.runtime.step.engine import adamw
     from shardc.runtime.step.interpreter import Interpreter
 

@@ -153,7 +153,7 @@ def _weights(program: Program) -> dict[str, Tensor]:
 def _foreach(make: OptimizerOf) -> OptimizerOf:
     """As on a GPU, where torch's optimizers update all parameters at once by default; on a CPU one after the other."""
 
-    def foreach(params: param_groups.Parameters) -> torch.optim.Optimizer:
+    def foreach(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
         optimizer = make(params)
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
@@ -271,7 +271,7 @@ class _Engine(Engine):
     its actions.
     """
 
-    def _prove(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         """Tensors without data prove nothing."""
 
     def update(self) -> None:

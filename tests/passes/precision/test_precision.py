@@ -27,7 +27,7 @@ from shardc.passes.precision import Precision
 from shardc.passes.precision.op_lists import CASTS, LOOKUPS, LOW, MOVES, NARROWED, PROMOTE, WIDE, is_wide
 from shardc.runtime import launch, state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.loss_scale import INTERVAL, Scaler
+from shardc.runtime.step.loss_scale import INTERVAL, LossScaler
 from shardc.spec import Spec
 from shardc.verify.simulate import Simulation
 from tests import zoo
@@ -581,7 +581,7 @@ def test_verify_checks_the_algebra_in_float64(name: str) -> None:
 def test_follows_grad_scaler() -> None:
     """The same factors as torch.amp.GradScaler, step by step, over overflows and growth."""
     theirs = torch.amp.GradScaler("cpu", growth_interval=INTERVAL)
-    ours = loopback(Mesh(()), lambda mesh: Scaler("dynamic", mesh))[0]
+    ours = loopback(Mesh(()), lambda mesh: LossScaler("dynamic", mesh))[0]
     w = nn.Parameter(torch.zeros(2))
     sgd = torch.optim.SGD([w], lr=1.0)
     for step in range(2 * INTERVAL + 10):
@@ -593,14 +593,14 @@ def test_follows_grad_scaler() -> None:
         theirs.scale(torch.ones(()))
         theirs.unscale_(sgd)
         ours.unscale([mine, None])
-        assert ours.agree() is bad
+        assert ours.sync_overflow() is bad
         if not bad:
             torch.testing.assert_close(mine, w.grad)
         theirs.step(sgd)
         theirs.update()
-        ours.next()
+        ours.update()
     assert ours.skipped == 4
-    again = Scaler("dynamic", ours.mesh)
+    again = LossScaler("dynamic", ours.mesh)
     again.load_state_dict(ours.state_dict())
     assert again.state_dict() == ours.state_dict()
 
@@ -713,10 +713,10 @@ def test_fixed_scale() -> None:
     plain, lost, kept = run(), run(compute="float16"), run(compute="float16", loss_scale=2.0**16)
     assert float(lost.grads["0.weight"].abs().max()) == 0.0
     assert_close(kept.loss, kept.grads, plain)
-    fixed = Scaler(8.0, loopback(Mesh(()), lambda mesh: mesh)[0])
+    fixed = LossScaler(8.0, loopback(Mesh(()), lambda mesh: mesh)[0])
     fixed.unscale([torch.tensor([float("inf")])])
-    assert fixed.agree()
-    fixed.next()
+    assert fixed.sync_overflow()
+    fixed.update()
     assert (fixed.factor, fixed.skipped) == (8.0, 1)
 
 

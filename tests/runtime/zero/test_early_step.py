@@ -17,8 +17,8 @@ import shardc
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
-from shardc.runtime.zero.bucket import Summed
-from shardc.runtime.zero.early_step import ByBucket
+from shardc.runtime.zero.early_step import OverlappedStep
+from shardc.runtime.zero.replicated_bucket import ReplicatedBucket
 from tests.runtime.offload.test_offload import Normalised
 
 SIZES = (6, 10, 14, 9)
@@ -98,7 +98,7 @@ def run(
     return loopback(program(zero).mesh, work)[0]
 
 
-def _told(bucket: Summed, done: list[str]) -> None:
+def _told(bucket: ReplicatedBucket, done: list[str]) -> None:
     inner = bucket.finish
     bucket.finish = lambda: done.append("sum") or inner()  # type: ignore
 
@@ -145,12 +145,12 @@ def test_an_optimizer_that_looks_at_all_parameters_steps_once() -> None:
 def test_hooks_run_once_a_step() -> None:
     w = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = torch.optim.SGD(w, lr=1.0)
-    stepper = ByBucket(optimizer, {"a": w[0], "b": w[1]})
-    assert stepper.begin()
+    stepper = OverlappedStep(optimizer, {"a": w[0], "b": w[1]})
+    assert stepper.possible()
     hook = optimizer.register_step_post_hook(lambda *_: None)
-    assert not stepper.begin()
+    assert not stepper.possible()
     hook.remove()
-    assert stepper.begin()
+    assert stepper.possible()
 
 
 def test_groups_hold_all_parameters_again_after_a_step_that_fails() -> None:
@@ -163,8 +163,8 @@ def test_groups_hold_all_parameters_again_after_a_step_that_fails() -> None:
 
     w = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = Failing(w, lr=1.0)
-    stepper = ByBucket(optimizer, {"a": w[0], "b": w[1]})
-    optimizer.failing = stepper.begin()
+    stepper = OverlappedStep(optimizer, {"a": w[0], "b": w[1]})
+    optimizer.failing = stepper.possible()
     with pytest.raises(ValueError, match="the culprit"):
         stepper.step(["a"])
     assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], w, strict=True)] == [True, True]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.zero.optimizer_check import Cut
+from shardc.runtime.zero.optimizer_check import ParamSharding
 from tests.runtime.offload.test_offload import Normalised
 from tests.runtime.zero.test_edges import WHOLE, Two, X
 
@@ -120,7 +120,7 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused_where_no_rank_has_
 ) -> None:
     """Its ranks would each scale by a norm of their own, and drift apart."""
     with pytest.raises(
-        ShardcError, match=f"Normalised updates a parameter by what others are, and no rank has all of them: {why}"
+        ShardcError, match=f"Normalised updates a parameter depending on others, and no rank has all of them: {why}"
     ):
         trained(Two(), spec, Normalised)
     for state in trained(Two(), {"mesh": {"dp": 2}}, Normalised):
@@ -166,6 +166,6 @@ def test_a_rate_that_16_bits_do_not_show_is_no_reason() -> None:
 
 def test_cuts() -> None:
     x = torch.arange(20).view(4, 5)
-    assert [list(p.shape) for p in Cut((0, 1), "", "", "").parts(x)] == [[2, 2], [2, 3], [2, 2], [2, 3]]
-    assert [p.tolist() for p in Cut((), "", "", "").parts(torch.arange(4).view(2, 2))] == [[0, 1], [2, 3]]
-    assert [p.numel() for p in Cut((), "", "", "").parts(torch.ones(()))] == [1, 0]
+    assert [list(p.shape) for p in ParamSharding((0, 1), "", "", "").parts(x)] == [[2, 2], [2, 3], [2, 2], [2, 3]]
+    assert [p.tolist() for p in ParamSharding((), "", "", "").parts(torch.arange(4).view(2, 2))] == [[0, 1], [2, 3]]
+    assert [p.numel() for p in ParamSharding((), "", "", "").parts(torch.ones(()))] == [1, 0]

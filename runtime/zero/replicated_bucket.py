@@ -1,0 +1,143 @@
+"""ZeRO 0: a bucket of parameters that every rank of the data axes has whole. Gradients are copied into one flat buffer,
+and summed in it. The other two kinds of bucket build on this one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.ir.program import Bucket, Program
+from shardc.runtime.mesh import Work
+from shardc.runtime.zero.flat import Flat, Run
+from shardc.runtime.zero.gather import views
+from shardc.runtime.zero.trained_params import trained_params
+
+
+class ReplicatedBucket:
+    """A bucket whose gradients are summed whole. Use: `adopt` all parameters; in each step `start`, `put` each,
+    `launch`, `finish`.
+    """
+
+    def __init__(self, program: Program, index: int, mesh: Any) -> None:
+        self.spec: Bucket = program.buckets[index]
+        self.tag, self.mesh = f"bucket{index}", mesh
+        # whose gradients other stages' ranks may bring, if this one's stages do not
+        self.elsewhere = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
+        self.flat = Flat.of(program, self.spec)
+        self.params: dict[str, nn.Parameter] = {}  # whole local parts, which autograd knows
+        self.owned: dict[str, nn.Parameter] = {}
+        self.runs: dict[str, Run] = {}  # the stretch of each parameter that this rank updates, if not all of it
+        self.missing: set[str] = set()  # gradients that this backward has not brought
+        self.seen: set[str] = set()  # gradients that some backward of this step has brought
+        self._work = Work()
+        self._kept: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}  # of the last step, in another dtype than its gradients
+        self._buffer: Tensor | None = None
+        self._views: dict[str, Tensor] = {}
+
+    def adopt(self, name: str, p: nn.Parameter) -> Any:
+        """Take a parameter over; what the program's graph gets for it."""
+        self.params[name] = self.owned[name] = p
+        return p
+
+    def ready(self) -> None:
+        """All parameters are adopted."""
+
+    def reset(self) -> None:
+        """Forget what was begun."""
+
+    # --- gradients
+
+    def start(self, first: bool) -> None:
+        """Before a backward. first: of the step; what stands in `.grad` then is added to what comes."""
+        self.missing = set(self.spec.params)
+        if first:
+            self._work.wait()  # of a step that failed halfway
+            self.seen, self._sums = set(), {}
+            self._kept = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
+            for p in self.owned.values():
+                p.grad = None
+
+    def _flat(self) -> Tensor:
+        """The buffer of whole gradients, made when the step's first one arrives."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
+            self._buffer[sum(self.flat.sizes) :].zero_()
+            self._views = dict(
+                zip(self.spec.params, views(self._buffer, self.flat.starts, self.flat.shapes), strict=True)
+            )
+        return self._buffer
+
+    def put(self, name: str) -> None:
+        """A gradient has come: one copy, and what autograd made is freed."""
+        assert name in self.missing, f"the gradient of {name} arrived twice in one backward"
+        p = self.params[name]
+        assert p.grad is not None
+        self._flat()
+        if name in self.seen:
+            self._views[name].add_(p.grad)
+        else:
+            self._views[name].copy_(p.grad)
+        p.grad = None
+        self.missing.discard(name)
+        self.seen.add(name)
+
+    def _filled(self) -> Tensor:
+        """The buffer, with zeros for what did not come."""
+        buffer = self._flat()
+        for name in self.spec.params:
+            if name not in self.seen:
+                self._views[name].zero_()
+        return buffer
+
+    def launch(self) -> None:
+        """Begin the sum over ranks, in the background."""
+        self._work = self.mesh.start_all_reduce(self._filled(), self.spec.axes, direction="backward", tag=self.tag)
+
+    def settle(self) -> None:
+        """Later buckets are under way: go on with this one."""
+
+    def finish(self) -> None:
+        """Wait for the sums: gradients stand in `.owned`, and nowhere else: who lets go of them frees the memory for
+        the next forward.
+        """
+        self._work.wait()
+        self._give(self._views)
+        self._free()
+
+    def _free(self) -> None:
+        self._buffer, self._views = None, {}
+
+    def _give(self, sums: dict[str, Tensor]) -> None:
+        for name, p in self.owned.items():
+            kept = self._kept.get(name)
+            if name not in (self.seen | self.elsewhere) or name not in sums:
+                p.grad = kept
+            else:
+                p.grad = sums[name].to(p.dtype)
+                if kept is not None:
+                    p.grad.add_(kept)
+        self._kept, self._sums = {}, {n: x for n, x in sums.items() if x.dtype != self.owned[n].dtype}
+
+    def narrow(self) -> None:
+        """After an update: gradients that were widened for it lie where they were summed again, in that dtype."""
+        for name, p in self.owned.items():
+            if p.grad is not None and p.grad.dtype != self.spec.dtype and name in self._sums:
+                grad, p.grad = p.grad, None
+                p.grad_dtype = None  # any
+                p.grad = self._sums[name].copy_(grad)
+        self._sums = {}
+
+    # --- parameters
+
+    def publish(self) -> None:
+        """After an update: begin to gather the other ranks' parts."""
+
+    def wait_for_gather(self) -> None:
+        """Wait for what `publish` began."""
+
+    def wholes(self) -> dict[str, Tensor]:
+        """{name: whole local part, as stored}. Collective where it is cut."""
+        return {n: p.detach() for n, p in self.params.items()}
