@@ -182,8 +182,8 @@ class _Call:
             self.traced, [*xs, *(torch.empty_like(x) for x in xs), *(torch.zeros_like(y) for y in self.outs)]
         )
         n = len(xs)
-        gs = [p for p in module.graph.nodes if p.op == "placeholder"][2 * n :]
-        output = next(p for p in reversed(module.graph.nodes) if p.op == "output")
+        gs = module.graph.find_nodes(op="placeholder")[2 * n :]
+        output = module.graph.output_node()
         ys, paths, grads = output.args[0]
         # a gradient that autograd cannot follow, or a derivative of the backward that still depends on the gradients
         linear = not any(

@@ -1,7 +1,7 @@
-"""Why a model cannot be captured: one message per cause, as a table.
+"""Why a model cannot be captured: a table with one message per cause.
 
-A cause is recognised by what was raised while the model was traced, by an op in the graph, or by the line of the model;
-the first row that fits counts. Rows for known cases of libraries come first, general ones last.
+A cause is recognised by the error that tracing raised, by an op in the graph, or by the line of the model. The first
+row that fits is taken: known cases of libraries come first, general ones last.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from shardc.ir import source
 from shardc.ir.program import Source
 from shardc.torch_private import DATA_DEPENDENT
 
-DATA = "data-dependent"  # stands for what tracing raises where the value of a tensor is asked for
+DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means that Python read a tensor's value
 MASK = "keep the size and mask instead: torch.where(mask, x, 0), and divide sums by mask.sum()"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One row. raised: regex on "TypeName: message" of any exception on the way, or DATA; op: regex on the name of an
-    op
-    in the graph;
-    code: regex on the model's line; loop: on the headers of the loops around it. All that are given have to fit.
-    what: the sentence of the error ({op} is the op's name); fix: the way out.
+    """One row. It fits if all of its regexes do.
+
+    raised: on "TypeName: message" of any exception in the chain, or DATA. op: on the name of an op in the graph.
+    code: on the model's line. loop: on the headers of the loops around it.
+    what: the sentence of the error ({op} is the op's name). fix: the way out.
     """
 
     what: str
@@ -50,23 +50,18 @@ NUMBER = (
 )
 KEEP = "keep it a tensor: x * n, not x * n.item(); pick rows with index_select(0, i.view(1)) or gather"
 TEXT, PRINT = (
-    f"forward writes a tensor's value as text: what it does {DEPENDS}",
-    "print it outside of forward: let the model return it",
+    f"forward formats a tensor as text, which {DEPENDS}",
+    "print it outside of forward: return it from the model",
 )
 ONE_OP = "shardc.nn.experts(x, index, weights, up, down)"
 EXPERTS = (
-    'run all experts in one op: config.experts_implementation = "grouped_mm" where transformers made that switch for'
-    " the model (its class of "
-    f"experts stands under @use_experts_implementation), else {ONE_OP} in the layer's forward, on weights stacked to"
-    " [experts, out, in]"
+    'run all experts in one op: config.experts_implementation = "grouped_mm" where transformers has it for this model'
+    f" (its experts are decorated with @use_experts_implementation), else {ONE_OP} in the layer's forward, on weights"
+    " stacked to [experts, out, in]"
 )
-INSIDE = (
-    "a gradient is computed inside forward by a transform of torch.func's (grad, vjp, jacrev), where tracing does not"
-    " see it"
-)
+INSIDE = "forward computes a gradient by a transform of torch.func (grad, vjp, jacrev), which tracing cannot see"
 AUTOGRAD = (
-    "use torch.autograd.grad(y, x, create_graph=True), which becomes ops of the program; or write the gradient as a"
-    " formula"
+    "use torch.autograd.grad(y, x, create_graph=True), which becomes ops of the program, or write out the formula"
 )
 PACKED = "packed sequences have a size that depends on the lengths' values"
 PADDED = "feed the padded sequences and leave padding out of the loss; pick each row's last step with gather"
@@ -89,21 +84,21 @@ CAUSES = (
         f"the loop over experts {DEPENDS}", EXPERTS, op=r"nonzero|item|^where$|^index$|masked_select", loop=r"expert"
     ),
     Cause(
-        "the attention implementation needs a package or device that is not here",
+        "the attention implementation needs a package or device that this machine does not have",
         'config._attn_implementation = "sdpa" (or model.set_attn_implementation("sdpa")); ranks run the fastest kernel'
         " of their device",
         raised=r"(?i)flash.?attn|flash.?attention|flex.?attention|`kernels` is",
     ),
     Cause(
         f"the labels without padding have a size that {DEPENDS}",
-        "give the loss from outside: loss=lambda output, batch: F.ctc_loss(...) takes padded labels [n, s] and their"
-        " lengths",
+        "compute the loss outside of the model: loss=lambda output, batch: F.ctc_loss(...) takes padded labels [n, s]"
+        " and their lengths",
         op=r"masked_select|^index$",
         code=r"masked_select\(labels_mask\)",
     ),
     Cause(
-        "{op} draws random numbers that would differ on every mesh: how many it throws away depends on their values"
-        " (Gamma, Dirichlet, Beta, StudentT, Chi2)",
+        "{op} would draw other random numbers on every mesh: how many it rejects depends on their values (Gamma,"
+        " Dirichlet, Beta, StudentT, Chi2)",
         "draw them outside of the model and pass them in with the batch, or make them of rand, randn, randint,"
         " bernoulli, exponential_ (Kumaraswamy for Beta)",
         op=REJECTION,
@@ -122,7 +117,7 @@ CAUSES = (
     ),
     Cause(
         f"the length of a loop {DEPENDS}",
-        "run a fixed number of turns, and mask out what is too many: torch.where(i < n, step(x), x)",
+        "run a fixed number of iterations and mask the surplus: torch.where(i < n, step(x), x)",
         raised=DATA,
         code=r"^\s*(for|while)\b|\brange\(",
     ),
@@ -147,8 +142,8 @@ CAUSES = (
     ),
     Cause(NUMBER, KEEP, raised=DATA),
     Cause(
-        "elements of a tensor are read outside of torch's ops (by a tuple of them as index, by an extension): what it"
-        f" gives {DEPENDS}",
+        "elements of a tensor are read outside of torch's ops (a tuple of tensors as an index, an extension): the"
+        f" result {DEPENDS}",
         "index with one tensor, x[rows, cols] with rows, cols = index.unbind(-1); make an extension's function an op"
         " (torch.library.custom_op)",
         raised=r"data is not allocated yet|Cannot access data pointer",
@@ -160,17 +155,17 @@ CAUSES = (
         op=r"_pack_padded_sequence|_pad_packed_sequence",
     ),
     Cause(
-        "repeat_interleave gives a size that depends on a tensor's values",
-        "say it: repeat_interleave(x, n, output_size=total)",
+        "repeat_interleave has a result whose size depends on a tensor's values",
+        "state the size: repeat_interleave(x, n, output_size=total)",
         op=r"repeat_interleave",
     ),
     Cause(
-        f"indexing by a condition gives a size that {DEPENDS} (x[mask], masked_select)",
+        f"indexing by a condition has a result whose size {DEPENDS} (x[mask], masked_select)",
         MASK,
         op=r"^index$|masked_select",
     ),
     Cause(
-        f"{{op}} gives a size that {DEPENDS}",
+        f"{{op}} has a result whose size {DEPENDS}",
         MASK,
         op=r"nonzero|^where$|unique|bincount|histc|argwhere|_coalesce|masked",
     ),
@@ -180,13 +175,13 @@ CAUSES = (
         op=r"^sparse ",
     ),
     Cause(
-        "the model uses a transform of torch.func's that cannot be split ({op})",
+        "the model uses a transform of torch.func that cannot be split ({op})",
         "write it with batched ops",
         op=r"^transform ",
     ),
     Cause(
-        "a generator or another object of the model's own stands in the graph",
-        "leave generator= out: the step's seed makes it reproducible",
+        "an op takes a generator, or another Python object of the model",
+        "leave generator= out: random numbers follow from the seed of the step",
         op=r"^object$",
     ),
     Cause(
@@ -194,16 +189,16 @@ CAUSES = (
         AUTOGRAD,
         op=r"^fake$",
     ),
-    Cause(f"the size of what {{op}} gives {DEPENDS}", MASK, op=r"."),
+    Cause(f"the size of the result of {{op}} {DEPENDS}", MASK, op=r"."),
     # --- leaving the graph
     Cause(
-        "the model leaves torch: .numpy() gives a value that the program cannot follow",
+        "the model leaves torch: .numpy() returns a value that cannot be traced",
         "write it in torch ops",
         raised=r"numpy\(\)|Can't call numpy|__array__",
     ),
     Cause(
-        "the model names a device that is not here",
-        "make tensors where others are (device=x.device), or register them as buffers",
+        "the model uses a device that this machine does not have",
+        "create tensors on the device of others (device=x.device), or register them as buffers",
         raised=(
             r"not linked with support for|Torch not compiled with|No CUDA|Cannot access accelerator|Invalid device|to"
             r" be on the same device"
@@ -232,10 +227,8 @@ CAUSES = (
 )
 
 
-def of_error(error: BaseException, asked: Sequence[str] = ()) -> ShardcError:
-    """What an exception that was raised while a model was traced means to its user. asked: inputs whose values Python
-    asked for.
-    """
+def of_error(error: BaseException, read: Sequence[str] = ()) -> ShardcError:
+    """The error for the user, of an exception that tracing raised. read: inputs whose values Python read."""
     chain: list[BaseException] = [error]
     while (e := chain[-1].__cause__ or chain[-1].__context__) is not None and e not in chain:
         chain.append(e)
@@ -248,12 +241,12 @@ def of_error(error: BaseException, asked: Sequence[str] = ()) -> ShardcError:
         raised = DATA
     for cause in CAUSES:
         if cause.raised and cause.fits(raised, "", at.code, loop):
-            return _error(cause, at, at.line, asked if raised == DATA else ())
+            return _error(cause, at, at.line, read if raised == DATA else ())
     text = str(error).strip().splitlines()
     code = f" ({at.code})" if at.code else ""
     fix = "check that model and batch run together in plain PyTorch"
     if "no fake impl" in str(error):
-        fix = "give the op a shape function, @OP.register_fake (README: Your own op)"
+        fix = "give the op a shape function, @OP.register_fake (docs/rules.md)"
     return ShardcError(
         f"the model's forward failed: {type(error).__name__}: {text[0] if text else ''}{code}",
         where=at.line,
@@ -261,30 +254,26 @@ def of_error(error: BaseException, asked: Sequence[str] = ()) -> ShardcError:
     )
 
 
-def of_op(node: fx.Node, name: str, asked: Sequence[str] = ()) -> ShardcError:
-    """Why an op of an exported graph, whose result has a size or value that is not known, cannot be kept. asked: as for
-    `of_error`.
-    """
+def of_op(node: fx.Node, name: str, read: Sequence[str] = ()) -> ShardcError:
+    """The error for an op of an exported graph that no program can hold. read: inputs whose values Python read."""
     at = source.of_node(node)
     cause = next(c for c in CAUSES if c.op and c.fits("", name, at.code, source.loops_of_node(node)))
-    return _error(cause, at, source.where(at), asked, op=name)
+    return _error(cause, at, source.where(at), read, op=name)
 
 
 def of_input(placeholder: fx.Node, kind: str) -> ShardcError:
-    """Why something that is neither parameter, buffer nor constant cannot be given to a graph. kind: "object" or
-    "fake".
-    """
+    """The error for a placeholder that is neither parameter, buffer nor constant. kind: "object" or "fake"."""
     user = next(iter(placeholder.users), placeholder)
     at = source.of_node(user)
     cause = next(c for c in CAUSES if c.op and c.fits("", kind, at.code))
     return _error(cause, at, source.where(at))
 
 
-def _error(cause: Cause, at: Source, where: str, asked: Sequence[str] = (), **names: Any) -> ShardcError:
+def _error(cause: Cause, at: Source, where: str, read: Sequence[str] = (), **names: Any) -> ShardcError:
     code = f" ({at.code})" if at.code else ""
     what, fix = cause.what.format(**names) + code, cause.fix
-    if asked:
-        inputs = ", ".join(asked)
+    if read:
+        inputs = ", ".join(read)
         what += f", namely that of {inputs} in the batch"
         fix += (
             f"; if {inputs} is the same in every step, leave it out of the batch and let a module around the model add"

@@ -82,7 +82,7 @@ def prove(
             raise
         except Exception as e:  # the user's own code; on made-up numbers it may fail where it would not on real ones
             if not real:
-                why = f"the model does not run on made-up numbers ({type(e).__name__}: {e})"
+                why = f"the model does not run on random numbers ({type(e).__name__}: {e})"
                 return (f"capture was checked statically only: {why}",)
             at = source.of_exception(e)
             raise ShardcError(
@@ -124,7 +124,7 @@ def _same_again(first: Tensor, second: Tensor, changed: Mapping[str, Source]) ->
         code = f" ({at.code})" if at.code else ""
         names = ", ".join(map(repr, changed))
         raise ShardcError(
-            f"the model gives another loss when it is called again: its forward sets {names}, of which a program sees"
+            f"the model returns another loss when it is called again: its forward sets {names}, of which a program sees"
             f" the first value{code}",
             where=at.line,
             fix="make it a buffer (register_buffer) that forward changes in place, or set it outside of forward",

@@ -55,7 +55,7 @@ class Asked:
         for name in sorted(self.buffers.keys() & set(buffers)):
             at = self.buffers[name]
             raise ShardcError(
-                f"what the program does depends on the value of the buffer {name!r}, which it changes ({at.code})",
+                f"the program depends on the value of the buffer {name!r}, which it changes ({at.code})",
                 where=at.line,
                 fix="compute both branches and choose with torch.where(condition, a, b)",
             )

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
+from shardc.ir.graph import is_call
 from shardc.torch_private import (
     FakeTensor,
     OpOverload,
@@ -77,16 +78,16 @@ def _engine(
     sources = [traced_node(x) for x in outputs]
     if any(n is None for n in sources):
         raise ShardcError(
-            f"a gradient is computed inside a transform of torch.func's ({at.code}), where tracing does not see it",
+            f"a gradient is computed inside a transform of torch.func ({at.code}), where tracing does not see it",
             where=at.line,
             fix="use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
         )
     above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
-        what = f"a gradient is asked for of a tensor on which nothing depends ({at.code})"
+        what = f"a gradient is taken with respect to a tensor that the result does not depend on ({at.code})"
         raise ShardcError(
-            what, where=at.line, fix="differentiate what was computed from that very tensor, or say allow_unused=True"
+            what, where=at.line, fix="differentiate a result of that very tensor, or pass allow_unused=True"
         )
     seeds = [torch.ones_like(y) if w is None else w for y, w in zip(outputs, weights, strict=True)]
     found = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])
@@ -300,7 +301,7 @@ def _unfit(node: fx.Node, module: fx.GraphModule) -> bool:
     """Does a call draw random numbers, or is it none of an op? Is a constant more than a number?"""
     if node.op == "get_attr":
         return bool(getattr(module, str(node.target)).numel() != 1)
-    if node.op != "call_function" or node.target is operator.getitem:
+    if not is_call(node):
         return False
     return not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags
 

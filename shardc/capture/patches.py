@@ -69,10 +69,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         raise ShardcError(
             f"the batch does not fit the model's forward({names}): {e}{keys}",
             where=source.of_function(model.forward).line,
-            fix=(
-                "a dict's keys are forward's arguments, a tuple's entries stand in their order, a tensor is the"
-                " first one"
-            ),
+            fix="a dict gives forward's arguments by name, a tuple by position; a tensor is the first one",
         ) from None
 
 
@@ -107,7 +104,7 @@ def export_patches(side: list[Tensor]) -> Iterator[None]:
         if isinstance(self, FakeTensor) and not requires_grad and self.requires_grad and self.is_leaf:
             at = source.of_call()
             raise ShardcError(
-                f"the forward pass switches a parameter's gradient off, which tracing does not see ({at.code})",
+                f"the forward pass turns a parameter's gradient off, which tracing does not see ({at.code})",
                 where=at.line,
                 fix=(
                     "run the module with detached weights: "

@@ -42,9 +42,9 @@ class Changes:
     def refuse_made(self) -> None:
         """Raise ShardcError for parameters, buffers and modules that exist only after the first forward."""
         for name, at in self.made.items():
-            what = f"the forward pass makes {name!r}: it does not exist before the first call"
+            what = f"the forward pass creates {name!r}, which does not exist before the first call"
             raise ShardcError(
-                what, where=at.line, fix="make it in __init__, or run the model once before you compile it"
+                what, where=at.line, fix="create it in __init__, or run the model once before you compile it"
             )
 
 

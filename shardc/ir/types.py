@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.ir.graph import map_value, values_of
 from shardc.ir.program import Value
 from shardc.torch_private import OpOverload
 
@@ -61,12 +62,7 @@ def typed_key(x: Any) -> Any:
 
 
 def requires_grad(node: fx.Node) -> bool:
-    value = node.meta.get("value")
-    return (
-        any(v.requires_grad for v in value if v is not None)
-        if isinstance(value, tuple)
-        else bool(value and value.requires_grad)
-    )
+    return any(v.requires_grad for v in values_of(node) if v is not None)
 
 
 def typed(result: Any, target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:
@@ -83,13 +79,10 @@ def typed(result: Any, target: Any, args: Any, kwargs: Any) -> Value | tuple[Any
 def on_meta(x: Any) -> Any:
     """Arguments with every node replaced by an empty tensor on the meta device, to run an op for its result's type."""
 
-    def empty(node: fx.Node) -> Any:
-        value = node.meta["value"]
-        if isinstance(value, tuple):
-            return tuple(None if v is None else torch.empty(v.shape, dtype=v.dtype, device="meta") for v in value)
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    def empty(v: Value) -> Tensor:
+        return torch.empty(v.shape, dtype=v.dtype, device="meta")
 
-    return fx.map_arg(x, empty)
+    return fx.map_arg(x, lambda node: map_value(empty, node.meta["value"]))
 
 
 def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:

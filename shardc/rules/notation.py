@@ -110,7 +110,7 @@ class Notation:
                 elif unknown:
                     rest.append((dim, size))
             if len(rest) == len(todo):
-                raise ValueError(f"sizes of {rest} cannot be told")
+                raise ValueError(f"the sizes of {rest} are ambiguous")
             todo = rest
         n = len(inputs)
         whole = self.whole | {f for f in found if f.startswith("#")}
@@ -188,5 +188,5 @@ def parse(text: str) -> Notation:
     named_in = {f for o in sides[0] for d in o for f in d}
     for f in named_in - {"..."} - whole - summed - set(literal):
         if not all(any(f in d for d in o) for o in sides[1]):
-            raise ValueError(f"rule {text!r}: factor {f} is in no or not in every result; mark it {f}+ or {f}!")
+            raise ValueError(f"rule {text!r}: factor {f} is not in every result: mark it {f}+ (summed) or {f}! (whole)")
     return Notation(tuple(sides[0]), tuple(sides[1]), frozenset(summed), frozenset(whole), literal)

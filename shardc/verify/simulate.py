@@ -148,7 +148,7 @@ def _check_replica(expected: Tensor, got: Tensor, what: str) -> None:
     size = max(float(one.abs().nan_to_num(0.0).max()), 1e-6)
     slack = SLACK.get(expected.dtype, 1e-1) * size if expected.is_floating_point() or expected.is_complex() else 0.0
     close = torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True)
-    assert close, f"{what} is another value than on its replica, by {float((one - other).abs().max()):.1e}"
+    assert close, f"{what} differs from its replica by {float((one - other).abs().max()):.1e}"
 
 
 def _causes(program: Program) -> dict[str, str]:

@@ -110,13 +110,13 @@ def labels(s: Net, y: Tensor) -> Tensor:
 VALUES: list[tuple[Function, str, str]] = [
     (branch, "a branch depends on a tensor's value (if y.sum() > 0:)", "torch.where(condition, a, b)"),
     (either, "a branch depends on a tensor's value (return y.sum() if", "torch.where(condition, a, b)"),
-    (until, "the length of a loop depends on a tensor's value (while y.norm() > 1:)", "a fixed number of turns"),
-    (turns, "the length of a loop depends on a tensor's value (for _ in range", "a fixed number of turns"),
+    (until, "the length of a loop depends on a tensor's value (while y.norm() > 1:)", "a fixed number of iterations"),
+    (turns, "the length of a loop depends on a tensor's value (for _ in range", "a fixed number of iterations"),
     (experts, "the loop over experts depends on a tensor's value (rows = ", "shardc.nn.experts"),
     (layer_drop, "LayerDrop leaves out layers at random: a branch depends", "set the config's layerdrop to 0"),
     (
         lambda s, y: print(f"{y.max().item():.2f}") or y.sum(),
-        "forward writes a tensor's value as text",
+        "forward formats a tensor as text",
         "print it outside of forward",
     ),
     (lambda s, y: y.sum() * y.max().item(), "a tensor becomes a Python number (.item(), int()", "keep it a tensor"),
@@ -128,22 +128,30 @@ VALUES: list[tuple[Function, str, str]] = [
         "elements of a tensor are read outside of torch's ops",
         "unbind(-1)",
     ),
-    (lambda s, y: y[y > 0].sum(), "indexing by a condition gives a size that depends", "torch.where(mask, x, 0)"),
+    (lambda s, y: y[y > 0].sum(), "indexing by a condition has a result whose size depends", "torch.where(mask, x, 0)"),
     (
         lambda s, y: torch.masked_select(y, y > 0).sum(),
-        "indexing by a condition gives a size that depends",
+        "indexing by a condition has a result whose size depends",
         "torch.where(mask, x, 0)",
     ),
-    (lambda s, y: y[(y > 0).nonzero()[:, 0]].sum(), "nonzero gives a size that depends", "torch.where(mask, x, 0)"),
+    (
+        lambda s, y: y[(y > 0).nonzero()[:, 0]].sum(),
+        "nonzero has a result whose size depends",
+        "torch.where(mask, x, 0)",
+    ),
     (
         lambda s, y: y.sum() * torch.unique(y.round()).numel(),
-        "_unique2 gives a size that depends",
+        "_unique2 has a result whose size depends",
         "torch.where(mask, x, 0)",
     ),
-    (lambda s, y: y.sum() * torch.bincount((y[0] > 0).long()).sum(), "bincount gives a size that depends", "mask"),
+    (
+        lambda s, y: y.sum() * torch.bincount((y[0] > 0).long()).sum(),
+        "bincount has a result whose size depends",
+        "mask",
+    ),
     (
         lambda s, y: torch.repeat_interleave(y, (y[0] > 0).long() + 1, dim=1).sum(),
-        "repeat_interleave gives a size",
+        "repeat_interleave has a result whose size",
         "output_size=total",
     ),
     (
@@ -224,32 +232,32 @@ LEAVING: list[tuple[Function, str, str]] = [
         "the model draws random numbers from Python or numpy",
         "draw with torch",
     ),
-    (lambda s, y: y.cuda().sum(), "the model names a device that is not here", "device=x.device"),
-    (lambda s, y: y.to("cuda:0").sum(), "the model names a device that is not here", "device=x.device"),
+    (lambda s, y: y.cuda().sum(), "the model uses a device that this machine does not have", "device=x.device"),
+    (lambda s, y: y.to("cuda:0").sum(), "the model uses a device that this machine does not have", "device=x.device"),
     (
         lambda s, y: (y * torch.ones(6, device="cuda")).sum(),
-        "the model names a device that is not here",
+        "the model uses a device that this machine does not have",
         "device=x.device",
     ),
     (lambda s, y: copy.deepcopy(y).sum(), "the model copies a tensor with copy.deepcopy", "x.clone()"),
     (
         lambda s, y: torch.func.grad(lambda z: z.square().sum())(y).sum(),
-        "a gradient is computed inside forward by a transform",
+        "forward computes a gradient by a transform",
         "autograd.grad",
     ),
     (
         lambda s, y: torch.func.jacrev(torch.sin)(y[0]).sum(),
-        "a gradient is computed inside forward by a transform",
+        "forward computes a gradient by a transform",
         "use torch.autograd.grad",
     ),
     (
         lambda s, y: Gamma(y.exp(), y.exp()).rsample().sum(),
-        "aten._standard_gamma.default draws random numbers",
+        "aten._standard_gamma.default would draw other random numbers",
         "pass them in with the batch",
     ),
     (
         lambda s, y: Beta(y.exp(), y.exp()).rsample().sum(),
-        "aten._sample_dirichlet.default draws random numbers",
+        "aten._sample_dirichlet.default would draw other random numbers",
         "pass them in with the batch",
     ),
     (
@@ -258,9 +266,9 @@ LEAVING: list[tuple[Function, str, str]] = [
         "torch.where",
     ),
     (penalty, "a gradient inside forward goes through aten.dropout.default", "under detach()"),
-    (switched, "the forward pass switches a parameter's gradient off", "torch.func.functional_call(m, {n: p.detach()"),
+    (switched, "the forward pass turns a parameter's gradient off", "torch.func.functional_call(m, {n: p.detach()"),
     (backward, "backward() is called inside forward", "torch.autograd.grad(y, x, create_graph=True)"),
-    (unused, "a gradient is asked for of a tensor on which nothing depends", "allow_unused=True"),
+    (unused, "a gradient is taken with respect to a tensor that the result does not depend on", "allow_unused=True"),
     (
         lambda s, y: torch.sparse.mm(y.to_sparse(), s.fc.weight).sum(),
         "to_sparse) cannot be split",
@@ -268,7 +276,7 @@ LEAVING: list[tuple[Function, str, str]] = [
     ),
     (
         lambda s, y: (y * torch.randn(6, generator=torch.Generator().manual_seed(0))).sum(),
-        "a generator or another object of the model's own stands in the graph",
+        "an op takes a generator, or another Python object of the model",
         "leave generator= out",
     ),
     (data_written, "the forward pass writes to the parameter 'fc.weight'", "outside of forward"),
@@ -279,7 +287,11 @@ LEAVING: list[tuple[Function, str, str]] = [
         "compute a new tensor",
     ),
     (leaf_in_place, "a parameter is changed in place while its gradient is recorded", "outside of forward"),
-    (made_late, "the forward pass makes 'scale': it does not exist before the first call", "make it in __init__"),
+    (
+        made_late,
+        "the forward pass creates 'scale', which does not exist before the first call",
+        "create it in __init__",
+    ),
     (lambda s, y: y.detach().sum(), "the loss depends on no trainable parameter", "detached"),
 ]
 
@@ -327,7 +339,7 @@ def test_state_outside_of_buffers_is_refused(function: Function, name: str) -> N
     held = dict(model.__dict__)
     with pytest.raises(ShardcError) as e:
         capture(model, X)
-    assert f"the model gives another loss when it is called again: its forward sets '{name}'" in e.value.what
+    assert f"the model returns another loss when it is called again: its forward sets '{name}'" in e.value.what
     assert "register_buffer" in e.value.fix
     assert e.value.where.startswith("test_causes.py:")
     assert all(model.__dict__[k] is v for k, v in held.items())
@@ -439,7 +451,7 @@ def test_flash_attention_that_is_not_here() -> None:
     model, batch = hf.build(hf.FAMILIES["mistral"], torch.float32)
     model.config._attn_implementation = "flash_attention_2"
     e = refused(model, batch)
-    assert "the attention implementation needs a package or device that is not here" in e.what
+    assert "the attention implementation needs a package or device that this machine does not have" in e.what
     assert 'config._attn_implementation = "sdpa"' in e.fix
 
 
@@ -522,4 +534,4 @@ def test_a_batch_that_does_not_fit_forward(batch: Any, what: str) -> None:
         capture(net(lambda s, y: y.sum()), batch)
     assert e.value.what == f"the batch does not fit the model's forward(x): {what}"
     assert e.value.where.startswith("test_causes.py:")
-    assert "a dict's keys are forward's arguments" in e.value.fix
+    assert "a dict gives forward's arguments by name" in e.value.fix

@@ -19,8 +19,8 @@ Shapes = list[tuple[int, ...]]
         ("a (b -> a", r"'\(' is not closed"),
         ("a b) -> a", r"'\)' without '\('"),
         ("a ... -> a", "'...' must lead"),
-        ("a b -> a", r"factor b is in no or not in every result; mark it b\+ or b!"),
-        ("a -> a, 1", "factor a is in no or not in every result"),
+        ("a b -> a", r"factor b is not in every result: mark it b\+ \(summed\) or b! \(whole\)"),
+        ("a -> a, 1", "factor a is not in every result"),
     ],
 )
 def test_errors_show_the_rule_and_what_is_wrong_with_it(text: str, what: str) -> None:
@@ -80,8 +80,8 @@ def test_marks_count_wherever_they_stand() -> None:
         ("a b -> a b", [(2, 3, 4)], [(2, 3)], "2 dims in the rule, 3 in the tensor"),
         ("... a b -> ... a b", [(3,)], [(3,)], "2 dims in the rule, 1 in the tensor"),
         ("a -> a", [(2,), (2,)], [(2,)], "2 operands and 1 results, but the rule has 1 and 1"),
-        ("(a b) -> (a b)", [(6,)], [(6,)], "cannot be told"),
-        ("(3 a) -> (3 a)", [(8,)], [(8,)], "cannot be told"),
+        ("(a b) -> (a b)", [(6,)], [(6,)], "are ambiguous"),
+        ("(3 a) -> (3 a)", [(8,)], [(8,)], "are ambiguous"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(rule: str, inputs: Shapes, outputs: Shapes, what: str) -> None:

@@ -121,7 +121,7 @@ def test_what_is_too_strict_is_returned() -> None:
             "... d, d -> ... d",
             "",
             lambda: (torch.randn(4, 12), torch.randn(5)),
-            "the sample is no call of the op",
+            "the sample is not a call of the op",
             "give the op's own arguments, one by one: check_rule(op, x, w)",
         ),
     ],

@@ -67,7 +67,7 @@ def prove(
     try:
         case = Case.of(op, sample, seed, rule)
     except (NoCallError, UnfitError) as e:
-        what = "the sample is no call of the op" if isinstance(e, NoCallError) else "the rule does not fit the call"
+        what = "the sample is not a call of the op" if isinstance(e, NoCallError) else "the rule does not fit the call"
         return [Finding(name_of(op), "the call", 1, f"{what}: {e}")]
     return prove_case(case, *parts, deep=deep)
 

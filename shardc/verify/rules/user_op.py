@@ -52,6 +52,6 @@ def _fix(finding: Finding) -> str:
         return f"mark {name}! (whole), or {name}+ if it is summed; `local` can change a rank's call"
     if finding.strategy.startswith("partial"):
         return "take the operands out of `linear`: the op is not linear in them"
-    if "no call of the op" in finding.what:
+    if "not a call of the op" in finding.what:
         return "give the op's own arguments, one by one: check_rule(op, x, w)"
     return "make the notation fit this call"
