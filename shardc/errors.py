@@ -1,6 +1,6 @@
-"""The one exception a user of shardc ever has to read.
+"""`ShardcError`: the one exception that users see, and `Errors`, which collects several of them.
 
-Every mistake that a person can make (in a spec, in a model file, on the command line) is a `ShardcError` that says
+Every mistake that a user can make (in a spec, in a model file, on the command line) is a `ShardcError` that says
 *where* it is, *what* is wrong and how to *fix* it. Independent mistakes are collected and raised together.
 """
 
@@ -15,8 +15,8 @@ class ShardcError(Exception):
 
     where: place of the mistake: `spec.yaml:7:3`, a module or parameter name, an op with its model line; may be "".
     what:  what is wrong, one sentence.
-    fix:   what would be right, one sentence; may be "" where nothing better is known.
-    errors: the single errors this one stands for; `(self,)` for a single error.
+    fix:   what to do, one sentence; may be "" where that is not known.
+    errors: the single errors that this one combines; `(self,)` for a single error.
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", errors: Iterable[ShardcError] = ()) -> None:
@@ -59,7 +59,7 @@ class Errors:
             self.found.extend(e.errors)
 
     def raise_any(self) -> None:
-        """Raise what was found: the error itself if it is one, all of them as one otherwise; return if none."""
+        """Raise the collected error, or all of them as one; return if there is none."""
         if len(self.found) == 1:
             raise self.found[0]
         if self.found:

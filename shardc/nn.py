@@ -1,5 +1,4 @@
-"""Functions for models that torch has no op for, as plain differentiable functions: they need no shardc to run on one
-device.
+"""Functions for models that torch has no op for: plain and differentiable, so that a model runs without shardc too.
 
 y = shardc.nn.experts(x, index, weights, self.gate_up, self.down)          instead of a Python loop over experts
 """
@@ -36,33 +35,32 @@ def experts(
     down_bias: Tensor | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """A mixture of experts: f[..., h] like x, for every token the weighted sum of what its experts make of it.
+    """A mixture of experts: f[..., h] like x, for every token the weighted sum of its experts' results.
 
-        y[t] = sum over k of weights[t, k] * (down[e] @ activation(up[e] @ x[t] + up_bias[e]) + down_bias[e]),   e = index[t, k]
+        y[t] = sum over k of weights[t, k] * expert(index[t, k], x[t])
+        expert(e, x) = down[e] @ activation(up[e] @ x + up_bias[e]) + down_bias[e]
 
     x: tokens f[..., h]. index: the experts chosen for each, i64[..., k]; a number outside of 0 .. e-1 drops that
-    choice.
-    weights: of the choices, f[..., k]. Both come from the model's router, any router: top-1, top-k, sigmoid, with
-    biases or not.
+        choice. weights: of the choices, f[..., k]. Both come from the model's router, which may be of any kind.
     up: f[e, m, h], down: f[e, h, i], as torch.nn.Linear stores weights; transposed: f[e, h, m] and f[e, i, h]. Biases
-    f[e, m], f[e, h].
+        f[e, m], f[e, h].
     activation: the name of a function in torch.nn.functional: with m = 2 i it is gated, activation(gate) * up for
         columns [gate | up]. Or a function of the first product, f[n, m] -> f[n, i], made of elementwise ops on all
-        columns, on equal parts of them (`chunk`), or on every so manieth (`[:, ::2]`).
+        columns, on equal parts of them (`chunk`), or on every k-th (`[:, ::2]`).
 
     Captured by shardc it is one op, whose experts `experts:` spreads over ranks. Rows are computed in the dtype of
     `up`. Raises ShardcError for shapes that do not fit together, and for an activation that is not of this form.
-    """  # noqa: E501 (a table)
+    """
     _check(x, index, weights, up, down, up_bias, down_bias, transposed)
     h, k = x.shape[-1], index.shape[-1]
     m, i = (up.shape[2], down.shape[1]) if transposed else (up.shape[1], down.shape[2])
     flat = x.reshape(-1, h), index.reshape(-1, k), weights.reshape(-1, k)
     if any(isinstance(t, FakeTensor) for t in (x, up, index)):
-        made = experts_op.experts(*flat, up, down, up_bias, down_bias, text_of(activation, m, i), transposed)
+        result = experts_op.experts(*flat, up, down, up_bias, down_bias, text_of(activation, m, i), transposed)
     else:
         function = activation if callable(activation) else read(text_of(activation, m, i))
-        made = run(*flat, up, down, up_bias, down_bias, function, transposed)
-    y: Tensor = made.reshape(x.shape)
+        result = run(*flat, up, down, up_bias, down_bias, function, transposed)
+    y: Tensor = result.reshape(x.shape)
     return y
 
 
@@ -111,8 +109,8 @@ def _check(
 # --- activations as text ----------------------------------------------------------------------------------------------
 
 FORM = (
-    "elementwise ops of torch's, on all columns, on equal parts of them (y.chunk(2, -1)), or on every so manieth (y[:,"
-    " ::2]); no parameters"
+    "elementwise torch ops, on all columns, on equal parts of them (y.chunk(2, -1)), or on every k-th (y[:, ::2]);"
+    " no parameters"
 )
 
 
@@ -127,7 +125,7 @@ def text_of(activation: Activation, m: int, i: int) -> str:
 def _named(activation: str, m: int, i: int) -> str:
     function = getattr(torch.nn.functional, activation, None)
     if not callable(function) or m not in (i, 2 * i):
-        what = f"experts: activation={activation!r} for {m} columns, of which {i} come out"
+        what = f"experts: activation={activation!r} cannot make {i} columns of {m}"
         fix = "a function's name in torch.nn.functional, with m = i or 2 i; or a function of your own"
         raise ShardcError(what, where=source.of_call().line, fix=fix)
 
@@ -149,7 +147,7 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
     with torch.no_grad():
         graph = traced_on(activation, [torch.linspace(-1, 1, rows * m).view(rows, m)]).graph
     graph.eliminate_dead_code()
-    columns: dict[fx.Node, Any] = {}  # parts of x: which columns they are
+    columns: dict[fx.Node, Any] = {}  # of nodes that only select columns of x: which ones
     names: dict[fx.Node, str] = {}
     letters = _letters()
     steps: list[str] = []
@@ -161,7 +159,7 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
         seen = columns[node]
         if not isinstance(seen, Tensor) or seen.shape != (rows, i):
             shape = list(seen.shape) if isinstance(seen, Tensor) else "many"
-            raise _refuse(f"the activation takes columns {shape} of {m} as one, and {i} come out")
+            raise _refuse(f"the activation uses columns {shape} of {m} as one operand, but its result has {i}")
         if m == i:
             return "x"
         whole = torch.arange(m).expand(rows, m)
@@ -171,7 +169,7 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
                     if not word:
                         word, parts = how, {p: next(letters) for p in range(m // i)}
                     return parts[p]
-        raise _refuse("the activation takes columns that are no equal part of all")
+        raise _refuse("the activation takes columns that are not one of equal parts")
 
     def written(a: Any) -> str:
         if isinstance(a, fx.Node):
@@ -202,11 +200,9 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
             try:
                 columns[node] = node.target(*args, **kwargs)
             except RuntimeError:  # not for whole numbers: it computes
-                raise _refuse(
-                    f"the activation calls {node.target}, which does not look at every element by itself"
-                ) from None
+                raise _refuse(f"the activation calls {node.target}, which is not elementwise") from None
         else:
-            raise _refuse(f"the activation calls {node.target}, which does not look at every element by itself")
+            raise _refuse(f"the activation calls {node.target}, which is not elementwise")
     steps[-1] = steps[-1].partition(" = ")[2]
     if word:
         steps.insert(0, f"{', '.join(parts.values())} = {word}(x)")

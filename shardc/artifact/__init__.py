@@ -1,15 +1,17 @@
 """A compiled program on disk: readable Python, layouts, a manifest. No pickle.
 
-manifest.json    format, versions, mesh, hashes of the other files, notes, facts
-spec.yaml        the spec it was compiled from
-layouts.json     parameters, buffers, inputs, buckets, in the notation of shardc.ir.placement
-single.py        the model as one device runs it
-counts.py        what is added up over the microbatches of a step before they run, if anything
-stage0.py        what every rank runs (of a pipeline, stage1.py, ...: what the ranks of that stage run); `forward` in it is just
-                 what is executed after loading
-schedule.txt     of a pipeline: who runs which stage when (shardc.runtime.schedule)
+manifest.json           format, versions, mesh, hashes of the other files, notes, facts
+spec.yaml               the spec that it was compiled from
+layouts.json            parameters, buffers, inputs, buckets, in the notation of shardc.ir.placement
+single.py               the model as one device runs it
+stage0.py               what every rank runs: `forward` in it is exactly what runs after loading
+stage1.py, ...          of a pipeline: what the ranks of the other stages run
+counts.py               sums over all microbatches that a step needs before they run, if there are any
+schedule.txt            of a pipeline: who runs which stage when (shardc.runtime.schedule)
 constants.safetensors   tensors that capture found in the code
-"""  # noqa: E501 (a table)
+
+emit writes the Python, parser reads it back; this file writes and reads the folder.
+"""
 
 from __future__ import annotations
 
@@ -45,22 +47,21 @@ MANIFEST, LAYOUTS, SPEC, CONSTANTS, SCHEDULE = (
 
 
 def save(program: Program, folder: str | Path) -> None:
-    """Write a program to a folder, whole or not at all. An artifact that is there is replaced; any other folder is left
-    alone.
+    """Write a program to a folder, completely or not at all. An artifact in its place is replaced.
 
-    Raises ShardcError for a folder that holds anything else than an artifact. Constants are written as they lie on the
-    CPU."""
+    Raises ShardcError for a folder that contains anything but an artifact. Constants are copied to the CPU.
+    """
     given, folder = folder, Path(folder).resolve()
     _check_free(folder, str(given))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
-        made, old = Path(work, "new"), Path(work, "old")
-        made.mkdir()
-        _write(program, made)
+        new, old = Path(work, "new"), Path(work, "old")
+        new.mkdir()
+        _write(program, new)
         if folder.exists():
             folder.rename(old)
         try:
-            made.rename(folder)
+            new.rename(folder)
         except OSError:
             if old.exists():
                 old.rename(folder)
@@ -68,21 +69,21 @@ def save(program: Program, folder: str | Path) -> None:
 
 
 def _check_free(folder: Path, given: str) -> None:
-    """May the folder be written, and what is in it be deleted?"""
+    """Raises ShardcError unless the folder is new, empty or an artifact, which may be replaced."""
     fix = "name a new or empty folder"
     if not folder.exists():
         return
-    found = {f.name for f in folder.iterdir()} if folder.is_dir() else {folder.name}
+    present = {f.name for f in folder.iterdir()} if folder.is_dir() else {folder.name}
     try:
         ours = (
             {MANIFEST, "__pycache__", *json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]}
-            if found
+            if present
             else set()
         )
     except (OSError, ValueError, KeyError, TypeError):
-        raise ShardcError(f"{given} exists and is no shardc artifact", where=given, fix=fix) from None
-    if others := sorted(found - ours):
-        what = f"{given} would be replaced, but holds files that are not the artifact's: {', '.join(others[:5])}"
+        raise ShardcError(f"{given} exists and is not a shardc artifact", where=given, fix=fix) from None
+    if others := sorted(present - ours):
+        what = f"{given} would be replaced, but contains files that are not the artifact's: {', '.join(others[:5])}"
         raise ShardcError(what, where=given, fix=f"move them, or {fix}")
 
 
@@ -94,7 +95,7 @@ def _write(program: Program, folder: Path) -> None:
         )
     if program.prologue is not None:
         files["counts.py"] = emit.module(
-            program.prologue.graph, program, "What is added up over the microbatches of a step before they run."
+            program.prologue.graph, program, "Sums over all microbatches that a step needs before they run."
         )
     if program.schedule is not None:
         files[SCHEDULE] = f"{program.schedule}\n"
@@ -103,7 +104,7 @@ def _write(program: Program, folder: Path) -> None:
         files[SPEC] = str(program.spec)
     for name, content in files.items():
         (folder / name).write_text(content, encoding="utf-8")
-    # copies: safetensors writes no tensors that share memory
+    # copies, as safetensors refuses tensors that share memory
     constants = {
         b.name: _reals(b.constant.detach()).to("cpu", copy=True).contiguous()
         for b in program.buffers
@@ -188,7 +189,8 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
     """Read a program that `save` wrote. Nothing that is read is executed.
 
     trust: accept files that were edited since, and artifacts of another torch.
-    Raises ShardcError for what is no artifact, is damaged, edited, or of another version; all damaged files at once.
+    Raises ShardcError for a folder that is not an artifact, is damaged or edited, or is of another version; all damaged
+    files at once.
     """
     folder = Path(folder)
     manifest = _manifest(folder, trust)
@@ -196,12 +198,7 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
         program = _tables(folder, manifest)
         stages = [(str(s["name"]), tuple(s["updates"])) for s in manifest["stages"]]
         program.axis = str(manifest["axis"])
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as e:  # tables that someone edited: shardc's own have every entry
+    except (KeyError, TypeError, ValueError, AttributeError) as e:  # edited tables: shardc writes every entry
         what = f"the artifact's tables cannot be read: {type(e).__name__}: {e}"
         raise ShardcError(
             what, where=str(folder), fix=f"undo the changes in {LAYOUTS} and {MANIFEST}, or compile again"
@@ -227,21 +224,21 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
 
 
 def _manifest(folder: Path, trust: bool) -> dict[str, Any]:
-    """The manifest, once it is known that the files are those it lists."""
-    at = folder / MANIFEST
+    """The manifest, after checking that the files are those it lists."""
+    path = folder / MANIFEST
     try:
-        manifest = json.loads(at.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        what = f"{folder} is no shardc artifact: it has no {MANIFEST}"
+        what = f"{folder} is not a shardc artifact: it has no {MANIFEST}"
         raise ShardcError(what, where=str(folder), fix="make one with `shardc compile -o DIR`") from None
     except json.JSONDecodeError as e:
         raise ShardcError(
-            f"{MANIFEST} is no JSON: {e.msg}", where=f"{at}:{e.lineno}:{e.colno}", fix="compile again"
+            f"{MANIFEST} is not JSON: {e.msg}", where=f"{path}:{e.lineno}:{e.colno}", fix="compile again"
         ) from None
     if not isinstance(manifest, dict) or not {"format", "torch", "sha256"} <= manifest.keys():
         raise ShardcError(
             f"{MANIFEST} is not the manifest of a shardc artifact",
-            where=str(at),
+            where=str(path),
             fix="make one with `shardc compile -o DIR`",
         )
     if manifest["format"] != FORMAT:
@@ -253,7 +250,7 @@ def _manifest(folder: Path, trust: bool) -> dict[str, Any]:
     errors = Errors()
     made, here = (".".join(str(v).split(".")[:2]) for v in (manifest["torch"], torch.__version__))
     if made != here and not trust:
-        what = f"compiled with torch {made}, and this is torch {here}, whose ops may differ"
+        what = f"compiled with torch {made}, but this is torch {here}, whose ops may differ"
         errors.add(what, where=str(folder), fix="compile again, or load it with trust=True (--trust)")
     for name, expected in manifest["sha256"].items():
         file = folder / name
@@ -362,7 +359,7 @@ def _shard(cut: dict[str, int] | None) -> Shard | None:
 
 
 def _reals(x: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers: safetensors knows no complex128."""
+    """A complex tensor as pairs of real numbers, as safetensors does not support complex128."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 

@@ -1,6 +1,4 @@
-"""Read a program's text (shardc.artifact.emit) back into its graph. The text is straight-line Python: nothing in it is
-executed here.
-"""
+"""Reads a program's text (shardc.artifact.emit) back into its graph. Nothing in the text is executed."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ def graph_of(
 ) -> fx.Graph:
     """The graph of the one function in a text.
 
-    types: of params, buffers and inputs, in order, by name (from the artifact's layouts); what the text says of them
-    has to agree. piped: the function is a pipeline's stage: it takes some of them, and after them values of other
+    types: of params, buffers and inputs, in order, by name (from the artifact's layouts); those in the text have to
+    agree. piped: the function is a pipeline's stage: it takes some of them, and after them values of other
     stages. Raises ShardcError with file and line for anything that `shardc.artifact.emit` would not have written.
     """
     return _Reader(text, mesh, types, file, piped).run()
@@ -87,7 +85,7 @@ class _Reader:
                     self.graph.output(self._arg(value))
                     returned = True
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    self._op(name, value, self._behind(statement).strip().removeprefix("# "), source, line)
+                    self._op(name, value, self._rest_of_line(statement).strip().removeprefix("# "), source, line)
                 case ast.Delete(targets=targets):
                     self._delete(targets, line)
                 case _:
@@ -98,7 +96,7 @@ class _Reader:
         return self.graph
 
     def _function(self) -> ast.FunctionDef:
-        """The function in the text, its placeholders made; nothing else may stand beside it."""
+        """The only function in the text. Makes its placeholders."""
         try:
             tree = ast.parse(self.text)
         except SyntaxError as e:
@@ -121,37 +119,35 @@ class _Reader:
             taken = [x.arg for x in a.args]
             names = [n for n in names if n in taken] + [n for n in taken if n not in names]
         if a.posonlyargs or a.vararg or a.kwonlyargs or a.kwarg or a.defaults or [x.arg for x in a.args] != names:
-            found = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
-            off = [f"no {n!r}" for n in names if n not in found] + [
-                f"{n!r} too much" for n in sorted(found - set(names))
+            actual = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
+            off = [f"{n!r} is missing" for n in names if n not in actual] + [
+                f"{n!r} is not listed" for n in sorted(actual - set(names))
             ]
-            raise self.wrong(
-                function.lineno,
-                f"the function does not take what the layouts list: {', '.join(off[:5]) or 'another order or form'}",
-            )
+            why = ", ".join(off[:5]) or "another order or form"
+            raise self.wrong(function.lineno, f"the function's arguments are not those that the layouts list: {why}")
         for x in a.args:
             self.env[x.arg] = node = self.graph.placeholder(x.arg)
             node.meta = {"value": self.types.get(x.arg), "source": Source()}
             if x.arg not in ("mesh", "rng", *self.types):
-                self._received(node, self._behind(x).removeprefix(",").strip().removeprefix("# "), x.lineno)
+                self._received(node, self._rest_of_line(x).removeprefix(",").strip().removeprefix("# "), x.lineno)
                 continue
-            said = self._behind(x).removeprefix(",").strip().removeprefix("# ").partition("  ")[0]
-            if said and x.arg in self.types and said != value_text(self.types[x.arg]):
+            written = self._rest_of_line(x).removeprefix(",").strip().removeprefix("# ").partition("  ")[0]
+            if written and x.arg in self.types and written != value_text(self.types[x.arg]):
                 raise self.wrong(
-                    x.lineno, f"{x.arg} is {said} here, but {value_text(self.types[x.arg])} in the layouts"
+                    x.lineno, f"{x.arg} is {written} here, but {value_text(self.types[x.arg])} in the layouts"
                 )
         return function
 
     def _received(self, node: fx.Node, comment: str, line: int) -> None:
-        """A value of another stage; the line before says where it comes from."""
+        """A value of another stage; the line before it has its source."""
         m = _SOURCE.match(self.lines[line - 2].strip())
         source = Source("" if m[1] == "·" else m[1], m[2], m[3] or "") if m else Source()
         self._describe(node, comment, source, line)
         if "collective" not in node.meta:
-            raise self.wrong(line, f"{node.name} is not in the layouts, and does not say what sends it")
+            raise self.wrong(line, f"{node.name} is not in the layouts, and no collective is given that sends it")
 
-    def _behind(self, node: ast.stmt | ast.arg) -> str:
-        """What stands behind a piece of code on its last line. (ast counts bytes, hence the detour.)"""
+    def _rest_of_line(self, node: ast.stmt | ast.arg) -> str:
+        """The rest of the last line of a piece of code. (ast counts bytes, so other than ASCII is encoded for it.)"""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         line = self.lines[node.end_lineno - 1]
@@ -183,7 +179,7 @@ class _Reader:
         self.env[name] = node
 
     def _describe(self, node: fx.Node, comment: str, source: Source, line: int) -> None:
-        """What the comment behind it says of a value."""
+        """Set a node's type, source and collective from the comment that follows it."""
         typed, _, collective = comment.partition(" | ")
         node.meta = {"value": self._types(typed, line), "source": source}
         if collective.startswith("region "):
@@ -199,7 +195,7 @@ class _Reader:
             node.meta["collective"] = Collective(m[1], m[2], tuple(m[3].split("+")), int(m[4]), cause, not m[5])
 
     def _region(self, node: fx.Node, text: str, line: int) -> str:
-        """Read the region, who keeps the result, and how often it is repeated; what is left behind them."""
+        """Read the region, who keeps the result, and how often it is repeated. Returns the rest of the text."""
         m = _REGION.match(text)
         if not m:
             raise self.wrong(line, f"cannot read the region {text!r}")
@@ -228,14 +224,12 @@ class _Reader:
         return Value(shape, dtype, bare != text, Layout.of(placements, self.mesh))
 
     def _target(self, func: ast.expr) -> Any:
-        """The op that `aten.add.Tensor`, `torch.ops.lib.op.default` or `ops.all_reduce` names. Nothing else is ever
-        called.
-        """
+        """The op that `aten.add.Tensor`, `torch.ops.lib.op.default` or `ops.all_reduce` names, and nothing else."""
         path: tuple[str, ...] = ()
-        at = func
-        while isinstance(at, ast.Attribute):
-            path, at = (at.attr, *path), at.value
-        path = (at.id, *path) if isinstance(at, ast.Name) else ()
+        head = func
+        while isinstance(head, ast.Attribute):
+            path, head = (head.attr, *path), head.value
+        path = (head.id, *path) if isinstance(head, ast.Name) else ()
         if path not in self.targets:
             self.targets[path] = self._resolve(path, func)
         return self.targets[path]
@@ -249,11 +243,11 @@ class _Reader:
         if path[:1] == ("aten",):
             path = ("torch", "ops", *path)
         if path[:2] != ("torch", "ops"):
-            raise self.wrong(func.lineno, f"{text} is no op that programs call")
-        found: Any = torch.ops
+            raise self.wrong(func.lineno, f"{text} is not an op that programs call")
+        op: Any = torch.ops
         try:
             for name in path[2:]:
-                found = getattr(found, name)
+                op = getattr(op, name)
         except AttributeError:
             if path[2] == "aten":
                 raise self.wrong(func.lineno, f"there is no op {text} in this version of torch") from None
@@ -264,12 +258,12 @@ class _Reader:
             raise ShardcError(
                 f"nothing has registered the op {text} in this process", where=f"{self.file}:{func.lineno}", fix=fix
             ) from None
-        if not isinstance(found, OpOverload):
+        if not isinstance(op, OpOverload):
             raise self.wrong(
                 func.lineno,
-                f"{text} is no op that programs call: name an op with its overload, such as aten.add.Tensor",
+                f"{text} is not an op that programs call: name an op with its overload, such as aten.add.Tensor",
             )
-        return found
+        return op
 
     def _arg(self, a: ast.expr) -> Any:
         match a:
@@ -296,7 +290,7 @@ class _Reader:
                 return float(text)
             case ast.Call(func=func, args=[ast.Constant(value=str(text))], keywords=[]):
                 make: Any = {"complex": complex, "torch.device": torch.device}.get(ast.unparse(func))
-                with contextlib.suppress(ValueError, RuntimeError):  # of a text that is no complex number, or no device
+                with contextlib.suppress(ValueError, RuntimeError):  # the text is not a complex number or a device
                     if make is not None:
                         return make(text)
         raise self.unreadable(a, a.lineno, "the argument ")

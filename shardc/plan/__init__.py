@@ -60,20 +60,22 @@ def plan(
     started = time.perf_counter()
     if not 0 <= headroom < 1:
         raise ShardcError(
-            f"headroom {headroom} is no share", where="--headroom", fix="a number from 0 to 1, such as 0.05"
+            f"headroom {headroom} is not a share", where="--headroom", fix="a number from 0 to 1, such as 0.05"
         )
     if given is None and devices is None:
         raise ShardcError(
-            "how many devices are there?",
+            "the number of devices is missing",
             where="--devices",
-            fix="say --devices 64, or price a spec by --given spec.yaml",
+            fix="add e.g. --devices 64, or price a spec with --given spec.yaml",
         )
     if devices is not None and devices < 1:
-        raise ShardcError(f"{devices} devices", where="--devices", fix="at least 1")
+        raise ShardcError(f"{devices} devices are too few", where="--devices", fix="name at least 1")
     if global_batch is not None and global_batch < 1:
-        raise ShardcError(f"a global batch of {global_batch} rows", where="--global-batch", fix="at least 1")
+        raise ShardcError(
+            f"a global batch of {global_batch} rows is too small", where="--global-batch", fix="name at least 1"
+        )
     if largest not in (None, "batch", "sequence"):
-        raise ShardcError(f"largest what? {largest!r} is not known", where="--largest", fix="batch or sequence")
+        raise ShardcError(f"cannot search for the largest {largest!r}", where="--largest", fix="name batch or sequence")
     on("capturing", 0, 0)
     planner = Planner(
         Subject.of(model, batch, loss), described(device), precision, headroom, name or type(model).__name__, on

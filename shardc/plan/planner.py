@@ -134,7 +134,7 @@ class Planner:
                 raise ShardcError(
                     what,
                     where="--global-batch",
-                    fix=f"a multiple of what is left of {devices} after tp and pp, such as {devices}",
+                    fix=f"make it a multiple of the data-parallel ranks, such as {devices}",
                 )
             return batch, f"global batch of {batch} rows (--global-batch)"
         for k in (1, *(2**i for i in range(1, 40) if 2**i * rows < 2 * devices), devices):
@@ -146,7 +146,7 @@ class Planner:
                 )
                 return k * rows, f"global batch of {k * rows} rows: what batch() gives{times}"
         raise ShardcError(
-            f"no way to use {devices} devices was found", where="--devices", fix="another number of devices"
+            f"no way to use {devices} devices was found", where="--devices", fix="try another number of devices"
         )
 
     def given(self, source: str | Path | Mapping[str, Any] | Spec, devices: int | None, batch: int | None) -> Plan:
@@ -182,7 +182,7 @@ class Planner:
                 raise ShardcError(
                     "the inputs have no sequence dim in common",
                     where="--largest sequence",
-                    fix="ask for --largest batch",
+                    fix="use --largest batch",
                 )
             split = best.devices // best.spec.data_ranks
             unit = math.lcm(128 if long >= 128 else 1, split)

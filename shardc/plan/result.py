@@ -166,9 +166,9 @@ class Plan:
         }.get(kind, "more devices, or another --precision")
         what = (
             f"nothing fits into {gb(a.usable)} of {a.device.name}: the nearest ({named(near)}) needs {gb(near.peak)}, "
-            f"{gb(near.peak - a.usable)} too much; {kind} are {gb(most)} of it"
+            f"{gb(near.peak - a.usable)} more than that; {kind} are {gb(most)} of it"
         )
-        return ShardcError(what, where=a.model, fix=f"{way}; --fewest tells how many devices it takes")
+        return ShardcError(what, where=a.model, fix=f"{way}; --fewest finds out how many devices it takes")
 
     def to_json(self) -> dict[str, Any]:
         a = self.target

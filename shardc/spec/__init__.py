@@ -1,8 +1,8 @@
-"""The sharding spec: YAML or a dict -> a frozen `Spec`. Every mistake is reported, with its line and column, all at
-once.
+"""The sharding spec: a frozen `Spec` from YAML or a dict. All mistakes are reported at once, with line and column.
 
-spec_yaml.py    text -> values and their places          spec_errors.py   grammar's errors -> where, what, fix
-spec_form.py    the grammar of every section             spec_check.py    axes, sizes, and what is not built yet
+yaml_reader.py   text -> values and the places of each     explain.py    errors of the grammar -> where, what, fix
+form.py          the grammar of every section              check.py      axes, sizes, what is not built yet
+patterns.py      globs over names of modules and weights
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ShardRule:
     axis: str = "tp"
     dims: dict[int, tuple[DimShard, ...]] | None = None
 
-    def written(self) -> Any:
-        """What stands behind the pattern, as plain values."""
+    def to_plain(self) -> Any:
+        """The entry that follows the pattern in a spec, as plain values."""
         if self.dims is not None:
             return _dims(self.dims)
         return self.style if self.axis == "tp" else {"style": self.style, "axis": self.axis}
@@ -63,7 +63,7 @@ class ShardRule:
 
 @dataclass(frozen=True)
 class ActivationRule:
-    """How the outputs (or inputs) of the modules that a pattern names lie between ops."""
+    """How the outputs (or inputs) of the modules that a pattern names are split."""
 
     pattern: str
     at: Literal["output", "input"]
@@ -72,8 +72,7 @@ class ActivationRule:
 
 @dataclass(frozen=True)
 class Spec:
-    """A spec that is right in itself (whether it fits a model is seen later). Equal if it says the same, wherever it
-    was written.
+    """A spec that is valid in itself; whether it fits a model is checked later. Equality ignores the places of keys.
 
     mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: the other weights
     are split by this plan, over the axis shard_axis.
@@ -111,7 +110,7 @@ class Spec:
 
         mesh: sizes instead of the spec's (`--mesh`). overrides: settings such as "data.zero=3" (`--set`), checked like
         the rest. world: number of ranks, where known: it fills in a size of -1, and has to be what the mesh needs.
-        refuse: False lets sections through that no pass carries out yet. Raises ShardcError with every mistake.
+        refuse: False accepts sections that no pass implements yet. Raises ShardcError with every mistake.
         """
         if isinstance(source, Spec):
             document = Document(source.to_dict(), Places(dict(source.places.keys), dict(source.places.values)))
@@ -202,43 +201,41 @@ class Spec:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, those of
-        data.axis, and those that experts have for themselves.
+        data.axis, and those that only experts use.
         """
-        found = data_axes(self.batch, self.data, self.mesh.names)
-        return (
-            found
-            if self.batch.axes is not None
-            else tuple(n for n in self.mesh.names if n in found or n in self.expert_axes)
-        )
+        axes = data_axes(self.batch, self.data, self.mesh.names)
+        if self.batch.axes is not None:
+            return axes
+        return tuple(n for n in self.mesh.names if n in axes or n in self.expert_axes)
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts ranks split the batch."""
+        """The number of parts into which ranks split the batch."""
         return math.prod(map(self.mesh.size, self.data_axes))
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes that experts have for themselves: no other section names them."""
+        """The axes that only experts use: no other section names them."""
         return tuple(dict.fromkeys(e.axis for e in self.experts if e.axis not in self.named_axes))
 
     @property
     def named_axes(self) -> frozenset[str]:
-        """The axes that sections name, but for those of the batch and of experts."""
-        found = {r.axis for r in self.shard if r.dims is None and r.style != "replicate"}
-        given = [*(r.dims or {} for r in self.shard), *(r.dims for r in self.activations)]
-        found |= {s.axis for dims in given for shards in dims.values() for s in shards}
-        found |= {self.shard_axis} if self.shard_use else set()
-        found |= {x.axis for x in (self.sequence, self.pipeline) if x is not None}
-        return frozenset(found)
+        """The axes that sections name, except those of the batch and of experts."""
+        axes = {r.axis for r in self.shard if r.dims is None and r.style != "replicate"}
+        entries = [*(r.dims or {} for r in self.shard), *(r.dims for r in self.activations)]
+        axes |= {s.axis for dims in entries for shards in dims.values() for s in shards}
+        axes |= {self.shard_axis} if self.shard_use else set()
+        axes |= {x.axis for x in (self.sequence, self.pipeline) if x is not None}
+        return frozenset(axes)
 
     def where(self, path: tuple[str | int, ...]) -> str:
-        """Place of a key, "spec.yaml:7:3"; of what encloses it if it is not written. For a dict: `spec:
+        """The place of a key, "spec.yaml:7:3", or of its nearest parent in the text. For a dict: `spec:
         shard."*.o_proj"`.
         """
         return self.places.where(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """The spec as plain values, without what is default. `Spec.load` of it is equal to this spec."""
+        """The spec as plain values, without defaults. `Spec.load` of it is equal to this spec."""
         out: dict[str, Any] = {"shardc": 1, "mesh": dict(self.mesh.axes)}
         shard: dict[str, Any] = {}
         if self.shard_use:
@@ -246,7 +243,7 @@ class Spec:
                 self.shard_use if self.shard_axis == "tp" else {"plan": self.shard_use, "axis": self.shard_axis}
             )
         for r in self.shard:
-            shard[r.pattern] = r.written()
+            shard[r.pattern] = r.to_plain()
         parts: dict[str, Any] = {n: _plain(getattr(self, n)) for n in _SECTIONS}
         parts["shard"] = shard
         parts["activations"] = {r.pattern + (":in" if r.at == "input" else ""): _dims(r.dims) for r in self.activations}
@@ -256,7 +253,7 @@ class Spec:
     def __str__(self) -> str:
         """YAML that loads to an equal spec."""
         parts: list[str] = []
-        line = ""  # sections in one line stand together, others apart
+        line = ""  # sections of one line follow each other; an empty line is between others
         for name, value in self.to_dict().items():
             if isinstance(value, list):
                 parts += [line, f"{name}:\n" + "".join(f"  - {yaml_reader.flow(v)}\n" for v in value)]
@@ -299,7 +296,7 @@ _SECTIONS = (
 
 
 def _tidy(schema: Any) -> Any:
-    """Without the titles that pydantic makes of field names, and defaults that no one could write."""
+    """A schema without the titles that pydantic makes of field names, and without defaults that cannot be written."""
     if isinstance(schema, dict):
         odd = {
             k for k, v in schema.items() if k == "title" or (k == "default" and not isinstance(v, (str, int, float)))
@@ -322,7 +319,7 @@ def _dims(dims: dict[int, tuple[DimShard, ...]]) -> dict[int, Any]:
 
 
 def _resize(document: Document, axis: str, size: object) -> None:
-    """Give an axis of the mesh another size. A spec without a mesh takes what it is given."""
+    """Give an axis of the mesh another size. A spec without a mesh takes any axis."""
     where, sizes = f"--mesh {axis}={size}", document.value.get("mesh")
     written = isinstance(sizes, dict) and not all(
         document.places.where(("mesh", a)).startswith("--mesh") for a in sizes
@@ -335,7 +332,7 @@ def _resize(document: Document, axis: str, size: object) -> None:
 
 
 def _line(where: str) -> tuple[int, int]:
-    """Line and column of a place; what has none comes last."""
+    """Line and column of a place; places without them come last."""
     found = re.search(r":(\d+):(\d+)$", where)
     return (int(found[1]), int(found[2])) if found else (sys.maxsize, 0)
 

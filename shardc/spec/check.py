@@ -1,4 +1,4 @@
-"""What the grammar alone cannot see: axes against the mesh, sizes against each other, and what is not built yet."""
+"""Checks beyond the grammar: axes against the mesh, sizes against each other, sections that are not built yet."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from shardc.spec.yaml_reader import Path, Places, dotted, reach
 
 
 def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, errors: Errors) -> Mesh | None:
-    """The mesh with every size known; None (and errors) if that cannot be. world: number of ranks, None = not known."""
+    """The mesh with all sizes known; None, with errors, if it is not valid. world: number of ranks, if known."""
     wrong = [a for a, n in sizes.items() if n < 1 and n != -1]
     for axis in wrong:
-        where, fix = places.where(("mesh", axis), value=True), "sizes are >= 1; -1 stands for what the world leaves"
+        where, fix = (
+            places.where(("mesh", axis), value=True),
+            "sizes are at least 1; -1 is computed from the world size",
+        )
         errors.add(f"mesh axis {axis!r} cannot have size {sizes[axis]}", where=where, fix=fix)
     open_ = [a for a, n in sizes.items() if n == -1]
     for axis in open_[1:]:
@@ -33,14 +36,14 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
         where, axis = places.where(("mesh", open_[0]), value=True), open_[0]
         if world is None:
             fix = f"write the size, or give it with --mesh {axis}=N"
-            what = f"the size of {axis!r} is what the world leaves, and the world's size is not known here"
+            what = f"mesh size {axis}: -1 needs the world size, which is not known here"
             errors.add(what, where=where, fix=fix)
             return None
         if world % known:
             low, high = world // known * known, -(-world // known) * known
             fix = f"run {' or '.join(str(n) for n in (low, high) if n)} ranks, or change the other sizes"
             errors.add(
-                f"a world of {world} ranks does not divide by the mesh's other sizes ({known})", where=where, fix=fix
+                f"a world of {world} ranks is not divisible by the mesh's other sizes ({known})", where=where, fix=fix
             )
             return None
         return Mesh.of({a: world // known if n == -1 else n for a, n in sizes.items()})
@@ -66,7 +69,7 @@ def data_axes(batch: Batch, data: Data, names: Iterable[str]) -> tuple[str, ...]
 class Check:
     """The checks of one form. value: the spec as written, for the paths of mistakes.
 
-    names: axes that the mesh names (also where their size is wrong); mesh: None if it has mistakes.
+    names: the axes of the mesh, also those with an invalid size; mesh: None if it has mistakes.
     """
 
     form: Form
@@ -99,7 +102,7 @@ class Check:
             yield ("activations", key), dims
 
     def uses(self) -> Iterator[tuple[str, Path, str]]:
-        """Every axis that the spec names: (axis, its path, what for)."""
+        """Every axis that the spec names: (axis, its path, what it splits)."""
         f = self.form
         for i, axis in enumerate(f.batch.axes or ()):
             yield axis, ("batch", "axes", i), "the batch"
@@ -113,7 +116,7 @@ class Check:
         for path, dims in self.dims():
             for dim, shards in dims.items():
                 for i, s in enumerate(shards):
-                    yield s.axis, self.written(path, dim, i), "weights" if path[0] == "shard" else "activations"
+                    yield s.axis, self.axis_path(path, dim, i), "weights" if path[0] == "shard" else "activations"
         if f.sequence:
             yield f.sequence.axis, ("sequence", "axis"), "the sequence"
         if f.pipeline:
@@ -121,7 +124,7 @@ class Check:
         for i, expert in enumerate(f.experts):
             yield expert.axis, ("experts", i, "axis"), "experts"
 
-    def written(self, path: Path, dim: int, i: int) -> Path:
+    def axis_path(self, path: Path, dim: int, i: int) -> Path:
         """Path of an axis as it was written: {0: tp}, {0: {axis: tp}}, {0: [dp, tp]} or {0: [{axis: dp}, tp]}."""
         return reach(self.value, (*path, dim, i, "axis"))
 
@@ -154,7 +157,7 @@ class Check:
         self.add(("shard", pattern), f"`{style}` splits over the axis 'tp'{more}, which the mesh does not have", fix)
 
     def _other_than_tp(self, before: str, after: str) -> str:
-        """What to write where the mesh has no tp: an axis that does nothing else, if there is one."""
+        """The fix where the mesh has no tp: an axis with no other use, if there is one."""
         taken = {axis for axis, _, job in self.uses() if job != "weights"} | set(
             data_axes(self.form.batch, self.form.data, self.names)
         )
@@ -192,8 +195,8 @@ class Check:
             self.add((*at, "sections"), f"the section of {odd[0]} does not divide by {s.axis}={size}", fix)
 
     def jobs(self) -> None:
-        """Pipeline stages run different programs, so their axis splits nothing else; no axis splits both batch and
-        sequence.
+        """Pipeline stages run different programs, so their axis splits nothing else; an axis cannot split both batch
+        and sequence.
         """
         pipeline = self.form.pipeline
         for axis, path, job in self.uses():
@@ -209,43 +212,43 @@ class Check:
         p = self.form.pipeline
         if p is None:
             return
-        given = {} if p.stages is None else {"stages": p.stages}
-        given |= {} if p.cut is None else {"cut": len(p.cut) + 1}
-        given |= {} if p.balance is None else {"balance": len(p.balance)}
-        for key in list(given)[1:]:
-            what = f"`{next(iter(given))}` and `{key}` both say where to cut"
+        ways = {} if p.stages is None else {"stages": p.stages}
+        ways |= {} if p.cut is None else {"cut": len(p.cut) + 1}
+        ways |= {} if p.balance is None else {"balance": len(p.balance)}
+        for key in list(ways)[1:]:
+            what = f"`{next(iter(ways))}` and `{key}` both say where to cut"
             self.add(("pipeline", key), what, "keep one of stages, cut and balance", value=False)
         size = self.mesh.size(p.axis) if self.mesh and p.axis in self.names else 1
-        for key, n in list(given.items())[:1]:
+        for key, n in list(ways.items())[:1]:
             if n % size:
                 low, high = n // size * size, -(-n // size) * size
                 fix = f"make it {' or '.join(str(m) for m in (low, high) if m)} stages"
                 self.add(("pipeline", key), f"{n} stages do not spread evenly over {p.axis}={size}", fix)
 
     def gathers(self) -> None:
-        """What is said of gathered parameters means something where parameters are split."""
+        """Settings of gathered parameters need parameters that are split."""
         data = self.form.data
-        for key, said in (("prefetch", data.prefetch != 1), ("keep", data.keep)):
-            if said and data.zero != 3:
-                what = f"`{key}` is about parameters that are gathered, and at zero: {data.zero} none are"
+        for key, is_set in (("prefetch", data.prefetch != 1), ("keep", data.keep)):
+            if is_set and data.zero != 3:
+                what = f"`{key}` needs zero: 3, which gathers parameters; this spec has zero: {data.zero}"
                 self.add(("data", key), what, "write zero: 3, or leave it out", value=False)
 
     def offload(self) -> None:
-        """Parameters are kept outside of the device where they exist as parts only, which are gathered."""
+        """Parameters can be offloaded only where ranks keep parts of them, which are gathered for use."""
         data, path = self.form.data, ("data", "offload", "parameters")
         if data.offload.parameters == "none":
             return
         if data.zero != 3:
             self.add(
                 path,
-                f"parameters are offloaded at zero: 3 only, not at zero: {data.zero}",
+                f"parameters can be offloaded at zero: 3 only; this spec has zero: {data.zero}",
                 "write zero: 3, or parameters: none",
             )
         if not data.axis and not any(n == "dp" or n.startswith("dp_") for n in self.names):
             self.add(
                 path,
                 "the mesh has no data axis over which parameters are gathered",
-                "add dp to the mesh; dp: 1 will do",
+                "add dp to the mesh; dp: 1 is enough",
             )
 
     def lists(self) -> None:
@@ -265,7 +268,6 @@ class Check:
 
 
 # --- what is not built yet: an issue that builds one of these deletes its row
-# ---------------------------------------------
 
 _OUT = "leave the section out"
 UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
@@ -274,7 +276,7 @@ UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
 
 
 def refuse_unbuilt(form: Form, places: Places, errors: Errors) -> None:
-    """Refuse by name what the format allows and no pass carries out yet: ignoring it would train something else."""
-    for path, asked, fix in UNBUILT:
-        if asked(form):
+    """Refuse by name sections that no pass implements yet: ignoring one would train another model."""
+    for path, is_used, fix in UNBUILT:
+        if is_used(form):
             errors.add(f"`{dotted(path)}` is not built yet", where=places.where(path), fix=fix)

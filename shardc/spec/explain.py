@@ -1,6 +1,4 @@
-"""Checks what was written against the grammar, and says in a person's words where and what is wrong and what would be
-right.
-"""
+"""Checks a document against the grammar, and turns pydantic's errors into sentences: where, what, fix."""
 
 from __future__ import annotations
 
@@ -32,9 +30,9 @@ _MUST = {
 
 
 def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path]]:
-    """The form of the document, and the paths left out of it because they were wrong (which is added to `errors`).
+    """The form of the document, and the paths removed from it because they were invalid, which is added to `errors`.
 
-    What is wrong is cut away and the rest checked on, so that a later check still sees the sections that are right.
+    Invalid entries are removed and the rest is checked again, so that later checks still see the valid sections.
     """
     value, cut = copy.deepcopy(document.value), set(document.broken)
     first = True
@@ -42,18 +40,18 @@ def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path
         try:
             return Form.model_validate(value), frozenset(cut)
         except ValidationError as e:
-            found = [(details, reach(value, details["loc"])) for details in e.errors()]
-        for details, path in found:
+            invalid = [(details, reach(value, details["loc"])) for details in e.errors()]
+        for details, path in invalid:
             if first and not any(path[: len(b)] == b for b in document.broken):
                 what, fix = explain(details, path)
                 by_value = details["type"] not in _BY_KEY and "[key]" not in details["loc"]
                 errors.add(what, where=document.places.where(path, value=by_value), fix=fix)
             cut.add(_cut(value, path))
-        first = False  # what goes wrong after cutting is the cut's doing, not the user's
+        first = False  # errors after a removal are due to the removal, not the user
 
 
 def _cut(value: Any, path: Path) -> Path:
-    """Take the wrong entry out of the value. Returns what was taken."""
+    """Remove the invalid entry from the value. Returns the path that was removed."""
     if path[:1] in (("shard",), ("activations",)):
         path = path[:2]  # half an entry would be another entry
     path = reach(value, path)  # an error before this one may have taken it out
@@ -75,7 +73,7 @@ def _at(value: Any, path: Path) -> Any:
 
 
 def explain(details: Details, path: Path) -> tuple[str, str]:
-    """What is wrong and the fix, of one of pydantic's errors at a path of the spec."""
+    """What and fix of one of pydantic's errors at a path of the spec."""
     kind, got, ctx = details["type"], details["input"], details.get("ctx", {})
     is_key = "[key]" in details["loc"]
     field, section = _grammar(details["loc"][: -1 if kind in ("extra_forbidden", "missing") else None])
@@ -107,7 +105,7 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
         )
     if is_key and kind == "greater_than_equal":
         return (
-            f"{name}: dims count from 0, and {say(got)} is below",
+            f"{name}: dims count from 0, so {say(got)} is not a dim",
             "use a dim >= 0: 0 is the first, the last of n dims is n - 1",
         )
     if kind in ("greater_than_equal", "less_than_equal"):
@@ -124,7 +122,7 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
 
 
 def _typed(kind: str, got: Any, field: Field) -> str:
-    """The fix of a value of the wrong type: the value itself, if it only needs other spelling; else an example."""
+    """The fix of a value of the wrong type: the same value spelled correctly, if possible; else an example."""
     if isinstance(got, str) and kind == "bool_type":
         return f"write {'true' if got.lower() in ('yes', 'on', 'y', 'true') else 'false'}"
     if (

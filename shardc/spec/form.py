@@ -1,8 +1,7 @@
-"""The grammar of a spec, section by section: what may be written (pydantic), from which the JSON Schema for editors is
-made.
+"""The grammar of a spec, section by section, as pydantic models, from which the JSON Schema for editors is made.
 
-A field's `description` and `examples` are shown by editors and in error messages. What is shorter to write than to read
-(`tp` for `{axis: tp}`, one axis for a list of axes) is brought to one form before it is checked.
+A field's `description` and `examples` are shown by editors and in error messages. Short forms (`tp` for
+`{axis: tp}`, one axis for a list of axes) are expanded before they are checked.
 """
 
 from __future__ import annotations
@@ -41,13 +40,10 @@ class Section(BaseModel):
 
 
 # --- pieces
-# ------------------------------------------------------------------------------------------------------------
 
 
 def _unknown(kind: str, expected: tuple[str, ...], also: str) -> PydanticCustomError:
-    """An error: none of the expected words. kind: what they are ("" = nothing special); also: what else could stand
-    there.
-    """
+    """An error: none of the expected words. kind: what they are ("" = nothing special); also: what else is allowed."""
     return PydanticCustomError("word", "unknown word", {"expected": expected, "kind": kind, "also": also})
 
 
@@ -78,7 +74,7 @@ def _tuple(value: Any) -> Any:
 def _name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII):
         raise _wrong(
-            "{value} is no name for an axis", "letters, digits and _, e.g. dp, tp, dp_outer", value=f"'{value}'"
+            "{value} is not a valid axis name", "letters, digits and _, e.g. dp, tp, dp_outer", value=f"'{value}'"
         )
     return value
 
@@ -111,7 +107,7 @@ def _number_or(*words: str) -> Callable[[Any], Any]:
 
 
 def _place(value: str) -> str:
-    """none, cpu, or a directory: a word of any other kind is a slip."""
+    """none, cpu, or a directory: any other word is a mistake."""
     if value not in ("none", "cpu") and "/" not in value and not value.startswith((".", "~")):
         raise _unknown("place", ("none", "cpu"), "or a directory, with a / in it")
     return value
@@ -141,7 +137,6 @@ _NONE = PlainSerializer(lambda value: "none" if value is None else value)
 
 
 # --- shard and activations
-# ---------------------------------------------------------------------------------------------
 
 
 class DimShard(Section):
@@ -200,7 +195,7 @@ Dims = Annotated[
 
 
 def _is_dim(key: object) -> bool:
-    return isinstance(key, int) or (isinstance(key, str) and key.lstrip("-").isdecimal())  # "0" is told apart later
+    return isinstance(key, int) or (isinstance(key, str) and key.lstrip("-").isdecimal())  # "0" is refused later
 
 
 def _rule(value: Any) -> Any:
@@ -234,7 +229,7 @@ Rule = Annotated[RuleForm, BeforeValidator(_rule)]
 
 
 def _shard(value: Any) -> Any:
-    """`use` is a word of its own in the section; every other key is a pattern."""
+    """`use` is the one keyword of the section; every other key is a pattern."""
     if not isinstance(value, Mapping):
         raise _form("a mapping from pattern to style or dims", 'e.g. "*.o_proj": row')
     return {
@@ -304,7 +299,6 @@ def _boundary(value: str) -> str:
 
 
 # --- the other sections
-# ------------------------------------------------------------------------------------------------
 
 
 class Batch(Section):
@@ -349,7 +343,7 @@ class Pipeline(Section):
 
 
 class Offload(Section):
-    """What lies outside the device: none, cpu, or a directory on disk."""
+    """Where optimizer state and parameters are kept: none = on the device, cpu, or a directory on disk."""
 
     optimizer: Place = Field(default="none", examples=["cpu"])
     parameters: Place = Field(default="none", examples=["cpu"])
@@ -417,7 +411,9 @@ class Checkpoint(Section):
         default=None, description="share of the saved bytes to keep, chosen by cost", examples=[0.5]
     )
     every: Count = Field(default=1, description="recompute each k-th of the modules only", examples=[2])
-    offload: Literal["none", "cpu"] = Field(default="none", description="cpu = what is kept waits there for backward")
+    offload: Literal["none", "cpu"] = Field(
+        default="none", description="cpu = results that are kept are moved there until backward"
+    )
 
 
 class Precision(Section):
@@ -459,7 +455,7 @@ class Form(Section):
     shardc: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="the version of this format")
     mesh: dict[Axis, Annotated[int, _SIZE]] = Field(
         default={},
-        description="axis: size, outermost first; one size may be -1: what the world leaves",
+        description="axis: size, outermost first; one size may be -1: computed from the world size",
         examples=[{"dp": 2}],
     )
     batch: Batch = Field(default=Batch(), examples=[{"dims": {"*": 0}}])
@@ -488,4 +484,4 @@ class Form(Section):
     uneven: Literal["error", "pad"] = Field(
         default="error", description="sizes that an axis does not divide: pad = the last ranks hold less"
     )
-    strict: bool = Field(default=False, description="true: a collective that no annotation asked for is an error")
+    strict: bool = Field(default=False, description="true: a collective that no annotation requires is an error")

@@ -1,9 +1,8 @@
-"""YAML read safely, with the place of every key and value. Also overrides (`--set data.zero=3`) and specs given as a
-dict.
+"""Reads YAML safely, with the place of every key and value; also overrides (`--set data.zero=3`) and specs from dicts.
 
-Only what a spec needs is YAML here: mappings, lists, text, numbers, true/false and null. Anchors, aliases, tags, merge
-keys, duplicate keys and several documents are errors. Words follow YAML 1.2: `on`, `no` and `012` are text, not
-surprises."""
+Only the YAML that a spec needs is allowed: mappings, lists, text, numbers, true/false and null. Anchors, aliases, tags,
+merge keys, duplicate keys and several documents are errors. Words follow YAML 1.2: `on`, `no` and `012` are text.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _WORDS |= {w: v for text, v in (("true", True), ("false", False)) for w in (text
 
 @dataclass
 class Places:
-    """Where things stand. keys, values: path -> "spec.yaml:7:3" or "--set data.zero=3". Empty for a spec given as a
+    """The places of keys and values: path -> "spec.yaml:7:3" or "--set data.zero=3". Empty for a spec given as a
     dict.
     """
 
@@ -36,7 +35,7 @@ class Places:
     values: dict[Path, str] = field(default_factory=dict)
 
     def where(self, path: Path, *, value: bool = False) -> str:
-        """Place of a key (or of its value); of the nearest enclosing one that stands in the source if it does not."""
+        """Place of a key (or of its value), or of its nearest parent in the source."""
         table = self.values if value else self.keys
         for n in range(len(path), -1, -1):
             if path[:n] in table:
@@ -44,7 +43,7 @@ class Places:
         return f"spec: {dotted(path)}" if path else "spec"
 
     def put(self, path: Path, text: str) -> None:
-        """From now on everything at and under `path` stands at `text`."""
+        """Set the place of `path` and of everything under it."""
         for table in (self.keys, self.values):
             for old in [p for p in table if p[: len(path)] == path]:
                 del table[old]
@@ -53,7 +52,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Document:
-    """What was written. broken: paths whose value could not be read (and was reported): say no more about them."""
+    """What was written. broken: paths whose value could not be read, which is reported: no other errors for them."""
 
     value: Any
     places: Places
@@ -81,11 +80,10 @@ def dotted(path: Path) -> str:
 
 
 # --- reading
-# -----------------------------------------------------------------------------------------------------------
 
 
 def read(text: str, file: str, errors: Errors) -> Document:
-    """Read one YAML document. Syntax errors are raised, what is merely not allowed is added to `errors`."""
+    """Read one YAML document. Syntax errors are raised; YAML that is not allowed is added to `errors`."""
     reader = _Reader(text, lambda line, column: f"{file}:{line + 1}:{column + 1}", errors)
     return reader.document()
 
@@ -185,7 +183,7 @@ class _Reader:
         return self._mapping(path, depth)
 
     def _check(self, event: yaml.NodeEvent) -> bool:
-        """Report anchors and tags. Returns whether there is a tag, which leaves the value unknown."""
+        """Report anchors and tags. Returns whether there is a tag, as the value is unknown then."""
         tag = getattr(event, "tag", None)
         if event.anchor is not None:
             self._add(event, f"YAML anchors are not allowed: &{event.anchor}", "write the value out where it is used")
@@ -272,7 +270,7 @@ def flow(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
-        # what an older YAML would take for something else (on, no, 1:30) is quoted too, for other tools' sake
+        # what an older YAML reads as something else (on, no, 1:30) is quoted too, for other tools' sake
         if (
             re.fullmatch(r"[A-Za-z_][\w./-]*", value, re.ASCII)
             and scalar(value) == value
@@ -286,7 +284,6 @@ def flow(value: Any) -> str:
 
 
 # --- overrides
-# ---------------------------------------------------------------------------------------------------------
 
 _PART = re.compile(r'"((?:[^"\\]|\\.)*)"|\'([^\']*)\'|([^.="\'\s]+)')
 
@@ -330,11 +327,13 @@ def put(document: Document, path: Path, value: Any, where: str) -> None:
         elif isinstance(node, list):
             fix = f"use an index from 0 to {len(node) - 1}" if node else f"set {dotted(path[:i])} itself"
             raise ShardcError(
-                f"{dotted(path[:i])} is a list of {len(node)}, which has no {say(part)}", where=where, fix=fix
+                f"{dotted(path[:i])} is a list of {len(node)} without an item {say(part)}", where=where, fix=fix
             )
         else:
             fix = f"set {dotted(path[:i])} itself"
-            raise ShardcError(f"{dotted(path[:i])} is {say(node)} and holds no {say(part)}", where=where, fix=fix)
+            raise ShardcError(
+                f"{dotted(path[:i])} is {say(node)}, which cannot contain {say(part)}", where=where, fix=fix
+            )
         node = node if last else node[part]
     document.places.put(path, where)
 

@@ -284,7 +284,7 @@ def damaged(folder: Path, file: str, old: str, new: str) -> None:
     ("file", "old", "new", "what"),
     [
         ("manifest.json", '"format": 1', '"format": 99', "artifact of format 99"),
-        ("manifest.json", "{", "", "is no JSON"),
+        ("manifest.json", "{", "", "is not JSON"),
         ("manifest.json", '"sha256"', '"md5"', "is not the manifest of a shardc artifact"),
         ("manifest.json", '"mesh"', '"mush"', "tables cannot be read: KeyError: 'mesh'"),
         ("manifest.json", '"torch": "2.', '"torch": "1.', "compiled with torch 1."),
@@ -305,12 +305,12 @@ def test_damaged_artifacts(tmp_path: Path, file: str, old: str, new: str, what: 
     ("old", "new", "what"),
     [
         ("aten.linear.default(", "aten.linnear.default(", "there is no op aten.linnear.default"),
-        ("aten.linear.default(", "print(", "is no op that programs call"),
-        ("aten.linear.default(", "ops.torch(", "is no op that programs call"),
+        ("aten.linear.default(", "print(", "is not an op that programs call"),
+        ("aten.linear.default(", "ops.torch(", "is not an op that programs call"),
         ("aten.linear.default(", "aten.linear(", "name an op with its overload"),
         ("aten.linear.default(", "aten.linear.default(*", "cannot read the argument"),
         (", tag=", ", **rng, tag=", 'cannot read "ops.'),
-        ("aten.linear.default(", "torch.ops.load_library(", "is no op that programs call"),
+        ("aten.linear.default(", "torch.ops.load_library(", "is not an op that programs call"),
         ("    return (", "    del nothing\n    return (", "cannot read the deletion of 'nothing'"),
         ("    return (", "    pass; return (", "cannot read 'pass'"),
         ("    return (", "    loss = (", "cannot read"),
@@ -318,7 +318,7 @@ def test_damaged_artifacts(tmp_path: Path, file: str, old: str, new: str, what: 
         ("    mesh,", "    mesh, /,", "another order or form"),
         ("def forward(", "def backward(): ...\ndef forward(", "2 functions, not one"),
         ("def forward(", "print('hello')\ndef forward(", "cannot read \"print('hello')\""),
-        ("    wte_weight,", "    wtf_weight,", "no 'wte_weight', 'wtf_weight' too much"),
+        ("    wte_weight,", "    wtf_weight,", "'wte_weight' is missing, 'wtf_weight' is not listed"),
         (" ~dp grad\n", " ~qp grad\n", "the mesh has no axis qp"),
         ("  # f64[", "  # f32[", "in the layouts"),
         ("all_gather/", "all_gather\\", "cannot read the collective"),
@@ -437,19 +437,19 @@ def test_saving_leaves_other_folders_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     p = program()
-    with pytest.raises(shardc.ShardcError, match="is no shardc artifact"):
+    with pytest.raises(shardc.ShardcError, match="is not a shardc artifact"):
         p.save(tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
     p.save(tmp_path / "out")
     p.save(tmp_path / "out")  # an artifact may be replaced
     assert sorted(x.name for x in tmp_path.iterdir()) == ["mine", "out"]
     (tmp_path / "mine" / "manifest.json").write_text(json.dumps({"name": "a web page"}))
-    with pytest.raises(shardc.ShardcError, match="is no shardc artifact"):
+    with pytest.raises(shardc.ShardcError, match="is not a shardc artifact"):
         p.save(tmp_path / "mine")
     (tmp_path / "out" / "weights.bin").write_text("days of training")
-    with pytest.raises(shardc.ShardcError, match=re.escape("holds files that are not the artifact's: weights.bin")):
+    with pytest.raises(shardc.ShardcError, match=re.escape("contains files that are not the artifact's: weights.bin")):
         p.save(tmp_path / "out")
-    with pytest.raises(shardc.ShardcError, match="is no shardc artifact"):
+    with pytest.raises(shardc.ShardcError, match="is not a shardc artifact"):
         p.save(tmp_path / "mine" / "thesis.txt")
 
 
@@ -463,7 +463,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_loading_what_is_no_artifact(tmp_path: Path) -> None:
-    with pytest.raises(shardc.ShardcError, match="is no shardc artifact") as caught:
+    with pytest.raises(shardc.ShardcError, match="is not a shardc artifact") as caught:
         shardc.load(tmp_path)
     assert "shardc compile -o" in caught.value.fix
 

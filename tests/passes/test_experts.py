@@ -624,7 +624,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any], 
     ),
     "rows": (
         lambda x, i, w, u, d: shardc.nn.text_of(lambda y: y.softmax(-1)[:, :INNER], 2 * INNER, INNER),
-        "does not look at every element",
+        "is not elementwise",
     ),
     "columns": (
         lambda x, i, w, u, d: shardc.nn.text_of(lambda y: torch.relu(y[:, 1 : INNER + 1]), 2 * INNER, INNER),

@@ -370,7 +370,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     tiny = H100.model_copy(update={"memory": 1e5})
     found = shardc.plan(model, batch, devices=2, device=tiny)
     with pytest.raises(
-        shardc.ShardcError, match=r"nothing fits into 95\.0 kB of h100-80g: the nearest .* needs .* too much"
+        shardc.ShardcError, match=r"nothing fits into 95\.0 kB of h100-80g: the nearest .* needs .* more than that"
     ) as e:
         _ = found.best
     assert "--fewest" in e.value.fix
@@ -423,13 +423,13 @@ def test_from_a_file_to_a_verified_spec(folder: Path) -> None:
     ("args", "what"),
     [
         (("--given", "none.yaml"), "there is no such spec file"),
-        ((), "how many devices are there"),
+        ((), "the number of devices is missing"),
         (("--devices", "0"), "0 devices"),
         (("--devices", "2", "--device", "h1"), "there is no device 'h1'"),
         (("--devices", "2", "--precision", "bf16"), "unknown precision 'bf16'"),
-        (("--devices", "2", "--headroom", "2"), "headroom 2.0 is no share"),
+        (("--devices", "2", "--headroom", "2"), "headroom 2.0 is not a share"),
         (("--devices", "2", "--global-batch", "0"), "a global batch of 0 rows"),
-        (("--devices", "2", "--largest", "model"), "largest what? 'model' is not known"),
+        (("--devices", "2", "--largest", "model"), "cannot search for the largest 'model'"),
     ],
 )
 def test_wrong_options(folder: Path, args: tuple[str, ...], what: str) -> None:

@@ -23,7 +23,7 @@ from shardc.spec.yaml_reader import dotted, flow, of_mapping, read, scalar
 EXAMPLE = """\
 shardc: 1                                # required: the version of this format
 
-mesh: {pp: 2, dp: 2, tp: 2}              # axis: size, outermost first; 8 ranks. One size may be -1: what the world leaves
+mesh: {pp: 2, dp: 2, tp: 2}              # axis: size, outermost first; 8 ranks. One size may be -1: computed from the world size
 
 batch:
   dims: {"*": 0}                         # each input's batch dim (default 0; null = not split). Globs over input names
@@ -274,7 +274,11 @@ def test_mesh_sizes_are_overridden() -> None:
     found = errors_of(text, mesh={"tpp": 4, "dp": 0})
     assert [(e.where, e.what, e.fix) for e in found] == [
         ("--mesh tpp=4", "the spec's mesh has no axis 'tpp'", "did you mean 'tp'? its axes are dp, tp"),
-        ("--mesh dp=0", "mesh axis 'dp' cannot have size 0", "sizes are >= 1; -1 stands for what the world leaves"),
+        (
+            "--mesh dp=0",
+            "mesh axis 'dp' cannot have size 0",
+            "sizes are at least 1; -1 is computed from the world size",
+        ),
     ]
 
 

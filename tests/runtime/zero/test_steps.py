@@ -203,7 +203,7 @@ def test_words_about_gathers_need_parameters_that_are_gathered() -> None:
     for said in ({"keep": True}, {"prefetch": 2}):
         with pytest.raises(
             shardc.ShardcError,
-            match=f"`{next(iter(said))}` is about parameters that are gathered, and at zero: 2 none are",
+            match=f"`{next(iter(said))}` needs zero: 3, which gathers parameters; this spec has zero: 2",
         ):
             program({"dp": 2}, 2, **said)
 
