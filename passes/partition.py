@@ -1,10 +1,13 @@
-"""Partition: placements turn into collectives, sizes turn local. From here on it is one rank's program.
+"""Partition: write the program of one rank. Placements become collectives, sizes become local.
 
-before   x = linear(h, w)                     h: f32[8, 64]         w: f32[256, 64@tp]   (k is split)
-         y = gelu(x)
-after    x   = linear(h_s, w)                 x: f32[8, 256] +tp    w: f32[256, 64@tp]
-         x_r = all_reduce(x, mesh, ("tp",))   x_r: f32[8, 256]
-         y   = gelu(x_r)
+`x = linear(h, w)` whose k is split over tp, and an op after it that needs x whole:
+
+    before   x = linear(h, w)                     h: f32[8, 64]         w: f32[256, 64@tp]
+             y = gelu(x)
+    after    h_cut = shard(h, mesh, "tp", 1, 1)   h_cut: f32[8, 64@tp]
+             x = linear(h_cut, w)                 x: f32[8, 256] +tp
+             x_sum = all_reduce(x, mesh, ("tp",)) x_sum: f32[8, 256]
+             y = gelu(x_sum)
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Partition(Pass):
     """
 
     def run(self, program: Program) -> Program:
-        writer = _Writer(program, program.mesh)
+        writer = LocalProgram(program, program.mesh)
         graph = writer.run()
         if self.spec.strict:
             refuse_unasked(graph)
@@ -56,55 +59,74 @@ class Partition(Pass):
 
 
 @dataclass
-class _Writer:
+class LocalProgram:
+    """Writes the graph of one rank from a placed global graph, op by op.
+
+    A value of the global graph may exist here in several *forms*, one for each layout in which an op needs it: as it
+    was produced, and what conversions (shardc.ir.conversions) made of that. Every op is written in three steps:
+
+    1. Each operand in the form that the op's strategies need. Where there is none, the nearest form is converted, one
+       row of the table after the other; each form on the way is kept for other users. An all_reduce that two ops need
+       is one all_reduce.
+    2. The op itself, by its rule's `local` where sizes or offsets in its arguments change (`view`, `embedding`).
+    3. The result is in one form, that of the strategies' outputs. A sum that is still to be done stays undone until
+       an op needs it whole: step 1 of that op.
+
+    A conversion's cause is the annotation behind the op that made a sum, or behind the op that needs the value.
+    """
+
     program: Program
     mesh: Mesh
     graph: fx.Graph = field(default_factory=fx.Graph)
-    # (global node, result) -> layout -> local node; the first one is how the value is produced
-    made: dict[tuple[fx.Node, int], dict[Layout, fx.Node]] = field(default_factory=dict)
+    # (global node, result) -> layout -> local node; the first is the form in which the value is produced
+    forms: dict[tuple[fx.Node, int], dict[Layout, fx.Node]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    gathered: set[str] = field(default_factory=set)  # axes over which something is gathered that nobody asked for
+    gathered: set[str] = field(default_factory=set)  # axes over which something is gathered that no annotation asks for
     mesh_node: fx.Node | None = None
-    cleaned: dict[tuple[fx.Node, Shard, float], fx.Node] = field(default_factory=dict)
-    layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)
+    # (local node, padded shard, number) -> the node with that number in its padding
+    filled: dict[tuple[fx.Node, Shard, float], fx.Node] = field(default_factory=dict)
+    layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)  # see `_layout`
 
     def run(self) -> fx.Graph:
         stored = {p.name: p.layout for p in self.program.stored}
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
-                self._placeholder(node, stored.get(node.name, Layout()))
+                self.placeholder(node, stored.get(node.name, Layout()))
             elif node.op == "output":
                 self._output(node)
             elif node.target is not operator.getitem:
                 if "pin" in node.meta:  # its strategies only said where its operand goes
                     self._pin(node)
                 else:
-                    self._call(node)
+                    self.call(node)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
 
     def _output(self, node: fx.Node) -> None:
-        """The loss is whole on every rank; new buffers lie as the old ones are stored."""
-        loss, *news = operands_of(node)
+        """The loss is whole on every rank; the new value of a buffer has the layout in which the buffer is stored."""
+        loss, *new_values = operands_of(node)
         stored = [b.layout for b in self.program.buffers if b.updated]
-        made = tuple(self._get(new, layout, node) for new, layout in zip(news, stored, strict=True))
-        self.graph.output((self._get(loss, Layout(), node), made))
+        buffers = tuple(self._get(value, layout, node) for value, layout in zip(new_values, stored, strict=True))
+        self.graph.output((self._get(loss, Layout(), node), buffers))
 
-    def _placeholder(self, node: fx.Node, layout: Layout) -> None:
+    def placeholder(self, node: fx.Node, layout: Layout) -> None:
+        """A parameter, buffer or input as it is stored; `mesh` and `rng` have no layout."""
         new = self.graph.placeholder(node.name)
         new.meta = {"source": node.meta.get("source", Source()), "value": node.meta.get("value")}
         if node.meta.get("value") is not None:
             new.meta["value"] = replace(node.meta["value"], layout=layout)
-        self.made[node, 0] = {layout: new}
+        self.forms[node, 0] = {layout: new}
         if node.name == "mesh":
             self.mesh_node = new
 
     def _pin(self, node: fx.Node) -> None:
+        """An annotated activation is no op: its value from here on is the form that the annotation names."""
         layout = Layout.of({a: s.outputs[0] for a, s in node.meta["strategies"].items()}, self.mesh)
-        self.made[node, 0] = {layout: self._get(operands_of(node)[0], layout, node)}
+        self.forms[node, 0] = {layout: self._get(operands_of(node)[0], layout, node)}
 
-    def _call(self, node: fx.Node) -> None:
+    def call(self, node: fx.Node) -> None:
+        """One op: its operands converted, its arguments made local, its result typed."""
         strategies: dict[str, Strategy] = node.meta["strategies"]
         operands = operands_of(node)
         need = [self._layout({a: s.inputs[i] for a, s in strategies.items()}) for i in range(len(operands))]
@@ -112,15 +134,15 @@ class _Writer:
         order = iter(range(len(operands)))
         at_poles, away = poles(node.target, node.args)
 
-        def put(n: fx.Node) -> fx.Node:
-            if n.meta.get("value") is None:
-                return next(iter(self.made[n, 0].values()))
+        def local_operand(n: fx.Node) -> fx.Node:
+            if n.meta.get("value") is None:  # mesh or rng
+                return next(iter(self.forms[n, 0].values()))
             i = next(order)
             local = self._summable(n, self._get(n, need[i], node), i, need[i], strategies)
             return self._filled(n, local, need[i], need[i].paddings(), away) if n in at_poles else local
 
-        args = fx.node.map_arg(node.args, put)
-        kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), put))
+        args = fx.node.map_arg(node.args, local_operand)
+        kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), local_operand))
         rule = registry.find(node.target)
         typed = tuple(replace(v, layout=layout) for v, layout in zip(values_of(node), out, strict=True))
         last = typed[0] if not isinstance(node.meta["value"], tuple) else typed
@@ -154,11 +176,11 @@ class _Writer:
             for user in node.users:
                 if user.target is operator.getitem:
                     _, i = producer_of(user)
-                    if not any(k == (node, i) for k in self.made):
+                    if not any(k == (node, i) for k in self.forms):
                         item = self._emit(operator.getitem, (new, i), {}, typed[i], user, None)
-                        self.made[node, i] = {out[i]: item}
+                        self.forms[node, i] = {out[i]: item}
         else:
-            self.made[node, 0] = {out[0]: new}
+            self.forms[node, 0] = {out[0]: new}
 
     def _layout(self, placements: dict[str, Placement]) -> Layout:
         """Layout.of, once for placements that are alike: there are few."""
@@ -215,10 +237,10 @@ class _Writer:
             ) -> fx.Node:
                 return self._emit(target, args, kwargs, value, node, None, named)
 
-            if (local, s, fill) not in self.cleaned:
+            if (local, s, fill) not in self.filled:
                 assert self.mesh_node is not None
-                self.cleaned[local, s, fill] = registry.fill_padding(emit, local, value, s.dim, self.mesh_node, fill)
-            local = self.cleaned[local, s, fill]
+                self.filled[local, s, fill] = registry.fill_padding(emit, local, value, s.dim, self.mesh_node, fill)
+            local = self.filled[local, s, fill]
         return local
 
     def _is_weight(self, node: fx.Node) -> bool:
@@ -235,9 +257,9 @@ class _Writer:
     # --- conversions
 
     def _get(self, node: fx.Node, need: Layout, user: fx.Node) -> fx.Node:
-        """The local node of a value as `need` wants it, converted step by step; every step is kept for other users."""
+        """The local node of a value in the layout that a user needs; converted step by step from the nearest form."""
         key = producer_of(node)
-        have = self.made[key]
+        have = self.forms[key]
         if need in have:
             return have[need]
         value = values_of(key[0])[key[1]]

@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.types import of_tensor, typed
-from shardc.passes.partition import _Writer
+from shardc.passes.partition import LocalProgram
 from shardc.rules.calls import Call, Operand, call_of
 from shardc.rules.choices import Choices
 from shardc.rules.registry import Rule, find
@@ -109,16 +109,16 @@ def name_of(op: Any) -> str:
     return str(op) if hasattr(op, "_schema") else str(op.__name__)
 
 
-class _OneOp(_Writer):
+class _OneOp(LocalProgram):
     """Writes the local graph of a single call: operands as laid out, the results as they come."""
 
     def write(self, node: fx.Node, layouts: Sequence[Layout]) -> fx.Graph:
         operand = iter(layouts)
         for n in node.graph.nodes:
             if n.op == "placeholder":
-                self._placeholder(n, Layout() if n.meta.get("value") is None else next(operand))
-        self._call(node)
-        self.graph.output(tuple(next(iter(self.made[node, i].values())) for i in range(len(values_of(node)))))
+                self.placeholder(n, Layout() if n.meta.get("value") is None else next(operand))
+        self.call(node)
+        self.graph.output(tuple(next(iter(self.forms[node, i].values())) for i in range(len(values_of(node)))))
         return self.graph
 
 
