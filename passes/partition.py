@@ -50,7 +50,9 @@ class Partition(Pass):
         graph = writer.run()
         if self.spec.strict:
             refuse_unasked(graph)
-        better = dict.fromkeys(how for axis in sorted(writer.gathered) if (how := fused_weights.instead(program, axis)))
+        better = dict.fromkeys(
+            how for axis in sorted(writer.gathered) if (how := fused_weights.suggest_split(program, axis))
+        )
         fused = (
             f"fused weights can be split by their parts: write {how} before the entries that split them otherwise"
             for how in better

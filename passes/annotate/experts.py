@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from shardc.errors import Errors
+from shardc.ir.graph import calls, placeholders, source_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Program, Source
-from shardc.passes import divisibility
+from shardc.ir.program import Program
+from shardc.passes.annotate.indivisible import rank_counts
 from shardc.passes.annotate.propagate_split import uses
 from shardc.rules import registry
 from shardc.rules.calls import call_of
@@ -28,7 +29,7 @@ from shardc.rules.choices import choices_of
 from shardc.rules.experts import UP
 from shardc.runtime import ops
 from shardc.spec import Spec
-from shardc.spec.patterns import match, nearest
+from shardc.spec.patterns import did_you_mean, enclosing, matches
 
 FORMS = (
     'experts that are one op: transformers\' with experts_implementation="grouped_mm", shardc.nn.experts(x, index,'
@@ -37,15 +38,13 @@ FORMS = (
 )
 
 
-def _parents(module: str) -> list[str]:
-    """ "a.b" -> ["", "a", "a.b"]: a module and those around it, the model first."""
-    parts = module.split(".") if module else []
-    return [".".join(parts[:i]) for i in range(len(parts) + 1)]
-
-
 def _module(node: fx.Node) -> str:
-    found: Source = node.meta.get("source", Source())
-    return found.module
+    return source_of(node).module
+
+
+def _enclosing(node: fx.Node) -> list[str]:
+    """The modules that an op is in, the model ("") first."""
+    return ["", *enclosing(_module(node))]
 
 
 def _named(module: str) -> str:
@@ -58,23 +57,17 @@ class Experts:
 
     spec: Spec
     program: Program
-    names: dict[str, tuple[str, ...]] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        shared = {name: names for names in self.program.shared_modules for name in names}
-        object.__setattr__(self, "names", shared)
-
-    def entry(self, module: str) -> int | None:
-        """The first entry that matches a module, or one around it."""
-        for i, e in enumerate(self.spec.experts):
-            if any(match(e.match, name) for m in _parents(module) for name in self.names.get(m, (m,))):
-                return i
-        return None
+    def entry(self, node: fx.Node) -> int | None:
+        """The first entry that matches the module of an op, or one around it."""
+        aliases = self.program.module_aliases
+        entries = enumerate(self.spec.experts)
+        return next((i for i, e in entries if any(matches(e.match, m, aliases) for m in _enclosing(node))), None)
 
     def ops(self) -> Iterator[tuple[int, fx.Node]]:
         """The experts' ops, each with its entry."""
         for node in self.program.graph.find_nodes(op="call_function", target=ops.experts):
-            if (i := self.entry(_module(node))) is not None:
+            if (i := self.entry(node)) is not None:
                 yield i, node
 
     def where(self, i: int, key: str = "match") -> str:
@@ -88,13 +81,13 @@ class Experts:
         """
         errors = Errors()
         params = {p.name: p for p in self.program.params}
-        nodes = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder" and n.name in params}
+        nodes = {name: node for name, node in placeholders(self.program.graph).items() if name in params}
         found: dict[str, Layout] = {}
         told: set[tuple[int, str]] = set()
-        hit: set[int] = set()
+        used: set[int] = set()
         for name, node in nodes.items():
             for i, dim, user in self._held(node):
-                hit.add(i)
+                used.add(i)
                 entry, p = self.spec.experts[i], params[name]
                 cause = f"{self.where(i)} experts {entry.match!r}"
                 layout = given.get(name, Layout())
@@ -114,13 +107,13 @@ class Experts:
                         errors.add(
                             f"the {size} experts of {_named(_module(user))} do not divide by {entry.axis}={n}",
                             where=self.where(i, "axis"),
-                            fix=f"{divisibility.ranks(entry.axis, size, n)}, or set `uneven: pad`",
+                            fix=f"{rank_counts(entry.axis, size, n)}, or set `uneven: pad`",
                         )
                 else:
                     inner = math.prod(mesh.size(a) for a, _ in layout.shards(dim))
                     found[name] = Layout.of({**dict(layout.items), entry.axis: Shard(dim, inner)}, mesh)
                     node.meta.setdefault("cause", {}).update(dict.fromkeys(mesh.parts(entry.axis), cause))
-        self._unmatched(hit, set(nodes), errors)
+        self._report_unused(used, errors)
         errors.raise_any()
         return found
 
@@ -130,62 +123,49 @@ class Experts:
         for dim in range(len(shape)):
             for user, operand, at in _users(param, dim):
                 if user.target is ops.experts:
-                    i = self.entry(_module(user)) if at == 0 and operand >= UP else None
+                    i = self.entry(user) if at == 0 and operand >= UP else None
                 elif (
                     len(shape) > 2
                     and (rule := registry.find(user.target)) is not None
                     and rule.flops is not None
                     and _batch(user, operand, at)
                 ):
-                    i = self.entry(_module(user))
+                    i = self.entry(user)
                 else:
                     continue
                 if i is not None:
                     yield i, dim, user
                     return
 
-    def _unmatched(self, hit: set[int], params: set[str], errors: Errors) -> None:
-        modules = list(
-            dict.fromkeys(m for n in self.program.graph.nodes if n.op == "call_function" for m in _parents(_module(n)))
-        )
-        having = list(
-            dict.fromkeys(_module(n) for n in self.program.graph.find_nodes(op="call_function", target=ops.experts))
-        )
+    def _report_unused(self, used: set[int], errors: Errors) -> None:
+        """Add an error for every entry that spreads no parameter, with what is known of the reason."""
+        aliases = self.program.module_aliases
+        nodes = list(calls(self.program.graph))
+        modules = list(dict.fromkeys(m for n in nodes for m in _enclosing(n)))
+        holding = {_module(n): _enclosing(n) for n in nodes if n.target is ops.experts}
         for i, e in enumerate(self.spec.experts):
-            if i in hit:
+            if i in used:
                 continue
-            matched = [m for m in modules if any(match(e.match, name) for name in self.names.get(m, (m,)))]
+            matched = [m for m in modules if matches(e.match, m, aliases)]
             stacked = [n for j, n in self.ops() if j == i]
-            there = [m for m in having if any(match(e.match, x) for x in _parents(m))]
             if stacked:
                 what = (
                     f"the experts of {_named(_module(stacked[0]))} are put together from several parameters, which"
                     " cannot be spread"
                 )
-                errors.add(
-                    what,
-                    where=self.where(i),
-                    fix="store them as one parameter [experts, m, hidden] and one [experts, hidden, i]",
-                )
-            elif there:
-                errors.add(
-                    f"pattern {e.match!r} never wins: earlier entries match all experts that it matches",
-                    where=self.where(i),
-                    fix="delete it, or move it up",
-                )
+                fix = "store them as one parameter [experts, m, hidden] and one [experts, hidden, i]"
+            elif any(matches(e.match, m, aliases) for around in holding.values() for m in around):
+                what = f"pattern {e.match!r} never wins: earlier entries match all experts that it matches"
+                fix = "delete it, or move it up"
             elif matched:
-                what = (
-                    f"pattern {e.match!r} matches {_named(matched[0])}, in which there are no experts of a form that"
-                    " shardc knows"
-                )
-                errors.add(what, where=self.where(i), fix=f"a Python loop over experts is not one; {FORMS}")
+                what = f"pattern {e.match!r} matches {_named(matched[0])}, which has no experts that shardc recognises"
+                fix = f"rewrite a Python loop over experts as one of these: {FORMS}"
             else:
-                close = nearest(e.match, [m for m in having or modules if m])
-                there_are = (
-                    f"experts are in {', '.join(map(_named, having))}" if having else f"the model has none; {FORMS}"
-                )
-                fix = f"did you mean {close!r}?" if close else there_are
-                errors.add(f"pattern {e.match!r} matches no module that holds experts", where=self.where(i), fix=fix)
+                what = f"pattern {e.match!r} matches no module that holds experts"
+                names = ", ".join(map(_named, holding))
+                otherwise = f"experts are in {names}" if holding else f"the model has none that shardc knows: {FORMS}"
+                fix = did_you_mean(e.match, [m for m in holding or modules if m], otherwise)
+            errors.add(what, where=self.where(i), fix=fix)
 
 
 def _users(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.passes.annotate import to_spec
-from shardc.passes.annotate.propagate_split import Follower, Region
+from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 from shardc.spec.yaml_reader import flow
 
 
-def instead(program: Program, axis: str) -> str:
+def suggest_split(program: Program, axis: str) -> str:
     """The entries that split over an axis what other split weights lead to as they need it, where the spec's split it
     otherwise; "" if none.
 
@@ -26,14 +26,14 @@ def instead(program: Program, axis: str) -> str:
     for name, s in lies.items():
         if name in agree:
             continue
-        region = follower.follow((follower.placeholders[name], 0), s)
-        if isinstance(region, Region):
+        group = follower.follow((follower.placeholders[name], 0), s)
+        if isinstance(group, SplitGroup):
             agree |= {
-                p.name for p, t in region.params.items() if lies.get(p.name) == t
-            }  # from them the same region would be found
+                p.name for p, t in group.params.items() if lies.get(p.name) == t
+            }  # from them the same group would be found
             better |= {
                 p.name: t
-                for p, t in region.params.items()
+                for p, t in group.params.items()
                 if p.name in lies and lies[p.name] != t and lies[p.name].dim == t.dim
             }
     rules = to_spec.entries(program, better, axis.partition(".")[0], {p.name for p in program.params} - better.keys())

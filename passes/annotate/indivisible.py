@@ -1,9 +1,12 @@
-"""Weights that ranks do not divide, as errors: one for all weights that share a split, by the heads (or other pieces)
-that
-they share.
+"""Sizes that the ranks of an axis do not divide, as errors that say by what they do not, and which sizes would fit.
 
-q.weight, q.bias, k.weight and 4 more: 4 heads of 16 do not divide by tp=3         make it 3 or 6 heads, or tp=2 or 4, ...
-"""  # noqa: E501 (a table)
+    8 does not divide by dp=2 × microbatches=3
+      fix: make it 6 or 12, or microbatches=2 or 4, or set `uneven: pad`
+    q.weight, q.bias, k.weight and 4 more: 4 heads of 16 do not divide by tp=3
+      fix: make it 3 or 6 heads, or tp=2 or 4, or set `uneven: pad`
+
+Weights that share a split are one error, by the heads (or other pieces) that they share.
+"""
 
 from __future__ import annotations
 
@@ -14,68 +17,126 @@ from dataclasses import dataclass, field
 import torch
 
 from shardc.errors import Errors
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Param, Program
-from shardc.passes import divisibility
 from shardc.passes.annotate.padding import pieces_of
-from shardc.passes.annotate.propagate_split import Follower, Region
-from shardc.passes.divisibility import Odd
+from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 
-_NAMED = 3  # weights that an error names
+#: Of the weights that share a split an error names so many.
+_NAMED = 3
+
+
+def rank_counts(axis: str, size: int, n: int) -> str:
+    """ "tp=2 or 4": the nearest numbers of ranks of an axis that divide a size which n ranks do not."""
+    low = max(k for k in range(1, max(n, 2)) if size % k == 0)
+    high = next((k for k in range(n + 1, min(size, 4 * n) + 1) if size % k == 0), None)
+    return f"{_as_written(axis)}={low}" + (f" or {high}" if high else "")
+
+
+def _multiples(size: int, step: int) -> str:
+    """ "6 or 12": the nearest multiples of a step."""
+    low = size // step * step
+    return f"{low} or {low + step}" if low else str(step)
+
+
+def _ranks(axes: Iterable[str], mesh: Mesh) -> str:
+    """ "dp=2 × microbatches=3": the ranks that a size does not divide by."""
+    return " × ".join(dict.fromkeys(f"{_as_written(a)}={mesh.size(a.partition('.')[0])}" for a in axes))
+
+
+def _as_written(axis: str) -> str:
+    """An axis as the spec calls it: for a digit the axis that it is one of, for that of microbatches their key."""
+    return "microbatches" if axis == MICROBATCH else axis.partition(".")[0]
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Weights that share a split. region: what they are split with; None if the split cannot be followed. where: the
-    first one's place.
+class Indivisible:
+    """A dim whose size the ranks of `axes` do not divide. axes: outermost first, the last one is at fault.
+
+    parts: the dim is so many fused parts, each of which has to divide. step: a size divides if it is a multiple of it.
+    split: into how many parts the axes before the one at fault cut the dim.
     """
 
-    odd: Odd
-    region: Region | None
+    dim: int
+    size: int
+    parts: int
+    axes: tuple[str, ...]
+    step: int
+    split: int
+
+    def what(self, mesh: Mesh, size: str = "") -> str:
+        parts = f" in {self.parts} parts" if self.parts > 1 else ""
+        return f"{size or self.size} does not divide by {_ranks(self.axes, mesh)}{parts}"
+
+    def fix(self, mesh: Mesh, size: str = "the size") -> str:
+        axis, other = self.axes[-1], ""
+        if self.size % self.split == 0:
+            other = f", or {rank_counts(axis, self.size // self.split, mesh.size(axis.partition('.')[0]))}"
+        return f"make {size} {_multiples(self.size, self.step)}{other}, or set `uneven: pad`"
+
+
+def indivisible_dim(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Indivisible | None:
+    """The first dim of a shape that a layout's ranks do not divide, if there is one. Dims with sections or padding do
+    not count: Layout.fits checks them.
+    """
+    for dim in sorted({s.dim for _, s in layout.shards() if s.dim < len(shape) and not s.sections and not s.padding}):
+        shards = sorted(layout.shards(dim), key=lambda item: item[1].split)
+        for i, (axis, s) in enumerate(shards):
+            if shape[dim] % (step := s.split * mesh.size(axis)):
+                axes = tuple(a for a, _ in shards[: i + 1])
+                split = next(t.split for a, t in shards if _as_written(a) == _as_written(axis))
+                return Indivisible(dim, shape[dim], shards[0][1].split, axes, step, split)
+    return None
+
+
+def report(program: Program, mesh: Mesh, weights: Iterable[tuple[Param, Layout, str]], errors: Errors) -> None:
+    """Add an error for all weights that share a split. weights: with the layouts that they cannot have, each with an
+    indivisible dim, and the place in the spec that gives it.
+    """
+    follower = Follower(program)
+    shared: dict[object, _Weights] = {}
+    for p, layout, where in weights:
+        dim = indivisible_dim(layout, p.shape, mesh)
+        assert dim is not None
+        group = None
+        if dim.size % dim.parts == 0:
+            followed = follower.follow((follower.placeholders[p.name], 0), Shard(dim.dim, dim.parts))
+            group = followed if isinstance(followed, SplitGroup) else None
+        key = where if group is None else frozenset(n.name for n in group.params)
+        shared.setdefault((key, dim.axes), _Weights(dim, group, where)).params.append(p)
+    for each in shared.values():
+        each.report(follower, mesh, errors)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Weights that share a split. dim, where: of the first of them. group: all that is split with them; None if the
+    split cannot be followed.
+    """
+
+    dim: Indivisible
+    group: SplitGroup | None
     where: str
     params: list[Param] = field(default_factory=list)
 
-    def tell(self, follower: Follower, mesh: Mesh, errors: Errors) -> None:
-        o, names = self.odd, ", ".join(p.fqn for p in self.params[:_NAMED])
+    def report(self, follower: Follower, mesh: Mesh, errors: Errors) -> None:
+        dim, names = self.dim, ", ".join(p.fqn for p in self.params[:_NAMED])
         if len(self.params) > _NAMED:
             names += f" and {len(self.params) - _NAMED} more"
-        block = o.size // o.parts
-        pieces = pieces_of(follower, self.region) if self.region is not None else 1
-        if self.region is None or not 1 < pieces < block:
+        block = dim.size // dim.parts
+        pieces = pieces_of(follower, self.group) if self.group is not None else 1
+        if self.group is None or not 1 < pieces < block:
             shape = f" of shape {list(self.params[0].shape)}" if len(self.params) == 1 else ""
-            errors.add(f"{names}{shape}: {o.what(mesh)}", where=self.where, fix=o.fix(mesh))
+            errors.add(f"{names}{shape}: {dim.what(mesh)}", where=self.where, fix=dim.fix(mesh))
             return
-        attends = any(node.target is torch.ops.aten.scaled_dot_product_attention.default for node in self.region.ops)
+        attends = any(node.target is torch.ops.aten.scaled_dot_product_attention.default for node in self.group.ops)
         noun = "heads" if attends else "pieces"
-        before, n = (
-            o.split // o.parts,
-            math.prod(mesh.size(a) for a in o.axes),
-        )  # ranks of the axes before the one at fault, and of all
-        other = "" if pieces % before else f", or {divisibility.ranks(o.axes[-1], pieces // before, n // before)}"
+        n = math.prod(mesh.size(a) for a in dim.axes)
+        outer = dim.split // dim.parts  # ranks of the axes before the one at fault
+        other = "" if pieces % outer else f", or {rank_counts(dim.axes[-1], pieces // outer, n // outer)}"
         errors.add(
-            f"{names}: {pieces} {noun} of {block // pieces} do not divide by {divisibility.by(o.axes, mesh)}",
+            f"{names}: {pieces} {noun} of {block // pieces} do not divide by {_ranks(dim.axes, mesh)}",
             where=self.where,
-            fix=f"make it {divisibility.sizes(pieces, n)} {noun}{other}, or set `uneven: pad`",
+            fix=f"make it {_multiples(pieces, n)} {noun}{other}, or set `uneven: pad`",
         )
-
-
-def tell(program: Program, mesh: Mesh, found: Iterable[tuple[Param, Layout, str]], errors: Errors) -> None:
-    """Add the errors. found: parameters, the layouts that they cannot have (`divide.odd`), and the spec's places that
-    say so.
-    """
-    follower = Follower(program)
-    groups: dict[object, _Group] = {}
-    for p, layout, where in found:
-        odd = divisibility.odd(layout, p.shape, mesh)
-        assert odd is not None
-        region = (
-            follower.follow((follower.placeholders[p.name], 0), Shard(odd.dim, odd.parts))
-            if odd.size % odd.parts == 0
-            else None
-        )
-        region = region if isinstance(region, Region) else None
-        shared = where if region is None else frozenset(n.name for n in region.params)
-        groups.setdefault((shared, odd.axes), _Group(odd, region, where)).params.append(p)
-    for group in groups.values():
-        group.tell(follower, mesh, errors)

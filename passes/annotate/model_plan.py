@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx, nn
@@ -29,12 +29,23 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import values_of
 from shardc.ir.placement import Shard
 from shardc.ir.program import Param, Program
-from shardc.passes.annotate.plan import Plan
-from shardc.passes.annotate.propagate_split import Follower, Region, uses
+from shardc.passes.annotate.propagate_split import Follower, SplitGroup, uses
 from shardc.spec import Spec
 from shardc.spec.form import EXPERTS_AXIS, Expert
 from shardc.spec.patterns import nearest, of_every_layer
 from shardc.spec.yaml_reader import Places
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The weights to split over one axis, by the model's own plan or by the structure of its graph (structure.py).
+
+    splits: parameter's name -> (its split, the cause to cite); others stay whole. notes: for the user.
+    """
+
+    axis: str
+    splits: dict[str, tuple[Shard, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -258,9 +269,9 @@ def _settled(follower: Follower, asked: Mapping[fx.Node, tuple[Shard, str]]) -> 
         if node in found:
             continue
         split, cause = asked[node]
-        region = follower.follow((node, 0), split)
-        if isinstance(region, Region):
-            for other, s in region.params.items():
+        group = follower.follow((node, 0), split)
+        if isinstance(group, SplitGroup):
+            for other, s in group.params.items():
                 if other in asked and asked[other][0].dim == s.dim:
                     found.setdefault(other, (s, asked[other][1]))
         found.setdefault(node, (split, cause))

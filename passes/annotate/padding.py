@@ -13,10 +13,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from shardc.ir.graph import placeholders
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
-from shardc.passes.annotate.propagate_split import Follower, Region
+from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 
 
 def padded(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
@@ -36,22 +37,22 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
     follower = Follower(program)
     found = dict(layouts)
     done: set[tuple[str, int]] = set()
-    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    nodes = placeholders(program.graph)
     for p in program.params:
         for dim in sorted({s.dim for _, s in found.get(p.name, Layout()).shards()}):
             if (p.name, dim) in done:
                 continue
             outer, n = _digits(found[p.name], dim, mesh)
-            region = None if outer.sections else follower.follow((nodes[p.name], 0), Shard(dim, outer.split))
-            if not isinstance(region, Region):
+            group = None if outer.sections else follower.follow((nodes[p.name], 0), Shard(dim, outer.split))
+            if not isinstance(group, SplitGroup):
                 continue
             same = {
                 q.name: s
-                for q, s in region.params.items()
+                for q, s in group.params.items()
                 if q.name in found and _digits(found[q.name], s.dim, mesh)[1] == n
             }
-            pieces = pieces_of(follower, region)
-            if pieces % n and len(same) == sum(q.name in found for q in region.params):
+            pieces = pieces_of(follower, group)
+            if pieces % n and len(same) == sum(q.name in found for q in group.params):
                 for name, s in same.items():
                     block = program.param(name).shape[s.dim] // s.split
                     if block % pieces == 0:
@@ -64,10 +65,10 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
     }
 
 
-def pieces_of(follower: Follower, region: Region) -> int:
-    """The least number of pieces in which an op of the region can be taken apart."""
+def pieces_of(follower: Follower, group: SplitGroup) -> int:
+    """The least number of pieces in which an op of the group can be taken apart."""
     found = []
-    for node, strategy in region.ops.items():
+    for node, strategy in group.ops.items():
         if strategy.kind == "split":
             digit = strategy.factor.partition("/")[2]
             found.append(follower.choices(node).signature.sizes[strategy.base] // int(digit or 1))

@@ -4,7 +4,7 @@ communicates.
     fc: linear(x, w1[n k])   ->  gelu  ->  out: linear(y, w2[m n])
     follow w2's dim n        ->  y split, gelu split, fc's result split, w1's dim n split; reads x whole, hands out a partial sum
 
-A `Region` is the closure: every op that the split reaches, backward and forward through the ops' factors.
+A `SplitGroup` is the closure: every op that the split reaches, backward and forward through the ops' factors.
 It ends where an op reads a value whole (an entry: its gradient is summed) and where the factor is summed away (an exit:
 the sum of forward). Names, module classes and models play no part. Sizes of axes play none either: the digit is what is
 followed."""  # noqa: E501 (a table)
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from shardc.ir.graph import operands_of, producer_of, values_of
+from shardc.ir.graph import operands_of, placeholders, producer_of, values_of
 from shardc.ir.placement import Partial, Placement, Shard
 from shardc.ir.program import Program, Value
 from shardc.rules.choices import Choices, choices_of
@@ -28,7 +28,7 @@ _SAME = 1  # ranks: any factor divides by one, so that what is found does not de
 
 
 @dataclass
-class Region:
+class SplitGroup:
     """What is split together.
 
     values: every split value and how. ops: every op that runs by parts. entries: whole values that it reads, whose
@@ -47,7 +47,7 @@ class Region:
         return {node: s for (node, _), s in self.values.items() if node.op == "placeholder"}
 
     def bytes(self) -> float:
-        """Bytes that are summed or gathered, forward and backward, up to a factor that is the same for every region."""
+        """Bytes that are summed or gathered, forward and backward, up to a factor that is the same for every group."""
         total = sum(2 * _value(k).nbytes() for k in self.exits) + sum(_value(k).nbytes() for k in self.gathers)
         return total + sum(2 * _value(k).nbytes() for k in self.entries if needs_sum_grad(_value(k)))
 
@@ -65,7 +65,7 @@ class Follower:
 
     def __init__(self, program: Program) -> None:
         self.graph = program.graph
-        self.placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+        self.placeholders = placeholders(program.graph)
         self.inputs = {i.name for i in program.inputs}
         self.derived, self.constant = _origins(program)
         self.blocked: dict[tuple[Key, Shard], Blocked] = {}
@@ -77,30 +77,30 @@ class Follower:
             self._choices[node] = choices_of(node, self._alike)
         return self._choices[node]
 
-    def follow(self, start: Key, placement: Shard) -> Region | Blocked:
-        """The region of a value that is split so, or why there is none."""
-        region, todo = Region(), [(start, placement)]
+    def follow(self, start: Key, placement: Shard) -> SplitGroup | Blocked:
+        """The group of a value that is split so, or why there is none."""
+        group, todo = SplitGroup(), [(start, placement)]
         stopped = None
         while todo and stopped is None:
             key, p = todo.pop()
-            if key[0] in self.constant or region.values.get(key) == p:
+            if key[0] in self.constant or group.values.get(key) == p:
                 continue
-            if key in region.values:
+            if key in group.values:
                 stopped = Blocked(key[0], "would be split two ways")
             elif (key, p) in self.blocked:
                 stopped = self.blocked[key, p]
             else:
-                region.values[key] = p
-                stopped = self._around(key, p, region, todo)
+                group.values[key] = p
+                stopped = self._around(key, p, group, todo)
         if stopped is None:
-            clash = next((k for k in (*region.entries, *region.exits) if k in region.values), None)
+            clash = next((k for k in (*group.entries, *group.exits) if k in group.values), None)
             stopped = Blocked(clash[0], "is needed whole and split") if clash else None
         if stopped is not None:  # whatever leads here is blocked as well
-            self.blocked |= dict.fromkeys(region.values.items(), stopped)
+            self.blocked |= dict.fromkeys(group.values.items(), stopped)
             return stopped
-        return region
+        return group
 
-    def _around(self, key: Key, p: Shard, region: Region, todo: list[tuple[Key, Shard]]) -> Blocked | None:
+    def _around(self, key: Key, p: Shard, group: SplitGroup, todo: list[tuple[Key, Shard]]) -> Blocked | None:
         """The op that makes a value, and those that use it."""
         node = key[0]
         if node.op == "placeholder":
@@ -110,37 +110,39 @@ class Follower:
             strategy = self.by_result(node, key[1], p)
             if strategy is None:
                 return Blocked(node, "cannot make its result in parts")
-            if (stopped := self._run(node, strategy, region, todo)) is not None:
+            if (stopped := self._run(node, strategy, group, todo)) is not None:
                 return stopped
         for user, i in uses(key):
             if user.op == "output":
                 if i == 0:
                     return Blocked(user, "returns it whole")
-                region.gathers[key] = None
+                group.gathers[key] = None
                 continue
             strategy = self.by_operand(user, i, p)
             if strategy is None:
                 return Blocked(user, "needs it whole")
-            if (stopped := self._run(user, strategy, region, todo)) is not None:
+            if (stopped := self._run(user, strategy, group, todo)) is not None:
                 return stopped
         return None
 
-    def _run(self, node: fx.Node, strategy: Strategy, region: Region, todo: list[tuple[Key, Shard]]) -> Blocked | None:
+    def _run(
+        self, node: fx.Node, strategy: Strategy, group: SplitGroup, todo: list[tuple[Key, Shard]]
+    ) -> Blocked | None:
         """Let an op run by a strategy: its other operands and results follow."""
-        if node in region.ops:
-            return None if region.ops[node] == strategy else Blocked(node, "would be split two ways")
-        region.ops[node] = strategy
+        if node in group.ops:
+            return None if group.ops[node] == strategy else Blocked(node, "would be split two ways")
+        group.ops[node] = strategy
         for t, need in zip(operands_of(node), strategy.inputs, strict=True):
             key = producer_of(t)
             if isinstance(need, Shard):
                 todo.append((key, need))
             elif key[0] not in self.derived and key[0] not in self.constant and not isinstance(need, Partial):
-                region.entries[key] = None
+                group.entries[key] = None
         for i, out in enumerate(strategy.outputs):
             if isinstance(out, Shard):
                 todo.append(((node, i), out))
             elif isinstance(out, Partial):
-                region.exits[node, i] = None
+                group.exits[node, i] = None
         return None
 
     def by_result(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
@@ -162,9 +164,9 @@ class Follower:
         extra = choices.rule.extra
         return extra(choices.call, _SAME, [frozenset(lie)] * len(choices.call.operands)) if extra else ()
 
-    def flops(self, region: Region) -> int:
-        """Operations of the matrix products that a region splits."""
-        return sum(self.choices(node).flops for node in region.ops)
+    def flops(self, group: SplitGroup) -> int:
+        """Operations of the matrix products that a group splits."""
+        return sum(self.choices(node).flops for node in group.ops)
 
 
 def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:

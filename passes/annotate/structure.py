@@ -4,7 +4,7 @@
     after    fc: f32[256@tp, 64]    out: f32[64, 256@tp]           a column-parallel and a row-parallel layer (Shoeybi et al. 2019)
 
 Every dim of a weight that a matrix product sums over, or that only the product's result has, is followed through the
-graph (`follow`). What comes back as a region, with no value needed both whole and split, is a candidate: attention
+graph (`follow`). What comes back as a group, with no value needed both whole and split, is a candidate: attention
 between its projections, an MLP, a gated MLP, a pair of convolutions, a head and its loss. Candidates that share an op
 exclude each other; the one that does more work per byte it communicates wins. Last, tables that are looked up by the
 batch's ids and are as long as a vocabulary are split by rows."""  # noqa: E501 (a table)
@@ -23,8 +23,8 @@ from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program, Source
 from shardc.passes.annotate import kv_heads
-from shardc.passes.annotate.plan import Plan
-from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, Region, uses
+from shardc.passes.annotate.model_plan import Plan
+from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, SplitGroup, uses
 from shardc.rules.strategy import needs_sum_grad
 from shardc.spec.patterns import of_every_layer
 
@@ -36,7 +36,7 @@ def choose(
 ) -> Plan:
     """The weights to split over an axis of n ranks, with notes on what was left whole.
 
-    fixed: parameters that the user has placed (None = whole on this axis). A region that needs one of them otherwise is
+    fixed: parameters that the user has placed (None = whole on this axis). A group that needs one of them otherwise is
     left out.
     where: the spec's line, for causes. pad: sizes that n does not divide are split as well, and padded.
     Raises ShardcError if there is nothing to split.
@@ -46,14 +46,14 @@ def choose(
     left: dict[str, None] = {}  # why weights are left whole, once for layers that are alike
     taken: set[fx.Node] = set()
     shared = kv_heads.shared(program.graph)
-    for region in _ranked(follower, _candidates(follower, program)):
-        if taken.isdisjoint(region.ops) and all(fixed.get(p.name, s) == s for p, s in region.params.items()):
-            taken |= region.ops.keys()
-            if odd := "" if pad else _uneven(program, region, shared, axis, n):
+    for group in _ranked(follower, _candidates(follower, program)):
+        if taken.isdisjoint(group.ops) and all(fixed.get(p.name, s) == s for p, s in group.params.items()):
+            taken |= group.ops.keys()
+            if odd := "" if pad else _uneven(program, group, shared, axis, n):
                 left[odd] = None
                 continue
-            why = f"{where} use: structure '{_story(region)}'"
-            found |= {p.name: (s, why) for p, s in region.params.items() if p.name not in fixed}
+            why = f"{where} use: structure '{_story(group)}'"
+            found |= {p.name: (s, why) for p, s in group.params.items() if p.name not in fixed}
     for p, node in (
         (p, follower.placeholders[p.name]) for p in program.params if p.name not in found and p.name not in fixed
     ):
@@ -71,8 +71,8 @@ def choose(
     return Plan(axis, found, tuple(f"{where} use: structure: {why} (`uneven: pad` splits it)" for why in left))
 
 
-def _candidates(follower: Follower, program: Program) -> Iterator[Region]:
-    """A region for every dim of every weight of a matrix product; each is followed once."""
+def _candidates(follower: Follower, program: Program) -> Iterator[SplitGroup]:
+    """A group for every dim of every weight of a matrix product; each is followed once."""
     seen: set[tuple[Key, Shard]] = set()
     for node in program.graph.nodes:
         if node not in _products(follower, [node]):
@@ -85,12 +85,12 @@ def _candidates(follower: Follower, program: Program) -> Iterator[Region]:
                 start = (key, Shard(d))
                 if start in seen or follower.by_operand(node, i, Shard(d)) is None:
                     continue
-                region = follower.follow(*start)
-                if isinstance(region, Blocked):
+                group = follower.follow(*start)
+                if isinstance(group, Blocked):
                     continue
-                seen |= set(region.values.items())
-                if _worthwhile(follower, region):
-                    yield region
+                seen |= set(group.values.items())
+                if _worthwhile(follower, group):
+                    yield group
 
 
 def _products(follower: Follower, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -99,35 +99,35 @@ def _products(follower: Follower, nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [n for n in ops if follower.choices(n).rule.flops is not None]
 
 
-def _worthwhile(follower: Follower, region: Region) -> bool:
+def _worthwhile(follower: Follower, group: SplitGroup) -> bool:
     """A pair, or one weight that is as long as a vocabulary: splitting a small head alone sums more than it saves."""
     products = [
-        n for n in _products(follower, region.ops) if any(producer_of(t)[0] in follower.derived for t in operands_of(n))
+        n for n in _products(follower, group.ops) if any(producer_of(t)[0] in follower.derived for t in operands_of(n))
     ]
-    shapes = [(values_of(p)[0].shape, s.dim) for p, s in region.params.items()]
+    shapes = [(values_of(p)[0].shape, s.dim) for p, s in group.params.items()]
     return len(products) > 1 or any(len(shape) > 1 and shape[d] == max(shape) for shape, d in shapes)
 
 
-def _ranked(follower: Follower, regions: Iterator[Region]) -> list[Region]:
+def _ranked(follower: Follower, groups: Iterator[SplitGroup]) -> list[SplitGroup]:
     """Most work per byte first; equals in the order of the graph."""
 
-    def density(region: Region) -> float:
-        moved = region.bytes()
-        return follower.flops(region) / moved if moved else float("inf")
+    def density(group: SplitGroup) -> float:
+        moved = group.bytes()
+        return follower.flops(group) / moved if moved else float("inf")
 
-    return sorted(regions, key=lambda r: -density(r))
+    return sorted(groups, key=lambda r: -density(r))
 
 
-def _uneven(program: Program, region: Region, shared: Mapping[fx.Node, kv_heads.Shared], axis: str, n: int) -> str:
-    """Why a region cannot be split over n ranks, "" if it can. Key-value heads may be fewer than ranks: ranks then
+def _uneven(program: Program, group: SplitGroup, shared: Mapping[fx.Node, kv_heads.Shared], axis: str, n: int) -> str:
+    """Why a group cannot be split over n ranks, "" if it can. Key-value heads may be fewer than ranks: ranks then
     share them.
     """
-    few = {shared[p].heads for p in region.params if p in shared and n % shared[p].heads == 0 == shared[p].queries % n}
-    for (node, i), s in region.values.items():
+    few = {shared[p].heads for p in group.params if p in shared and n % shared[p].heads == 0 == shared[p].queries % n}
+    for (node, i), s in group.values.items():
         shape = values_of(node)[i].shape
         for size in s.sections or (shape[s.dim] // s.split,):
             if size % n and size not in few:
-                names = ", ".join(dict.fromkeys(of_every_layer(program.param(p.name).fqn) for p in region.params))
+                names = ", ".join(dict.fromkeys(of_every_layer(program.param(p.name).fqn) for p in group.params))
                 source = node.meta.get("source", Source())
                 at = f"at {replace(source, module=of_every_layer(source.module))}, " if str(source) else ""
                 return f"{names} are left whole: {at}{size} (of {list(shape)}) does not divide by {axis}={n}"
@@ -150,17 +150,13 @@ def _vocabulary(follower: Follower, node: fx.Node) -> bool:
     return True
 
 
-def _story(region: Region) -> str:
-    """A region in a few words: from the modules that begin it to those that end it."""
+def _story(group: SplitGroup) -> str:
+    """A group in a few words: from the modules that begin it to those that end it."""
     reads = (
-        u
-        for key in region.entries
-        if needs_sum_grad(values_of(key[0])[key[1]])
-        for u, _ in uses(key)
-        if u in region.ops
+        u for key in group.entries if needs_sum_grad(values_of(key[0])[key[1]]) for u, _ in uses(key) if u in group.ops
     )
     ins = dict.fromkeys(_module(u) for u in reads)
-    outs = dict.fromkeys(_module(node) for node, _ in region.exits)
+    outs = dict.fromkeys(_module(node) for node, _ in group.exits)
     return f"{_few(ins, 'input')} -> {_few(outs, 'loss')}"
 
 

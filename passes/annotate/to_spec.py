@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from shardc.ir.graph import placeholders
 from shardc.ir.placement import Shard
 from shardc.ir.program import Param, Program
-from shardc.passes.annotate.weight_roles import ROLES, role_of, styled
+from shardc.passes.annotate.weight_roles import ROLES, dim_for_style, role_of
 from shardc.spec import DimShard, ShardRule, Style
 from shardc.spec.patterns import match, of_every_layer
 
@@ -35,7 +36,7 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
     earlier rules name already.
     """
     done = set(named)
-    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    nodes = placeholders(program.graph)
     free = [p for p in program.params if p.name not in done]
     groups: dict[tuple[str, Style | None, Shard | None], list[_Entry]] = {}
     for entry in _units(free, splits, nodes):
@@ -77,7 +78,7 @@ def _named(style: Style, split: list[Param], splits: Mapping[str, Shard], nodes:
 
 def _says(style: Style, wanted: Shard | None, node: fx.Node, module: str) -> bool:
     """Whether a style word for a module gives a parameter just this split."""
-    dim = styled(node, style, module)
+    dim = dim_for_style(node, style, module)
     return dim == -1 if wanted is None else wanted == Shard(wanted.dim) and dim == wanted.dim
 
 

@@ -66,7 +66,7 @@ def _module(user: fx.Node) -> str:
     return str(getattr(user.meta.get("source"), "module", ""))
 
 
-def fused(node: fx.Node, dim: int) -> int:
+def fused_parts(node: fx.Node, dim: int) -> int:
     """How many parts of a parameter's dim an axis has to split each: the gate and the other columns of experts."""
     for user, i in uses((node, 0)):
         rule = registry.find(user.target) if user.op == "call_function" else None
@@ -76,12 +76,12 @@ def fused(node: fx.Node, dim: int) -> int:
             return place[1] if place is not None and place[0] == dim else 1
         if rule is not None and len((call := call_of(user)).operands) == 1 == len(call.results):
             s = Choices(rule, call, rule.signature(call)).from_operand(i, Shard(dim), 1)
-            if s is not None and isinstance(out := s.outputs[0], Shard) and (found := fused(user, out.dim)) > 1:
+            if s is not None and isinstance(out := s.outputs[0], Shard) and (found := fused_parts(user, out.dim)) > 1:
                 return found
     return 1
 
 
-def styled(node: fx.Node, style: str, module: str = "") -> int | None:
+def dim_for_style(node: fx.Node, style: str, module: str = "") -> int | None:
     """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word means nothing for
     it.
 

@@ -45,10 +45,9 @@ from shardc.passes.canonical import (  # noqa: F401 (they register)
     recurrent,
     views,
 )
+from shardc.passes.canonical.cleanup import cast_integers, join_slices
 from shardc.passes.canonical.decompose import decompose, needed
-from shardc.passes.canonical.dtypes import cast_integers
 from shardc.passes.canonical.rewrite import KNOWN_LIMIT, TABLE, Args, Emit, Result
-from shardc.passes.canonical.slices import join_slices
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 

@@ -28,16 +28,16 @@ from torch import fx
 
 from shardc.artifact.emit import human
 from shardc.errors import Errors
-from shardc.ir.graph import copy_graph, operands_of
+from shardc.ir.graph import copy_graph, operands_of, source_of
 from shardc.ir.machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
-from shardc.ir.program import Collective, Program, Region, Source
+from shardc.ir.program import Collective, Program, Region
 from shardc.ir.types import op_name
 from shardc.passes.base import Pass
 from shardc.passes.checkpoint.autograd_saves import Saved, SavedOf
 from shardc.rules import registry
 from shardc.runtime import ops
-from shardc.spec import Checkpoint as Asked
-from shardc.spec.patterns import match, nearest
+from shardc.spec import Checkpoint as Entry
+from shardc.spec.patterns import Selector, enclosing, select_modules
 
 #: A mask takes hashing its indices: so many times its size in 32-bit numbers read and written.
 HASHED = 80.0
@@ -82,14 +82,14 @@ class Checkpoint(Pass):
         return bool(self.spec.checkpoint)
 
     def run(self, program: Program) -> Program:
-        asked = self._asked(program)
+        entries = self._entries(program)
         regions: dict[str, Region] = {}
-        entry: dict[str, Asked] = {}
+        entry: dict[str, Entry] = {}
         stages = tuple(replace(s, graph=copy_graph(s.graph)) for s in program.stages)
         for stage in stages:
             for node in stage.graph.nodes:
                 if node.op == "call_function":
-                    self._put(node, asked, regions, entry)
+                    self._put(node, entries, regions, entry)
             _part_masks(stage.graph)
         order = sorted(
             regions.values(), key=lambda r: r.name.count(".")
@@ -110,40 +110,21 @@ class Checkpoint(Pass):
         made = tuple(regions[r.name] for r in order)
         return replace(program, stages=stages, regions=made, notes=(*program.notes, *_notes(made)))
 
-    def _asked(self, program: Program) -> dict[str, tuple[int, Asked]]:
-        """Module -> the entry that makes it a region."""
+    def _entries(self, program: Program) -> dict[str, tuple[int, Entry]]:
+        """Every module that is a region, with its entry of the spec and the entry's number."""
+        nodes = (n for stage in program.stages for n in stage.graph.nodes)
+        modules = dict.fromkeys(m for n in nodes for m in enclosing(source_of(n).module))  # in the order they run in
+        selectors = [
+            Selector(entry.match, self.spec.where(("checkpoint", i, "match")), every=entry.every)
+            for i, entry in enumerate(self.spec.checkpoint)
+        ]
         errors = Errors()
-        first: dict[str, int] = {}  # modules, in the order in which they run
-        for stage in program.stages:
-            for n in stage.graph.nodes:
-                for m in _parents(n.meta.get("source", Source()).module):
-                    first.setdefault(m, len(first))
-        also = {m: names for names in program.shared_modules for m in first if m in names}
-        found: dict[str, tuple[int, Asked]] = {}
-        for i, entry in enumerate(self.spec.checkpoint):
-            matched = {m for m in first if any(match(entry.match, name) for name in also.get(m, [m]))}
-            hits = [m for m in first if m in matched and not any(p in matched for p in _parents(m)[:-1])]
-            if not hits:
-                close = nearest(entry.match, sorted(first))
-                errors.add(
-                    f"pattern {entry.match!r} matches no module that computes anything",
-                    where=self.spec.where(("checkpoint", i, "match")),
-                    fix=(
-                        f"did you mean {close!r}?"
-                        if close
-                        else "see the model's names with `shardc inspect model.py --before`"
-                    ),
-                )
-            elif all(m in found for m in hits):
-                what = f"pattern {entry.match!r} never wins: earlier entries name all modules that it matches"
-                errors.add(what, where=self.spec.where(("checkpoint", i, "match")), fix="delete it, or move it up")
-            for m in hits[:: entry.every]:
-                found.setdefault(m, (i, entry))
+        selected = select_modules(selectors, list(modules), program.module_aliases, errors)
         errors.raise_any()
-        return found
+        return {m: (i, self.spec.checkpoint[i]) for i, names in enumerate(selected) for m in names}
 
     def _put(
-        self, node: fx.Node, asked: dict[str, tuple[int, Asked]], regions: dict[str, Region], entry: dict[str, Asked]
+        self, node: fx.Node, entries: dict[str, tuple[int, Entry]], regions: dict[str, Region], entry: dict[str, Entry]
     ) -> None:
         """Say in which region a node is; of a result's part: in that of the whole result."""
         if node.target is operator.getitem:
@@ -151,12 +132,12 @@ class Checkpoint(Pass):
             if isinstance(made, fx.Node) and "region" in made.meta:
                 node.meta["region"] = made.meta["region"]
             return
-        source: Source = node.meta.get("source", Source())
+        source = source_of(node)
         parent = ""
-        for m in _parents(source.module):
-            if m in asked:
+        for m in enclosing(source.module):
+            if m in entries:
                 call = next((c for c in source.calls if c.rpartition("@")[0] == m), m)
-                i, entry[call] = asked[m]
+                i, entry[call] = entries[m]
                 cause = f"{self.spec.where(('checkpoint', i, 'match'))} checkpoint {entry[call].match!r}"
                 regions.setdefault(call, Region(call, parent, entry[call].offload == "cpu", cause))
                 parent = call
@@ -184,12 +165,6 @@ def _part_masks(graph: fx.Graph) -> None:
             )
         keep.meta = {**node.meta, "value": replace(value, dtype=torch.bool, requires_grad=False)}
         node.target, node.args = ops.masked, (x, keep, p)
-
-
-def _parents(module: str) -> list[str]:
-    """ "a.b.c" -> ["a", "a.b", "a.b.c"]."""
-    parts = module.split(".") if module else []
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _notes(regions: Sequence[Region]) -> Iterable[str]:
@@ -304,17 +279,17 @@ class _Choice:
 
     graph: _Graph
     region: str
-    asked: Asked
+    entry: Entry
     members: list[fx.Node]
     alike: _Alike
 
     def run(self) -> _Found:
         self.inside = set(self.members)
         self._wanted()
-        if self.asked.budget is not None:
-            keep = self._bought(self.asked.budget)
+        if self.entry.budget is not None:
+            keep = self._bought(self.entry.budget)
         else:
-            words = set(self.asked.save or ())
+            words = set(self.entry.save or ())
             keep = {
                 n for n in self.members if n.target is not operator.getitem and words & kinds(n, self.graph.weights)
             }

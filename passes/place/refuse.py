@@ -12,8 +12,8 @@ from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
-from shardc.passes import divisibility
 from shardc.passes.annotate import fused_weights
+from shardc.passes.annotate.indivisible import rank_counts
 from shardc.rules.choices import Choices
 from shardc.rules.views import reshape
 
@@ -75,7 +75,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
                 if lies.split // place_of[1] >= size or (why, size) in told:
                     continue
                 told.add((why, size))
-                better = fused_weights.instead(program, axis)
+                better = fused_weights.suggest_split(program, axis)
                 rest = (
                     f"or write {better} before the entries that split a fused weight as one"
                     if better
@@ -85,7 +85,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
                 errors.add(
                     f"{size}{_noun(node)} ({seen}) does not divide by {axis}={n}",
                     where=f"{why}, {node.meta['source']}",
-                    fix=f"{divisibility.ranks(axis, size, n)}; {rest}",
+                    fix=f"{rank_counts(axis, size, n)}; {rest}",
                 )
     errors.raise_any()
 

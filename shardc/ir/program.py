@@ -337,6 +337,11 @@ class Program:
         """Parameters, buffers and inputs: what has a layout of its own, in the order of the graphs' placeholders."""
         return (*self.params, *self.buffers, *self.inputs)
 
+    @property
+    def module_aliases(self) -> dict[str, tuple[str, ...]]:
+        """All names of a module by each of them, for modules that have several."""
+        return {name: names for names in self.shared_modules for name in names}
+
     def param(self, name: str) -> Param:
         """A parameter by placeholder name or by any of its FQNs."""
         for p in self.params:

@@ -1,4 +1,4 @@
-"""Globs over the model's names: `*` any characters, dots too; `{a,b}` alternatives; everything else stands for itself.
+"""Glob patterns over a model's names: `*` is any characters, dots too; `{a,b}` alternatives; all else is literal.
 
 >>> match("*.{q,k,v}_proj", "model.layers.3.self_attn.k_proj"), match("lm_head", "model.lm_head")
 (True, False)
@@ -10,7 +10,10 @@ import difflib
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardc.errors import Errors
 
 _GROUP = re.compile(r"\{([^{}]*)\}")
 
@@ -51,7 +54,7 @@ def expand(pattern: str) -> list[str]:
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """The candidate most like `name`, ignoring case; "" if none is alike.
 
-    A pattern is compared by what stands behind its last `*`, and answered with the pattern repaired:
+    A pattern is compared by its text after the last `*`, and the answer is the repaired pattern:
     `*.q_prj` among `model.layers.0.q_proj` gives `*.q_proj`.
     """
     names = list(dict.fromkeys(candidates))
@@ -106,3 +109,68 @@ def first_match(patterns: Sequence[str], names: Iterable[str]) -> tuple[dict[str
 def of_every_layer(name: str) -> str:
     """A module's or parameter's name with `*` for the numbers in it: "layers.3.fc" -> "layers.*.fc"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A pattern of the spec that selects modules. where: its place in the spec.
+
+    shown: how errors quote it, if not as the pattern. group: patterns compete for a module only within their group.
+    every: of the modules that it matches it takes the first of so many.
+    """
+
+    pattern: str
+    where: str
+    shown: str = ""
+    group: str = ""
+    every: int = 1
+
+
+def select_modules(
+    selectors: Sequence[Selector], modules: Sequence[str], aliases: Mapping[str, Sequence[str]], errors: Errors
+) -> list[list[str]]:
+    """The modules that each selector takes, in the order of `modules`: the outermost ones that its pattern matches, but
+    for those that an earlier selector has taken.
+
+    `layers.*` means the layers and not everything in them, though `*` matches dots too. aliases: see `matches`. Adds an
+    error for every pattern that matches nothing, and for every one that comes too late.
+    """
+    taken: set[tuple[str, str]] = set()
+    selected = []
+    for s in selectors:
+        matched = {m for m in modules if matches(s.pattern, m, aliases)}
+        outermost = [m for m in modules if m in matched and matched.isdisjoint(enclosing(m)[:-1])]
+        shown = repr(s.shown or s.pattern)
+        if not outermost:
+            fix = did_you_mean(s.pattern, sorted(modules), SEE_NAMES)
+            errors.add(f"pattern {shown} matches no module that computes anything", where=s.where, fix=fix)
+        elif all((s.group, m) in taken for m in outermost):
+            what = f"pattern {shown} never wins: earlier patterns match all modules that it matches"
+            errors.add(what, where=s.where, fix="delete it, or move it up")
+        selected.append([m for m in outermost[:: s.every] if (s.group, m) not in taken])
+        taken |= {(s.group, m) for m in selected[-1]}
+    return selected
+
+
+#: The way out where no name of the model is like a pattern.
+SEE_NAMES = "see the model's names with `shardc inspect model.py --before`"
+
+
+def did_you_mean(name: str, candidates: Iterable[str], otherwise: str) -> str:
+    """A fix for a name or pattern that matches nothing: the nearest candidate, or else another way out."""
+    close = nearest(name, candidates)
+    return f"did you mean {close!r}?" if close else otherwise
+
+
+def matches(pattern: str, module: str, aliases: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a pattern matches a module by any of its names. aliases: {name: all names} of modules with several."""
+    return any(match(pattern, name) for name in aliases.get(module, [module]))
+
+
+def enclosing(module: str) -> list[str]:
+    """A module's name and those of the modules around it, outermost first: "a.b" -> ["a", "a.b"]; [] for the model."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]

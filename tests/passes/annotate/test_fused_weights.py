@@ -94,4 +94,4 @@ def test_groups_are_split_as_they_lie() -> None:
     for tp in (2, 6):
         program = compiled("grouped", 2, tp, {"qkv": "column"})
         assert len(program.notes) == (tp == 6)  # ranks that share a group compute its queries too
-        assert not fused_weights.instead(program, "tp")
+        assert not fused_weights.suggest_split(program, "tp")

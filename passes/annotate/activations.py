@@ -1,0 +1,134 @@
+"""Pins: the layouts of activations that `activations` names, as nodes of the graph that placement has to satisfy.
+
+before   y = gelu(x)                        x: the output of h.0.mlp.fc
+after    pin = alias(x); y = gelu(pin)      pin's layout is the annotation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardc.errors import Errors
+from shardc.ir.graph import operands_of, producer_of, source_of, values_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Layout
+from shardc.ir.program import Program, Value
+from shardc.passes.annotate.padding import padded
+from shardc.passes.annotate.written import check_fits, dims_text, layout_of, quote
+from shardc.spec import ActivationRule, Spec
+from shardc.spec.patterns import Selector, enclosing, select_modules
+
+
+@dataclass(frozen=True)
+class _Pin:
+    """users: the ops that read the pin in place of the value; None: all of them."""
+
+    layout: Layout
+    cause: str
+    users: set[fx.Node] | None
+
+
+def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
+    """Add the pins to the program's graph. Raises ShardcError, before it has added any, for all entries that cannot be
+    right.
+    """
+    errors = Errors()
+    nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+    pins: dict[fx.Node, _Pin] = {}
+    for rule, modules in zip(spec.activations, _modules(spec, program, nodes, errors), strict=True):
+        where, cause = (
+            spec.where(("activations", _key(rule))),
+            quote(spec, "activations", _key(rule), dims_text(rule.dims)),
+        )
+        for module in modules:
+            for node, inside in _boundary(nodes, module, rule.at):
+                shape = _value(node).shape
+                layout = layout_of(rule.dims, mesh)
+                if spec.uneven == "pad":
+                    layout = padded(layout, shape, mesh)
+                if not check_fits(layout, shape, mesh, f"{rule.at} of {module}", where, errors):
+                    continue
+                pin = pins.setdefault(node, _Pin(layout, cause, inside if rule.at == "input" else None))
+                if pin.layout != layout:
+                    errors.add(
+                        f"{rule.at} of {module} is the same value as one that {pin.cause} lays out differently",
+                        where=where,
+                        fix="let both annotations say the same, or drop one",
+                    )
+    errors.raise_any()
+    for node, pin in pins.items():
+        _insert(program.graph, node, pin, mesh)
+
+
+def _key(rule: ActivationRule) -> str:
+    """An entry's key as it is written in the spec."""
+    return rule.pattern + (":in" if rule.at == "input" else "")
+
+
+def _modules(spec: Spec, program: Program, nodes: list[fx.Node], errors: Errors) -> list[list[str]]:
+    """The modules that each entry pins."""
+    names: set[str] = set()
+    for node in nodes:
+        names.update(enclosing(source_of(node).module), node.meta.get("through", ()))
+    selectors = [Selector(r.pattern, spec.where(("activations", _key(r))), _key(r), r.at) for r in spec.activations]
+    return select_modules(selectors, sorted(names), program.module_aliases, errors)
+
+
+def _value(node: fx.Node) -> Value:
+    op, index = producer_of(node)
+    return values_of(op)[index]
+
+
+def _insert(graph: fx.Graph, node: fx.Node, pin: _Pin, mesh: Mesh) -> None:
+    with graph.inserting_after(node):
+        new = graph.call_function(torch.ops.aten.alias.default, (node,))
+    for user in [u for u in node.users if u is not new and (pin.users is None or u in pin.users)]:
+        user.replace_input_with(node, new)
+    cause = dict.fromkeys(mesh.names, pin.cause)
+    new.meta = {"value": _value(node), "source": source_of(node), "pin": pin.layout, "cause": cause}
+
+
+def _boundary(nodes: list[fx.Node], module: str, at: str) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
+    """For every call of a module: the value it returns (or takes) through which a gradient flows, and the nodes inside.
+
+    A module that comes to nothing, as Dropout(0.0), returns what it takes.
+    """
+    run: list[fx.Node] = []
+    through: dict[fx.Node, set[fx.Node]] | None = {}
+    for node in [*nodes, None]:
+        name = source_of(node).module if node is not None else ""
+        if node is not None and (name == module or name.startswith(module + ".")):
+            run.append(node)
+            through = None
+            continue
+        if node is not None and through is not None and module in node.meta.get("through", ()) and _flows(node):
+            through[node] = set(node.users)
+        if run:
+            inside = set(run)
+            run = []
+            if at == "output":
+                found = [n for n in inside if _flows(n) and any(u not in inside for u in n.users)]
+                order = {n: i for i, n in enumerate(nodes)}
+                if found:
+                    yield max(found, key=order.__getitem__), inside
+            else:
+                order = {n: i for i, n in enumerate(nodes)}
+                ordered = sorted(inside, key=order.__getitem__)
+                taken = [
+                    t
+                    for n in ordered
+                    for t in operands_of(n)
+                    if t not in inside and t.op != "placeholder" and _flows(t)
+                ]
+                if taken:
+                    yield taken[0], inside
+    yield from (through or {}).items()
+
+
+def _flows(node: fx.Node) -> bool:
+    v = node.meta.get("value")
+    return v is not None and not isinstance(v, tuple) and v.requires_grad

@@ -1,0 +1,86 @@
+"""The layouts of the batch's tensors: which axes split the rows, and which dim of each input the rows are."""
+
+from __future__ import annotations
+
+import math
+
+from shardc.errors import Errors
+from shardc.ir.graph import placeholders
+from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.placement import Layout
+from shardc.ir.program import Input, Program
+from shardc.passes.annotate.indivisible import indivisible_dim
+from shardc.passes.annotate.padding import padded
+from shardc.passes.annotate.written import check_fits, layout_of
+from shardc.spec import DimShard, Spec
+from shardc.spec.patterns import did_you_mean, match
+
+
+def batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[str]]:
+    """The axes that split the batch, with notes. Those that only experts have do so if the batch divides."""
+    axes = [a for a in spec.data_axes if mesh.size(a) > 1]
+    own = [a for a in axes if a in spec.expert_axes] if spec.batch.axes is None and spec.uneven != "pad" else []
+    ranks = math.prod(mesh.size(a) for a in axes)
+    dims = [(x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
+    odd = [shape[d] for shape, d in dims if d is not None and d < len(shape) and shape[d] % ranks]
+    if not own or not odd:
+        return axes, []
+    same = f"outside of experts the ranks of {', '.join(own)} do the same"
+    return [a for a in axes if a not in own], [
+        f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {same}"
+    ]
+
+
+def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
+    """The dim of an input that the batch's axes split. Of one row where others have more, all rows share it (positions
+    i64[1, s]): none.
+    """
+
+    def named(x: Input) -> int | None:
+        return next((d for pattern, d in spec.batch.dims.items() if match(pattern, _input_name(x))), 0)
+
+    def rows(x: Input) -> int:
+        return x.shape[d] if (d := named(x)) is not None and d < len(x.shape) else 0
+
+    return None if rows(x) == 1 < max(map(rows, program.inputs)) else named(x)
+
+
+def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[str, Layout]:
+    errors = Errors()
+    layouts: dict[str, Layout] = {}
+    names = [_input_name(i) for i in program.inputs]
+    given = spec.batch.dims
+    for pattern in given:
+        if pattern != "*" and not any(match(pattern, n) for n in names):
+            errors.add(
+                f"pattern {pattern!r} matches no input",
+                where=spec.where(("batch", "dims", pattern)),
+                fix=did_you_mean(pattern, names, f"the inputs are {', '.join(names)}"),
+            )
+    nodes = placeholders(program.graph)
+    wrong: dict[tuple[str, str, str], list[str]] = {}  # one error for all inputs that are alike
+    for x, name in zip(program.inputs, names, strict=True):
+        dim = _batch_dim(spec, program, x)
+        if dim is None or not axes or not x.shape:
+            continue
+        layout = layout_of({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)
+        if spec.uneven == "pad":
+            layout = padded(layout, x.shape, mesh)
+        if odd := indivisible_dim(layout, x.shape, mesh):
+            at = spec.where(("batch", "microbatches") if odd.axes[-1] == MICROBATCH else ("mesh", odd.axes[-1]))
+            wrong.setdefault(
+                (odd.what(mesh, f"the batch of {odd.size} (dim {dim})"), at, odd.fix(mesh, size="it")), []
+            ).append(name)
+        elif check_fits(
+            layout, x.shape, mesh, f"input {name!r} (batch dim {dim})", spec.where(("batch", "dims")), errors
+        ):
+            layouts[x.name] = layout
+            nodes[x.name].meta["cause"] = dict.fromkeys(axes, f"{spec.where(('batch',))} batch dim {dim} of {name!r}")
+    for (what, at, fix), alike in wrong.items():
+        errors.add(f"input {', '.join(map(repr, alike))}: {what}", where=at, fix=fix)
+    errors.raise_any()
+    return layouts
+
+
+def _input_name(x: Input) -> str:
+    return ".".join(map(str, x.path)) or x.name

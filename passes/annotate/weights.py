@@ -1,0 +1,179 @@
+"""The layouts of weights that `shard` names: by patterns, with a style word or with dims.
+
+What `column`, `row` and `vocab` mean for a weight is read off the op that uses it, not off its module's class:
+out-features are the factor that only the weight and the result have, in-features the one that is summed
+(weight_roles.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from shardc.errors import Errors
+from shardc.ir.graph import placeholders
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import REPLICATE, Layout
+from shardc.ir.program import Param, Program
+from shardc.passes.annotate import indivisible, kv_heads
+from shardc.passes.annotate.model_plan import Plan
+from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts
+from shardc.passes.annotate.written import check_fits, dims_text, layout_of, quote
+from shardc.spec import DimShard, Spec
+from shardc.spec.patterns import SEE_NAMES, did_you_mean, first_match, match
+
+
+@dataclass
+class Weights:
+    """What `shard` says of a program's weights. mesh: with the digits that shared key-value heads need.
+
+    named: parameters that the spec's own entries name, known after `named_layouts`.
+    """
+
+    spec: Spec
+    program: Program
+    mesh: Mesh
+    shared: dict[fx.Node, kv_heads.Shared]
+    named: set[str] = field(default_factory=set)
+    _unsplittable: set[int] = field(default_factory=set)  # rules whose style word has no meaning for some weight
+    _indivisible: list[tuple[Param, Layout, str]] = field(default_factory=list)  # with the places that split them
+    # (kv heads, digit) -> weights whose queries all ranks of the digit compute
+    _repeated: dict[tuple[int, str], list[str]] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> Iterator[str]:
+        for (kv, digit), (first, *others) in self._repeated.items():
+            more = f" and {len(others)} more" if others else ""
+            yield (
+                f"{first}{more}: one weight makes {kv} key-value head{'s' if kv > 1 else ''} and the queries that use"
+                f" them; the {self.mesh.size(digit)} ranks of {digit} that share a head all compute its queries too"
+            )
+
+    def named_layouts(self) -> dict[str, Layout]:
+        """The layouts that the entries of `shard` give. Raises ShardcError for all entries that cannot be right."""
+        errors = Errors()
+        rules = self.spec.shard
+        nodes = placeholders(self.program.graph)
+        names = {n: p for p in self.program.params for n in (p.fqn, *p.aliases)}
+        modules = {n.rpartition(".")[0] for n in names}
+        _, unmatched, _ = first_match([r.pattern for r in rules], [*names, *modules])
+        for i in unmatched:
+            rule = rules[i]
+            errors.add(
+                f"pattern {rule.pattern!r} matches no parameter and no module of the model",
+                where=self.spec.where(("shard", rule.pattern)),
+                fix=did_you_mean(rule.pattern, sorted({*names, *modules}), SEE_NAMES),
+            )
+        won: set[int] = set(unmatched)
+        layouts: dict[str, Layout] = {}
+        for p in self.program.params:
+            found: dict[int, str] = {}
+            for name in (p.fqn, *p.aliases):
+                for i, rule in enumerate(rules):
+                    if match(rule.pattern, name) or (
+                        rule.dims is None and match(rule.pattern, name.rpartition(".")[0])
+                    ):
+                        found.setdefault(i, name)
+                        won.add(i)
+                        break
+                    if rule.dims is not None and match(rule.pattern, name.rpartition(".")[0]):
+                        won.add(i)
+                        errors.add(
+                            f"{rule.pattern!r} names a module, but dims belong to one parameter",
+                            where=self.spec.where(("shard", rule.pattern)),
+                            fix=f"name the parameter: {rule.pattern + '.' + name.rpartition('.')[2]!r}",
+                        )
+                        break
+            if found:
+                self.named.add(p.name)
+            made: dict[Layout, tuple[int, str]] = {}
+            for i, name in found.items():
+                layout = self._one(p, nodes[p.name], i, name, errors)
+                if layout is not None:
+                    made.setdefault(layout, (i, name))
+            if len(made) > 1:
+                (a, (i, n)), (b, (j, m)) = list(made.items())[:2]
+                ways = f"{replace(p.value, layout=a)} and {replace(p.value, layout=b)}"
+                errors.add(
+                    f"{n} and {m} are one shared weight, which the spec splits two ways: {ways}",
+                    where=self.spec.where(("shard", rules[max(i, j)].pattern)),
+                    fix="split it once; a tied weight answers to all of its names",
+                )
+            elif made:
+                layout, (i, _) = next(iter(made.items()))
+                layouts[p.name] = layout
+                cause = quote(self.spec, "shard", rules[i].pattern, rules[i].style or dims_text(rules[i].dims or {}))
+                nodes[p.name].meta["cause"] = {axis: cause for axis, _ in layout.shards()}
+        for i in sorted(set(range(len(rules))) - won):
+            errors.add(
+                f"pattern {rules[i].pattern!r} never wins: earlier patterns match all that it matches",
+                where=self.spec.where(("shard", rules[i].pattern)),
+                fix="delete it, or move it up",
+            )
+        indivisible.report(self.program, self.mesh, self._indivisible, errors)
+        errors.raise_any()
+        return layouts
+
+    def _one(self, p: Param, node: fx.Node, i: int, name: str, errors: Errors) -> Layout | None:
+        """The layout that rule i gives a parameter; None where the style has no meaning for it or it does not fit."""
+        rule = self.spec.shard[i]
+        where = self.spec.where(("shard", rule.pattern))
+        if rule.dims is not None:
+            layout = self._split(rule.dims, node)
+            return layout if self._fits(p, layout, name, where, errors) else None
+        assert rule.style is not None
+        dim = dim_for_style(node, rule.style, name.rpartition(".")[0])
+        if dim is not None:
+            layout = self._split(
+                {dim: (DimShard(axis=rule.axis, split=fused_parts(node, dim)),)} if dim >= 0 else {}, node
+            )
+            return layout if self._fits(p, layout, name, where, errors) else None
+        if i in self._unsplittable:  # one error for the pattern, not one for every weight it matches
+            return None
+        self._unsplittable.add(i)
+        uses = sorted({str(u.target) for u in node.users})
+        errors.add(
+            f"{name} is not a weight that {rule.style!r} can split: it is used by {', '.join(uses)}",
+            where=where,
+            fix="name dims instead, e.g. {0: " + rule.axis + "}, or narrow the pattern",
+        )
+        return None
+
+    def _fits(self, p: Param, layout: Layout, name: str, where: str, errors: Errors) -> bool:
+        """As `check_fits`; sizes that ranks do not divide are reported together at the end, by the split they share."""
+        if self.spec.uneven != "pad" and indivisible.indivisible_dim(layout, p.shape, self.mesh):
+            self._indivisible.append((p, layout, where))
+            return False
+        return check_fits(layout, p.shape, self.mesh, name, where, errors, pad=self.spec.uneven == "pad")
+
+    def planned_layouts(self, plan: Plan) -> dict[str, Layout]:
+        """The layouts that a plan gives to the parameters it names."""
+        errors = Errors()
+        layouts: dict[str, Layout] = {}
+        for name, node in placeholders(self.program.graph).items():
+            if name not in plan.splits:
+                continue
+            p, (s, cause) = self.program.param(name), plan.splits[name]
+            layout = self._split({s.dim: (DimShard(axis=plan.axis, split=s.split, sections=s.sections),)}, node)
+            if self._fits(p, layout, p.fqn, cause, errors):
+                layouts[p.name] = layout
+                node.meta["cause"] = {axis: cause for axis, _ in layout.shards()}
+        indivisible.report(self.program, self.mesh, self._indivisible, errors)
+        errors.raise_any()
+        return layouts
+
+    def _split(self, dims: dict[int, tuple[DimShard, ...]], node: fx.Node) -> Layout:
+        """A layout by dims; ranks that share a key-value head all hold it."""
+        layout = layout_of(dims, self.mesh)
+        if node in self.shared:
+            for axis in {s.axis for shards in dims.values() for s in shards}:
+                for digit in kv_heads.shares(self.mesh, axis, self.shared[node]):
+                    layout = layout.replace(digit, REPLICATE, self.mesh)
+                    if self.shared[node].fused:
+                        self._repeated.setdefault((self.shared[node].heads, digit), []).append(
+                            self.program.param(node.name).fqn
+                        )
+                    node.meta.setdefault("shared", set()).add(digit)
+        return layout

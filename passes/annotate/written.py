@@ -1,0 +1,58 @@
+"""What the spec writes about a tensor, as a layout: dims and their axes, checked against a shape."""
+
+from __future__ import annotations
+
+from shardc.errors import Errors
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Layout, Placement, Shard
+from shardc.passes.annotate.indivisible import indivisible_dim
+from shardc.passes.annotate.padding import padded
+from shardc.spec import DimShard, Spec
+
+
+def quote(spec: Spec, section: str, key: str, text: object) -> str:
+    """An entry of the spec with its place, as causes cite it: "spec.yaml:7:3 '*.o_proj': row"."""
+    return f"{spec.where((section, key))} {key!r}: {text}"
+
+
+def layout_of(dims: dict[int, tuple[DimShard, ...]], mesh: Mesh) -> Layout:
+    """The layout that the spec writes as {dim: axes}. Of several axes on one dim the first takes the outermost digit,
+    the next the digit inside it.
+    """
+    placements: dict[str, Placement] = {}
+    for dim, shards in dims.items():
+        digit = 1
+        for s in shards:
+            placements[s.axis] = Shard(dim, s.split * digit, s.sections)
+            digit *= mesh.size(s.axis)
+    return Layout.of({a: p for a, p in placements.items() if mesh.size(a) > 1}, mesh)
+
+
+def dims_text(dims: dict[int, tuple[DimShard, ...]]) -> str:
+    """The dims as the spec writes them: "{0: tp, 1: dp+ep}"."""
+
+    def one(s: DimShard) -> str:
+        return s.axis + (f"/{s.split}" if s.split > 1 else "") + (f"{list(s.sections)}" if s.sections else "")
+
+    return "{" + ", ".join(f"{d}: {'+'.join(map(one, s))}" for d, s in dims.items()) + "}"
+
+
+def check_fits(
+    layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: str, errors: Errors, *, pad: bool = False
+) -> bool:
+    """Whether a shape can have a layout; if not, an error is added, with the nearest sizes that fit. pad: a size that
+    only has to be padded is right.
+    """
+    layout = padded(layout, shape, mesh) if pad else layout
+    wrong = layout.fits(shape, mesh)
+    if not wrong:
+        return True
+    if odd := indivisible_dim(layout, shape, mesh):
+        errors.add(f"{name} of shape {list(shape)}: {odd.what(mesh)}", where=where, fix=odd.fix(mesh))
+        return False
+    sections = next((s.sections for _, s in layout.shards() if s.dim < len(shape) and s.sections), ())
+    fix = f"its dims are 0 to {len(shape) - 1}" if shape else "it is one number: leave it whole"
+    errors.add(
+        f"{name} of shape {list(shape)}: {wrong}", where=where, fix="list the sizes of the parts" if sections else fix
+    )
+    return False
