@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardc.spec.patterns import expand, faults, first_match, match, nearest
+from shardc.errors import Errors
+from shardc.spec.patterns import Selector, expand, faults, first_match, match, nearest, select_modules
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")] + [
     "lm_head"
@@ -120,3 +121,25 @@ def test_first_match() -> None:
 def test_first_match_of_nothing() -> None:
     assert first_match([], NAMES) == ({}, [], [])
     assert first_match(["a"], []) == ({}, [0], [])
+
+
+MODULES = ["h", "h.0", "h.0.mlp", "h.1", "h.1.mlp", "head"]
+
+
+def _selected(*selectors: Selector) -> tuple[list[list[str]], list[str]]:
+    errors = Errors()
+    return select_modules(selectors, MODULES, {"head": ["head", "wte"]}, errors), [e.what for e in errors.found]
+
+
+def test_a_pattern_selects_the_outermost_modules_that_earlier_ones_left() -> None:
+    every_second = Selector("h.*", "a", every=2)
+    assert _selected(every_second, Selector("h.{0,1}", "b")) == ([["h.0"], ["h.1"]], [])
+    assert _selected(Selector("wte", "a")) == ([["head"]], [])  # any name of a shared module
+    assert _selected(Selector("h.*", "a"), Selector("h.*", "b", group="input")) == ([["h.0", "h.1"]] * 2, [])
+
+
+def test_patterns_that_select_nothing() -> None:
+    selected, errors = _selected(Selector("h.*", "a"), Selector("h.1", "b"), Selector("hed", "c", shown="hed:in"))
+    assert selected == [["h.0", "h.1"], [], []]
+    assert "pattern 'h.1' never wins" in errors[0]
+    assert "pattern 'hed:in' matches no module" in errors[1]

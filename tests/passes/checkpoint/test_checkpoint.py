@@ -385,7 +385,7 @@ def test_every() -> None:
         ),
         (
             [{"match": "h.*"}, {"match": "h.0"}],
-            "pattern 'h.0' never wins: earlier entries name all modules",
+            "pattern 'h.0' never wins: earlier patterns match all modules",
             "delete it, or move it up",
         ),
     ],
