@@ -1,6 +1,4 @@
-"""Custom autograd Functions keep their own backward: as ordinary ops, which every rule knows, instead of a node that
-none
-does.
+"""Custom autograd Functions keep their backward, as ordinary ops that rules know.
 
 `torch.export` traces through the forward of a custom `autograd.Function` and forgets its backward. A backward is nearly
 always linear in the incoming gradients g: gx = B(g), with B made from what forward saved. Its transpose B' (the
@@ -11,7 +9,7 @@ holds
 
 F and B' are traced into aten ops; elementwise functions (GELU by hand, straight-through estimators, gradient reversal)
 stay elementwise, matmuls stay matmuls, and placement splits them as it splits everything else. Where the backward is
-nothing but the derivative of the forward, which is tried on numbers, the forward alone stands in the graph.
+nothing but the derivative of the forward, which is tried on numbers, the graph holds the forward alone.
 
 A part of the backward that does not depend on g (auxiliary losses that are smuggled in: gx = g + c) is a term of the
 loss, <c, x>, whose value is left out. A backward that is not linear in g, such as clipping, cannot be kept: it is
@@ -41,7 +39,7 @@ Untraced = Callable[..., Any]
 
 
 class Context:
-    """What `forward` and `backward` get as `ctx`: saves what it is told to, as torch's own does."""
+    """What `forward` and `backward` get as `ctx`: keeps what they save, as torch's own does."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -236,7 +234,7 @@ class _Call:
         try:
             with torch.random.fork_rng(devices=[]):
                 mine, theirs = self.both_gradients(xs, generator)
-        except Exception:  # the user's own code, on made-up numbers: then nothing is known
+        except Exception:  # the user's own code, on random numbers: then nothing is known
             return False
         return all(_close(a, b) for a, b in zip(mine, theirs, strict=True))
 

@@ -80,7 +80,7 @@ def prove(
                     _same_again(want, eager(whole), changed)
         except ShardcError:
             raise
-        except Exception as e:  # the user's own code; on made-up numbers it may fail where it would not on real ones
+        except Exception as e:  # the user's own code; on random numbers it may fail where it would not on real ones
             if not real:
                 why = f"the model does not run on random numbers ({type(e).__name__}: {e})"
                 return (f"capture was checked statically only: {why}",)
@@ -136,13 +136,13 @@ def _empty(x: Any) -> bool:
 
 
 def _leaf(x: Tensor, generator: torch.Generator) -> Tensor:
-    """A real tensor that stands for a parameter or buffer."""
+    """A real tensor in place of a parameter or buffer."""
     fresh = _real(x.detach(), generator)
     return nn.Parameter(fresh, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else fresh
 
 
 def _real(x: Tensor, generator: torch.Generator, ones: bool = False) -> Tensor:
-    """A copy of `x`; made-up numbers if it has none: small and positive, integers 0 (or 0 and 1 if `ones`)."""
+    """A copy of `x`; random numbers if it has none: small and positive, integers 0 (or 0 and 1 if `ones`)."""
     if not _empty(x):
         return x.detach().clone()
     if x.dtype.is_floating_point:

@@ -18,9 +18,7 @@ def constant(x: Tensor) -> Tensor | None:
 
 
 def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor | None, set[fx.Node]]:
-    """The value of a traced tensor that depends on nothing given but what `stored` has the values of, and what of that
-    it
-    depends on.
+    """The value of a traced tensor made of constants and `stored` alone, and the nodes of `stored` that it depends on.
 
     Random numbers have no value, except where it is the same at both ends of their range: `torch.rand([]) < 0.0`.
     """

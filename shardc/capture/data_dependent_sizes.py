@@ -1,12 +1,10 @@
-"""Ops whose result has a size that depends on values, where a model calls them with values that are known: the result
-is a
-constant.
+"""Data-dependent sizes during capture: ops whose result's size follows from values, where these values are known.
 
-lengths = torch.repeat_interleave(sizes, counts)     # sizes and counts made of constants, as masks and grids of images are
-x[mask]                                              # x[i, j], if the mask is known
-x.repeat_interleave(counts, dim=0)                   # with output_size, if the counts are known
-torch.arange(counts.sum()), F.pad(x, (left, right))  # numbers in the place of tensors
-"""  # noqa: E501 (a table)
+lengths = torch.repeat_interleave(sizes, counts)     of constants (masks, grids of images): the result is one too
+x[mask]                                              x[i, j], if the mask is known
+x.repeat_interleave(counts, dim=0)                   with output_size, if the counts are known
+torch.arange(counts.sum()), F.pad(x, (left, right))  numbers in place of tensors
+"""
 
 from __future__ import annotations
 
@@ -50,8 +48,9 @@ _MINE = {Tensor.__getitem__, torch.where, *_CALLS, *_NUMBERED}
 
 
 class KnownSizes(TorchFunctionMode):
-    """While open, ops of SIZED and indexing with masks have sizes that are known, where values are. known: a traced
-    tensor's value.
+    """While open, ops of SIZED and indexing with masks have known sizes where the values are known.
+
+    known: the value of a traced tensor, or None.
     """
 
     def __init__(self, known: Callable[[Tensor], Tensor | None]) -> None:
@@ -84,7 +83,7 @@ class KnownSizes(TorchFunctionMode):
         return x if value is None else untraced(value.item)
 
     def _places(self, index: Any) -> tuple[Any, ...]:
-        """An index with the places where known masks are true in their stead, and numbers as bounds of slices."""
+        """An index with a known mask replaced by the indices where it is true, and numbers as bounds of slices."""
         found: list[Any] = []
         for i in index if isinstance(index, tuple) else (index,):
             if isinstance(i, slice):

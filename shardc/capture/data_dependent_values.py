@@ -1,12 +1,16 @@
-"""Values that a model's Python asks for while it is captured, where they are known or where it does not matter.
+"""Data-dependent Python during capture: resolve constants, drop pure checks, take branches that change nothing.
 
-if (mask == causal).all():                  # masks made of constants: a traced tensor, whose value does not depend on the batch
-if (var < 0).any(): raise ValueError(...)   # a check: the captured program does what the model does where nothing is wrong
-assert ids.max() < n
-if mask.any(): x[mask] = 0                  # the branch does nothing where the condition is false: it may always be taken
-if not x.isfinite().all(): x = x.clamp(-big, big)    # likewise
-if not mask.any(): mask = None              # a shorter way to the same result: it need not be taken
-"""  # noqa: E501 (a table)
+A traced tensor has no value. Where the model's Python reads one nevertheless, this is how it goes on:
+
+    if (mask == causal).all():                 the tensor is made of constants alone: its value is known
+    if (var < 0).any(): raise ValueError(...)  a check: the program does what the model does where nothing is wrong
+    assert ids.max() < n                       likewise
+    if mask.any(): x[mask] = 0                 the branch changes nothing where the condition is false: always taken
+    if not x.isfinite().all(): x = x.clamp(-big, big)       likewise
+    if not mask.any(): mask = None             a shortcut to the same result: never taken
+
+Anything else becomes a symbol of torch's, and export fails where the program depends on it.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +40,11 @@ from shardc.torch_private import FakeTensor, traced_node
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What was asked while a model was captured. sources: where for values that are not known; buffers: name -> where
-    for
-    its value.
+class ValueReads:
+    """Where Python read the values of tensors while a model was captured.
 
-    inputs: those of which alone such values are made, where they are whole numbers (sizes of images, not images).
+    sources: the lines that read an unknown value. inputs: placeholders of whole numbers (sizes of images, not images)
+    that these values are made of. buffers: name -> the line that read its known value.
     """
 
     sources: list[Source] = field(default_factory=list)
@@ -49,8 +52,8 @@ class Asked:
     buffers: dict[str, Source] = field(default_factory=dict)
 
     def refuse_changed(self, buffers: Iterable[str]) -> None:
-        """Raise ShardcError for a buffer whose value was asked for, and which forward changes: the next step would ask
-        in vain.
+        """Raise ShardcError for a buffer whose value was read, and which forward changes: the next step would read
+        another one.
         """
         for name in sorted(self.buffers.keys() & set(buffers)):
             at = self.buffers[name]
@@ -62,16 +65,15 @@ class Asked:
 
 
 @contextmanager
-def known_values(model: nn.Module, *, sizes: bool = False) -> Iterator[Asked]:
-    """While open, Python may ask for the value of a traced tensor that depends on no input, no parameter and no buffer
-    that is saved.
+def known_values(model: nn.Module, *, sizes: bool = False) -> Iterator[ValueReads]:
+    """While open, Python can read the value of a traced tensor that depends on no input, parameter or saved buffer.
 
-    A buffer that is not (persistent=False) is as the model's constructor left it, like a number in its attributes.
-    Where it asks for the truth of one that does, in a check that only raises, it is told that all is well. What else is
-    asked gets into what this gives: torch has a symbol for it, and export fails if anything hangs on that. sizes: also
-    where torch asks for values of its own accord (shardc.capture.data_dependent_sizes), which takes a look at every
-    call of torch."""
-    asked = Asked()
+    A buffer that is not saved (persistent=False) is as the constructor left it, like a number among the attributes.
+    The truth of any other tensor can be read in a check or a branch that changes nothing (see the module's docstring).
+    Every other read is recorded in the result. sizes: also resolve sizes that torch itself reads from tensors
+    (shardc.capture.data_dependent_sizes), which intercepts every call of torch.
+    """
+    reads = ValueReads()
     kept = {
         n: b
         for n, b in model.named_buffers()
@@ -81,7 +83,7 @@ def known_values(model: nn.Module, *, sizes: bool = False) -> Iterator[Asked]:
     def known(x: Tensor) -> Tensor | None:
         names = {node: n for n, b in model.named_buffers() if n in kept and (node := traced_node(b)) is not None}
         value, used = constant_value(x, {node: kept[n] for node, n in names.items()})
-        asked.buffers.update(dict.fromkeys((names[node] for node in used), source.of_call()) if used else {})
+        reads.buffers.update(dict.fromkeys((names[node] for node in used), source.of_call()) if used else {})
         return value
 
     with ExitStack() as stack:
@@ -91,11 +93,11 @@ def known_values(model: nn.Module, *, sizes: bool = False) -> Iterator[Asked]:
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
                 stack.enter_context(
                     mock.patch.object(
-                        kind, name, _asking(getattr(kind, name), known, asked, check=name in ("__bool__", "item"))
+                        kind, name, _reading(getattr(kind, name), known, reads, check=name in ("__bool__", "item"))
                     )
                 )
         stack.enter_context(mock.patch.object(torch, "ctc_loss", ctc_loss))
-        yield asked
+        yield reads
 
 
 def _saved(model: nn.Module, name: str) -> bool:
@@ -104,10 +106,10 @@ def _saved(model: nn.Module, name: str) -> bool:
     return own not in model.get_submodule(path)._non_persistent_buffers_set
 
 
-def _asking(
-    original: Callable[..., Any], known: Callable[[Tensor], Tensor | None], asked: Asked, check: bool
+def _reading(
+    original: Callable[..., Any], known: Callable[[Tensor], Tensor | None], reads: ValueReads, check: bool
 ) -> Callable[..., Any]:
-    """A method of Tensor that answers with the constant's value where there is one."""
+    """A method of Tensor that reads a value, and returns the constant's where there is one."""
 
     def method(self: Tensor) -> Any:
         if not isinstance(self, FakeTensor):
@@ -117,28 +119,25 @@ def _asking(
         truth = check and (self.dtype == torch.bool or original.__name__ != "item")
         if truth and (fine := harmless(sys._getframe(1))) is not None:
             return fine
-        asked.sources.append(source.of_call())
-        asked.inputs.update(given_numbers(self))
+        reads.sources.append(source.of_call())
+        reads.inputs.update(given_numbers(self))
         return original(self)
 
     return method
 
 
 def harmless(frame: FrameType) -> bool | None:
-    """The truth value that does no harm to what `frame` asks: with which a check does not raise; None if what runs
-    there is no check.
-    """
+    """The truth value with which the condition that `frame` evaluates changes nothing; None if it is not such a one."""
     return _checks(frame.f_code).get(frame.f_lineno)
 
 
 @lru_cache(maxsize=256)
 def _checks(code: CodeType) -> dict[int, bool]:
-    """Lines of a function's checks (`if x: raise`, `assert x`) -> the truth value of what they ask with which they do
-    not
-    raise.
+    """Lines of a function's harmless conditions -> the truth value of the tensor with which they change nothing.
 
-    And of conditions of branches that may always be taken (`if mask.any(): x[mask] = 0`) -> with which they are; of
-    those that never need to be (`if not mask.any(): mask = None`) -> with which they are not.
+    Of a check (`if x: raise`, `assert x`): with which it does not raise. Of a branch that may always be taken
+    (`if mask.any(): x[mask] = 0`): with which it is; of a shortcut (`if not mask.any(): mask = None`): with which it is
+    not.
     """
     try:
         lines, first = inspect.getsourcelines(code)
@@ -152,20 +151,20 @@ def _checks(code: CodeType) -> dict[int, bool]:
     found: dict[int, bool] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and all(isinstance(s, ast.Raise) for s in node.body):
-            asked = _asked(node.test, False)
+            truths = _needed(node.test, False)
         elif isinstance(node, ast.If) and not node.orelse and all(_writes_where(node.test, s) for s in node.body):
-            asked = {True}
+            truths = {True}
         elif isinstance(node, ast.If) and not node.orelse and _clamps(node):
-            asked = _asked(node.test, True)
+            truths = _needed(node.test, True)
         elif isinstance(node, ast.If) and not node.orelse and all(_drops(node.test, s) for s in node.body):
-            asked = _asked(node.test, False)
+            truths = _needed(node.test, False)
         elif isinstance(node, ast.Assert):
-            asked = _asked(node.test, True)
+            truths = _needed(node.test, True)
         else:
             continue
-        if len(asked) == 1:
+        if len(truths) == 1:
             span = range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1)
-            found |= dict.fromkeys((line + shift for line in span), asked.pop())
+            found |= dict.fromkeys((line + shift for line in span), truths.pop())
     return found
 
 
@@ -211,8 +210,8 @@ def _clamp(value: ast.expr) -> list[ast.expr] | None:
 
 
 def _drops(test: ast.expr, statement: ast.stmt) -> bool:
-    """Is it `mask = None` behind `if not mask.any():` or `if mask.all():`? A mask that hides nothing is none, whether
-    True hides or keeps.
+    """Is it `mask = None` behind `if not mask.any():` or `if mask.all():`? A mask that hides nothing can be left out,
+    whether True hides or keeps.
     """
     if (
         not isinstance(statement, ast.Assign)
@@ -226,18 +225,16 @@ def _drops(test: ast.expr, statement: ast.stmt) -> bool:
         if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("any", "all")
     ]
     masks = {ast.unparse(c.args[0] if c.args else c.func.value) for c in calls if isinstance(c.func, ast.Attribute)}
-    told = ({c.func.attr for c in calls if isinstance(c.func, ast.Attribute)}, _asked(test, True))
-    return {ast.unparse(t) for t in statement.targets} == masks and told in (({"any"}, {False}), ({"all"}, {True}))
+    test_of = ({c.func.attr for c in calls if isinstance(c.func, ast.Attribute)}, _needed(test, True))
+    return {ast.unparse(t) for t in statement.targets} == masks and test_of in (({"any"}, {False}), ({"all"}, {True}))
 
 
-def _asked(test: ast.expr, wanted: bool) -> set[bool]:
-    """The truth values that the parts of a condition need for the whole to be as wanted; two, where parts need
-    different ones.
-    """
+def _needed(test: ast.expr, wanted: bool) -> set[bool]:
+    """The truth values that the parts of a condition need for the whole to be `wanted`; two, if they differ."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _asked(test.operand, not wanted)
+        return _needed(test.operand, not wanted)
     if isinstance(test, ast.BoolOp):
-        return set().union(*(_asked(v, wanted) for v in test.values))
+        return set().union(*(_needed(v, wanted) for v in test.values))
     return {wanted}
 
 
@@ -250,7 +247,7 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`torch.ctc_loss` as torch's C++ writes it, but on lengths that stay tensors: it reads their values to tell a
+    """`torch.ctc_loss` as torch's C++ writes it, but on lengths that stay tensors: it reads their values to find a
     shape.
     """
     batched = log_probs.dim() == 3

@@ -1,6 +1,4 @@
-"""What the values of a traced graph depend on: which sources' numbers, and where nothing is left if the sources are
-zero.
-"""
+"""What values of a traced graph depend on: on which sources, and which values are zero if the sources are."""
 
 from __future__ import annotations
 

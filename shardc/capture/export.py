@@ -49,7 +49,7 @@ def export(
         transformers.lean_transformers(model),
         transformers.as_one_op(),
         patches.export_patches(wrapper.side),
-        known_values(model, sizes=sizes) as asked,
+        known_values(model, sizes=sizes) as reads,
         traceable(),
         patches.swapped(model, tensors),
         inner_autograd.recorded(),
@@ -65,7 +65,7 @@ def export(
         ) as e:  # tracing runs the user's Python, which may raise anything; raised again as what it means
             if isinstance(e, TypeError):
                 patches.check_call(model, *arguments(model, leaves.batch(leaves.tensors), loss is not None))
-            raise causes.of_error(e, leaves.named(asked.inputs)) from e
+            raise causes.of_error(e, leaves.named(reads.inputs)) from e
         if side_effects.random_state() != numbers:
             with mode:
                 raise side_effects.refuse_random(
@@ -76,7 +76,7 @@ def export(
         functionalize.drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
         if not transformed:
-            _check(gm.graph, leaves.named(asked.inputs))
+            _check(gm.graph, leaves.named(reads.inputs))
         signature = exported.graph_signature
         nodes = placeholders(gm.graph)
         kinds: dict[InputKind, dict[fx.Node, str]] = {}
@@ -95,17 +95,17 @@ def export(
         ):  # traced once more, in ops below those that write in place, and below torch.func's transforms
             gm.recompile()
             exported = functionalized(exported)
-            _check(exported.graph_module.graph, leaves.named(asked.inputs))
+            _check(exported.graph_module.graph, leaves.named(reads.inputs))
             functionalize.differentiable(exported.graph_module.graph)
             updated = _mutated(exported)
-        stands = inner_autograd.expand(exported.graph_module.graph)
-        updated = {name: stands.get(node, node) for name, node in updated.items()}
-    asked.refuse_changed(n.removeprefix("model.") for n in updated)
-    return exported, updated, tuple(dict.fromkeys(map(_unseen, asked.sources)))
+        replaced = inner_autograd.expand(exported.graph_module.graph)
+        updated = {name: replaced.get(node, node) for name, node in updated.items()}
+    reads.refuse_changed(n.removeprefix("model.") for n in updated)
+    return exported, updated, tuple(dict.fromkeys(map(_unseen, reads.sources)))
 
 
 def _unseen(at: Source) -> str:
-    """A note on a line that asks for a number of which nothing in the graph is made."""
+    """The note on a line that reads a number from a tensor which nothing in the graph is made of."""
     return (
         f"{at.line}: a tensor becomes a number that only Python sees ({at.code}): steps of the program do not run this"
         " line"
@@ -128,11 +128,11 @@ def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
     return found
 
 
-def _check(graph: fx.Graph, asked: list[str]) -> None:
+def _check(graph: fx.Graph, read: list[str]) -> None:
     """Refuse what was traced though no program can hold it: values of tensors as numbers, unknown sizes, sparse
     tensors, transforms.
 
-    asked: inputs whose values Python asked for.
+    read: inputs whose values Python read.
     """
     for node in graph.nodes:
         val = node.meta.get("val")
@@ -148,4 +148,4 @@ def _check(graph: fx.Graph, asked: list[str]) -> None:
             isinstance(v, Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape) for v in many
         )
         if dynamic:
-            raise causes.of_op(node, values.op_name(producer_of(node)[0].target), asked)
+            raise causes.of_op(node, values.op_name(producer_of(node)[0].target), read)

@@ -6,9 +6,9 @@ inner steps.
     traced      du = shardc.gradient([sum], [x], [ones], True)[0]
     expanded    the ops of backward, node by node, in reverse: tanh_backward(g, tanh), mm(g, w), ...
 
-Autograd's engine runs below the trace: what it computes would be a constant of the graph. So a call stands in the graph
-as one op, and becomes ordinary ops when the graph is functional, from each op's own backward as torch traces it. Those
-are differentiable themselves, and are split like all others.
+Autograd's engine runs below the trace: what it computes would be a constant of the graph. So the graph holds a
+call of one op. When the graph is functional the call becomes ordinary ops: each op's own backward, as torch traces it.
+Those are differentiable themselves, and are split like all others.
 """
 
 from __future__ import annotations
@@ -105,22 +105,22 @@ def _carries(node: fx.Node) -> bool:
 
 
 def expand(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Replace, in place, every gradient by the ops that compute it; returns what stands for what.
+    """Replace, in place, every gradient by the ops that compute it. Returns {old node: new node}.
 
     Raises ShardcError for ops whose backward cannot be written down.
     """
-    stands: dict[fx.Node, fx.Node] = {}
+    new_of: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is GRADIENT:
             with graph.inserting_before(node):
                 found = _Backward(graph, node).run()
             for user in list(node.users):
                 assert user.target is operator.getitem
-                stands[user] = found[int(user.args[1])]
-                user.replace_all_uses_with(stands[user])
+                new_of[user] = found[int(user.args[1])]
+                user.replace_all_uses_with(new_of[user])
                 graph.erase_node(user)
             graph.erase_node(node)
-    return stands
+    return new_of
 
 
 class _Backward:
@@ -298,7 +298,7 @@ def convolution_backward(
 
 
 def _unfit(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Does a call draw random numbers, or is it none of an op? Is a constant more than a number?"""
+    """Is a call random, or not of an op? Is a constant more than a number?"""
     if node.op == "get_attr":
         return bool(getattr(module, str(node.target)).numel() != 1)
     if not is_call(node):
@@ -319,7 +319,7 @@ def _plain(x: Any) -> Any:
 
 
 def _key(target: Any, args: Any, kwargs: Any) -> Any:
-    """Equal for calls that give the same; None where a call may give another result each time, or is no op."""
+    """Equal for calls that give the same; None where a call may give another result each time, or is not an op."""
     if (
         not isinstance(target, OpOverload)
         or torch.Tag.nondeterministic_seeded in target.tags

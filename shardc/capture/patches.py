@@ -1,6 +1,6 @@
-"""What surrounds one capture: checks for what export would lose without a word, and patches that give better graphs.
+"""Around torch.export: refuse hooks that it would drop without a word, patch torch for graphs that can be split.
 
-Everything here is a context manager and is undone when the capture ends, also when it fails.
+Patches are context managers, undone when the capture ends, also when it fails.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 @contextmanager
 def export_patches(side: list[Tensor]) -> Iterator[None]:
-    """While open: custom autograd Functions keep their backward (shardc/capture/autograd_function.py); checkpoints run
-    plainly; tensor hooks raise, naming the user's line. side: gets terms that the loss has to have besides."""
+    """While open: custom autograd Functions keep their backward (autograd_function.py), checkpoints run plainly, tensor
+    hooks raise and name the user's line. side: gets terms of the loss of which only the gradient counts.
+    """
     original = torch.autograd.Function.apply
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -136,8 +137,8 @@ def export_patches(side: list[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
-    """While open, the model's parameters and buffers are `tensors`, by the id of what
-    they stand for. Ties stay ties.
+    """While open, the model's parameters and buffers are `tensors`: {id of the original: its replacement}. Ties stay
+    ties.
     """
     saved: list[tuple[dict[str, Any], str, Tensor]] = []
     try:

@@ -1,10 +1,8 @@
-"""What a forward must not depend on besides weights, buffers, batch and torch's random numbers: a program sees it once,
-at
-capture.
+"""Side effects of forward: a program sees Python run once, at capture, so what it depends on must not change.
 
-np.random.rand(), random.random()       every step of the program would use the numbers that were drawn while it was traced
-self.count += 1; y * self.count         every step would see the first value
-"""  # noqa: E501 (a table)
+np.random.rand(), random.random()   refused: every step would use the numbers that were drawn while tracing
+self.count += 1; y * self.count     every step would see the first value: undone, and refused or noted where it shows
+"""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ class Changes:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[Changes]:
-    """While open, what is set on the model's modules is noted; then everything is as it was before. Traced buffers are
-    set in place.
-    """
+    """While open, records what forward sets on the model's modules; afterwards everything is as before."""
     names = {id(m): name for name, m in model.named_modules()}
     before = [(m, dict(m.__dict__), _contents(m)) for m in model.modules()]
     lines: dict[tuple[int, str], Source] = {}
@@ -116,7 +112,7 @@ def _same_items(now: Any, then: Any) -> bool:
 
 
 def _same(now: Any, then: Any) -> bool:
-    """One object, or plain values that are equal: a plan that was written again as it was is no change."""
+    """One object, or plain values that are equal: assigning an equal value is not a change."""
     if now is then:
         return True
     if type(now) is not type(then):

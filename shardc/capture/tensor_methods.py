@@ -1,6 +1,4 @@
-"""Methods of Tensor that tracing cannot follow, in words that it can; for traced tensors only, while a model is
-captured.
-"""
+"""Methods of Tensor that tracing cannot follow, replaced by some that it can: on traced tensors, during capture."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def _set_data(self: Tensor, value: Tensor) -> None:
 
 
 def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch aborts the process where a traced tensor is moved to a device that is not there."""
+    """torch aborts the process if a traced tensor is moved to a device that this machine does not have."""
     given = next((a for a in (*args[:1], kwargs.get("device")) if isinstance(a, (str, int, torch.device))), None)
     if isinstance(self, FakeTensor) and given is not None and not isinstance(given, bool):
         device = torch.device(given)

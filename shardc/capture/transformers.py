@@ -44,7 +44,7 @@ def as_one_op() -> Iterator[None]:
 
 
 def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any:
-    """What transformers' implementations compute, as one op; by the one that was chosen where there is no such op."""
+    """What transformers' implementations compute, as one op; falls back on the chosen one where the op cannot."""
     has: Any = module
     up, act = ("gate_up_proj", has._apply_gate) if has.has_gate else ("up_proj", has.act_fn)
     bias = (getattr(has, f"{up}_bias"), has.down_proj_bias) if has.has_bias else (None, None)

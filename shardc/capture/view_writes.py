@@ -1,8 +1,11 @@
-"""Writes through views, and to `out=`, in words that functional graphs have.
+"""Writes through views, and to `out=`, as functional ops.
 
-v = slice(x, 1, 0, 4); copy_(v, y); use(x), use(v)      ->      v' = y;  x' = slice_scatter(x, v', 1, 0, 4);  use(x'), use(v')
-div(a, b, out=x)                                        ->      copy_(x, div(a, b))
-"""  # noqa: E501 (a table)
+before    v = slice(x, 1, 0, 4);  copy_(v, y);                     use(x), use(v)
+after     v' = y;                 x' = slice_scatter(x, v', 1, 0, 4);  use(x'), use(v')
+
+before    div(a, b, out=x)
+after     copy_(x, div(a, b))
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Mesh:
     (8, 4, {'dp': 1, 'tp': 1}, 5)
 
     An axis may be seen as several digits ("tp" as "tp.0" × "tp.1", outermost first; see `refine`): its own name then
-    stands for all of them wherever an axis is named.
+    means all of them wherever an axis is named.
 
     >>> m.refine("tp", 2).axes
     (('dp', 2), ('tp.0', 2), ('tp.1', 2))

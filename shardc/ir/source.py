@@ -1,6 +1,6 @@
 """Where in the user's code something came from: of a traced node, of a raised exception, of the call being made.
 
-A user's frame is any that lies outside torch and shardc themselves; libraries such as transformers count as the user's.
+A user's frame is any outside of torch and shardc themselves; libraries such as transformers count as the user's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import torch
 from torch import fx
 
 from shardc import errors
-from shardc.ir.program import Source as Source  # also found here
+from shardc.ir.program import Source as Source  # re-exported: `source.Source`
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*(?:\n\s*(.*))?')
 _STDLIB = (str(Path(contextlib.__file__).parent),)
-_PARTS = [
-    find_spec(f"shardc.{name}") for name in ("passes", "runtime")
-]  # installed with us, but they may lie elsewhere
+#: An editable install has these folders beside shardc's own.
+_PARTS = [find_spec(f"shardc.{name}") for name in ("passes", "runtime")]
 _OURS = tuple(
     f"{Path(f).parent}/" for f in (torch.__file__, errors.__file__, *(p.origin for p in _PARTS if p and p.origin))
 )

@@ -48,8 +48,8 @@ def nodes_in(x: Any) -> Iterable[fx.Node]:
 
 
 def typed_key(x: Any) -> Any:
-    """Arguments of a call with types in the place of values (names for those without); hashable. Numbers keep apart
-    what is equal: 1, 1.0, True.
+    """Arguments of a call as a hashable key: nodes by their types (by name without one), numbers with their class, so
+    that 1, 1.0 and True differ.
     """
     if isinstance(x, fx.Node):
         value = x.meta.get("value")

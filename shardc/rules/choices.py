@@ -131,11 +131,11 @@ class Choices:
         return Strategy("split", tuple(ins), tuple(outs), name)
 
     def from_operand(self, i: int, placement: Placement, n: int) -> Strategy | None:
-        """The split that takes operand i as it lies."""
+        """The split that takes operand i in this placement."""
         return self._matching(0, i, placement, n)
 
     def from_result(self, i: int, placement: Placement, n: int) -> Strategy | None:
-        """The split that makes result i lie so."""
+        """The split that gives result i in this placement."""
         return self._matching(1, i, placement, n)
 
     def _matching(self, side: int, i: int, placement: Placement, n: int) -> Strategy | None:

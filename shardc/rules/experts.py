@@ -31,7 +31,7 @@ X, INDEX, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS, ACTIVATION, TRANSPOSED = range(
 
 
 def experts(call: Call) -> Signature:
-    """The signature of a call: what the activation takes apart says how i lies in the first product's columns."""
+    """The signature of a call: how the activation divides its input says where i is in the first product's columns."""
     x, index, up, down = (call.operands[i].shape for i in (X, INDEX, UP, DOWN))
     activation = read(call.arg(ACTIVATION, "activation"))
     transposed = bool(call.arg(TRANSPOSED, "transposed", False))

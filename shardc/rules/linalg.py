@@ -31,7 +31,7 @@ def solve(call: Call) -> Signature:
 
 
 def solve_triangular(call: Call) -> Signature:
-    """A[..., n, n], B[..., n, k]; B[..., k, n] where it stands to the left."""
+    """A[..., n, n], B[..., n, k]; B[..., k, n] where it is on the left."""
     return _columns(stacked(call), 1) if call.arg(3, "left", True) else stacked(call)
 
 
@@ -51,7 +51,7 @@ def own_dims(*own: int) -> SignatureOf:
 
 
 def columns(own: SignatureOf, operand: int) -> SignatureOf:
-    """Solvers: the columns of one operand, if it stands to the right, are solved alone."""
+    """Solvers: the columns of the right operand are solved alone."""
 
     def solved(call: Call) -> Signature:
         """As stacked matrices; the columns of the right-hand side may be split too."""
@@ -83,9 +83,9 @@ def _stacked(call: Call, own: list[int]) -> Signature:
         return (*first, *((f"{mark}{i}",) for i in range(leading, len(shape))))
 
     ins = tuple(dims(v.shape, len(e), f"x{j}_") for j, (v, e) in enumerate(zip(call.operands, lead, strict=True)))
-    asked = [v.shape[: len(batch)] == batch for v in call.results]  # vectors that were not asked for are empty
+    wanted = [v.shape[: len(batch)] == batch for v in call.results]  # vectors that were not wanted are empty
     outs = tuple(
-        dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, asked, strict=True))
+        dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, wanted, strict=True))
     )
     whole = frozenset(f for f in sizes if not f.startswith("e"))
     return Signature(ins, outs, sizes, frozenset(), whole)

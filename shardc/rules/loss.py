@@ -117,16 +117,19 @@ rule(torch.ops.aten.multilabel_margin_loss.default, by_row)
 
 
 def ctc(call: Call) -> Signature:
-    """log_probs[t, n, c], targets[n, s], lengths[n], lengths[n] -> loss[n]. Targets that stand in one row cannot be
-    split.
-    """
+    """log_probs[t, n, c], targets[n, s], lengths[n], lengths[n] -> loss[n]. Concatenated targets cannot be split."""
     x, targets = (v.shape for v in call.operands[:2])
     sizes = {"t": x[0], "n": x[1], "c": x[2]} | {f"s{i}": s for i, s in enumerate(targets)}
-    apart = len(targets) == 2
-    ins = ((("t",), ("n",), ("c",)), (("n",) if apart else ("s0",), *[("s1",)] * apart), (("n",),), (("n",),))
-    if apart:
+    batched = len(targets) == 2
+    ins = (
+        (("t",), ("n",), ("c",)),
+        (("n",) if batched else ("s0",), *[("s1",)] * batched),
+        (("n",),),
+        (("n",),),
+    )
+    if batched:
         del sizes["s0"]
-    return Signature(ins, ((("n",),),), sizes, frozenset(), frozenset(sizes) - ({"n"} if apart else set()))
+    return Signature(ins, ((("n",),),), sizes, frozenset(), frozenset(sizes) - ({"n"} if batched else set()))
 
 
 rule(torch.ops.shardc.ctc_loss.default, ctc)

@@ -178,7 +178,7 @@ def pointwise(op: Any) -> Rule | None:
     return None
 
 
-#: Ops with poles -> the places of the arguments where these lie, and a number where none is. That is what a padded
+#: Ops with poles -> the arguments that may be at one, and a number where none is. That is what a padded
 #: shard has there instead of zeros: what such an op made of its padding would be no finite number, and nor would the
 #: gradient, in which sums to other weights meet it.
 POLES: dict[Any, tuple[tuple[int, ...], float]] = {
@@ -221,7 +221,7 @@ POLES: dict[Any, tuple[tuple[int, ...], float]] = {
 
 
 def poles(op: Any, args: Sequence[Any]) -> tuple[list[Any], float]:
-    """Those of a call's arguments that may lie at a pole, and a number where there is none."""
+    """Those of a call's arguments that may be at a pole, and a number that is not."""
     places, away = POLES.get(op, ((), 0.0))
     whole = op is aten.pow.Tensor_Scalar and args[1] >= 0 and args[1] == int(args[1])
     return [] if whole else [args[p] for p in places], away

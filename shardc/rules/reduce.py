@@ -148,7 +148,7 @@ def histc(call: Call) -> Signature:
 
 
 def local_histc(call: LocalCall) -> fx.Node:
-    """Padding lies outside of the range."""
+    """Padding is outside of the range."""
     x, above = call.args[0], float(call.call.arg(3, "max", 0)) + 1
     for d in range(len(call.call.operands[0].shape)):
         if call.split(f"d{d}") and any(s.dim == d for s in call.inputs[0].paddings()):

@@ -179,7 +179,7 @@ def rule(
     of_call = None if isinstance(linear, str) else linear
     new = Rule(op, notation, fixed, added, local, extra, of_call, flops, where or caller(__file__))
     RULES[op] = new
-    find.cache_clear()  # it may have been asked for before it had a rule
+    find.cache_clear()  # someone may have looked for it before
     return new
 
 

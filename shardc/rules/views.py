@@ -46,7 +46,7 @@ def walk(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim], 
 
     Both shapes are read from the left; the gcd of what is left of the two current dims is a factor of both. Where it is
     one, the shortest runs of dims with equal products form a block: common factors are then peeled off its right end,
-    and what remains lies differently in both and stays whole.
+    and what remains is ordered differently in both and stays whole.
 
     >>> walk([4, 6], [2, 12])[:2]
     ([('f0', 'f1'), ('f2',)], [('f0',), ('f1', 'f2')])
@@ -110,7 +110,7 @@ def reshape(call: Call) -> Signature:
 
 
 def local_reshape(call: LocalCall) -> fx.Node:
-    """A rank's part may lie in memory in another way than the whole: reshape, never view."""
+    """A rank's part may have other strides than the whole: reshape, never view."""
     return call.emit(aten.reshape.default, (call.args[0], list(call.out_shape)), {})
 
 
@@ -296,7 +296,7 @@ def local_select(call: LocalCall) -> fx.Node:
     digits, wide = tuple((a, s.split) for a, s in shards), shards[0][1].padded(size)
     index = call.call.arg(2, "index") % size
     s = shards[0][1]
-    index += index // (size // s.blocks) * s.padding  # where it lies in the padded dim
+    index += index // (size // s.blocks) * s.padding  # its index in the padded dim
     return call.emit(ops.select_partial, (call.args[0], call.mesh_node, d, digits, wide, index), {})
 
 

@@ -13,7 +13,7 @@ from shardc.runtime.mesh import CommRecord
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine, OptimizerOf, adamw
 
-#: How far replicas of one value may lie apart, relative to its largest element: rounding, if ranks add up in another
+#: How far replicas of one value may differ, relative to its largest element: rounding, if ranks add up in another
 #: order.
 SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
 

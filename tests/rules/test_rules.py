@@ -1,4 +1,4 @@
-"""Every rule against the whole op: outputs and gradients, on two, three and four ranks, at every digit (DESIGN 2.2)."""
+"""Every rule against the whole op: outputs and gradients, on 2, 3 and 4 ranks, at every digit (docs/algebra.md)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ tests.
 
 Tensors are float64 and small; dims that may be split have 12 elements, or another multiple of 2, 3 or 4, so that parts
 on two, three and four ranks exist and inner digits too. A sample must not be degenerate (no roll by zero): what
-splitting does wrong has to show. Every tensor stands once in a call, because the check lays every operand out on its
+splitting does wrong has to show. Every tensor occurs once in a call, because the check lays every operand out on its
 own."""
 
 from __future__ import annotations

@@ -79,14 +79,14 @@ class Finding:
 
 
 class NoCallError(Exception):
-    """The whole op refuses the arguments: this is no call of it."""
+    """The whole op refuses the arguments: this is not a call of it."""
 
 
 class UnfitError(Exception):
     """The whole op takes the arguments, but its rule raises on them."""
 
 
-def told(e: BaseException) -> str:
+def message_of(e: BaseException) -> str:
     """An exception in a line."""
     return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
 
@@ -174,7 +174,7 @@ class Case:
         try:
             made = op(*args, **kwargs)
         except MISFIT as e:
-            raise NoCallError(told(e)) from e
+            raise NoCallError(message_of(e)) from e
         node = graph.call_function(op, *fx.node.map_aggregate((args, kwargs), placed))
         value = node.meta["value"] = typed(made, op, node.args, node.kwargs)
         for i, v in enumerate(value if isinstance(value, tuple) else ()):
@@ -184,7 +184,7 @@ class Case:
         try:
             signature = found.signature(call)
         except MISFIT as e:
-            raise UnfitError(f"{told(e)} ({call_text(call)})") from e
+            raise UnfitError(f"{message_of(e)} ({call_text(call)})") from e
         results = list(made) if isinstance(made, tuple | list) else [made]
         generator = torch.Generator().manual_seed(seed + 1)
         weights = [
@@ -194,7 +194,7 @@ class Case:
         try:
             grads = gradients(results, weights, leaves)
         except RuntimeError as e:  # no backward of its own, or none of this call
-            forward_only, weights, grads = told(e), [None] * len(results), [None] * len(leaves)
+            forward_only, weights, grads = message_of(e), [None] * len(results), [None] * len(leaves)
         rtol = max((RTOL[x.dtype] for x in (*leaves, *results) if x.dtype in RTOL), default=0.0)
         return cls(
             node,
@@ -234,7 +234,7 @@ class Case:
             graph = _OneOp(Program(mesh, self.node.graph, (), (), ()), mesh).write(self.node, ins)
             ranks = on_ranks(mesh, graph, one_rank)
         except MISFIT as e:
-            return told(e)
+            return message_of(e)
         for i, (want, layout) in enumerate(zip(self.outputs, outs, strict=True)):
             if what := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol):
                 return f"result {i}: {what}"

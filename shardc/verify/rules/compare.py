@@ -37,7 +37,7 @@ def partial_axes(layout: Layout) -> list[str]:
 
 
 def dual(layout: Layout) -> Layout:
-    """How the gradient of a value lies."""
+    """The layout of the gradient of a value."""
     return Layout(
         tuple((a, PARTIAL if p == PARTIAL_GRAD else p) for a, p in layout.items if not isinstance(p, Partial))
     )
