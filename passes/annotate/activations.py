@@ -15,12 +15,12 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir.graph import operands_of, producer_of, source_of, values_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.patterns import Selector, enclosing, select_modules
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program, Value
 from shardc.passes.annotate.padding import padded
 from shardc.passes.annotate.written import check_fits, dims_text, layout_of, quote
 from shardc.spec import ActivationRule, Spec
-from shardc.spec.patterns import Selector, enclosing, select_modules
 
 
 @dataclass(frozen=True)

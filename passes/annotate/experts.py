@@ -19,6 +19,7 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir.graph import calls, placeholders, source_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.patterns import did_you_mean, enclosing, matches
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes.annotate.indivisible import rank_counts
@@ -29,7 +30,6 @@ from shardc.rules.choices import choices_of
 from shardc.rules.experts import UP
 from shardc.runtime import ops
 from shardc.spec import Spec
-from shardc.spec.patterns import did_you_mean, enclosing, matches
 
 FORMS = (
     'experts that are one op: transformers\' with experts_implementation="grouped_mm", shardc.nn.experts(x, index,'

@@ -7,13 +7,13 @@ import math
 from shardc.errors import Errors
 from shardc.ir.graph import placeholders
 from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.patterns import did_you_mean, match
 from shardc.ir.placement import Layout
 from shardc.ir.program import Input, Program
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
 from shardc.passes.annotate.written import check_fits, layout_of
 from shardc.spec import DimShard, Spec
-from shardc.spec.patterns import did_you_mean, match
 
 
 def batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[str]]:

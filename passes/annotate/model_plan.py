@@ -27,12 +27,12 @@ from torch import fx, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import values_of
+from shardc.ir.patterns import nearest, of_every_layer
 from shardc.ir.placement import Shard
 from shardc.ir.program import Param, Program
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup, uses
 from shardc.spec import Spec
 from shardc.spec.form import EXPERTS_AXIS, Expert
-from shardc.spec.patterns import nearest, of_every_layer
 from shardc.spec.yaml_reader import Places
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardc.ir.graph import placeholders
+from shardc.ir.patterns import match, of_every_layer
 from shardc.ir.placement import Shard
 from shardc.ir.program import Param, Program
 from shardc.passes.annotate.weight_roles import ROLES, dim_for_style, role_of
 from shardc.spec import DimShard, ShardRule, Style
-from shardc.spec.patterns import match, of_every_layer
 
 
 @dataclass(frozen=True)

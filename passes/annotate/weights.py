@@ -15,6 +15,7 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir.graph import placeholders
 from shardc.ir.mesh import Mesh
+from shardc.ir.patterns import SEE_NAMES, did_you_mean, first_match, match
 from shardc.ir.placement import REPLICATE, Layout
 from shardc.ir.program import Param, Program
 from shardc.passes.annotate import indivisible, kv_heads
@@ -22,7 +23,6 @@ from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts
 from shardc.passes.annotate.written import check_fits, dims_text, layout_of, quote
 from shardc.spec import DimShard, Spec
-from shardc.spec.patterns import SEE_NAMES, did_you_mean, first_match, match
 
 
 @dataclass

@@ -30,6 +30,7 @@ from shardc.artifact.emit import human
 from shardc.errors import Errors
 from shardc.ir.graph import copy_graph, operands_of, source_of
 from shardc.ir.machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
+from shardc.ir.patterns import Selector, enclosing, select_modules
 from shardc.ir.program import Collective, Program, Region
 from shardc.ir.types import op_name
 from shardc.passes.base import Pass
@@ -37,7 +38,6 @@ from shardc.passes.checkpoint.autograd_saves import Saved, SavedOf
 from shardc.rules import registry
 from shardc.runtime import ops
 from shardc.spec import Checkpoint as Entry
-from shardc.spec.patterns import Selector, enclosing, select_modules
 
 #: A mask takes hashing its indices: so many times its size in 32-bit numbers read and written.
 HASHED = 80.0

@@ -25,13 +25,13 @@ from shardc.ir.graph import operands_of, values_of
 from shardc.ir.layers import layer_of
 from shardc.ir.machine import MEMORY_BYTES_PER_NETWORK_BYTE, PEAK_FLOPS_PER_MEMORY_BYTE
 from shardc.ir.mesh import Mesh
+from shardc.ir.patterns import match, nearest
 from shardc.ir.program import Source
 from shardc.rules import registry
 from shardc.rules.calls import call_of
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
-from shardc.spec.patterns import match, nearest
 
 #: Bytes that an optimizer's step moves for every byte of a parameter: weight, gradient, two moments, read and written.
 UPDATE = 8

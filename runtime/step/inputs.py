@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors
+from shardc.ir.patterns import match
 from shardc.ir.placement import DTYPES, chunks, widen
 from shardc.ir.program import Input, Program
-from shardc.spec.patterns import match
 
 Path = tuple[str | int, ...]
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from shardc.errors import Errors, ShardcError
+from shardc.ir import patterns
 from shardc.ir.program import Program
-from shardc.spec import patterns
 
 #: How alike an unknown setting must be to one of the optimizer's to be called a misspelling of it: optimizers may have
 #: settings of groups that stand in no defaults.

@@ -17,12 +17,12 @@ from torch import Tensor, fx, nn
 from shardc.capture import capture
 from shardc.cost.extrapolate import layer_lists, with_layers
 from shardc.errors import ShardcError
+from shardc.ir.patterns import of_every_layer
 from shardc.ir.program import Program, Source
 from shardc.ir.types import op_name
 from shardc.passes.annotate import model_plan
 from shardc.plan.space import Layers
 from shardc.runtime.step import inputs
-from shardc.spec.patterns import of_every_layer
 from shardc.torch_private import pytree
 
 #: Units of layers that are enough to tell what each adds: stages of one (the first), one, two, and one (the last).

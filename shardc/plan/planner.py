@@ -15,6 +15,7 @@ import torch
 
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
+from shardc.ir.patterns import nearest
 from shardc.ir.program import Program
 from shardc.plan.dry_runs import Library
 from shardc.plan.exact import Priced, price
@@ -24,7 +25,6 @@ from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.search import FAR, Core, Search
 from shardc.plan.space import Choice, SpecTemplate, spec
 from shardc.spec import Spec
-from shardc.spec.patterns import nearest
 
 #: `--precision`: what a spec then says.
 PRECISIONS: dict[str, dict[str, Any]] = {

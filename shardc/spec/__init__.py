@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.ir.patterns import nearest
 from shardc.spec import yaml_reader
 from shardc.spec.check import Check, data_axes, refuse_unbuilt, resolve_mesh
 from shardc.spec.explain import check_form
 from shardc.spec.form import Batch, Checkpoint, Data, DimShard, Expert, Form, Pipeline, Precision, Section, Sequence
-from shardc.spec.patterns import nearest
 from shardc.spec.yaml_reader import Document, Places, say
 
 __all__ = [

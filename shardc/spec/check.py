@@ -9,8 +9,8 @@ from typing import Any
 
 from shardc.errors import Errors
 from shardc.ir.mesh import Mesh
+from shardc.ir.patterns import nearest
 from shardc.spec.form import EXPERTS_AXIS, Batch, Data, DimShard, Form
-from shardc.spec.patterns import nearest
 from shardc.spec.yaml_reader import Path, Places, dotted, reach
 
 

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from shardc.errors import Errors
+from shardc.ir.patterns import nearest
 from shardc.spec.form import Form
-from shardc.spec.patterns import nearest
 from shardc.spec.yaml_reader import Document, Path, dotted, flow, reach, say, scalar, without
 
 Details = Any  # pydantic_core.ErrorDetails: type, loc, msg, input, ctx

@@ -24,8 +24,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import LiteralString
 
+from shardc.ir.patterns import faults
 from shardc.runtime.schedule import SCHEDULES
-from shardc.spec.patterns import faults
 from shardc.spec.yaml_reader import say
 
 STYLES = ("column", "row", "vocab", "replicate")

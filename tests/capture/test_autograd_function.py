@@ -310,7 +310,7 @@ class Looking(Fn):
 def test_a_backward_that_is_not_linear_is_refused() -> None:
     with pytest.raises(ShardcError) as e:
         capture(*net(lambda x, m: Clipped.apply(x)))
-    assert "test_custom_function.py:" in e.value.where
+    assert "test_autograd_function.py:" in e.value.where
     assert (
         "the custom autograd function Clipped has a backward that is not linear in the gradients it gets"
         in e.value.what
@@ -322,7 +322,7 @@ def test_a_backward_that_looks_at_values_is_refused() -> None:
     with pytest.raises(ShardcError) as e:
         capture(*net(lambda x, m: Looking.apply(x)))
     assert "a branch depends on a tensor's value" in e.value.what
-    assert e.value.where.startswith("test_custom_function.py:")
+    assert e.value.where.startswith("test_autograd_function.py:")
 
 
 def test_a_program_with_its_own_backward_is_kept_on_disk(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""shardc/spec/patterns.py: globs, the nearest name, and which pattern wins."""
+"""shardc/ir/patterns.py: globs, the nearest name, and which pattern wins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardc.errors import Errors
-from shardc.spec.patterns import Selector, expand, faults, first_match, match, nearest, select_modules
+from shardc.ir.patterns import Selector, expand, faults, first_match, match, nearest, select_modules
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")] + [
     "lm_head"

@@ -1,0 +1,130 @@
+"""What may import what: rooms are ordered, imports point down. Read from the source, so imports within functions count.
+
+A room is a folder of shardc (the folders `passes`, `runtime` and `specs` lie beside it), or a module that stands alone.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+#: From the bottom up: a room imports itself, and rooms of the rows before its own. So there is no circle between rooms,
+#: and those of one row know nothing of each other.
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("errors", "torch_private"),
+    ("torch_modes",),
+    ("ir",),
+    ("runtime",),
+    ("spec",),  # it lists what the runtime can do: the schedules
+    ("artifact", "nn"),
+    ("rules",),
+    ("passes",),
+    ("cost", "verify"),
+    ("capture",),
+    ("report",),
+    ("resize",),
+    ("compile",),
+    ("plan",),
+    ("shardc",),  # the public names, each imported when it is used
+    ("cli",),
+)
+FLOOR = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
+
+#: The verbs of `Program` that users call: the one exception, so that `program.save(folder)` can be written.
+VERBS = {"engine", "module", "__str__", "save", "verify", "cost"}
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    """(module, file) of all product code."""
+    for folder in ("shardc", "passes", "runtime"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts if folder == "shardc" else ("shardc", *parts)
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+FILES = dict(files())
+TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else "shardc"
+
+
+def imports(module: str) -> Iterator[tuple[str, str, str]]:
+    """(imported module, name taken of it, file:line) of the imports of shardc. Without the verbs of `Program`."""
+    for node, name in _imported(module):
+        if name.split(".")[0] == "shardc":
+            target, _, taken = (name, "", "") if name in FILES else name.rpartition(".")
+            yield target, taken, f"{FILES[module].relative_to(ROOT)}:{node.lineno}"
+
+
+def _imported(module: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
+    tree, verbs = TREES[module], set[ast.AST]()
+    if module == "shardc.ir.program":
+        (program,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Program")
+        names_only = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        methods = [n for n in program.body if isinstance(n, ast.FunctionDef) and n.name in VERBS]
+        verbs = {x for n in (*names_only, *methods) for x in ast.walk(n)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and node not in verbs:
+            yield from ((node, a.name) for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and node not in verbs:
+            assert node.level == 0, f"{module}:{node.lineno}: a relative import"
+            yield from ((node, f"{node.module}.{a.name}") for a in node.names)
+
+
+def refuse(title: str, lines: list[str]) -> None:
+    assert not lines, "\n".join([title, *lines])
+
+
+def test_every_room_is_in_the_order() -> None:
+    assert {room(m) for m in FILES} == set(FLOOR)
+
+
+def test_imports_point_down() -> None:
+    up = [
+        f"{at}: {room(module)} imports {target}"
+        for module in FILES
+        for target, _, at in imports(module)
+        if room(target) != room(module) and FLOOR[room(target)] >= FLOOR[room(module)]
+    ]
+    refuse("imports that point up:", up)
+
+
+def test_no_private_name_is_imported_from_another_room() -> None:
+    private = [
+        f"{at}: {target}.{name}"
+        for module in FILES
+        for target, name, at in imports(module)
+        if room(target) != room(module)
+        and any(p.startswith("_") and not p.endswith("__") for p in (*target.split("."), name))
+    ]
+    refuse("private names of other rooms:", private)
+
+
+def test_product_code_patches_no_module_of_its_own() -> None:
+    """`mock.patch` is for libraries that leave no other way; our own code takes an argument instead."""
+    patched = []
+    for module, tree in TREES.items():
+        ours = {taken or target.split(".")[-1] for target, taken, _ in imports(module)} | {"shardc"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and node.args and "patch" in ast.unparse(node.func).split("."):
+                root = ast.unparse(node.args[0]).strip("'\"").split(".")[0]
+                if root in ours:
+                    patched.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    refuse("patches of our own modules:", patched)
+
+
+def test_private_modules_of_torch_are_imported_in_one_file() -> None:
+    private = [
+        f"{FILES[module].relative_to(ROOT)}:{node.lineno}: {name}"
+        for module in FILES
+        if module != "shardc.torch_private"
+        for node, name in _imported(module)
+        if name.startswith("torch.") and "._" in name
+    ]
+    refuse("put these into shardc/torch_private.py:", private)
