@@ -1,33 +1,37 @@
-"""Accumulate: a step in microbatches, one after the other, exactly as if it were run at once (`batch: {microbatches:
-m}`).
+"""Accumulate: a step in microbatches, one after the other, that equals the step at once (`batch: {microbatches: m}`).
 
-Microbatches are placed as one more axis, the innermost that splits the batch. What placement then asks for tells what a
-step needs of *all* its rows, and each kind is carried out without anybody to talk to:
+Microbatches are placed as one more mesh axis, the innermost that splits the batch. The collectives that partition then
+inserts over it say what a step needs of *all* its rows; this pass replaces each kind by something that one process does
+in time instead of m ranks at once:
 
-    before   n   = sum(labels != -100)                       +microbatch +dp         known from the batch alone
-             n_s = all_reduce(n, ("dp", "microbatch"))
-             s_s = all_reduce(s, ("dp", "microbatch"))       s = sum(nll)            the loss, and linear in it all that follows
-             loss = s_s / n_s
-    after    n_t = total(mesh, 0)                            `counts` runs first, for all microbatches: their sum
-             n_s = all_reduce(n_t, ("dp",))
-             s_s = all_reduce(s, ("dp",))                    this microbatch's summand
-             loss = s_s / n_s                                the losses of the microbatches add up to the step's
+    before   n     = sum(labels != -100)                       +microbatch +dp      known from the batch alone
+             n_sum = all_reduce(n, ("dp", "microbatch"))
+             s     = sum(nll)                                  +microbatch +dp
+             s_sum = all_reduce(s, ("dp", "microbatch"))
+             loss  = s_sum / n_sum
+    after    n_tot = total(mesh, 0)                            the prologue has run on all microbatches: its sum
+             n_sum = all_reduce(n_tot, ("dp",))
+             s     = sum(nll)
+             s_sum = all_reduce(s, ("dp",))                    this microbatch's summand
+             loss  = s_sum / n_sum                             the microbatches' losses add up to the step's
 
-So means weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are those
-of the whole batch. What is gathered of the batch (all labels, to be counted on each rank) comes from `counts` too: the
-sum of parts among zeros.
+Means therefore weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are
+those of the whole batch. What is gathered of the batch (all labels, counted on each rank) comes from the prologue too:
+a sum of parts among zeros.
 
-A sum that something else than sums is made of (a router's balance of experts: a product of two) takes a forward of all
-microbatches first:
+Where something else than sums is made of a sum (a router's balance of experts: a product of two), the step runs forward
+of all microbatches once before:
 
-    before   loss = mul(f_s, p_s)                            f_s, p_s: sums of each microbatch's summands
-    after    f = summed(f_s, mesh, 1); p = summed(p_s, mesh, 2)      their sums over all microbatches; backward: identity
-             loss = to_partial(mul(f, p), mesh, "microbatch")        in the first microbatch; its gradient goes to every microbatch's summands
+    before   loss = mul(f_sum, p_sum)
+    after    f    = summed(f_sum, mesh, 1)                     f_sum, p_sum: each microbatch's summands; f, p: their
+             p    = summed(p_sum, mesh, 2)                     sums over all. Backward: identity
+             loss = to_partial(mul(f, p), mesh, "microbatch")  the first microbatch brings it; its gradient goes to all
 
-which is exact as long as nothing but the loss is made of it, or no gradient goes through it.
-Gradients add up in the parameters, and a buffer's new value, where each microbatch has a summand of it (a moving
-average of sums over rows, `batch_norm: local`), in the interpreter. Anything else that needs all rows at once
-(BatchNorm's statistics, contrastive losses) is refused, by name."""  # noqa: E501 (a table)
+That is exact as long as nothing but the loss is made of it, or no gradient goes through it.
+The interpreter adds gradients up, and a buffer's new value where each microbatch has a summand of it (a moving average
+of sums over rows, `batch_norm: local`). All else that needs all rows at once (BatchNorm's statistics, contrastive
+losses) is refused, by name.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.conversions import CONVERSIONS, between
-from shardc.ir.graph import operands_of, values_of
+from shardc.ir.graph import copy_graph, operands_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, PartialGrad, Replicate, Shard
 from shardc.ir.program import Collective, Input, Program, Source, Stage, Value
@@ -85,8 +89,8 @@ class Accumulate(Pass):
     def run(self, program: Program) -> Program:
         mesh, where = program.mesh, self.spec.where(("batch", "microbatches"))
         (stage,) = program.stages
-        writer = _Writer(stage.graph, mesh, {p.name for p in program.params}, where)
-        graph, counts = writer.run()
+        writer = _Microbatch(stage.graph, mesh, {p.name for p in program.params}, where)
+        graph, prologue = writer.run()
         rest = Mesh(tuple((a, n) for a, n in mesh.axes if a != AXIS))
         stripped = {x.name: _without(x.layout) for x in program.stored}
         program = program.with_layouts(stripped)
@@ -101,7 +105,7 @@ class Accumulate(Pass):
             inputs=inputs,
             microbatches=mesh.size(AXIS),
             stages=(Stage(graph, stage.name),),
-            prologue=Stage(counts, "counts") if counts is not None else None,
+            prologue=Stage(prologue, "counts") if prologue is not None else None,
             notes=(*program.notes, *writer.notes),
         )
 
@@ -123,7 +127,7 @@ def _cut(layout: Layout, mesh: Mesh) -> Shard | None:
     return replace(s, split=layout.local_split(AXIS, mesh)) if isinstance(s, Shard) else None
 
 
-def _one(value: Value, mesh: Mesh) -> Value:
+def _of_one_microbatch(value: Value, mesh: Mesh) -> Value:
     """The type of a value in one microbatch."""
     s = value.layout[AXIS]
     layout = _without(value.layout)
@@ -140,7 +144,7 @@ def _one(value: Value, mesh: Mesh) -> Value:
     return replace(value, shape=tuple(shape), layout=Layout(tuple((a, inner(p)) for a, p in layout.items)))
 
 
-def _alike(node: fx.Node) -> bool:
+def _same_in_all(node: fx.Node) -> bool:
     """Is what a node computes the same in all microbatches, if no microbatches had but a summand of it?"""
     return all(v.layout[AXIS] in (REPLICATE, PARTIAL_GRAD) for v in values_of(node))
 
@@ -150,41 +154,56 @@ def _trained(node: fx.Node) -> bool:
 
 
 @dataclass
-class _Writer:
+class _Microbatch:
+    """Writes the graph of one microbatch, and the prologue, from a local graph with an axis of microbatches.
+
+    From front to back each op is looked at once. A conversion over the axis goes by what its operand is:
+
+        all_reduce, gather   made of the batch alone: `ops.total`, and what it is the total of joins the prologue
+        all_reduce           else: gone. The operand is this microbatch's *summand* of the value
+        sum_grad, first_grad gone: gradients add up over microbatches anyway
+        shard, pad, first    stays, and looks at the microbatch's number (`_OF_ONE_MICROBATCH`)
+
+    An op linear in its summands gives a summand (`_propagate`); what is added to one is added in the first microbatch
+    alone (`_once`). An op that is not linear gets the sum over all microbatches, `ops.summed` (`_sum`). The step's loss
+    is a summand in the end. For `loss = s_sum / n_sum` above: n_sum is a total, s_sum a summand, and a quotient is
+    linear in its first operand: so loss is a summand, as it should be.
+    """
+
     old: fx.Graph
     mesh: Mesh
     params: set[str]
     where: str
 
     def run(self) -> tuple[fx.Graph, fx.Graph | None]:
-        self.graph = fx.Graph()
-        self.graph.output(self.graph.graph_copy(self.old, {}))
+        self.graph = copy_graph(self.old)
         self.refused: dict[str, ShardcError] = {}  # by the place in the model
-        self.known = self._known()
+        self.from_batch = self._made_of_batch()
+        #: This microbatch's parts of sums over all.
         self.summands: set[fx.Node] = set()
-        self.apart: set[tuple[fx.Node, fx.Node]] = (
-            set()
-        )  # (user, summand): where parts of a sum are added to others, to be summed later
+        #: (user, summand): where a part of a sum is added to other parts, to be summed later.
+        self.added_to: set[tuple[fx.Node, fx.Node]] = set()
+        #: What the prologue computes of each microbatch.
         self.totals: list[fx.Node] = []
-        self.sums: dict[
-            fx.Node, fx.Node
-        ] = {}  # summand -> its sum over all microbatches, which a forward of all finds first
-        self.wholes: set[fx.Node] = set()  # made of such sums, and the same in all microbatches; gradients go through
+        #: Summand -> its sum over all microbatches, from a forward of all of them.
+        self.sums: dict[fx.Node, fx.Node] = {}
+        #: Made of such sums, and the same in all microbatches; gradients go through.
+        self.whole_sums: set[fx.Node] = set()
         self.mesh_node = next(n for n in self.graph.nodes if n.name == "mesh")
         for node in list(self.graph.nodes):
-            if node.op == "call_function" and self._node(node):
+            if node.op == "call_function" and self._take_axis_out(node):
                 self._propagate(node)
         self._output(next(n for n in self.graph.nodes if n.op == "output"))
         if self.refused:
             raise self._refusal()
         for i, node in enumerate(self.sums.values()):
             node.args = (*node.args[:2], len(self.totals) + i)
-        counts = self._counts() if self.totals else None
+        prologue = self._prologue() if self.totals else None
         self.graph.eliminate_dead_code()
-        for graph in (self.graph, counts) if counts is not None else (self.graph,):
-            self._types(graph)
+        for graph in (self.graph, prologue) if prologue is not None else (self.graph,):
+            self._retype(graph)
             graph.lint()
-        return self.graph, counts
+        return self.graph, prologue
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -196,17 +215,17 @@ class _Writer:
         )
         return (f"{twice} {', '.join(what)}",) if what else ()
 
-    def _known(self) -> set[fx.Node]:
+    def _made_of_batch(self) -> set[fx.Node]:
         """What follows from the batch and buffers alone, before any parameter is looked at."""
-        found: set[fx.Node] = set()
+        from_batch: set[fx.Node] = set()
         for n in self.graph.nodes:
             if (n.op == "placeholder" and n.name not in self.params) or (
-                n.op == "call_function" and all(u in found for u in n.all_input_nodes)
+                n.op == "call_function" and all(u in from_batch for u in n.all_input_nodes)
             ):
-                found.add(n)
-        return found
+                from_batch.add(n)
+        return from_batch
 
-    def _node(self, node: fx.Node) -> bool:
+    def _take_axis_out(self, node: fx.Node) -> bool:
         """Take the axis out of a conversion. False: the node is gone, or an error."""
         collective: Collective | None = node.meta.get("collective")
         axes: tuple[str, ...] = collective.axes if collective is not None else ()
@@ -215,7 +234,7 @@ class _Writer:
         alone = node.target in _OF_ONE_MICROBATCH and node.args[2] == AXIS
         if AXIS not in axes and not alone:
             return True
-        if node.args[0] in self.wholes:
+        if node.args[0] in self.whole_sums:
             if node.target is ops.to_partial:
                 self.summands.add(node)
             else:
@@ -223,45 +242,45 @@ class _Writer:
             return False
         rest = tuple(a for a in axes if a != AXIS)
         if alone and node.args[0] in self.summands and node.target in (ops.to_partial, ops.partial_grad_to_partial):
-            self._is(node, node.args[0], node)  # a part of a sum it is already
+            self._replace_by(node, node.args[0], node)  # a part of a sum it is already
             return False
         if alone:
             node.target = _OF_ONE_MICROBATCH[node.target]
             node.meta.pop("collective", None)
             return True
         if node.target in (ops.sum_grad, ops.first_grad):
-            return self._over(node, node.args[0], rest) is node
-        if node.target is ops.all_reduce and node in self.known:
-            self._over(node, self._total(node, node.args[0]), rest)
-        elif node.target in (ops.all_gather, ops.all_gather_partial_grad) and node in self.known:
-            self._joined(node)
+            return self._over_other_axes(node, node.args[0], rest) is node
+        if node.target is ops.all_reduce and node in self.from_batch:
+            self._over_other_axes(node, self._total_before(node, node.args[0]), rest)
+        elif node.target in (ops.all_gather, ops.all_gather_partial_grad) and node in self.from_batch:
+            self._gather_in_prologue(node)
         elif node.target is ops.all_reduce:
-            self.summands.add(self._over(node, node.args[0], rest))
+            self.summands.add(self._over_other_axes(node, node.args[0], rest))
         else:
             self._refuse(node, node)
         return False
 
-    def _over(self, node: fx.Node, x: Any, rest: tuple[str, ...]) -> fx.Node:
+    def _over_other_axes(self, node: fx.Node, x: Any, rest: tuple[str, ...]) -> fx.Node:
         """The conversion over the other axes only; x itself if there are none. What stands for the node now."""
         if rest:
             node.args = (x, *node.args[1:2], rest, *node.args[3:])
             if "collective" in node.meta:
                 node.meta["collective"] = replace(node.meta["collective"], axes=rest)
             return node
-        return self._is(node, x, x if node.target is ops.all_reduce else None)
+        return self._replace_by(node, x, x if node.target is ops.all_reduce else None)
 
-    def _is(self, node: fx.Node, x: Any, parts: fx.Node | None) -> fx.Node:
+    def _replace_by(self, node: fx.Node, x: Any, parts: fx.Node | None) -> fx.Node:
         """x stands for node from here on. parts: which of the two is one part of several, that its users sum later."""
         assert isinstance(x, fx.Node)
         if parts is not None:
             if twice := [u for u in node.users if u in x.users]:
                 self._refuse(node, twice[0])
-            self.apart |= {(user, x) for user in parts.users if user is not node}
+            self.added_to |= {(user, x) for user in parts.users if user is not node}
         node.replace_all_uses_with(x)
         self.graph.erase_node(node)
         return x
 
-    def _total(self, node: fx.Node, x: Any) -> fx.Node:
+    def _total_before(self, node: fx.Node, x: Any) -> fx.Node:
         """What stands before node for the sum of x over all microbatches."""
         assert isinstance(x, fx.Node)
         if any(n.target is ops.total for n in behind([x])):
@@ -271,7 +290,7 @@ class _Writer:
         self.totals.append(x)
         return total
 
-    def _joined(self, node: fx.Node) -> None:
+    def _gather_in_prologue(self, node: fx.Node) -> None:
         """All microbatches' parts in one: each among zeros, and their sum. Truth values are counted."""
         x, value = node.args[0], node.meta["value"]
         assert isinstance(x, fx.Node)
@@ -280,7 +299,7 @@ class _Writer:
         if dtype != value.dtype:
             x = self._before(node, cast, (x,), f"{x.name}_counted", replace(x.meta["value"], dtype=dtype), dtype=dtype)
         whole = replace(value, dtype=dtype)
-        total = self._total(
+        total = self._total_before(
             node, self._before(node, ops.unshard_partial, (x, *node.args[1:]), f"{x.name}_among", whole)
         )
         if dtype != value.dtype:
@@ -295,7 +314,7 @@ class _Writer:
         with self.graph.inserting_before(node):
             new = self.graph.create_node("call_function", target, args, kwargs, name=name)
         new.meta = {"value": value, "source": node.meta.get("source", Source())}
-        self.known.add(new)
+        self.from_batch.add(new)
         return new
 
     # --- sums over the microbatches, of which each has a summand
@@ -305,13 +324,13 @@ class _Writer:
         microbatches.
         """
         operands = operands_of(node)
-        at = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.apart}
+        at = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.added_to}
         if node in self.summands:
             return
         if not at:
-            self._whole(node, operands)
+            self._use_whole_sums(node, operands)
             return
-        if all(_alike(x) for x in (node, *(x for i, x in enumerate(operands) if i not in at))):
+        if all(_same_in_all(x) for x in (node, *(x for i, x in enumerate(operands) if i not in at))):
             if at == {0} and (
                 node.target in _LINEAR or (node.target is ops.fill_padding and (len(node.args) < 8 or not node.args[7]))
             ):
@@ -319,19 +338,19 @@ class _Writer:
                 return
             rule = registry.find(node.target)
             for group in sorted(rule.groups(call_of(node)) if rule is not None else (), key=len):
-                if at <= set(group) and not any(x in self.wholes for i, x in enumerate(operands) if i not in group):
+                if at <= set(group) and not any(x in self.whole_sums for i, x in enumerate(operands) if i not in group):
                     for x in dict.fromkeys(operands[i] for i in group if i not in at):
                         node.replace_input_with(x, self._once(node, x))
                     self.summands.add(node)
                     return
             if node.target in _PLUS and at == {0} == set(range(len(operands))):
-                self._plus(node)
+                self._add_number(node)
                 return
         for x in dict.fromkeys(operands[i] for i in at):
-            if x in self.known or not self._sum(x, node):
+            if x in self.from_batch or not self._sum(x, node):
                 self._refuse(x, node)
                 return
-        self._whole(node, operands_of(node))
+        self._use_whole_sums(node, operands_of(node))
 
     # --- sums that are needed whole
 
@@ -353,22 +372,22 @@ class _Writer:
             }
             self.sums[x] = new
             if _trained(x):
-                self.wholes.add(new)
+                self.whole_sums.add(new)
         user.replace_input_with(x, self.sums[x])
         return True
 
-    def _whole(self, node: fx.Node, operands: list[fx.Node]) -> None:
+    def _use_whole_sums(self, node: fx.Node, operands: list[fx.Node]) -> None:
         """An op on sums over all microbatches. The loss's gradient with respect to them is whole in every microbatch as
         long as each computes the same of them, and of nothing else that is trained."""
-        wholes = [x for x in operands if x in self.wholes]
+        wholes = [x for x in operands if x in self.whole_sums]
         if not wholes or not _trained(node):
             return
-        if _alike(node) and all(_alike(x) and (x in self.wholes or not _trained(x)) for x in operands):
-            self.wholes.add(node)
+        if _same_in_all(node) and all(_same_in_all(x) and (x in self.whole_sums or not _trained(x)) for x in operands):
+            self.whole_sums.add(node)
         else:
             self._refuse(wholes[0], node)
 
-    def _plus(self, node: fx.Node) -> None:
+    def _add_number(self, node: fx.Node) -> None:
         """A number that is added to a sum is added in the first microbatch."""
         x, number, value = node.args[0], node.args[1], node.meta["value"]
         full = self._before(
@@ -386,7 +405,7 @@ class _Writer:
         """x in the first microbatch, zeros in the others: what is added to a sum is added once. Gradients of sums over
         all
         microbatches go to each."""
-        once = ops.to_partial if x in self.wholes else ops.partial_grad_to_partial
+        once = ops.to_partial if x in self.whole_sums else ops.partial_grad_to_partial
         with self.graph.inserting_before(user):
             new = self.graph.create_node("call_function", once, (x, self.mesh_node, AXIS), {}, name=f"{x.name}_once")
         new.meta = {"value": x.meta["value"], "source": x.meta.get("source", Source())}
@@ -427,7 +446,7 @@ class _Writer:
 
     # --- what runs first
 
-    def _counts(self) -> fx.Graph:
+    def _prologue(self) -> fx.Graph:
         """The graph that computes each total's summand of one microbatch: the same placeholders, output ((summands),
         ()).
         """
@@ -440,7 +459,7 @@ class _Writer:
         graph.output((tuple(made[x] for x in self.totals), ()))
         return graph
 
-    def _types(self, graph: fx.Graph) -> None:
+    def _retype(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
             value = node.meta.get("value")
             if node.op == "placeholder":
@@ -448,5 +467,7 @@ class _Writer:
                     node.meta["value"] = replace(value, layout=_without(value.layout))
             elif value is not None:
                 node.meta["value"] = (
-                    tuple(_one(v, self.mesh) for v in value) if isinstance(value, tuple) else _one(value, self.mesh)
+                    tuple(_of_one_microbatch(v, self.mesh) for v in value)
+                    if isinstance(value, tuple)
+                    else _of_one_microbatch(value, self.mesh)
                 )

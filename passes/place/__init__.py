@@ -1,14 +1,7 @@
-"""Placement: for every mesh axis, what every value is and by which strategy every op runs (DESIGN 2.4).
+"""Place: on every mesh axis, choose a strategy for every op, and with it the placement of every value.
 
-One axis at a time; the digits of shards are the only thing that axes share. Per axis: a greedy forward sweep, then
-others, until nothing changes, with the placements that users asked for fed back. A strategy costs the bytes that its
-operands' conversions move, forward and backward, plus the work it repeats on every rank. The result stands on the
-nodes:
-
-    node.meta["call"]        Call
-    node.meta["strategies"]  {axis: Strategy}
-    node.meta["why"]         {axis: the annotation that led to it}
-and in the layouts of parameters, buffers and inputs.
+The graph stays the same; its nodes get `strategies` and `why` (node metadata: shardc.ir.program), parameters, buffers
+and inputs get their layouts. Partition then inserts the conversions that the choices imply.
 """
 
 from __future__ import annotations
@@ -42,7 +35,32 @@ _shown = lru_cache(maxsize=1024)(repr)  # placements sort by their text
 
 @dataclass
 class Axis:
-    """Placement on one axis."""
+    """Placement on one axis. Axes come one after the other; all that they share is the digits that each has taken.
+
+    The algorithm is greedy, in sweeps over the ops, until a sweep changes nothing (at most `SWEEPS`):
+
+    1. `_choose`, front to back: each op takes its cheapest strategy. Candidates are those that take an operand as it is
+       available, those that make a result as a user demanded it in the last sweep, and to run replicated. The price is
+       in bytes that a rank sends: conversions of operands and to demanded results, forward and backward
+       (shardc.passes.place.transfer_cost), and the work that a replicated op repeats on every rank, as bytes.
+    2. `_collect_demands`, back to front: what each op needs of its operands. An op that could serve its users'
+       demand for no more than the conversion costs passes it on to its own operands: so demands travel up through ops
+       that only follow, and the next sweep sees them where there is a choice.
+
+    Last, `_hoist` moves conversions of values made from parameters alone to the parameters: there `sum_grad` is the
+    gradient's reduction, and a slice is a parameter that is stored split.
+
+    Two linear layers on tp, of which the spec says only `up: column`:
+
+        x [B, D]             Replicate
+        h = linear(x, up)    `up` is Shard(0). Splitting n takes it so: x becomes PartialGrad (sum_grad: an all_reduce
+                             in backward), h is Shard(1). Replicated, `up` were gathered, against an annotation: x1000.
+        a = relu(h)          follows: Shard(1) in, Shard(1) out, for nothing
+        y = linear(a, down)  a is available as Shard(1). Splitting k takes it so: `down` becomes Shard(1), free as no
+                             annotation says otherwise; y is Partial. To gather a and repeat the product costs more.
+        z = x + y            y becomes Replicate, by an all_reduce. `_collect_demands` notes it, and the second sweep
+                             changes nothing; `_hoist` stores `down` as Shard(1). It is the MLP of Megatron-LM.
+    """
 
     program: Program
     name: str
@@ -50,30 +68,37 @@ class Axis:
     mesh: Mesh
     choices: dict[fx.Node, Choices]
     operands: dict[fx.Node, list[Key]]  # of every op and of the output, in order
+    #: The strategy of every op, in this sweep.
     chosen: dict[fx.Node, Strategy] = field(default_factory=dict)
-    have: dict[Key, list[Placement]] = field(default_factory=dict)
-    before: dict[Key, list[Placement]] = field(default_factory=dict)  # `have` in the sweep before
-    want: dict[Key, dict[Placement, set[fx.Node]]] = field(default_factory=dict)  # and by whom
+    #: The placements in which a value exists in this sweep: as it is produced, then what users had it converted to.
+    available: dict[Key, list[Placement]] = field(default_factory=dict)
+    #: The same in the sweep before.
+    available_before: dict[Key, list[Placement]] = field(default_factory=dict)
+    #: What users need a value to be, and which users, after the last sweep.
+    demands: dict[Key, dict[Placement, set[fx.Node]]] = field(default_factory=dict)
+    #: Of parameters, buffers and inputs: the placement that they are stored in.
     stored: dict[fx.Node, Placement] = field(default_factory=dict)
-    derived: set[fx.Node] = field(default_factory=set)  # from parameters alone
-    weights: set[fx.Node] = field(
-        default_factory=set
-    )  # of those, what is no larger than its parameter, and may be stored split
-    pinned: set[fx.Node] = field(default_factory=set)
-    shared: set[fx.Node] = field(default_factory=set)
-    nbytes: dict[Key, float] = field(default_factory=dict)  # what `_bytes` has found
-    making: dict[tuple[Key, Placement], tuple[int, float]] = field(
-        default_factory=dict
-    )  # how deep `_made` looked in this sweep, and found
+    #: Values made of parameters (and constants) alone: their gradients are reduced at the parameters anyway.
+    from_parameters: set[fx.Node] = field(default_factory=set)
+    #: Of those, what is no larger than its parameter: a split of it is a parameter that is stored split.
+    splittable: set[fx.Node] = field(default_factory=set)
+    #: Values whose split an annotation asks for, and views of them: gathering them would undo it.
+    annotated: set[fx.Node] = field(default_factory=set)
+    #: Weights whose key-value heads several ranks of the axis share, and views of them.
+    shared_heads: set[fx.Node] = field(default_factory=set)
+    #: Bytes of a value as cut by the axes before (`_size`).
+    sizes: dict[Key, float] = field(default_factory=dict)
+    #: Of a value in a placement: its cost (`_cheapest`), and how deep that looked.
+    known_costs: dict[tuple[Key, Placement], tuple[int, float]] = field(default_factory=dict)
 
     def run(self) -> None:
-        self._leaves()
+        self._classify()
         for _ in range(SWEEPS):
             before = self.chosen
-            self._forward()
+            self._choose()
             if self.chosen == before:
                 break
-            self._demand()
+            self._collect_demands()
         self._hoist()
         for node, strategy in self.chosen.items():
             node.meta["strategies"][self.name] = strategy
@@ -81,8 +106,8 @@ class Axis:
 
     # --- preparation
 
-    def _leaves(self) -> None:
-        """Stored placements of placeholders, and which values derive from parameters alone."""
+    def _classify(self) -> None:
+        """How placeholders are stored, and which values are made of parameters alone."""
         by_name = {p.name: p for p in self.program.stored}
         params, buffers = {p.name for p in self.program.params}, {b.name for b in self.program.buffers}
         constant: set[fx.Node] = set()
@@ -90,28 +115,28 @@ class Axis:
             if node.op == "placeholder" and node.name in by_name:
                 self.stored[node] = by_name[node.name].layout[self.name]
                 if node.name in params:
-                    self.derived.add(node)
-                    self.weights.add(node)
+                    self.from_parameters.add(node)
+                    self.splittable.add(node)
                 elif node.name in buffers:
                     constant.add(node)
                 if self.stored[node] != REPLICATE:
-                    self.pinned.add(node)
+                    self.annotated.add(node)
                 if self.name in node.meta.get("shared", ()):
-                    self.shared.add(node)
+                    self.shared_heads.add(node)
             elif node.op == "call_function":
                 sources = (
                     [source for source, _ in self.operands[node]] if node in self.operands else [producer_of(node)[0]]
                 )
                 if all(s in constant for s in sources):
                     constant.add(node)
-                elif all(s in constant or s in self.derived for s in sources):
-                    self.derived.add(node)
-                    if all(s in constant or s in self.weights for s in sources) and not self._grows(node):
-                        self.weights.add(node)
-                    if any(s in self.pinned for s in sources):
-                        self.pinned.add(node)
-                    if any(s in self.shared for s in sources):
-                        self.shared.add(node)
+                elif all(s in constant or s in self.from_parameters for s in sources):
+                    self.from_parameters.add(node)
+                    if all(s in constant or s in self.splittable for s in sources) and not self._grows(node):
+                        self.splittable.add(node)
+                    if any(s in self.annotated for s in sources):
+                        self.annotated.add(node)
+                    if any(s in self.shared_heads for s in sources):
+                        self.shared_heads.add(node)
 
     def _grows(self, node: fx.Node) -> bool:
         """Whether an op makes more of weights than there is of them: a product, or copies."""
@@ -126,8 +151,9 @@ class Axis:
     def _nodes(self) -> Iterator[fx.Node]:
         return (n for n in self.program.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
 
-    def _forward(self) -> None:
-        self.before, self.have = self.have, {(n, 0): [p] for n, p in self.stored.items()}
+    def _choose(self) -> None:
+        """A sweep, front to back: every op takes the cheapest of its candidates; at equal cost the first."""
+        self.available_before, self.available = self.available, {(n, 0): [p] for n, p in self.stored.items()}
         self.chosen = {}
         for node in self._nodes():
             operands = self.operands[node]
@@ -135,35 +161,36 @@ class Axis:
             for strategy in self._candidates(node, operands):
                 if not self._fits(node, strategy):
                     continue
-                cost = self._cost(node, operands, strategy)
+                cost = self._strategy_cost(node, operands, strategy)
                 if cost < lowest * (1 - 1e-9):
                     best, lowest = strategy, cost
-                if cost == 0:  # at equal cost the first
+                if cost == 0:
                     break
             assert best is not None, f"{node} cannot even be replicated"
             self.chosen[node] = best
             for operand, need in zip(operands, best.inputs, strict=True):
-                if need not in self.have[operand]:
+                if need not in self.available[operand]:
                     # a partial value becomes whole on its way to anything but a shard: others may use that too
                     if (
-                        PARTIAL in self.have[operand][:1]
+                        PARTIAL in self.available[operand][:1]
                         and not isinstance(need, Shard)
-                        and REPLICATE not in self.have[operand]
+                        and REPLICATE not in self.available[operand]
                     ):
-                        self.have[operand].append(REPLICATE)
-                    if need not in self.have[operand]:
-                        self.have[operand].append(need)
+                        self.available[operand].append(REPLICATE)
+                    if need not in self.available[operand]:
+                        self.available[operand].append(need)
             for i, placement in enumerate(best.outputs):
-                self.have[node, i] = [placement]
+                self.available[node, i] = [placement]
 
     def _candidates(self, node: fx.Node, operands: list[Key]) -> Iterator[Strategy]:
+        """The strategies worth a look, in the order in which they win at equal cost."""
         pin: Placement = node.meta["pin"][self.name] if "pin" in node.meta else REPLICATE
         if pin != REPLICATE:  # on axes that the annotation does not name a pin is an ordinary identity
-            pin = self._below(node, pin)
+            pin = self._inner_digit(node, pin)
             yield Strategy("pin", (pin,), (pin,))
             return
         choices = self.choices[node]
-        if any(o[0] in self.shared for o in operands) and node not in self.shared:
+        if any(o[0] in self.shared_heads for o in operands) and node not in self.shared_heads:
             # every rank computes the heads it shares, as a part of its own work: what is split otherwise would have to
             # be gathered
             yield choices.partial_grad
@@ -171,34 +198,34 @@ class Axis:
         seen: list[Strategy] = []  # few, and mostly the same objects: hashing them all takes longer
         for i, operand in enumerate(operands):
             # weights, and sums that are still to be done, may as well become what others need them to be
-            open_still = operand[0] in self.derived or isinstance(self.have[operand][0], Partial)
+            undecided = operand[0] in self.from_parameters or isinstance(self.available[operand][0], Partial)
             for placement in (
-                *self.have[operand],
-                *(sorted(self.want.get(operand, ()), key=_shown) if open_still else ()),
+                *self.available[operand],
+                *(sorted(self.demands.get(operand, ()), key=_shown) if undecided else ()),
             ):
                 s = choices.from_operand(i, placement, self.n)
                 if s is not None and s not in seen:
                     seen.append(s)
                     yield s
         for i in range(len(choices.call.results)):
-            for placement in self.want.get((node, i), ()):
+            for placement in self.demands.get((node, i), ()):
                 s = choices.from_result(i, placement, self.n)
                 if s is not None and s not in seen:
                     seen.append(s)
                     yield s
         if choices.rule.extra:
-            yield from choices.rule.extra(choices.call, self.n, [frozenset(self.have[o]) for o in operands])
+            yield from choices.rule.extra(choices.call, self.n, [frozenset(self.available[o]) for o in operands])
         # at equal cost a value goes on as it is
-        varies = any(self.have[o][0] == PARTIAL_GRAD for o in operands)
-        if varies:
+        produced_so = any(self.available[o][0] == PARTIAL_GRAD for o in operands)
+        if produced_so:
             yield choices.partial_grad
         yield choices.replicate
-        if not varies and any(PARTIAL_GRAD in self.have[o] for o in operands):
+        if not produced_so and any(PARTIAL_GRAD in self.available[o] for o in operands):
             yield choices.partial_grad
-        if any(isinstance(p, Partial) for o in operands for p in self.have[o]):
+        if any(isinstance(p, Partial) for o in operands for p in self.available[o]):
             yield from choices.partials
 
-    def _below(self, node: fx.Node, pin: Placement) -> Placement:
+    def _inner_digit(self, node: fx.Node, pin: Placement) -> Placement:
         """A pin's shard as the digit below those of the axes that split its dim already: an annotation names dims, not
         digits.
 
@@ -232,11 +259,11 @@ class Axis:
                         return False
         return True
 
-    def _bytes(self, operand: Key) -> float:
-        """Bytes of a value as cut by the axes that were placed before. float64 counts as float32: what is cheap must
-        not
-        depend on whether a check runs in double precision."""
-        if (known := self.nbytes.get(operand)) is not None:
+    def _size(self, operand: Key) -> float:
+        """Bytes of a value as cut by the axes that were placed before.
+
+        float64 counts as float32: what is cheap must not depend on whether a check runs in double precision."""
+        if (known := self.sizes.get(operand)) is not None:
             return known
         node, i = operand
         v = values_of(node)[i]
@@ -244,35 +271,38 @@ class Axis:
         for axis, s in node.meta.get("strategies", {}).items():
             if i < len(s.outputs) and isinstance(s.outputs[i], Shard):
                 cut *= self.mesh.size(axis)
-        self.nbytes[operand] = found = v.nbytes() / cut * min(4 / v.dtype.itemsize, 1)
-        return found
+        self.sizes[operand] = size = v.nbytes() / cut * min(4 / v.dtype.itemsize, 1)
+        return size
 
-    def _convert(self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False) -> float:
-        """Bytes of making a value what `user` needs, from the nearest of what there is (fresh: from how it is
-        produced).
+    def _conversion_cost(
+        self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False
+    ) -> float:
+        """Bytes of converting a value to what `user` needs, from the nearest placement in which it is available.
+
+        fresh: from the one in which it is produced.
         """
-        have = self.have[operand][: 1 if fresh else None]
-        if need in have:
+        forms = self.available[operand][: 1 if fresh else None]
+        if need in forms:
             return 0.0
         node, i = operand
-        v, nbytes = values_of(node)[i], self._bytes(operand)
-        free = need == PARTIAL_GRAD or (isinstance(need, Shard) and node in self.weights)
-        if node in self.derived and have[0] in (REPLICATE, PARTIAL_GRAD) and free:
-            return (
-                0.0  # the gradient's reduction has to be done anyway; a weight that is only used split is stored split
-            )
-        cost = min(transfer(v, p, need, self.n, nbytes) for p in have)
-        if isinstance(have[0], Partial) and not isinstance(need, Partial):
-            others = self.want.get(operand, {}).get(need, set()) - {user}
+        v, nbytes = values_of(node)[i], self._size(operand)
+        free = need == PARTIAL_GRAD or (isinstance(need, Shard) and node in self.splittable)
+        if node in self.from_parameters and forms[0] in (REPLICATE, PARTIAL_GRAD) and free:
+            return 0.0  # its gradient has to be reduced anyway, and a weight that is only used split is stored split
+        cost = min(transfer(v, p, need, self.n, nbytes) for p in forms)
+        if isinstance(forms[0], Partial) and not isinstance(need, Partial):
+            others = self.demands.get(operand, {}).get(need, set()) - {user}
             cost = 0.0 if others and not fresh else cost / len(node.users)  # one sum does for all users
-        kept = node in self.pinned or self.name == MICROBATCH
-        return cost * UNDO if kept and isinstance(have[0], Shard) else cost
+        kept = node in self.annotated or self.name == MICROBATCH
+        return cost * UNDO if kept and isinstance(forms[0], Shard) else cost
 
-    def _cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
-        joins = PARTIAL in strategy.outputs and self._joins(node)
+    def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
+        """Bytes that each rank sends for operands as the strategy needs them and results as users do, and the work that
+        every rank repeats, as bytes."""
+        joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
         # a part that becomes a summand moves nothing; what it costs is its sum, which here is done anyway
-        cost = sum(self._convert(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
+        cost = sum(self._conversion_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
         if strategy.kind == "pin":
             return cost
         choices = self.choices[node]
@@ -281,22 +311,22 @@ class Axis:
         for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):
             if joins:
                 continue  # it is added to another value that has to be summed anyway
-            later = [need for need in self.want.get((node, i), ()) if need != out]
-            nbytes = self._bytes((node, i))
-            there: list[Placement] = [out]
-            for need in sorted(later, key=lambda p: p != REPLICATE):  # what is made for one user serves the next
-                cost += min(transfer(v, p, need, self.n, nbytes) for p in there)
-                there.append(need)
+            later = [need for need in self.demands.get((node, i), ()) if need != out]
+            nbytes = self._size((node, i))
+            forms: list[Placement] = [out]
+            for need in sorted(later, key=lambda p: p != REPLICATE):  # what is converted for one user serves the next
+                cost += min(transfer(v, p, need, self.n, nbytes) for p in forms)
+                forms.append(need)
             if isinstance(out, Partial) and not later:  # handing a partial value on only puts its sum off
                 cost += transfer(v, out, REPLICATE, self.n, nbytes)
         return cost
 
-    def _joins(self, node: fx.Node) -> bool:
+    def _joins_a_sum(self, node: fx.Node) -> bool:
         """Whether all that uses a result can add it to another partial value, which nothing else needs whole."""
 
         def only_summed(o: Key, user: fx.Node) -> bool:
-            others = {p for p, users in self.want.get(o, {}).items() if users - {user}}
-            return PARTIAL in self.have.get(o, self.before.get(o, ())) and others <= {PARTIAL}
+            others = {p for p, users in self.demands.get(o, {}).items() if users - {user}}
+            return PARTIAL in self.available.get(o, self.available_before.get(o, ())) and others <= {PARTIAL}
 
         def joint(user: fx.Node) -> bool:
             if user.op != "call_function" or user not in self.choices:
@@ -308,55 +338,51 @@ class Axis:
 
         return all(joint(user) for user in node.users)
 
-    def _demand(self) -> None:
+    def _collect_demands(self) -> None:
         """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
-        self.want, self.making = {}, {}
+        self.demands, self.known_costs = {}, {}
         output = next(n for n in reversed(self.program.graph.nodes) if n.op == "output")
-        loss, *_ = self.operands[output]  # new values of buffers may lie as they come: see `_hoist`
-        self.want.setdefault(loss, {}).setdefault(REPLICATE, set()).add(output)
+        loss, *_ = self.operands[output]  # new values of buffers may stay as they are produced: see `_hoist`
+        self.demands.setdefault(loss, {}).setdefault(REPLICATE, set()).add(output)
         for node in reversed(list(self._nodes())):
             strategy = self.chosen[node]
-            wanted = self.want.get((node, 0), {})
+            wanted = self.demands.get((node, 0), {})
             if len(strategy.outputs) == 1 and len(wanted) == 1:
-                strategy = self._obliging(node, strategy, next(iter(wanted)))
+                strategy = self._serving(node, strategy, next(iter(wanted)))
             for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
-                self.want.setdefault(operand, {}).setdefault(need, set()).add(node)
+                self.demands.setdefault(operand, {}).setdefault(need, set()).add(node)
 
-    def _obliging(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
-        """The strategy that makes the result as users want it, if that costs no more than converting it; else the
-        chosen one.
-        """
-        if wanted == chosen.outputs[0] or (other := self._making(node, wanted)) is None:
+    def _serving(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
+        """The strategy that produces what users need, if that costs no more than a conversion; else the chosen one."""
+        if wanted == chosen.outputs[0] or (other := self._alternative(node, wanted)) is None:
             return chosen
-        now = transfer(values_of(node)[0], chosen.outputs[0], wanted, self.n, self._bytes((node, 0)))
-        return other if self._change(node, other, chosen, depth=8) <= now else chosen
+        now = transfer(values_of(node)[0], chosen.outputs[0], wanted, self.n, self._size((node, 0)))
+        return other if self._extra_cost(node, other, chosen, depth=8) <= now else chosen
 
-    def _change(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
+    def _extra_cost(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
         """What more an op's operands cost with another strategy; the ops that make them may change theirs as well."""
         operands = self.operands[node]
-        before = sum(self._convert(o, need, fresh=True) for o, need in zip(operands, chosen.inputs, strict=True))
-        return sum(self._made(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
+        before = sum(
+            self._conversion_cost(o, need, fresh=True) for o, need in zip(operands, chosen.inputs, strict=True)
+        )
+        return sum(self._cheapest(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
 
-    def _made(self, operand: Key, need: Placement, depth: int) -> float:
-        """Bytes of having a value as an op needs it: by converting it, or by another
-        strategy of the op that makes it.
-        """
-        deep, known = self.making.get((operand, need), (-1, 0.0))
+    def _cheapest(self, operand: Key, need: Placement, depth: int) -> float:
+        """Bytes of a value as an op needs it: by a conversion, or by another strategy of the op that produces it."""
+        deep, known = self.known_costs.get((operand, need), (-1, 0.0))
         if deep >= depth:
             return known
         node, _ = operand
-        cost = self._convert(operand, need, fresh=True)
+        cost = self._conversion_cost(operand, need, fresh=True)
         if cost > 0 and depth > 0 and node in self.chosen and len(self.chosen[node].outputs) == 1:
-            other = self._making(node, need)
+            other = self._alternative(node, need)
             if other is not None:
-                cost = min(cost, max(0.0, self._change(node, other, self.chosen[node], depth - 1)))
-        self.making[operand, need] = depth, cost
+                cost = min(cost, max(0.0, self._extra_cost(node, other, self.chosen[node], depth - 1)))
+        self.known_costs[operand, need] = depth, cost
         return cost
 
-    def _making(self, node: fx.Node, wanted: Placement) -> Strategy | None:
-        """A strategy by which an op would make its result as wanted, instead of the chosen one. None if it does more
-        work.
-        """
+    def _alternative(self, node: fx.Node, wanted: Placement) -> Strategy | None:
+        """A strategy by which an op would produce its result as wanted; None if it has none, or only with more work."""
         choices, chosen = self.choices[node], self.chosen[node]
         works = choices.rule.flops is not None
         if chosen.kind != "replicate" and (works or chosen.kind != "split"):
@@ -387,19 +413,22 @@ class Axis:
     def _hoist(self) -> None:
         """Move `sum_grad` from the uses of what derives from parameters up to the parameters: their gradients' sum."""
         for node in reversed(list(self._nodes())):
-            plain = node in self.derived and self.chosen[node].kind == "replicate"
+            plain = node in self.from_parameters and self.chosen[node].kind == "replicate"
             if plain and any(PARTIAL_GRAD in self._needs(node, i) for i in range(len(values_of(node)))):
                 self.chosen[node] = self.choices[node].partial_grad
         for node, placement in self.stored.items():
-            if node in self.derived and placement == REPLICATE:
+            if node in self.from_parameters and placement == REPLICATE:
                 needs = self._needs(node)
                 v = values_of(node)[0]
                 if len(needs) == 1 and isinstance(p := next(iter(needs)), Shard) and not self._collides(node, p):
                     self.stored[node] = p
                 elif PARTIAL_GRAD in needs and needs_sum_grad(v):
                     self.stored[node] = PARTIAL_GRAD
-        for node, new in self._updated():  # statistics of split channels: stored split, if they are used and made so
-            p = self.have[new][0]
+        for (
+            node,
+            new,
+        ) in self._updated_buffers():  # statistics of split channels: stored split, if they are used and made so
+            p = self.available[new][0]
             if (
                 self.stored[node] == REPLICATE
                 and isinstance(p, Shard)
@@ -408,7 +437,7 @@ class Axis:
             ):
                 self.stored[node] = p
 
-    def _updated(self) -> Iterator[tuple[fx.Node, Key]]:
+    def _updated_buffers(self) -> Iterator[tuple[fx.Node, Key]]:
         """Every buffer that the step updates, and its new value."""
         nodes = {n.name: n for n in self.stored}
         _, *news = self.operands[next(n for n in reversed(self.program.graph.nodes) if n.op == "output")]
@@ -436,7 +465,7 @@ class Axis:
                 sharded = [source for (source, _), need in every if isinstance(need, Shard | Partial)]
                 found = [
                     s.meta["why"][self.name]
-                    for s in sorted(sharded, key=lambda s: s not in self.derived)
+                    for s in sorted(sharded, key=lambda s: s not in self.from_parameters)
                     if self.name in s.meta["why"]
                 ]
                 if found:
