@@ -1,0 +1,14 @@
+"""What runs on a rank: a program's ops, the mesh that it communicates over, and the engine that trains with it. Nothing
+here knows the compiler.
+
+    ops/         the functions that programs call: conversions between placements, experts, random numbers
+    mesh/        collectives by mesh axis: over torch.distributed, or between threads of one process
+    schedule/    pipeline schedules as data: SCHEDULES, their text, the proof that they end
+    step/        one rank's training step: engine, interpreter, module, recomputation, loss scaling
+    zero/        buckets of parameters: what ZeRO shards, how gradients are summed
+    offload/     what is kept outside of the device
+    state/       weights in, checkpoints in and out
+    data/        a loader that reads this rank's part of each global batch
+    rng          random numbers that are the same on every mesh; draw: torch's random ops by means of them
+    launch       one process for every rank on this machine
+"""

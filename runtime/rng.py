@@ -1,5 +1,4 @@
-"""Randomness that does not know the mesh (DESIGN 2.5): every number is a function of a key and the *global* element's
-index.
+"""Randomness that is the same on every mesh: each number is a function of a key and the *global* element's index.
 
 key = (seed, stream, step, microbatch); stream is the ordinal of the op in the graph. A rank computes the numbers of
 just the elements it holds, so that masks and initial weights are the same on every mesh, under recomputation and on one
@@ -36,6 +35,11 @@ class Key(NamedTuple):
     low: int
     high: int
     block: int = BLOCK
+
+    @property
+    def unsigned(self) -> tuple[int, int]:
+        """(low, high) as unsigned 32-bit numbers, which other generators are seeded with."""
+        return self.low & 0xFFFFFFFF, self.high & 0xFFFFFFFF
 
 
 @dataclass

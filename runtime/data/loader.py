@@ -123,7 +123,7 @@ class Loader:
             raise ShardcError(
                 f"the checkpoint is in the middle of {sizes[0]}, and this is {sizes[1]}",
                 where=self._where,
-                fix="go on with the same dataset, or give this loader another name: it then begins anew",
+                fix="continue with the same dataset, or give this loader another name: it then starts anew",
             )
         self.order.load_state_dict(state)
         self._reading = None  # its reader has the seed
@@ -183,7 +183,7 @@ class Loader:
         sizes = {name_of(x.path): x.shape[d] for x in self.program.inputs if (d := self._dims[x.name]) is not None}
         if not sizes:
             raise ShardcError(
-                "no input of the program has a batch dim",
+                "none of the program's inputs has a batch dim",
                 where=self._where,
                 fix="give one in the spec's batch: {dims: ...}",
             )
@@ -192,7 +192,9 @@ class Loader:
             if size % found:
                 fix = f"give {name!r} its batch dim in the spec's batch: {{dims: ...}}, or null if it has none"
                 errors.add(
-                    f"its batch dim is {size} long, which is no multiple of the others' {found}", where=name, fix=fix
+                    f"its batch dim is {size} long, which is not a multiple of the other inputs' {found}",
+                    where=name,
+                    fix=fix,
                 )
         errors.raise_any()
         if given is not None and given != found:
@@ -237,17 +239,17 @@ class Loader:
         data = self.dataset
         if isinstance(data, DataLoader):
             raise ShardcError(
-                "a DataLoader is no dataset",
+                "a DataLoader is not a dataset",
                 where=self._where,
                 fix="pass its dataset, and its collate_fn and num_workers",
             )
         if isinstance(data, Mapping):
             fix = f"pass one of its entries, such as {next(iter(data))!r}" if data else "pass a dataset"
-            raise ShardcError(f"a {type(data).__name__} is no dataset", where=self._where, fix=fix)
+            raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self._where, fix=fix)
         if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
             return False
         if not hasattr(data, "__iter__"):
-            what = f"a {type(data).__name__} is no dataset: it has neither __getitem__ and __len__, nor __iter__"
+            what = f"a {type(data).__name__} is not a dataset: it has neither __getitem__ and __len__, nor __iter__"
             raise ShardcError(what, where=self._where, fix="pass a torch.utils.data.Dataset or IterableDataset")
         if isinstance(data, Iterator):
             fix = "pass an object whose __iter__ begins anew, such as a torch.utils.data.IterableDataset"
@@ -258,7 +260,7 @@ class Loader:
         errors, size = Errors(), self.order.size
         for name in {"sampler", "batch_sampler"} & options.keys():
             fix = "leave it out; for an order of your own, wrap the dataset and pass shuffle=False"
-            errors.add(f"{name} is the loader's own: it knows what each rank reads", where=self._where, fix=fix)
+            errors.add(f"{name} is set by the loader, which decides what each rank reads", where=self._where, fix=fix)
         if size is None and self.order.shuffle:
             fix = "leave shuffle out, and shuffle in the dataset"
             errors.add("an iterable dataset comes in its own order", where=self._where, fix=fix)
@@ -293,7 +295,7 @@ class Loaders(dict[str, Loader]):
             return loader
         if loader.name in self:
             raise ShardcError(
-                f"the engine has a loader of the name {loader.name!r} already",
+                f"the engine already has a loader named {loader.name!r}",
                 where="engine.loader",
                 fix=(
                     "use that one for every epoch, or give this one a name of its own; name=None is not kept in"

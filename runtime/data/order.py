@@ -57,7 +57,7 @@ class Order(Sampler[list[Key]]):
         assert self.size is not None
         if not self.shuffle:
             return torch.arange(self.size)
-        low, high = (k & 0xFFFFFFFF for k in key(self.seed, self.epoch))
+        low, high = key(self.seed, self.epoch).unsigned
         return torch.randperm(self.size, generator=torch.Generator().manual_seed(high << 32 | low))
 
     def advance(self) -> None:

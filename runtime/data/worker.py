@@ -65,7 +65,7 @@ def _set(state: tuple[Any, ...]) -> None:
 
 
 def _seed(words: Sequence[int]) -> None:
-    low, high = (k & 0xFFFFFFFF for k in key(*words))
+    low, high = key(*words).unsigned
     random.seed(high << 32 | low)
     np.random.seed(low)
     torch.default_generator.manual_seed(high << 32 | low)  # torch.manual_seed would seed the devices too

@@ -1,12 +1,11 @@
-"""An optimizer whose state lies outside of the device: it steps page by page, as any program works on what does not fit
-in
-memory.
+"""An optimizer whose state is kept outside of the device: it steps page by page, as any program works on what does not
+fit in memory.
 
-    fetch 1 | step 1, fetch 2 | put 1, step 2 | fetch 3 | step 3, put 2 | ...       what is fetched and put moves in the background
+    fetch 1 | step 1, fetch 2 | put 1, step 2 | fetch 3 | step 3, put 2 | ...       fetch and put run in the background
 
-A page is some parameters with their state; at most two are on the device. That stepping them apart comes to the same as
-together is proven for the very optimizer, not assumed: one that, say, scales every update by the norm of all of them is
-refused."""  # noqa: E501 (a table)
+A page is some parameters with their state; at most two are on the device. That stepping page by page gives the same as
+one step of all is proven for the optimizer at hand, not assumed: one that, say, scales every update by the norm of all
+of them is refused."""
 
 from __future__ import annotations
 

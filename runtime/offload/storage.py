@@ -125,7 +125,7 @@ class Files:
             _sweep(self.folder)
             self._fd, path = _create(self.folder, rank)
         except OSError as e:
-            what = f"nothing can be written in the directory {self.folder}: {e.strerror}"
+            what = f"cannot write to the directory {self.folder}: {e.strerror}"
             raise ShardcError(what, where=where, fix="name a directory that every rank may write to, or cpu") from e
         self._size = 0
         self._chunk: _Chunk | None = None

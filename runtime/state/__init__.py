@@ -1,9 +1,16 @@
-"""State is keyed by the model's own names and the global slice, never by plan (DESIGN section 3).
+"""Parameters, buffers and the optimizer's state, into an engine and out of it: keyed by the model's own names and the
+place in the global tensor, never by how a program shards, so that any mesh reads what any other wrote.
 
-local_parameters   this rank's part of real weights, of a builder's (nothing is broadcast), of a file's
-save, load         checkpoints that any mesh can load (see shardc.runtime.state.saving)
-full_state_dict    the plain state_dict of the unsharded model, gathered parameter by parameter
-export_safetensors the same, in files that safetensors and transformers load
+    local_parameters      this rank's part of real weights, of a builder's (nothing is broadcast), of a file's
+    save, load            checkpoints that any mesh can load
+    full_state_dict       the plain state_dict of the unsharded model, gathered parameter by parameter
+    export_safetensors    the same, in files that safetensors and transformers load
+
+    saving                checkpoints: torch.distributed.checkpoint's format, and a manifest
+    saving_boxes          which boxes of a global tensor a rank writes and reads
+    saving_optimizer      the optimizer's state in a checkpoint
+    sources               where weights come from: a model, a builder, a state_dict, a file
+    init, init_recorder   weights of a builder, each computed by itself from a recording of the constructor
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class Recorder:
         """
         if x.layout is not torch.strided or x.is_quantized:
             raise ShardcError(
-                f"a {x.layout} tensor is made while the model is built",
+                f"building the model makes a {x.layout} tensor",
                 where=source.of_call().line,
                 fix="pass a real model instead of its builder",
             )

@@ -1,12 +1,13 @@
 """Checkpoints that any mesh can load, in the format of torch.distributed.checkpoint.
 
-    DIR/.metadata, __0_0.distcp ...   torch's: tensors as boxes of the global tensor, under "model.FQN" and "optimizer.FQN.STATE"
+    DIR/.metadata, __0_0.distcp ...   torch's: tensors as boxes of the global tensor, named "model.FQN" and
+                                      "optimizer.FQN.STATE"
     DIR/manifest.json                 hyperparameters and numbers of the optimizer, and the caller's `extra`
 
-Every rank plans by itself what it writes and reads (shardc.runtime.state.saving_boxes, checkpoint_optimizer), and
-leaves its plan beside what it wrote, for rank 0 to list: the ranks only meet at barriers, whatever they are (processes
-or threads). What is saved is complete or absent: it is renamed into place.
-"""  # noqa: E501 (a table)
+Every rank plans by itself what it writes and reads (saving_boxes.py, saving_optimizer.py), and leaves its plan beside
+what it wrote, for rank 0 to list: the ranks only meet at barriers, whatever they are (processes or threads). What is
+saved is complete or absent: it is renamed into place.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,33 +37,35 @@ _FORMAT = 1
 _OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
 
 
-class _Saving(DefaultSavePlanner):
-    """Looks tensors up in our parts. The plan is made by `save`."""
+Lookup = Callable[[MetadataIndex], Tensor]
 
-    def __init__(self, parts: Mapping[str, Part], mesh: Any) -> None:
+
+def _lookup(parts: Mapping[str, Part], mesh: Any) -> Lookup:
+    """Finds this rank's tensor of a box in torch's plans, which `save` and `load` have made."""
+
+    def box_of(index: MetadataIndex) -> Tensor:
+        boxes = parts[index.fqn].boxes(mesh.layout, coordinates(mesh))
+        return next(x for box, x in boxes if box.offsets == index.offset)
+
+    return box_of
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, lookup: Lookup) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.parts, self.mesh = parts, mesh
+        self._lookup = lookup
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return _box(self.parts[index.fqn], self.mesh, index)
+        return self._lookup(index)
 
 
-class _Loading(DefaultLoadPlanner):
-    """The same for reading. The plan is made by `load`."""
-
-    def __init__(self, parts: Mapping[str, Part], mesh: Any) -> None:
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, lookup: Lookup) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.parts, self.mesh = parts, mesh
+        self._lookup = lookup
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return _box(self.parts[index.fqn], self.mesh, index)
-
-
-def _box(part: Part, mesh: Any, index: MetadataIndex) -> Tensor:
-    for box, there in part.boxes(mesh.layout, coordinates(mesh)):
-        if box.offsets == index.offset:
-            return there
-    raise AssertionError(f"{index} is no box of this rank")
+        return self._lookup(index)
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ def save(
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
     mesh.barrier()
-    planner, writer = _Saving(parts, mesh), FileSystemWriter(work)
+    planner, writer = _SavePlanner(_lookup(parts, mesh)), FileSystemWriter(work)
     plan = SavePlan([i for key, part in parts.items() for i in part.items(key, mesh.layout, coordinates(mesh))])
     mine = writer.prepare_global_plan([SavePlan([])] * mesh.rank + [plan])[-1]  # names its file after the rank
     results = writer.write_data(mine, planner).wait()
@@ -115,9 +118,9 @@ def save(
         every = [pickle.loads(_results(work, r).read_bytes()) for r in range(mesh.layout.world)]
         _, metadata = planner.create_global_plan([p for p, _, _ in every])
         writer.finish(metadata, [r for _, r, _ in every])
-        for _, _, told in reversed(every):
-            manifest["extra"] |= told["extra"]
-        if facts := [told["optimizer"] for _, _, told in every if "optimizer" in told]:
+        for _, _, theirs in reversed(every):
+            manifest["extra"] |= theirs["extra"]
+        if facts := [theirs["optimizer"] for _, _, theirs in every if "optimizer" in theirs]:
             manifest["optimizer"] = together(facts)
         for r in range(mesh.layout.world):
             _results(work, r).unlink()
@@ -135,9 +138,9 @@ def _check_free(folder: Path) -> None:
     )
     if others:
         what = (
-            f"the checkpoint would replace what is there, and that is more than a checkpoint: {', '.join(others[:5])}"
+            f"the folder has files that are not a checkpoint's, and saving would delete them: {', '.join(others[:5])}"
         )
-        raise ShardcError(what, where=str(folder), fix=f"name a folder of its own, such as {folder.name}/checkpoint")
+        raise ShardcError(what, where=str(folder), fix=f"save to a folder of its own, such as {folder.name}/checkpoint")
 
 
 def _results(work: Path, rank: int) -> Path:
@@ -196,7 +199,7 @@ def load(
     except (FileNotFoundError, NotADirectoryError) as e:
         what, old = "there is no checkpoint in this folder", _old(folder.absolute())
         fix = (
-            f"a save ended between two renames: {old} is what was here"
+            f"a save was interrupted between two renames: {old} is the checkpoint before it"
             if old.exists()
             else "pass a folder that shardc saved to"
         )
@@ -219,7 +222,7 @@ def load(
             states = room_for(program, params, optimizer, manifest, stored, parts, str(folder), runs or {}, room, mesh)
     errors.raise_any()
 
-    planner = _Loading(parts, mesh)
+    planner = _LoadPlanner(_lookup(parts, mesh))
     coords = coordinates(mesh)
     plan = LoadPlan(
         [

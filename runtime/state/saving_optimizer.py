@@ -31,7 +31,7 @@ def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer
         for x in group["params"]:
             if id(x) not in known:
                 raise ShardcError(
-                    f"the optimizer holds a tensor of shape {list(x.shape)} that is no parameter of the program",
+                    f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
                     fix="make the optimizer from the parameters that shardc gives it",
                 )
     return [[known[id(x)] for x in group["params"]] for group in optimizer.param_groups]
@@ -63,7 +63,7 @@ def state_parts(
                     )
             else:
                 raise ShardcError(
-                    f"the optimizer's state {name!r} of shape {list(x.shape)} does not lie like its parameter,"
+                    f"the optimizer's state {name!r} of shape {list(x.shape)} does not have its parameter's shape,"
                     f" {list(local.shape)}",
                     where=p.fqn,
                     fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
@@ -184,7 +184,7 @@ def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[s
                 f"parameters of the optimizer's group {i} were in groups of other settings when this was saved: {k} of"
                 f" {each}"
             )
-            errors.add(what, where=folder, fix="make the groups as they were, or load it with optimizer=None")
+            errors.add(what, where=folder, fix="make the same groups as then, or load it with optimizer=None")
             return
 
 

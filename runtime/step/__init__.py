@@ -1,0 +1,13 @@
+"""One rank's training step, from a batch to updated parameters.
+
+engine                the step: takes a batch, runs forward and backward, sums gradients, updates
+module                a program as an nn.Module for a loop of one's own
+interpreter           runs the actions of a schedule: stages forward and backward, sends, receives
+context               what ops may know of the step: the microbatch, sums over microbatches
+inputs                a user's batch -> this rank's inputs
+recompute             computes values again in backward; activation_offload: keeps them on the CPU meanwhile
+split_backward        backward in two halves, for zero-bubble schedules
+loss_scale            loss scaling for float16, on all ranks alike
+param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers
+expert_load           how tokens were spread over experts
+"""

@@ -1,12 +1,18 @@
-"""Runs the actions of one rank: a small loop over a list (shardc.runtime.schedule), and what each kind of action does.
+"""Runs the actions of one rank: a loop over a list (shardc.runtime.schedule), and what each kind of action does.
 
 A stage is a function of its rank's parameters, buffers and inputs and of values of other stages; autograd is cut at
-those. For a stage s and a microbatch m, forward keeps what the stage received (leaves) and what it made for others;
-backward starts from the gradients of the latter, and leaves those of the former, to be sent back. A program of one
-stage is the same loop over `F0 B0 F1 B1 ...`.
+those. For a stage s and a microbatch m, forward keeps what the stage received (leaves) and what it made for others
+(outputs); backward starts from the gradients of the outputs, and leaves those of the leaves, to be sent back:
 
-A receive is posted where it stands and waited for by the action that uses it; a send is waited for, and what it sent
-freed, when IN_FLIGHT others have begun after it.
+    0F0          stage 0 runs; its output h is kept, and a detached copy waits in the outbox
+    0SEND_F0>1   h leaves                             1RECV_F0<0    a receive is posted on the other rank
+                                                      1F0           waits for it: h is a leaf of stage 1
+                                                      1B0           from the loss; h.grad waits in the outbox
+    0RECV_B0<1   its receive                          1SEND_B0>0    h.grad leaves
+    0B0          backward of stage 0 from (h, its gradient)
+
+A program of one stage is the same loop over `F0 B0 F1 B1 ...`. A receive is posted at its place in the list and waited
+for by the action that uses it; a send is waited for, and what it sent freed, when IN_FLIGHT others have begun after it.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from shardc.runtime.ops.local_math import summed
 from shardc.runtime.schedule import Action
 from shardc.runtime.step.activation_offload import OffloadedTensor
 from shardc.runtime.step.recompute import taped
-from shardc.runtime.step.split_backward import Split, split
+from shardc.runtime.step.split_backward import SplitBackward, split_stage
 
 #: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
 IN_FLIGHT = 2
@@ -85,7 +91,7 @@ class _Kept:
     leaves: dict[str, Tensor] = field(default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)  # name -> where its gradient goes in
     loss: Tensor | None = None
-    split: Split | None = None
+    split: SplitBackward | None = None
 
 
 @dataclass(frozen=True)
@@ -225,7 +231,9 @@ class _Runnable:
         self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
         self.receives, self.sends, self.updates = stage.receives, stage.sends, stage.updates
         self.piped = bool(program.axis)
-        whole = split(stage, {p.name for p in program.params}, {x.name for x in program.inputs}) if divided else stage
+        whole = (
+            split_stage(stage, {p.name for p in program.params}, {x.name for x in program.inputs}) if divided else stage
+        )
         self.run = runnable(whole, device, program, offloaded)
         if not self.piped:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
@@ -320,7 +328,7 @@ class Run:
         if training:
             edges = {n: torch.autograd.graph.get_gradient_edge(x) for n, x in out.items() if x.requires_grad}
             begin = loss if loss is not None and loss.requires_grad else None
-            self.kept[key] = _Kept(leaves, edges, begin, Split(*rest) if rest else None)
+            self.kept[key] = _Kept(leaves, edges, begin, SplitBackward(*rest) if rest else None)
         for edge in self.on.edges.values():
             if edge.source == s:
                 self._deliver(edge, m, {n: out[n].detach() for n in edge.names}, "forward")

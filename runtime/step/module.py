@@ -107,7 +107,8 @@ class ShardedModule(nn.Module):
             )
         if program.offload.used:
             raise ShardcError(
-                "the engine moves what is offloaded, and a module has none: it does not step the optimizer",
+                "offload needs an engine, which moves tensors around the optimizer's step: a module does not step the"
+                " optimizer",
                 where="data.offload",
                 fix="use program.engine(...), or leave offload out",
             )

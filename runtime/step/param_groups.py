@@ -85,11 +85,11 @@ def groups(
                 if every
                 else "leave the group out"
             )
-            errors.add("it matches no parameter that is trained", where=where, fix=fix)
+            errors.add("it matches no trainable parameter", where=where, fix=fix)
         elif i not in won.values():
             taken = next(globs[k] for name, k in won.items() if any(patterns.match(g, n) for n in known[name]))
             fix = "put it first, or leave it out"
-            errors.add(f"all that it matches is matched by earlier ones, such as {taken!r}", where=where, fix=fix)
+            errors.add(f"earlier patterns match all of its parameters, such as {taken!r}", where=where, fix=fix)
     errors.raise_any()
     made = []
     for i, own in [*enumerate(dict(settings[g]) for g in globs), (-1, {})]:

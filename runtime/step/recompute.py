@@ -1,20 +1,30 @@
-"""Recomputation: a region's values are not kept for backward, but computed again when backward first asks for one of
-them.
+"""Recomputation: values of a region are not kept for backward, but computed again when backward first needs one.
 
-Which ops are in which region, and whose results are kept all the same, stands in the program
-(shardc.passes.checkpoint). What autograd wants to save is told here from what it is: a result of an op of the region, a
-value from outside, or something the op made for itself (a dropout's mask, a norm's statistics).
+The program says which ops are in which region, and whose results are kept all the same (shardc.passes.checkpoint). At
+run time autograd is the one who saves tensors; this file decides, tensor by tensor, what it really holds. A region
 
-    forward     op saves x     x is a result in the region, not kept:  a note (op, size, stride, offset) is saved instead
-                               anything else:                          x itself; packed by the hooks around the program, if any (ZeRO 3's)
-    the region ends            which ops have to run again for the notes, and which values from outside they take: those are held
-    backward    note asked     these ops run, in their order, without autograd; what notes want is given to them; all else is freed
+    h = linear(x, w1)      autograd saves x, w1
+    a = relu(h)            autograd saves a
+    y = linear(a, w2)      autograd saves a, w2
 
-An op whose result nobody needs is not run again: the last products and sums of a layer never are, nor a collective
-whose result is kept. Ops that made something for themselves run again under autograd, alone, to catch it. Regions may
-nest: what an inner region takes from its outer one is a note of the outer one. (Compare torch.utils.checkpoint with
-use_reentrant=False, which runs forward again as a whole, under autograd, up to the last saved tensor; and Chen et al.
-2016, "Training Deep Nets with Sublinear Memory Cost".)"""  # noqa: E501 (a table)
+holds x (from outside; w1 and w2 are the model's own anyway) and two *notes*, "the result of relu":
+
+    forward             an op saves a tensor that     is a result of the region, not kept    a note (op, part, size,
+                                                                                             stride, offset) is saved
+                                                      is anything else                       the tensor itself (or what
+                                                                                             hooks around it make of it)
+    the region ends     a *plan* is made: which ops must run again for the notes that are still alive (linear, relu: not
+                        the second linear), and which values from outside they take (x): only those are held
+    backward unpacks    the plan runs, in order, without autograd; each note gets its tensor, and all else is freed at
+    the first note      its last use
+
+So an op whose result nobody needs does not run again: the last products and sums of a layer never do, nor a collective
+whose result is kept. What an op makes for itself (a dropout's mask, a norm's statistics) is no op's result: that op
+runs again under autograd, alone, to catch what it saves. Regions may nest: what an inner region takes from its outer
+one is a note of the outer one.
+
+(Compare torch.utils.checkpoint with use_reentrant=False, which runs forward again as a whole, under autograd, up to the
+last saved tensor; and Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".)"""
 
 from __future__ import annotations
 

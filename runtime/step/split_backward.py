@@ -1,15 +1,15 @@
-"""Backward in two: the gradients of a stage's inputs first, which other stages wait for, those of its weights when
-there
-is time (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+"""Backward in two halves: first the gradients of a stage's inputs, which other stages wait for; those of its weights
+when there is time (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 
-In a stage, what depends on parameters alone (the parameters, casts of them) meets what depends on data in some ops:
+In a stage, what depends on parameters alone (the parameters, casts of them) and what depends on data *join* in ops:
 
-    y = linear(x, w)          becomes          w_1 = alias(w);  y = linear(x, w_1)          and the stage also returns (y, (w_1,))
+    y = linear(x, w)      becomes      w_1 = alias(w)
+                                       y = linear(x, w_1)      and the stage also returns the join (y, (w_1,))
 
-What a stage hands on though it depends on parameters alone meets nothing there: it is a meeting of its own.
+A value that depends on parameters alone, and that the stage hands on, joins no data here: it is a join of its own.
 The first half asks autograd for the gradients of the inputs *and* of every such y: no product with a weight's gradient
-runs. The second half asks, op by op, for the gradient of w_1 alone from that of y, and then goes on from all w_1 to the
-parameters."""  # noqa: E501 (a table)
+runs. The second half asks, join by join, for the gradient of w_1 from that of y, and then continues from all w_1 to the
+parameters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from shardc.ir.program import Stage
 aten = torch.ops.aten
 
 
-def split(stage: Stage, params: set[str], inputs: set[str]) -> Stage:
-    """The stage whose graph returns, as a further result, ((y...), (aliases...)) of every op where data and weights
-    meet.
+def split_stage(stage: Stage, params: set[str], inputs: set[str]) -> Stage:
+    """The stage whose graph returns, as a further result, ((y...), (aliases...)) of every join of data and weights.
 
     params, inputs: names of placeholders.
     """
@@ -47,7 +46,7 @@ def split(stage: Stage, params: set[str], inputs: set[str]) -> Stage:
             data.add(n)
         elif n.name in params or not weights.isdisjoint(n.all_input_nodes):
             weights.add(n)
-    meetings = []
+    joins = []
     for n in [n for n in graph.nodes if n in data and n.op == "call_function"]:
         used = dict.fromkeys(x for x in n.all_input_nodes if x in weights and _grad(x))
         results = (
@@ -62,7 +61,7 @@ def split(stage: Stage, params: set[str], inputs: set[str]) -> Stage:
                 alias.meta = dict(w.meta)
                 n.replace_input_with(w, alias)
                 aliases.append(alias)
-            meetings.append((tuple(results), tuple(aliases)))
+            joins.append((tuple(results), tuple(aliases)))
     assert isinstance(returned, tuple)
     handed_on: dict[fx.Node, fx.Node] = {}
     for w in dict.fromkeys(
@@ -75,9 +74,9 @@ def split(stage: Stage, params: set[str], inputs: set[str]) -> Stage:
         result.args = (use,)
         use.meta, result.meta = dict(w.meta), dict(w.meta)
         handed_on[w] = result
-        meetings.append(((result,), (use,)))
+        joins.append(((result,), (use,)))
     returned = fx.map_arg(returned, lambda n: handed_on.get(n, n))
-    graph.output((*returned, tuple(meetings)))
+    graph.output((*returned, tuple(joins)))
     return replace(stage, graph=graph)
 
 
@@ -88,44 +87,44 @@ def _grad(node: fx.Node) -> bool:
     )
 
 
-class Split:
-    """One run's backward in two. meetings: what `split` made the stage return; of their results only the place in
+class SplitBackward:
+    """One run's backward in two. joins: what `split_stage` made the stage return; of their results only the place in
     autograd's graph is kept.
     """
 
-    def __init__(self, meetings: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
-        self._meetings = [
+    def __init__(self, joins: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+        self._joins = [
             ([get_gradient_edge(y) for y in ys if y.requires_grad], [w for w in ws if w.requires_grad])
-            for ys, ws in meetings
+            for ys, ws in joins
         ]
         self._grads: list[Tensor | None] = []  # of all results, in order
 
     def inputs(
         self, tensors: Sequence[Any], begin: Sequence[Tensor | None], leaves: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """The gradients of the leaves, from these tensors' gradients; those of the meetings' results are kept."""
-        results: list[Any] = [y for ys, _ in self._meetings for y in ys]
+        """The gradients of the leaves, from these tensors' gradients; those of the joins' results are kept."""
+        results: list[Any] = [y for ys, _ in self._joins for y in ys]
         if not tensors or not (leaves or results):
-            self._meetings = []
+            self._joins = []
             return [None] * len(leaves)
-        found = torch.autograd.grad(tensors, [*leaves, *results], begin, retain_graph=True, allow_unused=True)
-        self._grads = list(found[len(leaves) :])
-        return list(found[: len(leaves)])
+        grads = torch.autograd.grad(tensors, [*leaves, *results], begin, retain_graph=True, allow_unused=True)
+        self._grads = list(grads[len(leaves) :])
+        return list(grads[: len(leaves)])
 
     def weights(self) -> None:
-        """Bring the parameters' gradients."""
+        """Accumulate the parameters' gradients."""
         uses: list[Tensor] = []
         grads: list[Tensor] = []
         known = iter(self._grads)
         self._grads = []
-        for ys, ws in self._meetings:
-            there = [(y, g) for y in ys if (g := next(known)) is not None]
-            if there and ws:
-                found = torch.autograd.grad([y for y, _ in there], ws, [g for _, g in there], allow_unused=True)
-                for w, g in zip(ws, found, strict=True):
+        for ys, ws in self._joins:
+            with_grad = [(y, g) for y in ys if (g := next(known)) is not None]
+            if with_grad and ws:
+                ours, begin = zip(*with_grad, strict=True)
+                for w, g in zip(ws, torch.autograd.grad(ours, ws, begin, allow_unused=True), strict=True):
                     if g is not None:
                         uses.append(w)
                         grads.append(g)
         if uses:
             torch.autograd.backward(uses, grads)
-        self._meetings = []
+        self._joins = []

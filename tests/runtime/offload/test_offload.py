@@ -467,7 +467,7 @@ def test_a_file_holds_many_slots_and_strides(tmp_path: Path, monkeypatch: pytest
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     p = program({"dp": 1}, {"parameters": str(tmp_path / "file" / "x")})
-    with pytest.raises(ShardcError, match=r"nothing can be written in the directory .*/file/x: Not a directory") as e:
+    with pytest.raises(ShardcError, match=r"cannot write to the directory .*/file/x: Not a directory") as e:
         p.engine(model(), adamw)
     assert e.value.errors[0].where == "data.offload.parameters"
     assert "every rank may write to" in e.value.errors[0].fix
@@ -504,7 +504,7 @@ def test_the_program_says_it(tmp_path: Path) -> None:
 
 
 def test_a_module_has_no_offload() -> None:
-    with pytest.raises(ShardcError, match="the engine moves what is offloaded, and a module has none") as e:
+    with pytest.raises(ShardcError, match=r"offload needs an engine, .* a module does not step the optimizer") as e:
         program({"dp": 1}, {"optimizer": "cpu"}, 0).module(model())
     assert "program.engine" in e.value.errors[0].fix
 

@@ -395,7 +395,7 @@ def test_save_deletes_nothing_but_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "run" / "log.txt").write_text("mine")
     for folder in (tmp_path / "run", tmp_path / "run" / "log.txt"):
         with pytest.raises(
-            ShardcError, match=r"that is more than a checkpoint: log\.txt\n  fix: name a folder of its own, such as"
+            ShardcError, match=r"saving would delete them: log\.txt\n  fix: save to a folder of its own, such as"
         ):
             _save(folder, Net(), {"tp": 2})
     assert (tmp_path / "run" / "log.txt").read_text() == "mine"
@@ -433,7 +433,7 @@ def test_no_checkpoint_and_no_optimizer_state_are_told(tmp_path: Path) -> None:
     (tmp_path / ".gone.old").mkdir()
     with pytest.raises(
         ShardcError,
-        match=r"there is no checkpoint in this folder\n  fix: a save ended between two renames: .*\.gone\.old",
+        match=r"there is no checkpoint in this folder\n  fix: a save was interrupted .*\.gone\.old",
     ):
         _load(tmp_path / "gone", model)
     with pytest.raises(ShardcError, match="the checkpoint has no optimizer state"):
@@ -450,7 +450,7 @@ def test_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     model = Net()
     with pytest.raises(ShardcError, match="extra state or the optimizer's settings hold more than plain values"):
         _save(tmp_path / "c", model, {"dp": 1}, {"model": model})
-    with pytest.raises(ShardcError, match=r"holds a tensor of shape .* that is no parameter of the program"):
+    with pytest.raises(ShardcError, match=r"holds a tensor of shape .* that is not a parameter of the program"):
         _save(tmp_path / "c", model, {"dp": 1}, make=lambda _: torch.optim.SGD(model.parameters()))
 
     def odd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -459,7 +459,7 @@ def test_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
             optimizer.state[p]["rows"] = torch.zeros(p.shape[:1])
         return optimizer
 
-    with pytest.raises(ShardcError, match=r"state 'rows' of shape .* does not lie like its parameter"):
+    with pytest.raises(ShardcError, match=r"state 'rows' of shape .* does not have its parameter's shape"):
         _save(tmp_path / "c", model, {"tp": 2}, make=lambda ps: odd([p for p in ps if p.dim() == 2]))
     assert not (tmp_path / "c").exists()
 
