@@ -512,7 +512,7 @@ def test_a_module_has_no_offload() -> None:
 def test_parameters_need_a_data_axis() -> None:
     with pytest.raises(ShardcError, match="the mesh has no data axis over which parameters are gathered") as e:
         program({"tp": 2}, {"parameters": "cpu"}, **TP)
-    assert "dp: 1 will do" in e.value.errors[0].fix
+    assert "dp: 1 is enough" in e.value.errors[0].fix
 
 
 def test_nothing_is_made_where_nothing_is_asked() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardc.errors import ShardcError
 from shardc.runtime.draw import draw
+from shardc.runtime.rng import Key
 from shardc.runtime.state.init import materialise_model, named_tensors, record, record_reset
 
 torch.set_num_threads(1)
@@ -156,7 +157,7 @@ CASES: list[Case] = [
 @pytest.mark.parametrize(("name", "args", "mean", "std"), CASES)
 def test_distribution_of_each_random_op(name: str, args: dict[str, Any], mean: float, std: float) -> None:
     out = torch.empty(400, 500, dtype=torch.float64)
-    draw(name, out, (123, 456), args)
+    draw(name, out, Key(123, 456), args)
     noise = std / math.sqrt(out.numel())
     assert abs(out.mean().item() - mean) < 6 * noise + 1e-4 * std
     assert abs(out.std().item() - std) < 0.02 * std
@@ -167,19 +168,19 @@ def test_distribution_of_each_random_op(name: str, args: dict[str, Any], mean: f
 
 def test_cauchy_and_permutation() -> None:
     out = torch.empty(100_000)
-    draw("cauchy_", out, (1, 2), {"median": 5.0, "sigma": 2.0})
+    draw("cauchy_", out, Key(1, 2), {"median": 5.0, "sigma": 2.0})
     assert abs(out.median().item() - 5) < 0.1
     permutation = torch.empty(1000, dtype=torch.int64)
-    draw("randperm", permutation, (1, 2), {"n": 1000})
+    draw("randperm", permutation, Key(1, 2), {"n": 1000})
     assert permutation.sort().values.equal(torch.arange(1000))
     assert not permutation.equal(torch.arange(1000))
 
 
 def test_draws_go_by_element_not_by_memory_order_or_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, columns = torch.empty(30, 7), torch.empty(7, 30).T
-    draw("normal_", rows, (1, 2), {"mean": torch.arange(210.0).view(30, 7), "std": 0.1})
+    draw("normal_", rows, Key(1, 2), {"mean": torch.arange(210.0).view(30, 7), "std": 0.1})
     monkeypatch.setattr("shardc.runtime.draw.CHUNK", 16)
-    draw("normal_", columns, (1, 2), {"mean": torch.arange(210.0).view(30, 7), "std": 0.1})
+    draw("normal_", columns, Key(1, 2), {"mean": torch.arange(210.0).view(30, 7), "std": 0.1})
     assert torch.equal(rows, columns)
     assert (rows.flatten() - torch.arange(210.0)).abs().max() < 1
 
