@@ -37,4 +37,4 @@ def suggest_split(program: Program, axis: str) -> str:
                 if p.name in lies and lies[p.name] != t and lies[p.name].dim == t.dim
             }
     rules = to_spec.entries(program, better, axis.partition(".")[0], {p.name for p in program.params} - better.keys())
-    return ", ".join(f"{flow(r.pattern)}: {flow(r.written())}" for r in rules)
+    return ", ".join(f"{flow(r.pattern)}: {flow(r.to_plain())}" for r in rules)

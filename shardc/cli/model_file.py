@@ -1,4 +1,4 @@
-"""Model files: what `shardc compile model.py` reads (SPEC.md, "Model files"), and transformers models from a config
+"""Model files: what `shardc compile model.py` reads (docs/training.md), and transformers models from a config
 alone.
 
 model.py             model(), batch(); optional loss, data, collate, optimizer, scheduler
@@ -131,14 +131,14 @@ def _import(path: Path) -> ModuleType:
 
 @contextmanager
 def _users(path: Path, doing: str) -> Iterator[None]:
-    """The user's own code runs: what it raises is told with the innermost line of the user's file, not as our
+    """Around the user's own code: its exceptions become errors at the innermost line of the user's file, not our
     traceback.
     """
     try:
         yield
     except ShardcError:
         raise
-    except Exception as e:  # any of the user's exceptions, whatever it is; the cause is kept for --debug
+    except Exception as e:  # of any kind, as it is the user's code; --debug shows the cause
         frames = [f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).resolve() == path.resolve()]
         where = f"{path}:{frames[-1].lineno}" if frames else str(path)
         what = f"{doing} raises {type(e).__name__}: {e}"

@@ -1,4 +1,4 @@
-"""What every process of `shardc run` does: load the program, make its part of the weights, train, save, evaluate.
+"""One process of `shardc run`: load the program, make its part of the weights, train, save, evaluate.
 
 Started by shardc.runtime.launch, torchrun or Slurm as `python -m shardc.cli.worker JOB.json`.
 """
@@ -31,9 +31,9 @@ class Job:
     (--json).
 
     progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress). result: file into which rank 0
-    writes the summary.
-    trust: run an edited artifact. routing: say how tokens are spread over experts. joined: the processes were started
-    by torchrun or Slurm."""
+    writes the summary. trust: run an edited artifact. routing: say how tokens are spread over experts. joined: the
+    processes were started by torchrun or Slurm.
+    """
 
     program: str
     model: str
@@ -123,20 +123,20 @@ def run(job: Job) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Data:
-    """batches: global ones, or local parts where they come from a loader, which knows where it stands."""
+    """Batches of a split: global ones, or local parts where they come from a loader, which keeps its own position."""
 
     batches: Iterable[Any]
     local: bool = False
 
     @classmethod
     def of(cls, engine: Any, file: Any, split: str, seed: int) -> _Data | None:
-        """What the model file's data(split) gives; None where that does. A map-style dataset is read by a loader."""
-        found = file.data(split)
-        if isinstance(found, Dataset) and not isinstance(found, IterableDataset):
+        """From the model file's data(split), which may return None. A map-style dataset is read by a loader."""
+        data = file.data(split)
+        if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
             train = split == "train"
             options = {"shuffle": train, "seed": seed, "collate_fn": file.collate, "name": split if train else None}
-            return cls(engine.loader(found, **options), local=True)
-        return cls(found) if found is not None else None
+            return cls(engine.loader(data, **options), local=True)
+        return cls(data) if data is not None else None
 
     def rest(self, done: int, steps: int) -> Iterator[Any]:
         """The batches of the next `steps` steps: of one epoch after the other, or those behind what `done` steps have
@@ -168,7 +168,7 @@ def _steps(engine: Any, data: _Data, steps: int, tokens: int) -> Iterator[dict[s
 
 
 def _logged(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dict[str, Any]]:
-    """Rank 0 appends each step to LOG/steps.jsonl at once: a run that is stopped keeps what it has seen."""
+    """Rank 0 appends each step to LOG/steps.jsonl at once: a run that is stopped keeps its log."""
     if rank != 0 or not job.log:
         yield from lines
         return
@@ -210,7 +210,7 @@ def _spread(layers: Sequence[dict[str, Any]]) -> str:
 
 
 def _shown(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dict[str, Any]]:
-    """Rank 0 shows a bar with the step line on a terminal, and a line every so often elsewhere."""
+    """Rank 0 shows a bar with the step line on a terminal, and about 20 lines elsewhere."""
     if rank != 0 or job.quiet:
         yield from lines
     elif sys.stdout.isatty():
@@ -232,7 +232,7 @@ def _shown(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dic
 
 
 def _held_out(engine: Any, data: _Data | None) -> float | None:
-    """Mean loss over the held-out batches, each weighing the same; None without any."""
+    """Mean loss over the held-out batches, each with the same weight; None without any."""
     losses = [float(engine.evaluate(b, local=data.local)) for b in data.batches] if data is not None else []
     return sum(losses) / len(losses) if losses else None
 
@@ -246,12 +246,12 @@ def main(file: str) -> None:
         summary = run(job)
     except ShardcError as e:
         print(e, file=sys.stderr, flush=True)
-        _tell_errors(job, e.to_json())
+        _report_errors(job, e.to_json())
         os._exit(2)
     except BaseException as e:
         traceback.print_exc()
         sys.stderr.flush()
-        _tell_errors(
+        _report_errors(
             job, [{"where": f"rank {os.environ.get('RANK', '0')}", "what": f"{type(e).__name__}: {e}", "fix": ""}]
         )
         os._exit(1)
@@ -262,7 +262,7 @@ def main(file: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _tell_errors(job: Job, errors: list[dict[str, str]]) -> None:
+def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:
     """For --json: to the launcher, which prints those of the rank that failed first; under torchrun or Slurm, the first
     rank prints its own.
     """

@@ -1,11 +1,12 @@
-"""`shardc plan`: which spec trains a model fastest on so many devices, and whether it fits. By the cost model alone: no
-device, no data.
+"""`shardc plan`: which spec trains a model fastest on so many devices, and whether it fits; by the cost model alone,
+without a device or data.
 
-space      what there is to choose                 subject    the model with few of its layers, at any number of rows
-parts      parts of a step as vectors              library    what one microbatch is on one stage, rehearsed
-estimate   a first price of every choice           price      an exact one
-search     from the first to the second            solve      largest batch, longest sequence, fewest devices
-result     Plan, Candidate                         table, write, command    as people read it
+planner         the questions that a plan answers           result          Plan, Candidate
+model           the model, with few of its layers           space           the choices: mesh, ZeRO, schedule, ...
+dry_runs        one microbatch on one stage, dry-run        stage_vectors   the parts of a stage's step as vectors
+estimate        a first price of every choice               exact           an exact price of one
+search          from estimates to exact prices              largest         the largest batch or sequence that fits
+table           the plan as a table                         annotated_yaml  the best spec, with reasons as comments
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ def plan(
     fewest: bool = False,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     name: str = "",
-    on: Callable[[str, int, int], None] = lambda what, done, of: None,
+    on: Callable[[str, int, int], None] = lambda subject, done, total: None,
 ) -> Plan:
     """Search for the spec that trains a model fastest on so many devices.
 
-    model, batch, loss: as in `shardc.compile`; the model may lie on the meta device. device: a name, a YAML file, or a
-    shardc.cost.Device. global_batch: rows of a step; default: those of `batch`, or as many times so many as devices
-    need to have a row each. precision: bfloat16 and float16 (with master weights in float32), float32, pure-bfloat16,
-    or model (as it is). headroom: share of a device's memory that is left to the allocator, NCCL and kernels'
-    workspaces. given: price this spec and no other; devices is then what its mesh says. largest: also answer how many
-    rows, or how long a sequence, the best spec (or the given one) takes. fewest: also answer on how few devices
-    anything fits. on: told what is being priced: (what, done, of). Raises ShardcError for what is wrong with the input;
-    that nothing fits is told by `.best`.
+    model, batch, loss: as in `shardc.compile`; the model may be on the meta device. device: a name, a YAML file, or a
+        shardc.cost.Device.
+    global_batch: rows of a step; default: those of `batch`, or a multiple such that every device has a row.
+    precision: bfloat16 or float16 (with master weights in float32), float32, pure-bfloat16, or model (as it is).
+    headroom: share of a device's memory left to the allocator, NCCL and kernels' workspaces.
+    given: price only this spec; devices is then the size of its mesh. largest: also find out how many rows, or how long
+        a sequence, the best spec (or the given one) can take. fewest: also find out on how few devices anything fits.
+    on: called with what is being priced: (subject, done, total).
+    Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
     started = time.perf_counter()
     if not 0 <= headroom < 1:
@@ -81,12 +83,12 @@ def plan(
         Subject.of(model, batch, loss), described(device), precision, headroom, name or type(model).__name__, on
     )
     if given is not None:
-        found = planner.given(given, devices, global_batch)
+        result = planner.given(given, devices, global_batch)
     else:
         assert devices is not None
-        found = planner.search(devices, global_batch)
+        result = planner.search(devices, global_batch)
     if largest is not None:
-        found = planner.largest(found, largest)
+        result = planner.largest(result, largest)
     if fewest:
-        found = planner.fewest(found)
-    return replace(found, seconds=time.perf_counter() - started)
+        result = planner.fewest(result)
+    return replace(result, seconds=time.perf_counter() - started)

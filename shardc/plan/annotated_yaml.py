@@ -1,4 +1,4 @@
-"""The chosen spec as a file: the YAML that loads to it, with a comment on every section that says why."""
+"""The chosen spec as a YAML file, with the reason for every section in a comment."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from shardc.plan.table import gb, limit, microbatches, number, recompute, schedu
 
 
 def annotated(c: Candidate, plan: Plan) -> str:
-    """Loads to an equal spec (shardc.Spec)."""
+    """The text of the file. It loads to an equal spec."""
     a = plan.target
     rate = f"{number(c.tokens_per_second)} tokens/s" if c.tokens_per_second else f"{number(c.rows_per_second)} rows/s"
     kinds = [f"{k} {gb(n)}" for k, n in sorted(c.memory.items(), key=lambda x: -x[1]) if n > 0.01 * c.peak]
     head = [
-        f"{a.model} on {c.devices} × {a.device.name}, planned by `shardc plan`: a prediction, nothing was run",
+        f"{a.model} on {c.devices} × {a.device.name}, planned by `shardc plan`: a prediction, not a measurement",
         f"global batch of {c.priced.batch} rows" + (f" of {a.sequence} tokens" if a.sequence else ""),
         f"step {seconds(c.step_seconds)}, {rate}, MFU {c.mfu:.1%}, limited by {limit(c)}",
         f"peak {gb(c.peak)} of {gb(a.usable)}: {', '.join(kinds)}",
@@ -29,11 +29,11 @@ def annotated(c: Candidate, plan: Plan) -> str:
 
 
 def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
-    """{section: why it says what it says}, from prices: of this one and of those that were priced beside it."""
+    """{section: the reason for it}, from the price of this candidate and of the others."""
     s, a = c.spec, plan.target
     sizes = dict(s.mesh.axes)
     others = [x for x in plan.candidates if x is not c]
-    made: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     mesh = []
     if sizes.get("tp", 1) > 1:
         inside = f"in one node of {a.device.node}" if sizes["tp"] <= a.device.node else f"over nodes of {a.device.node}"
@@ -44,34 +44,34 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
         mesh.append(f"ep={sizes['ep']}: experts over ranks that split the batch too")
     if sizes.get("dp", 1) > 1:
         mesh.append(f"dp={sizes['dp']}: {c.shares.get('dp', 0):.0%} of a step waits for gradients and weights")
-    made["mesh"] = "; ".join(mesh) or "one device"
+    reasons["mesh"] = "; ".join(mesh) or "one device"
     if others:
         near = min(others, key=lambda x: (not x.fits, x.step_seconds))
-        made["mesh"] += (
+        reasons["mesh"] += (
             f". Next best: {' '.join(f'{k}={n}' for k, n in near.spec.mesh.axes)} in {seconds(near.step_seconds)}"
         )
-    made["batch"] = f"{microbatches(c)} rows on each data rank"
+    reasons["batch"] = f"{microbatches(c)} rows on each data rank"
     if s.shard_use:
-        found = "found in the graph: what can be split with nothing gathered between"
-        made["shard"] = "the plan that the model carries" if s.shard_use == "model" else found
+        structure = "derived from the graph: weights that can be split with nothing gathered between them"
+        reasons["shard"] = "the plan that the model carries" if s.shard_use == "model" else structure
     if s.activations:
-        made["activations"] = "sequence parallel: what lies between layers is split over tp, for the same bytes sent"
+        reasons["activations"] = "sequence parallel: what layers pass on is split over tp, for the same bytes sent"
     if s.pipeline:
-        made["pipeline"] = (
-            f"{schedule(c)}: layers of each stage, such that the slowest is as fast as can be (the first and the last"
-            " have more to do)"
+        reasons["pipeline"] = (
+            f"{schedule(c)}: layers of each stage such that the slowest is as fast as possible (the first and the"
+            " last have more to do)"
         )
     if s.data.zero:
         state = sum(c.memory.get(k, 0) for k in ("parameters", "optimizer", "gradients"))
-        made["data"] = (
+        reasons["data"] = (
             f"ZeRO {s.data.zero}: parameters, gradients and optimizer state are {gb(state)} a rank at the peak"
         )
     if s.checkpoint:
         less = [x for x in others if recompute(x) == "none" and not x.fits]
         tried = f"; without, {gb(min(x.peak for x in less))} at least" if less else ""
-        made["checkpoint"] = (
+        reasons["checkpoint"] = (
             f"recompute {recompute(c)}: activations are {gb(c.memory.get('activations', 0))} at the peak{tried}"
         )
-    made["experts"] = "experts over ranks: tokens are exchanged"
-    made["precision"] = "products in the compute dtype, master weights and sums of gradients in the others"
-    return made
+    reasons["experts"] = "experts over ranks: tokens are exchanged"
+    reasons["precision"] = "products in the compute dtype, master weights and sums of gradients in the others"
+    return reasons

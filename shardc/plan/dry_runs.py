@@ -1,10 +1,9 @@
-"""What one microbatch is on one stage, for every way to split and recompute: from dry_runs of a model of a few
-layers.
+"""Dry runs of one microbatch on one stage, for every way to split and recompute, with a few of the model's layers.
 
-    five units of layers on four stages     [first, 1]   [1]   [2]   [1, last]      one compile, four dry_runs
+    five units of layers on four stages     [first, 1]   [1]   [2]   [1, last]      one compile, four dry runs
     a stage of n units                      [1] + (n - 1) · ([2] - [1]),  likewise the first stage and the last one
 
-A model without a long list of layers is rehearsed whole, as one stage.
+A model without a long list of layers is run as a whole, as one stage.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from shardc.runtime.step.engine import adamw
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of one rank each. Of a model of layers: the first, a middle one of one unit and of two, the last; else all
-    are `whole`'s.
+    """Stages of one rank each: of a model of layers the first, a middle one of one unit and of two, and the last; of
+    another model only `whole`.
 
-    period: layers of a unit; before: layers of the first stage that are there beside its unit. casts: bytes of a unit's
-    weights in the dtype of products, that each microbatch keeps for backward.
+    period: layers of a unit; before: layers of the first stage besides its unit. casts: bytes of a unit's weights in
+    the dtype of products, which each microbatch keeps for backward, of the first, a middle and the last stage.
     """
 
     whole: Stage | None = None
@@ -57,31 +56,31 @@ class Stages:
         if self.whole is not None:
             return self.whole
         front = lines(self.first, self.two, self.one, (layers - self.before) / self.period - 2)
-        found: Stage = {}
+        joined: Stage = {}
         for key in {**front, **self.last}:
             kind, which = key
             if kind.startswith(("SEND", "RECV")):
                 continue
             a, b = part_of(front, kind, which), part_of(self.last, kind, which)
-            found[key] = _then(b, a) if kind in ("B", "I", "W") else _then(a, b)
-        return found
+            joined[key] = _then(b, a) if kind in ("B", "I", "W") else _then(a, b)
+        return joined
 
 
 def _then(a: Vector, b: Vector) -> Vector:
-    """One part behind another: what is highest is the first's height, or the second's above what the first left."""
+    """One part after another. Its highest moment is the first's, or the second's above what the first leaves."""
     n = len(KINDS)
-    made = a + b
+    both = a + b
     after = a[:n] + b[n : 2 * n]
-    made[n : 2 * n] = a[n : 2 * n] if a[n : 2 * n].sum() >= after.sum() else after
-    return made
+    both[n : 2 * n] = a[n : 2 * n] if a[n : 2 * n].sum() >= after.sum() else after
+    return both
 
 
 @dataclass
 class Library:
-    """Rehearses what it is asked for, once. words: what all specs have in common. microbatches: of what is rehearsed
-    for
-    estimates: a first and a last one; 1 for a model that takes no more, as statistics of a batch are not those of its
-        microbatches."""
+    """Makes each dry run once. template: what all specs have in common. microbatches: of the runs for estimates: a
+    first and a last one, or 1 for a model that cannot be run in microbatches, as where statistics of the batch are
+    used.
+    """
 
     subject: Subject
     template: SpecTemplate
@@ -89,12 +88,12 @@ class Library:
     sequence: int | None = None
     microbatches: int = 2
     _cores: dict[tuple[int, int, bool, Keep], Stages | ShardcError] = field(default_factory=dict)
-    _rehearsed: dict[str, Stages] = field(default_factory=dict)
+    _pipelined: dict[str, Stages] = field(default_factory=dict)
     _alone: dict[str, Stage] = field(default_factory=dict)
 
     def core(self, choice: Choice) -> Stages:
-        """Of a choice's (tp, ep, sequence parallel, checkpoint): one row a microbatch, no data axis. Raises ShardcError
-        if compile refuses it.
+        """The stages for a choice's (tp, ep, sequence parallel, checkpoint): one row a microbatch, no data axis. Raises
+        ShardcError if compile refuses it.
         """
         key = choice.core
         if key not in self._cores:
@@ -105,80 +104,79 @@ class Library:
                 )
             except ShardcError as e:
                 self._cores[key] = e
-        found = self._cores[key]
-        if isinstance(found, ShardcError):
-            raise found
-        return found
+        core = self._cores[key]
+        if isinstance(core, ShardcError):
+            raise core
+        return core
 
     def knows(self, choice: Choice) -> bool:
-        """Was its core asked for before?"""
+        """Whether its core has been run already."""
         return choice.core in self._cores
 
-    def compiled(self, asked: Mapping[str, Any], rows: int, units: int | None = None) -> Program:
+    def compiled(self, spec: Mapping[str, Any], rows: int, units: int | None = None) -> Program:
         """The program of a spec for a global batch of so many rows: of the whole model, or of so many units of its
         layers.
         """
         captured = self.subject.captured(rows, units, self.sequence)
         example = self.subject.example(rows, self.sequence)
         return compiled(
-            self.subject.model_of(units), example, asked, loss=self.subject.loss, captured=captured, prove=False
+            self.subject.model_of(units), example, spec, loss=self.subject.loss, captured=captured, prove=False
         )
 
-    def pipelined(self, asked: Mapping[str, Any], rows: int, axis: str = "pp") -> Stages:
-        """A spec's stages, from one that has four of them along `axis`, whatever it says itself."""
+    def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp") -> Stages:
+        """A spec's stages, from a pipeline of four stages along `axis` in place of its own."""
         layers = self.subject.layers
         assert layers is not None
-        split = SCHEDULES[asked.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
-        mesh = {a: n for a, n in asked["mesh"].items() if a != axis}
-        key = repr(({**asked, "pipeline": split, "mesh": mesh}, rows))
-        if key not in self._rehearsed:
-            program = self._four(asked, rows, axis, split)
-            made = [self._stage(program, at) for at in range(4)]
+        split = SCHEDULES[spec.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
+        mesh = {a: n for a, n in spec["mesh"].items() if a != axis}
+        key = repr(({**spec, "pipeline": split, "mesh": mesh}, rows))
+        if key not in self._pipelined:
+            program = self._four(spec, rows, axis, split)
+            first, one, two, last = (self._stage(program, at) for at in range(4))
             casts = [_casts(program, at) for at in range(4)]
-            self._rehearsed[key] = Stages(
-                None, made[0], made[1], made[2], made[3], layers.period, layers.first, (casts[0], casts[1], casts[3])
-            )
-        return self._rehearsed[key]
+            casts_of = casts[0], casts[1], casts[3]
+            self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, casts_of)
+        return self._pipelined[key]
 
-    def _four(self, asked: Mapping[str, Any], rows: int, axis: str = "pp", split: bool = False) -> Program:
+    def _four(self, spec: Mapping[str, Any], rows: int, axis: str = "pp", split: bool = False) -> Program:
         """The program of five units of layers on four stages."""
         layers = self.subject.layers
         assert layers is not None
         p = layers.period
         counts = [layers.first + p, p, 2 * p, p]
-        mesh = {axis: 4, **asked["mesh"]} | {axis: 4}
+        mesh = {axis: 4, **spec["mesh"]} | {axis: 4}
         pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
-        return self.compiled({**asked, "mesh": mesh, "pipeline": pipeline}, rows, UNITS)
+        return self.compiled({**spec, "mesh": mesh, "pipeline": pipeline}, rows, UNITS)
 
-    def alone(self, asked: Mapping[str, Any], rows: int) -> Stage:
+    def alone(self, spec: Mapping[str, Any], rows: int) -> Stage:
         """The whole model on one stage: from two units of its layers and three, or as it is."""
         layers = self.subject.layers
         if layers is None:
-            return self._stage(self.compiled(asked, rows), 0)
-        key = repr((asked, rows))
+            return self._stage(self.compiled(spec, rows), 0)
+        key = repr((spec, rows))
         if key not in self._alone:
-            few, more = (self._stage(self.compiled(asked, rows, units), 0) for units in (2, 3))
+            few, more = (self._stage(self.compiled(spec, rows, units), 0) for units in (2, 3))
             self._alone[key] = lines(few, more, few, (layers.number - layers.first) / layers.period - 2)
         return self._alone[key]
 
     def _core(self, choice: Choice) -> Stages:
-        asked = spec(choice, self.template)
+        entries = spec(choice, self.template)
         mixture = (
             choice.checkpoint in KEPT and choice.checkpoint != "none"
-        )  # what is kept is chosen by cost: no worse than a mixture
+        )  # what is kept is chosen by cost: not worse than a mixture
         if self.subject.layers is None and not mixture:
-            program = self.compiled(asked, choice.batch)
+            program = self.compiled(entries, choice.batch)
             return Stages(whole=self._stage(program, 0), casts=(_casts(program, 0), 0.0, 0.0))
         if choice.checkpoint == "none":
-            return self.pipelined(asked, choice.batch)
+            return self.pipelined(entries, choice.batch)
         base = self.core(replace(choice, checkpoint="none"))
         if mixture:
             full, share = self.core(replace(choice, checkpoint="full")), KEPT[choice.checkpoint]
             if base.whole is not None and full.whole is not None:
                 return replace(base, whole=lines(full.whole, base.whole, full.whole, share))
             mixed = [lines(b, a, b, share) for a, b in ((base.one, full.one), (base.two, full.two))]
-        else:  # recomputation begins and ends with layers: what is before and behind them stays as it is
-            program = self._four(asked, choice.batch)
+        else:  # regions are layers: what precedes and follows them stays as it is
+            program = self._four(entries, choice.batch)
             mixed = [self._stage(program, at) for at in (1, 2)]
         one, two = mixed
         return replace(
@@ -189,9 +187,7 @@ class Library:
         return stage(dry_run(program, at, adamw, cpu=self.device.kind == "cpu"), self.device, program)
 
     def takes_microbatches(self) -> None:
-        """Find out whether the model may be run in microbatches. Raises ShardcError if
-        compile does not take it at all.
-        """
+        """Find out whether the model can be run in microbatches. Raises ShardcError if compile refuses it at all."""
         try:
             self.core(Choice())
         except ShardcError as e:
@@ -204,11 +200,8 @@ class Library:
 
     @cached_property
     def flops(self) -> float:
-        """Of the model and one row: three times forward's products, as gradients are two of each; nothing computed
-        again.
-        """
-        found = self.core(Choice())
-        whole = found.alone(self.subject.layers.number if self.subject.layers else 0)
+        """Of the model and one row: three times forward's products, as each has two in backward; nothing recomputed."""
+        whole = self.core(Choice()).alone(self.subject.layers.number if self.subject.layers else 0)
         return 3 * float(part_of(whole, "F", "middle")[FLOPS])
 
 

@@ -1,11 +1,11 @@
-"""A first price of every choice: arithmetic on what one microbatch is (library), so that thousands are looked at in a
-second.
+"""A first price of every choice: arithmetic on the dry run of one microbatch, for thousands of choices a second.
 
-    memory   state at this ZeRO and data axis + microbatches that the schedule keeps × what each keeps + the highest backward
-    time     microbatches × the slowest stage + the schedule's bubble + what of the gradients' sums backward does not hide
+    memory   state at this ZeRO and data axis + microbatches that the schedule keeps × bytes of each + the highest
+             moment of a backward
+    time     microbatches × the slowest stage + the schedule's bubble + gradient sums that backward does not hide
 
-The best of them are then priced exactly (price). Nothing here decides what is told to the user but which choices those
-are."""  # noqa: E501 (a table)
+The estimates only decide which choices are then priced exactly (shardc.plan.exact): users see exact prices.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shardc.plan.exact import Priced, balanced, computing
 from shardc.plan.space import KEPT, Choice
 from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
 
-AT = {k: i for i, k in enumerate(KINDS)}
+KIND = {k: i for i, k in enumerate(KINDS)}
 #: Kinds that grow with the rows of a microbatch.
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in KINDS])
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one rank has, of a microbatch of one row. kept: bytes, of which `end` are those that only a model's last
+    """The load of one rank, for a microbatch of one row. kept: bytes, of which `end` are those that only a model's last
     stage keeps. cast: bytes of weights in the dtype of products.
     """
 
@@ -67,7 +67,7 @@ class Load:
 
 @dataclass
 class Estimates:
-    """Prices choices by what their cores were rehearsed to be."""
+    """Estimates choices from the dry runs of their cores."""
 
     library: Library
     _loads: dict[object, tuple[tuple[Load, ...], tuple[int, ...]]] = field(default_factory=dict)
@@ -76,9 +76,9 @@ class Estimates:
     def __call__(self, c: Choice) -> Priced:
         """Raises ShardcError if compile refuses the core."""
         loads, counts = self._of(c)
-        found = [self._rank(c, load, first=i == 0) for i, load in enumerate(loads)]
-        kinds = max((k for k, _ in found), key=lambda v: float(v.sum()))
-        spent = max((s for _, s in found), key=lambda s: sum(s.values()))
+        ranks = [self._rank(c, load, first=i == 0) for i, load in enumerate(loads)]
+        kinds = max((k for k, _ in ranks), key=lambda v: float(v.sum()))
+        spent = max((s for _, s in ranks), key=lambda s: sum(s.values()))
         return Priced(
             c.batch,
             sum(spent.values()),
@@ -101,7 +101,7 @@ class Estimates:
         device, m = self.library.device, c.microbatches
         # memory
         state = x.resident.copy()
-        p, o, g = (AT[k] for k in ("parameters", "optimizer", "gradients"))
+        p, o, g = (KIND[k] for k in ("parameters", "optimizer", "gradients"))
         cast = min(x.cast, x.resident[p])
         if c.zero:
             if c.zero == 3:
@@ -111,18 +111,17 @@ class Estimates:
             state[o] /= c.dp
             state[g] /= c.dp if c.zero == 3 or (c.zero == 2 and m == 1) else 1
         kept = x.kept.copy()
-        held = cast * KEPT.get(
-            c.checkpoint, 0.0
-        )  # weights that are cast belong to the microbatch, unless they lie cast or are gathered
-        kept[AT["activations"]] -= held
+        # weights that are cast belong to the microbatch, unless they are stored in that dtype or gathered
+        casts = cast * KEPT.get(c.checkpoint, 0.0)
+        kept[KIND["activations"]] -= casts
         kept = np.where(GROW, kept * c.rows, 0)
         if not c.zero:
-            kept[AT["activations"]] += held
+            kept[KIND["activations"]] += casts
         height = np.where(GROW, x.height * c.rows, 0)
         ends = np.where(GROW, x.end * c.rows, 0) * (c.microbatches if c.schedule == "gpipe" else 1)
         kinds = state + alive(c, first) * kept + ends + np.maximum(height, -kept - ends)
         # time
-        scale = np.array([1 if w == "launch" else c.rows for w in WHAT])  # small ops stay as short
+        scale = np.array([1 if w == "launch" else c.rows for w in WHAT])  # small ops take as long with more rows
         forward, backward = x.forward * scale, x.backward * scale
         spent = dict(zip(WHAT, map(float, m * (forward + backward) + x.ends), strict=True))
         if c.dp * c.ep > 1:
@@ -134,7 +133,7 @@ class Estimates:
         return np.maximum(kinds, 0), spent
 
     def _sums(self, c: Choice, grads: float, weights: float, forward: Vector, backward: Vector) -> float:
-        """Seconds of collectives over the data axes that nothing hides. grads, weights: bytes of a rank's gradients,
+        """Seconds of collectives over the data axes that do not overlap. grads, weights: bytes of a rank's gradients,
         and of weights as gathered.
         """
         if c.zero == 3:
@@ -146,9 +145,7 @@ class Estimates:
         late = max(self._comm(c, "reduce_scatter" if c.zero else "all_reduce", grads) - float(backward.sum()), 0.0)
         if not c.zero:
             return late
-        gather = self._comm(
-            c, "all_gather", weights
-        )  # of what other ranks updated, beside the next step's first forward
+        gather = self._comm(c, "all_gather", weights)  # of updated parameters, during the next step's first forward
         return late + max(gather - float(forward.sum()), 0.05 * gather)
 
     def _comm(self, c: Choice, kind: str, nbytes: float) -> float:
@@ -206,7 +203,7 @@ def alive(c: Choice, first: bool) -> float:
 
 
 def bubble(c: Choice, forward: float, backward: float) -> float:
-    """Seconds in which a rank waits for others, where all stages are alike; forward, backward: of a microbatch on all
+    """Seconds in which a rank waits for others, where all stages are equal; forward, backward: of a microbatch on all
     stages of a rank.
     """
     if c.pp == 1:

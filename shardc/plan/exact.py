@@ -1,8 +1,9 @@
-"""What a spec takes, from its own rehearsal: a schedule put together from stages of layers, or from the whole program
-where that is small.
+"""The exact price of a spec, from dry runs of its own: a schedule assembled from stages of layers, or the whole program
+where it is small.
 
-Priced     step time, what it is spent on, peak memory by kind; of the mesh as it is, with ZeRO's buckets and overlap as the engine has them
-"""  # noqa: E501 (a table)
+`Priced` is step time, what it is spent on, and peak memory by kind, on the spec's own mesh, with ZeRO's buckets and
+overlap as in the engine.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from shardc.runtime.schedule import Costs, Schedule
 from shardc.runtime.step.engine import adamw
 from shardc.spec import Spec
 
-#: Parts of a step that belong to no microbatch.
+#: Parts of a step outside of microbatches.
 ENDS = ("before", "REDUCE", "STEP", "after", "update")
 
 
@@ -36,8 +37,8 @@ class Priced:
     """One training step. batch: rows of the global batch. seconds: of a step.
 
     kinds: bytes at the peak, by kind, of the rank that has the highest; at: its coordinate on the pipeline's axis.
-    spent: seconds of the busiest rank, by what it does (parts.WHAT), and "bubble". counts: layers of each stage of a
-    pipeline. exact: priced from a rehearsal of its own mesh, not estimated from one like it.
+    spent: seconds of the busiest rank, by cause (stage_vectors.WHAT), and "bubble". counts: layers of each stage of a
+    pipeline. exact: from a dry run of its own mesh, not estimated from a similar one.
     """
 
     batch: int
@@ -55,48 +56,48 @@ class Priced:
 
     @property
     def limit(self) -> str:
-        """What most of the time is spent on."""
+        """The cause of the largest share of the time."""
         return max(self.spent, key=lambda k: self.spent[k])
 
 
-def price(library: Library, asked: Spec, batch: int) -> Priced:
-    """A spec for a global batch of so many rows. Raises ShardcError if compile does."""
+def price(library: Library, spec: Spec, batch: int) -> Priced:
+    """The price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
     layers = library.subject.layers
-    each = asked.batch.microbatches
+    each = spec.batch.microbatches
     some = min(each, 3)  # the first, one like all between, the last
-    less = {**asked.to_dict(), "mesh": dict(asked.mesh.axes)}
+    less = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
     less["batch"] = {**less.get("batch", {}), "microbatches": some}
     rows = batch // each * some
-    if batch % (each * asked.data_ranks):
-        return _whole(library, asked, batch)  # compile says what does not divide
-    p = asked.pipeline
-    if p is None or asked.mesh.size(p.axis) == 1:
+    if batch % (each * spec.data_ranks):
+        return _whole(library, spec, batch)  # compile raises the error
+    p = spec.pipeline
+    if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
-        return _composed(library, [library.alone(less, rows)], schedules.alone(each), asked.mesh, "", batch, ())
+        return _composed(library, [library.alone(less, rows)], schedules.alone(each), spec.mesh, "", batch, ())
     if layers is None or p.schedule not in schedules.SCHEDULES:
-        return _whole(library, asked, batch)
+        return _whole(library, spec, batch)
     stages = library.pipelined(less, rows, p.axis)
-    counts = counted(asked, stages, layers.number)
-    schedule = schedules.make(p.schedule, stages=len(counts), ranks=asked.mesh.size(p.axis), microbatches=each)
+    counts = counted(spec, stages, layers.number)
+    schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
     made = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
-    return _composed(library, made, schedule, asked.mesh, p.axis, batch, counts)
+    return _composed(library, made, schedule, spec.mesh, p.axis, batch, counts)
 
 
-def counted(asked: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
-    """How many layers each stage has."""
-    p = asked.pipeline
+def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
+    """The number of layers of each stage."""
+    p = spec.pipeline
     assert p is not None
     if p.balance is not None:
         return p.balance
     if p.cut is not None and all(layer_of(name) for name in p.cut):
         starts = [0, *(int(layer_of(name)[1]) for name in p.cut), layers]  # type: ignore[index]
         return tuple(b - a for a, b in pairwise(starts))
-    return balanced(stages, p.stages or default_stages(asked), layers)
+    return balanced(stages, p.stages or default_stages(spec), layers)
 
 
 def balanced(stages: Stages, count: int, layers: int) -> tuple[int, ...]:
-    """Layers for each of `count` stages, such that the slowest is as fast as can be; of what is left over, later stages
-    take more: they keep fewer microbatches."""
+    """Layers for each of `count` stages, such that the slowest is as fast as possible. Later stages get the layers left
+    over, as they keep fewer microbatches."""
 
     def seconds(s: Stage) -> float:
         return float(sum(part_of(s, kind, "middle")[CAUSES].sum() for kind in computing(s)))
@@ -125,7 +126,7 @@ def _composed(
     batch: int,
     counts: tuple[int, ...],
 ) -> Priced:
-    """A step from its stages' parts."""
+    """A step, assembled from the parts of its stages."""
     peaks, ends = [], []
     for rank in range(schedule.ranks):
         mine = schedule.stages_of(rank)
@@ -201,9 +202,9 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
     return np.maximum(best, 0)
 
 
-def _whole(library: Library, asked: Spec, batch: int) -> Priced:
+def _whole(library: Library, spec: Spec, batch: int) -> Priced:
     """A spec whose program is compiled as it is, each of its ranks rehearsed."""
-    program = library.compiled(asked.to_dict(), batch)
+    program = library.compiled(spec.to_dict(), batch)
     schedule = program.schedule or schedules.alone(program.microbatches)
     each = [dry_run(program, at, adamw, cpu=library.device.kind == "cpu") for at in range(schedule.ranks)]
     found = assemble(program, schedule, each, library.device)

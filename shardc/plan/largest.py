@@ -15,8 +15,8 @@ import numpy as np
 
 @dataclass
 class Largest:
-    """The largest n >= 1 for which peak(n) <= limit; 0: none; at most `most`. peaks: what was priced. peak may return
-    inf: not possible.
+    """The largest n >= 1 with peak(n) <= limit, at most `most`; 0 if there is none. peaks: what was priced. peak
+    returns inf where n is not possible.
     """
 
     peak: Callable[[int], float]
@@ -41,14 +41,14 @@ class Largest:
         return low
 
     def _guess(self, low: int, high: int) -> int:
-        """Where the curve through what is known crosses the limit."""
+        """Where the curve through the known points crosses the limit."""
         known = sorted((n, p) for n, p in self.peaks.items() if np.isfinite(p))
         if len(known) < 2:
             return 2 * low if high > self.most else (low + high) // 2
         near = sorted(known, key=lambda x: abs(x[1] - self.limit))[:3]
         curve = np.polynomial.Polynomial.fit([n for n, _ in near], [p - self.limit for _, p in near], len(near) - 1)
-        found = [complex(r) for r in curve.roots()]
-        roots = [r.real for r in found if abs(r.imag) < 1e-6 and low - 1 < r.real < high + 1]
+        complex_roots = [complex(r) for r in curve.roots()]
+        roots = [r.real for r in complex_roots if abs(r.imag) < 1e-6 and low - 1 < r.real < high + 1]
         if not roots:
             return 4 * max(low, 1) if high > self.most else (low + high) // 2
         guess = int(np.floor(max(roots) + 1e-9))

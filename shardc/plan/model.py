@@ -1,7 +1,7 @@
-"""The model that is planned, at any number of rows and with any number of its layers: captured once for each.
+"""The model that is planned: captured for any number of rows and of its layers, once for each.
 
-126 layers alike      ->    a shallow copy of the model whose list has its first 5: what it captures is what the whole would begin with
-"""  # noqa: E501 (a table)
+Of 126 equal layers, a shallow copy of the model with the first 5 is captured: the whole model would begin the same way.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from torch import Tensor, fx, nn
 from shardc.capture import capture
 from shardc.cost.extrapolate import layer_lists, with_layers
 from shardc.errors import ShardcError
+from shardc.ir.graph import source_of
 from shardc.ir.patterns import of_every_layer
-from shardc.ir.program import Program, Source
+from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.passes.annotate import model_plan
 from shardc.plan.space import Layers
 from shardc.runtime.step import inputs
 from shardc.torch_private import pytree
 
-#: Units of layers that are enough to tell what each adds: stages of one (the first), one, two, and one (the last).
+#: Units of layers, enough to see what each adds: stages of one (the first), one, two, and one (the last).
 UNITS = 5
 #: Attributes in which transformers' layers keep their own number.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index")
@@ -34,8 +35,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class Subject:
-    """A model, an example batch, and what is known of both. layers: the list that repeats, if it is long enough to be
-    cut short.
+    """A model and an example batch. layers: the model's list of repeated layers, if it is long enough to be shortened.
 
     rows: of the example batch; sequence: tokens of each, if all inputs that are sequences have the same.
     """
@@ -59,7 +59,7 @@ class Subject:
 
     @property
     def rows(self) -> int:
-        """What most inputs have as their first dim."""
+        """The most common first dim of the inputs."""
         found = Counter(x.shape[0] for x in _leaves(self.batch) if x.dim())
         return found.most_common(1)[0][0]
 
@@ -73,17 +73,17 @@ class Subject:
 
     @property
     def carried(self) -> bool:
-        """Does the model carry a plan for tensor parallelism?"""
+        """Whether the model has a plan for tensor parallelism of its own."""
         return bool(model_plan.read(self.model))
 
     def example(self, rows: int, sequence: int | None = None) -> Any:
-        """A batch of other sizes, of which only shapes are there."""
-        mine, long = self.rows, self.sequence
+        """A batch of other sizes, on the meta device."""
+        own_rows, own_length = self.rows, self.sequence
 
         def sized(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != mine:
+            if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != own_rows:
                 return x
-            rest = [sequence if i == 0 and sequence and n == long else n for i, n in enumerate(x.shape[1:])]
+            rest = [sequence if i == 0 and sequence and n == own_length else n for i, n in enumerate(x.shape[1:])]
             return torch.empty(rows, *rest, dtype=x.dtype, device="meta")
 
         return pytree.tree_map(sized, self.batch)
@@ -104,11 +104,11 @@ class Subject:
             try:
                 return capture(self._short, self.example(rows, sequence), loss=self.loss, prove=False)
             except ShardcError:
-                self._short = None  # it counts its layers itself
+                self._short = None  # its forward counts the layers
         return with_layers(self.captured(rows, None, sequence), self.layers.first + UNITS * self.layers.period)
 
     def model_of(self, units: int | None) -> nn.Module:
-        """The module to name in compile: what it carries is the same."""
+        """The module to pass to compile: its plan and name are the model's."""
         return self._short if units is not None and self._short is not None else self.model
 
 
@@ -119,23 +119,22 @@ def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:
 
 
 def cuts(program: Program) -> int:
-    """How many stages a pipeline may have: the layers of all lists."""
+    """How many stages a pipeline may have: the number of layers in all lists."""
     return max(sum(len(each) for each in layer_lists(program).values()), 1)
 
 
 def regions(program: Program) -> tuple[str, ...]:
-    """Patterns of the modules that repeat: what a model recomputes."""
+    """Patterns of the repeated layers, which are the regions of recomputation."""
     return tuple(f"{name}.*" if name else "*" for name in layer_lists(program))
 
 
 def experts(program: Program) -> tuple[tuple[str, ...], int]:
-    """The modules that hold experts, as patterns, and the number of experts; ((), 0): none."""
+    """Patterns of the modules with experts, and the number of experts; ((), 0) without any."""
     nodes = [n for n in program.graph.nodes if n.op == "call_function" and op_name(n.target) == "experts"]
     modules: dict[str, None] = {}
     number = 0
     for n in nodes:
-        source: Source = n.meta.get("source", Source())
-        modules[of_every_layer(source.module)] = None
+        modules[of_every_layer(source_of(n).module)] = None
         held = [
             x.meta["value"].shape[0]
             for x in n.all_input_nodes
@@ -146,7 +145,7 @@ def experts(program: Program) -> tuple[tuple[str, ...], int]:
 
 
 def sequences(program: Program) -> tuple[str, ...]:
-    """Patterns of the layers that hand on [batch, sequence, hidden]: dim 1 can be split between them."""
+    """Patterns of the layers that return [batch, sequence, hidden]: dim 1 can be split between them."""
     return tuple(f"{name}.*" for name in layer_lists(program) if name and _hands_on(program, name))
 
 
@@ -154,14 +153,14 @@ def _hands_on(program: Program, name: str) -> bool:
     long = {n for x in program.inputs for n in x.shape[1:2]}
     last: dict[str, fx.Node] = {}
     for n in program.graph.nodes:
-        source: Source = n.meta.get("source", Source())
-        if n.op == "call_function" and source.module.startswith(f"{name}.") and n.meta.get("value") is not None:
-            last[source.module.removeprefix(f"{name}.").partition(".")[0]] = n
+        module = source_of(n).module
+        if n.op == "call_function" and module.startswith(f"{name}.") and n.meta.get("value") is not None:
+            last[module.removeprefix(f"{name}.").partition(".")[0]] = n
     shapes: list[tuple[int, ...]] = [getattr(n.meta["value"], "shape", ()) for n in last.values()]
     return bool(shapes) and all(len(s) == 3 and s[1] in long for s in shapes)
 
 
-# --- layers that are alike, told from the modules: before anything is captured
+# --- equal layers, recognized by their modules before anything is captured
 
 
 def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
@@ -171,7 +170,7 @@ def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
     if len(lists) != 1:
         return None
     name, found = lists[0]
-    signs = [_sign(m) for m in found.children()]
+    signs = [_signature(m) for m in found.children()]
     n = len(signs)
     short = sorted(
         (first + UNITS * period, first, period)
@@ -193,8 +192,8 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield from _lists(m, f"{name}.{k}" if name else k)
 
 
-def _sign(module: nn.Module) -> object:
-    """What a module is, but for its number."""
+def _signature(module: nn.Module) -> object:
+    """A value that is equal for modules that differ only in their number."""
     plain = {
         k: v
         for k, v in vars(module).items()
@@ -208,24 +207,24 @@ def _sign(module: nn.Module) -> object:
         type(module),
         repr(sorted(plain.items())),
         repr(tensors),
-        tuple((k, _sign(m)) for k, m in module.named_children()),
+        tuple((k, _signature(m)) for k, m in module.named_children()),
     )
 
 
 def _shortened(model: nn.Module, name: str, keep: int) -> nn.Module:
-    """The model with the first layers of a list only: the modules on the way to it are shallow copies, all others are
+    """The model with only the first layers of a list: the modules that contain it are shallow copies, all others are
     shared.
     """
-    made = copy.copy(model)
-    made._modules = dict(model._modules)
+    short = copy.copy(model)
+    short._modules = dict(model._modules)
     if not name:
-        made._modules = dict(list(made._modules.items())[:keep])
-        return made
+        short._modules = dict(list(short._modules.items())[:keep])
+        return short
     head, _, rest = name.partition(".")
     child = model._modules[head]
     assert child is not None
-    made._modules[head] = _shortened(child, rest, keep)
-    return made
+    short._modules[head] = _shortened(child, rest, keep)
+    return short
 
 
 def _leaves(batch: Any) -> list[Tensor]:

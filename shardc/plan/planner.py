@@ -1,5 +1,5 @@
-"""Questions about one model on one kind of device: the best spec, the price of a given one, and what is the most or
-least that fits.
+"""The planner: the best spec of a model on one kind of device, the price of a given spec, the largest batch or
+sequence, and the fewest devices that fit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardc.plan.search import FAR, Core, Search
 from shardc.plan.space import Choice, SpecTemplate, spec
 from shardc.spec import Spec
 
-#: `--precision`: what a spec then says.
+#: `--precision`, as the section of a spec.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"params": "float32", "compute": "bfloat16", "reduce": "float32"},
     "float16": {"params": "float32", "compute": "float16", "reduce": "float32", "loss_scale": "dynamic"},
@@ -38,7 +38,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Planner:
-    """See shardc.plan.plan."""
+    """A model on one kind of device. See shardc.plan.plan."""
 
     subject: Subject
     device: Device
@@ -59,7 +59,7 @@ class Planner:
 
     @cached_property
     def captured(self) -> Program:
-        """The model, with few of its layers, at two rows."""
+        """The captured model with few of its layers, for two rows."""
         return self.subject.captured(2, UNITS if self.subject.layers else None)
 
     @cached_property
@@ -80,13 +80,13 @@ class Planner:
         number = layers.number if layers else cuts(self.captured)
         return Search(self.library, self.usable, cuts=number, experts=experts(self.captured)[1], on=self.on)
 
-    def asked(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Target:
-        told = (
+    def target(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Target:
+        dtypes = (
             "products in bfloat16, master weights and AdamW's state in float32"
             if self.precision == "bfloat16"
             else f"precision {self.precision}"
         )
-        kept = f"{self.headroom:.0%} of memory left to the allocator, NCCL and workspaces (--headroom)"
+        reserve = f"{self.headroom:.0%} of memory left to the allocator, NCCL and workspaces (--headroom)"
         return Target(
             self.name,
             self.device,
@@ -96,12 +96,12 @@ class Planner:
             self.library.flops,
             self._dtype(),
             self.usable,
-            (*assumed, told, kept),
+            (*assumed, dtypes, reserve),
         )
 
     def _dtype(self) -> torch.dtype:
-        said = PRECISIONS[self.precision]
-        name = said.get("compute", said.get("params"))
+        section = PRECISIONS[self.precision]
+        name = section.get("compute", section.get("params"))
         if name:
             return getattr(torch, name)  # type: ignore[no-any-return]
         return next((p.dtype for p in self.subject.model.parameters() if p.is_floating_point()), torch.float32)
@@ -112,21 +112,21 @@ class Planner:
         finder = self.finder
         cores = finder.cores(devices)
         rows, note = self._batch(devices, batch, cores)
-        found = finder.estimate(devices, rows, cores)
-        if not any(p.peak <= self.usable for _, p in found) and devices > self.device.node:
-            found += finder.estimate(devices, rows, [c for c in finder.cores(devices, wide=True) if c not in cores])
-        exact = finder.refine(finder.ranked(found))
-        asked = self.asked(devices, rows, (note,))
-        made = [self._candidate(c, p, asked) for c, p in exact.items()]
-        made.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak))
+        estimates = finder.estimate(devices, rows, cores)
+        if not any(p.peak <= self.usable for _, p in estimates) and devices > self.device.node:
+            estimates += finder.estimate(devices, rows, [c for c in finder.cores(devices, wide=True) if c not in cores])
+        exact = finder.refine(finder.ranked(estimates))
+        target = self.target(devices, rows, (note,))
+        candidates = [self._candidate(c, p, target) for c, p in exact.items()]
+        candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak))
         refused = {k: e.what for k, e in finder.refused.items()}
-        return Plan(asked, tuple(made), finder.considered, refused)
+        return Plan(target, tuple(candidates), finder.considered, refused)
 
-    def _candidate(self, c: Choice, p: Priced, asked: Target) -> Candidate:
-        return Candidate(Spec.load(spec(c, self.template, p.counts if c.pp > 1 else ())), p, asked)
+    def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
+        return Candidate(Spec.load(spec(c, self.template, p.counts if c.pp > 1 else ())), p, target)
 
     def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
-        """Rows of the global batch, and where they are from. cores: splits for so many devices."""
+        """Rows of the global batch, and a note on their source. cores: the splits for so many devices."""
         rows = self.subject.rows
         if batch is not None:
             if not any(True for _ in self.finder.choices(cores, devices, batch)):
@@ -140,9 +140,9 @@ class Planner:
         for k in (1, *(2**i for i in range(1, 40) if 2**i * rows < 2 * devices), devices):
             if any(True for _ in self.finder.choices(cores, devices, k * rows)):
                 times = (
-                    f", times {k}: else some of {devices} devices have nothing to do"
+                    f", times {k}: as some of {devices} devices would be idle with fewer"
                     if k > 1
-                    else " (--global-batch says another)"
+                    else " (change it with --global-batch)"
                 )
                 return k * rows, f"global batch of {k * rows} rows: what batch() gives{times}"
         raise ShardcError(
@@ -154,20 +154,22 @@ class Planner:
         rows = batch or self.subject.rows
         self.on("the given spec", 0, 0)
         priced = price(self.library, one, rows)
-        note = f"global batch of {rows} rows" + ("" if batch else ": what batch() gives (--global-batch says another)")
-        name = one.precision.compute or one.precision.params
-        asked = replace(
-            self.asked(one.mesh.world, rows, (note,)), dtype=getattr(torch, name) if name else self._dtype()
+        note = f"global batch of {rows} rows" + (
+            "" if batch else ": what batch() gives (change it with --global-batch)"
         )
-        return Plan(asked, (Candidate(one, priced, asked),), 1)
+        name = one.precision.compute or one.precision.params
+        target = replace(
+            self.target(one.mesh.world, rows, (note,)), dtype=getattr(torch, name) if name else self._dtype()
+        )
+        return Plan(target, (Candidate(one, priced, target),), 1)
 
     # --- how much, how few
 
-    def largest(self, found: Plan, what: str) -> Plan:
-        """How many rows, or how long a sequence, the best candidate takes."""
-        best = found.candidates[0] if found.candidates else None
+    def largest(self, plan: Plan, what: str) -> Plan:
+        """Answers how many rows (what: "batch"), or how long a sequence, the best candidate can take."""
+        best = plan.candidates[0] if plan.candidates else None
         if best is None:
-            raise found.lacking()
+            raise plan.lacking()
         data = best.spec.data_ranks * best.spec.batch.microbatches
         if what == "batch":
 
@@ -175,7 +177,7 @@ class Planner:
                 self.on(f"a global batch of {n * data} rows", 0, 0)
                 return price(self.library, best.spec, n * data).peak
 
-            unit, start, said = data, max(best.priced.batch // data, 1), "rows of the global batch"
+            unit, start, name = data, max(best.priced.batch // data, 1), "rows of the global batch"
         else:
             long = self.subject.sequence
             if long is None:
@@ -186,7 +188,7 @@ class Planner:
                 )
             split = best.devices // best.spec.data_ranks
             unit = math.lcm(128 if long >= 128 else 1, split)
-            start, said = max(long // unit, 1), "tokens of a row"
+            start, name = max(long // unit, 1), "tokens of a row"
 
             def peak(n: int) -> float:
                 self.on(f"a sequence of {n * unit} tokens", 0, 0)
@@ -195,12 +197,12 @@ class Planner:
                         Library(self.subject, self.template, self.device, n * unit), best.spec, best.priced.batch
                     ).peak
                 except ShardcError:
-                    return math.inf  # the model takes no longer one
+                    return math.inf  # too long for the model
 
         solver = Largest(peak, self.usable)
         n = solver.solve(start)
         answer = {
-            "what": said,
+            "what": name,
             "value": n * unit,
             "step": unit,
             "peak_bytes": solver.peaks.get(n),
@@ -209,15 +211,15 @@ class Planner:
             "spec": best.spec.to_dict(),
             "priced": len(solver.peaks),
         }
-        return replace(found, answers={**found.answers, f"largest {what}": answer})
+        return replace(plan, answers={**plan.answers, f"largest {what}": answer})
 
-    def fewest(self, found: Plan) -> Plan:
-        """On how few devices anything fits, for the same global batch: numbers of devices are halved as long as
-        something does.
+    def fewest(self, plan: Plan) -> Plan:
+        """Answers on how few devices anything fits, for the same global batch: by halving the number while something
+        does.
         """
-        batch = found.target.batch
+        batch = plan.target.batch
         answer: dict[str, Any] = {"what": "devices", "value": None}
-        n = found.target.devices
+        n = plan.target.devices
         fits = self._smallest(n, batch)
         while fits is None and n < 1 << 20:
             n *= 2
@@ -233,18 +235,18 @@ class Planner:
                 break
             n //= 2
             fits = self._smallest(n, batch)
-        return replace(found, answers={**found.answers, "fewest devices": answer})
+        return replace(plan, answers={**plan.answers, "fewest devices": answer})
 
     def _smallest(self, devices: int, batch: int) -> Candidate | None:
-        """What fits on so many devices, by what needs least memory."""
+        """A candidate that fits on so many devices, if there is one: tried in the order of estimated memory."""
         self.on(f"{devices} devices", 0, 0)
         finder = self.finder
-        found = sorted(finder.estimate(devices, batch, finder.cores(devices)), key=lambda x: x[1].peak)
-        asked = self.asked(devices, batch)
-        for c, p in found[:3]:
+        estimates = sorted(finder.estimate(devices, batch, finder.cores(devices)), key=lambda x: x[1].peak)
+        target = self.target(devices, batch)
+        for c, p in estimates[:3]:
             if p.peak > FAR * self.usable:
                 break
-            one = self._candidate(c, finder.exact(c), asked)
+            one = self._candidate(c, finder.exact(c), target)
             if one.fits:
                 return one
         return None

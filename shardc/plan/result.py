@@ -1,4 +1,4 @@
-"""What a search found: a `Plan` of `Candidate`s, the best first."""
+"""The result of a search: a `Plan` of `Candidate`s, the best first."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardc.spec import Spec
 
 @dataclass(frozen=True)
 class Target:
-    """What was planned for. batch: rows of the global batch; sequence: tokens of a row, None: rows are no sequences.
+    """What is planned for. batch: rows of the global batch; sequence: tokens of a row, None: rows are not sequences.
 
-    flops: of the model and one row, forward and backward, nothing computed again. dtype: of products. usable: bytes of
-    a device's memory that a step may take. assumed: what nobody said, in sentences.
+    flops: of the model and one row, forward and backward, nothing recomputed. dtype: of products. usable: bytes of a
+    device's memory that a step may use. assumed: sentences on what the user left open.
     """
 
     model: str
@@ -36,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One spec and its price. why: {section of the spec: why it says so}."""
+    """One spec and its price. why: {section of the spec: the reason for it}."""
 
     spec: Spec
     priced: Priced
@@ -53,7 +53,7 @@ class Candidate:
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """Bytes at the peak of the rank that has most, by kind."""
+        """Bytes at the peak of the rank that needs most, by kind."""
         return self.priced.kinds
 
     @property
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all devices; None where rows are no sequences."""
+        """Of all devices; None where rows are not sequences."""
         return self.rows_per_second * self.target.sequence if self.target.sequence else None
 
     @property

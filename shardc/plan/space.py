@@ -1,4 +1,4 @@
-"""What a plan chooses among: a point of the space is a `Choice`, and a choice is a spec.
+"""The space that a plan searches. A point of it is a `Choice`, which can be written as a spec.
 
 mesh         pp × dp × ep × tp, outermost first: neighbours in tp share a node
 the rest     sequence parallel, ZeRO, what is recomputed, the schedule, rows of a microbatch
@@ -23,7 +23,7 @@ CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "eighth": {"budget": 0.125},
     "full": {"save": []},
 }
-#: Of the bytes that backward would keep of a region, the share that is kept, where a spec says it.
+#: The share of a region's bytes that is kept for backward, where the spec fixes it.
 KEPT: dict[Keep, float] = {"none": 1.0, "half": 0.5, "quarter": 0.25, "eighth": 0.125}
 
 

@@ -1,10 +1,9 @@
-"""What the parts of a stage's step take, as vectors: so that stages of many layers follow from stages of one and of
-two.
+"""The parts of a stage's step as vectors, so that stages of many layers follow from stages of one and of two.
 
-    F of two layers - F of one layer = what a layer adds to F, in bytes by kind and in seconds by cause
+    F of two layers - F of one layer = the part of one layer in F, in bytes by kind and in seconds by cause
 
-A vector's columns are linear in layers: what a part leaves behind and how high it rises above where it began, by kind
-of memory; flops; seconds, by what the rank does in them.
+A vector's columns are linear in layers: bytes by kind that a part leaves, and the most that it adds at any moment;
+flops; seconds by cause.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Stage = dict[Key, Vector]
 
 
 def roles(spec: Spec) -> dict[str, str]:
-    """What each axis of the mesh is for, in WHAT's words: whatever it is called."""
+    """The role of each axis of the mesh, as named in WHAT."""
     stages = spec.pipeline.axis if spec.pipeline else ""
     data, own = spec.data_axes, spec.expert_axes
     return {a: "pp" if a == stages else "ep" if a in own else "dp" if a in data else "tp" for a in spec.mesh.names}
@@ -47,7 +46,7 @@ def roles(spec: Spec) -> dict[str, str]:
 
 @dataclass
 class Meter(Clock):
-    """A clock that says what the time was for. roles: of the mesh's axes."""
+    """A clock that also sums time by cause. roles: of the mesh's axes."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
@@ -109,19 +108,17 @@ def memory(part: Part) -> Vector:
 
 
 def stage(r: DryRun, device: Device, program: Program) -> Stage:
-    """Of a rehearsed rank that has one stage. What a middle microbatch leaves behind in the end is nothing: its last
-    action says so.
-    """
+    """The vectors of a dry run of a rank with one stage. A middle microbatch leaves nothing once it has ended."""
     some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
     clock = meter(device, program, r.rank)
-    found: Stage = {}
+    vectors: Stage = {}
 
     def put(key: Key, part: Part) -> None:
         before = dict(clock.spent)
         clock.run(part)
         v = memory(part)
         v[CAUSES] = [clock.spent[w] - before[w] for w in WHAT]
-        found.setdefault(key, v)
+        vectors.setdefault(key, v)
 
     put(("before", ""), r.before)
     for a, part in r.actions:
@@ -141,15 +138,15 @@ def stage(r: DryRun, device: Device, program: Program) -> Stage:
     for storage in r.resident:
         if storage.kind in KINDS:
             resident[KINDS.index(storage.kind)] += storage.nbytes
-    found["resident", ""] = resident
+    vectors["resident", ""] = resident
     for which in ("first", "middle") if len(some) > 1 else ():
-        mine = [v for (_, w), v in found.items() if w == which]
-        if mine and (end := found.get(("W", which), found.get(("B", which)))) is not None:
+        mine = [v for (_, w), v in vectors.items() if w == which]
+        if mine and (end := vectors.get(("W", which), vectors.get(("B", which)))) is not None:
             left = np.sum([v[NET] for v in mine], 0)
             if which == "first":
                 left[GRADIENTS] = 0
             end[NET] -= left
-    return found
+    return vectors
 
 
 def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
@@ -159,8 +156,10 @@ def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
 
 
 def part_of(s: Stage, kind: str, which: str) -> Vector:
-    """A part, or that of the microbatch most like it."""
+    """A part, or the same of the most similar microbatch."""
     for w in (which, "middle", "last", "first"):
         if (found := s.get((kind, w))) is not None:
             return found
-    return part_of(s, "B", which) if kind == "I" else np.zeros(WIDTH)  # what was rehearsed in one, W with it
+    return (
+        part_of(s, "B", which) if kind == "I" else np.zeros(WIDTH)
+    )  # a dry run with an undivided backward has W in it

@@ -1,4 +1,4 @@
-"""A plan as people read it: a ranked table, with bars of memory by kind and of time by cause."""
+"""A plan as a ranked table, with bars of memory by kind and of time by cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CAUSES = {
 }
 LIMITS = {"compute": "compute", "memory": "memory bandwidth", "launch": "small ops", "bubble": "pipeline bubble"}
 WIDTH = 12
-#: What a bar is drawn with where there are no colours.
+#: The letters that a bar is drawn with where there are no colours.
 LETTERS = {
     "parameters": "P",
     "optimizer": "O",
@@ -178,7 +178,7 @@ def heading(plan: Plan) -> Text:
 
 
 def keys(plan: Plan, *, plain: bool) -> Text:
-    """What the bars' colours mean, and what was left out."""
+    """The meaning of the bars' colours, and the choices that were refused."""
     text = Text("\nmemory ")
     used = {k for c in plan.candidates for k, n in c.memory.items() if n > 0.005 * c.peak}
     for name, color in COLORS.items():

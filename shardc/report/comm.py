@@ -15,8 +15,9 @@ UNASKED = "nobody asked for it"
 
 @dataclass(frozen=True)
 class Row:
-    """Collectives of one kind over the same axes for one cause: how many a step, and their bytes on one rank; of a
-    pipeline, on one rank of each of its coordinates together."""
+    """Collectives of one kind over the same axes for one cause: their number a step, and their bytes on one rank; for a
+    pipeline, summed over one rank of each coordinate.
+    """
 
     axes: str
     kind: str
@@ -27,25 +28,24 @@ class Row:
 
 
 def comm_rows(program: Program) -> list[Row]:
-    """Rows by axes, direction and cause, of a step with all its microbatches; gradient buckets are the last ones of
-    backward.
+    """Rows by axes, direction and cause, of a step with all its microbatches; gradient buckets come last in backward.
 
-    At ZeRO 3 backward is taken to need every bucket again; of one that holds nothing but biases, say, it does not.
+    At ZeRO 3 every bucket is counted as gathered again for backward, which one of biases alone, say, is not.
     """
-    found: dict[tuple[str, str, str, str], list[int]] = {}
+    sizes_by_row: dict[tuple[str, str, str, str], list[int]] = {}
 
     def add(axes: tuple[str, ...], kind: str, direction: str, cause: str, nbytes: int, times: int) -> None:
         if kind != "none" and times:
-            found.setdefault(("+".join(axes), direction, kind, cause or UNASKED), []).extend([nbytes] * times)
+            sizes_by_row.setdefault(("+".join(axes), direction, kind, cause or UNASKED), []).extend([nbytes] * times)
 
     m = program.microbatches
-    at = program.schedule.placement if program.schedule is not None else (0,)
-    made = {name: at[i] for i, stage in enumerate(program.stages) for name in stage.sends}
+    rank_of = program.schedule.placement if program.schedule is not None else (0,)
+    sender = {name: rank_of[i] for i, stage in enumerate(program.stages) for name in stage.sends}
     for i, stage in enumerate(program.stages):
         for node in stage.graph.nodes:
             c = node.meta.get("collective")
-            if made.get(node.name) == at[i] and node.op == "placeholder":
-                continue  # the rank makes it itself
+            if sender.get(node.name) == rank_of[i] and node.op == "placeholder":
+                continue  # from another stage of the same rank
             if c is not None and node.target is not ops.gather_start:
                 add(c.axes, c.kind, "forward", c.cause, c.bytes, m)
                 add(c.axes, c.kind, "recompute", c.cause, c.bytes, m * node.meta.get("again", 0))
@@ -59,7 +59,7 @@ def comm_rows(program: Program) -> list[Row]:
         n = program.mesh.size(b.shard) if b.zero else 1
         padded = -(-size // n) * n
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
-        ranks = len({at[s] for s in b.stages})
+        ranks = len({rank_of[s] for s in b.stages})
         if b.zero and b.shard in b.axes:
             times = m * len(b.stages) if b.zero == 3 and not b.keep else ranks
             add((b.shard,), "reduce_scatter", "backward", "gradients, in buckets", padded * b.dtype.itemsize, times)
@@ -84,13 +84,15 @@ def comm_rows(program: Program) -> list[Row]:
                 len(program.broadcast_of(x)[1]),
             )
     rank = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
-    rows = [Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in found.items()]
+    rows = [
+        Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in sizes_by_row.items()
+    ]
     return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
 
 
 def comm_table(program: Program) -> str:
-    """The rows as a table of plain text, with a sum per axis; below it, if there is something that nobody asked for,
-    the program's notes.
+    """The rows as a table of plain text, with a sum per axis; followed by the program's notes, if there are collectives
+    that no annotation requires.
     """
     rows = comm_rows(program)
     if not rows:
@@ -101,8 +103,8 @@ def comm_table(program: Program) -> str:
     for r in rows:
         lines.append((r.axes, r.direction, r.kind, str(r.count), human(r.bytes), r.cause))
     for axes in dict.fromkeys(r.axes for r in rows):
-        mine = [r for r in rows if r.axes == axes]
-        lines.append((axes, "", "in all", str(sum(r.count for r in mine)), human(sum(r.bytes for r in mine)), ""))
+        same = [r for r in rows if r.axes == axes]
+        lines.append((axes, "", "in all", str(sum(r.count for r in same)), human(sum(r.bytes for r in same)), ""))
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     text = []
     for line in lines:

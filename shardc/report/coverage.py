@@ -1,4 +1,4 @@
-"""Coverage: which ops of a model no rule knows, and on which lines; without any spec.
+"""Coverage: the ops of a model that have no rule, with their lines; needs no spec.
 
 text = str(shardc.coverage(model, batch))
 assert shardc.coverage(model, batch).covered
@@ -6,7 +6,6 @@ assert shardc.coverage(model, batch).covered
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from shardc.capture import capture
+from shardc.ir.graph import calls, is_call, source_of
 from shardc.ir.program import Program, Source
 from shardc.passes.canonical import rewritten
 from shardc.passes.canonical.grouped_mm import with_experts
@@ -32,13 +32,13 @@ KINDS = {
         "a rule, but nothing to split in these calls of values that depend on parameters or the batch: every rank runs"
         " them whole"
     ),
-    "decomposed": "no rule of their own: taken apart by torch's decompositions, into ops that have rules",
+    "decomposed": "no rule of their own: torch's decompositions turn them into ops that have rules",
 }
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the model on which an op is called: "file.py:31", its text, the first module that runs it, how many
+    """A line of the model that calls an op: "file.py:31", its text, the first module that runs it, and the number of
     calls.
     """
 
@@ -50,9 +50,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """An op that is not covered by a rule, or not by one that splits it. how: a key of KINDS; why: for what is refused,
-    the message.
-    """
+    """An op without a rule, or whose rule cannot split it. how: a key of KINDS; why: the message, if it is refused."""
 
     op: str
     how: str
@@ -63,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What of a model has no rule. calls, ops: how many the captured graph has, and how many different ones."""
+    """The ops without a rule. calls, ops: the numbers of calls in the captured graph and of different ops."""
 
     model: str
     calls: int
@@ -114,17 +112,17 @@ def coverage(model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor]
 
 
 def of_program(captured: Program) -> Coverage:
-    """The same of a captured program."""
+    """The coverage of a captured program."""
     found = rewritten(captured.graph)
-    calls = [n for n in captured.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    ops = [n.target for n in calls(captured.graph)]
     missing: list[tuple[str, str, Source, str]] = []
-    given = {p.name for p in captured.params} | {i.name for i in captured.inputs}
-    moving: set[fx.Node] = set()  # what depends on a parameter or the batch
+    roots = {p.name for p in captured.params} | {i.name for i in captured.inputs}
+    dependent: set[fx.Node] = set()  # nodes that depend on a parameter or the batch
     graph = found.graph if found.refused else with_experts(found.graph)
     for node in graph.nodes:
-        if node.name in given or any(n in moving for n in node.all_input_nodes):
-            moving.add(node)
-        if node.op == "call_function" and node.target is not operator.getitem:
+        if node.name in roots or any(n in dependent for n in node.all_input_nodes):
+            dependent.add(node)
+        if is_call(node):
             rule = registry.find(node.target)
             why = found.refused[node].what if node in found.refused else ""
             how = (
@@ -133,22 +131,22 @@ def of_program(captured: Program) -> Coverage:
                 else "no rule"
                 if rule is None
                 else "whole"
-                if node in moving and _whole(rule, node)
+                if node in dependent and _whole(rule, node)
                 else ""
             )
             if how:
-                missing.append((str(node.target), how, node.meta.get("source", Source()), why))
+                missing.append((str(node.target), how, source_of(node), why))
     missing += [(str(op), "decomposed", at, "") for op, at in found.apart]
     rows = sorted(_rows(missing), key=lambda r: (list(KINDS).index(r.how), -r.count, r.op))
     name = str(captured.meta.get("model", "the model"))
-    return Coverage(name, len(calls), len({n.target for n in calls}), tuple(rows))
+    return Coverage(name, len(ops), len(set(ops)), tuple(rows))
 
 
 def _rows(missing: Iterable[tuple[str, str, Source, str]]) -> list[Row]:
-    found: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
+    by_op: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     whys: dict[tuple[str, str], str] = {}
     for op, how, at, why in missing:
-        found.setdefault((op, how), {}).setdefault((at.line, at.code), []).append(at.module)
+        by_op.setdefault((op, how), {}).setdefault((at.line, at.code), []).append(at.module)
         whys.setdefault((op, how), why)
     return [
         Row(
@@ -158,12 +156,12 @@ def _rows(missing: Iterable[tuple[str, str, Source, str]]) -> list[Row]:
             tuple(Line(line, code, modules[0], len(modules)) for (line, code), modules in lines.items()),
             whys[op, how],
         )
-        for (op, how), lines in found.items()
+        for (op, how), lines in by_op.items()
     ]
 
 
 def _whole(rule: Rule, node: fx.Node) -> bool:
-    """Is there nothing to split in a call, though its tensors have dims to split?"""
+    """Whether a call cannot be split although its tensors have dims to split."""
     call = call_of(node)
     sizes = [s for v in (*call.operands, *call.results) for s in v.shape]
     if rule.extra is not None or max(sizes, default=1) == 1:

@@ -1,7 +1,11 @@
-"""Memory over a step, by what it is for: as a table, as SVG, as JSON.
+"""Memory over a step by kind: as a table, as SVG, as JSON.
 
-rank 0   parameters 1.8 MiB  optimizer 3.5 MiB  gradients 1.8 MiB  activations 2.9 MiB  ...   10.1 MiB at 0B1, backward of linear_6
-"""  # noqa: E501 (a table)
+            each rank
+parameters    1.8 MiB
+activations   2.9 MiB
+...
+peak         10.1 MiB   at 0B1, backward of linear_6
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from shardc.artifact.emit import human
 from shardc.cost import Cost, Memory, RankCost
 from shardc.cost.ledger import KINDS
 
-#: One colour a kind, from below: what stays, what grows, what passes.
+#: One colour a kind, from the bottom: kinds that stay between steps, those that grow, those that come and go.
 _FILLS = {
     "parameters": "#5b7fb5",
     "optimizer": "#8db4e8",
@@ -56,14 +60,14 @@ def _name(cost: Cost, r: RankCost) -> str:
 
 
 def _kinds(memories: Iterable[Memory]) -> list[str]:
-    """Those that occur, in their order."""
-    found = {k for m in memories for p in (m.kinds, *(point.live for point in m.curve)) for k, n in p.items() if n}
-    return [k for k in KINDS if k in found]
+    """The kinds that occur, in their order."""
+    present = {k for m in memories for p in (m.kinds, *(point.live for point in m.curve)) for k, n in p.items() if n}
+    return [k for k in KINDS if k in present]
 
 
 def svg(cost: Cost) -> str:
-    """A file of its own, in light and dark: of every rank its live bytes over the step, stacked by kind. Points say
-    what runs there.
+    """A complete SVG file, for light and dark: each rank's live bytes over the step, stacked by kind. Titles name what
+    runs at each point.
     """
     left, width, high, gap = 150, 1080, 200, 52
     top = max(r.memory.peak for r in cost.ranks) or 1
@@ -114,10 +118,10 @@ def _curve(cost: Cost, r: RankCost, kinds: list[str], left: int, y: int, width: 
         if at == len(points) or points[at].part != points[begin].part:
             x, wide, part = left + begin * step, (at - begin) * step, points[begin].part
             most = max(points[begin:at], key=lambda p: p.total)
-            told = f"{part}: {human(most.total)}{', ' + most.op if most.op else ''}"
+            title = f"{part}: {human(most.total)}{', ' + most.op if most.op else ''}"
             made.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}"'
-                f' class="part"><title>{escape(told)}</title></rect>'
+                f' class="part"><title>{escape(title)}</title></rect>'
             )
             if wide > 7 * len(part):
                 made.append(f'<text x="{x + wide / 2:.1f}" y="{y + high + 14}" class="in">{escape(part)}</text>')
@@ -140,7 +144,7 @@ def _scale(left: int, y: int, width: int, high: int, top: int) -> list[str]:
 
 
 def _peak(m: Memory, left: int, y: int, width: int, high: int, top: int) -> list[str]:
-    """Where it is, and what is computed there."""
+    """A mark at the peak, and what runs there."""
     at = next((i for i, p in enumerate(m.curve) if p.total == m.peak), None)
     if at is None:
         return []

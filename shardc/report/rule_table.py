@@ -25,7 +25,7 @@ class RuleRow:
     """One rule. notation, linear: as they were written, or `<name>` of the function of a call that makes them.
 
     about: `<name>` -> what the function's docstring says, in a line. family: its file in shardc/rules, or "own".
-    extras: what is beside the notation: local | extra | flops. where: file:line that registered it. samples: how many
+    extras: besides the notation: local | extra | flops. where: file:line that registered it. samples: how many
     calls prove it."""
 
     op: str
@@ -39,7 +39,7 @@ class RuleRow:
 
 
 def named(function: Callable[[Any], Any]) -> str:
-    """What stands in the table for a function of the call: `<conv>`."""
+    """The entry of a function of the call in the table: `<conv>`."""
     return f"<{function.__name__.strip('_<>')}>"
 
 

@@ -1,4 +1,4 @@
-"""The timeline of a pipeline's schedule: who computes what when, and who waits. As text, as SVG, as JSON.
+"""The timeline of a pipeline's schedule: who computes what when, and who waits; as text, as SVG, as JSON.
 
 rank 0  stage 0  F0 F1 F2 F3 .........B0--- F4 B1--- ...      27.3 %  4
                  microbatch 0 forward; nothing to do; its backward
@@ -29,11 +29,9 @@ _NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gra
 
 
 def timeline(program: Program) -> Timeline:
-    """Of one step: of the program's schedule with the costs of its stages. A program
-    without a pipeline is one stage.
-    """
-    made = program.schedule if program.schedule is not None else schedules.alone(program.microbatches)
-    return schedules.timeline(made, costs(program), program.edges)
+    """Of one step, with the costs of the program's stages. A program without a pipeline is one stage."""
+    schedule = program.schedule if program.schedule is not None else schedules.alone(program.microbatches)
+    return schedules.timeline(schedule, costs(program), program.edges)
 
 
 def costs(program: Program) -> Costs:
@@ -73,9 +71,7 @@ def _cost(graph: fx.Graph, program: Program) -> tuple[float, float, float]:
         work = max(traffic, flops / PEAK_FLOPS_PER_MEMORY_BYTE)
         forward += work
         wanting = [x in of_weights for x in operands_of(n) if any(v.requires_grad for v in values_of(x))]
-        each = (
-            wanting if flops else [all(wanting)] if wanting else []
-        )  # what is no product goes over its gradients once
+        each = wanting if flops else [all(wanting)] if wanting else []  # any other op reads its gradients once
         weights += work * sum(each)
         inputs += work * (len(each) - sum(each))
     return forward, inputs, weights
@@ -118,7 +114,7 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
 
 
 def svg(t: Timeline) -> str:
-    """A file of its own, in light and dark. Each action's name, start and end show when pointed at."""
+    """A complete SVG file, for light and dark. Titles show each action's name, start and end."""
     s = t.schedule
     scale = min(_scale(t, lambda slot: 8.0 * len(_name(s, slot)) + 6), 12000 / (t.end or 1))
     left, row, top = 130, 26, 44
@@ -198,13 +194,13 @@ def _stages(s: Schedule, rank: int) -> str:
 
 
 def _kinds(t: Timeline) -> list[str]:
-    """Of what is computed, forward first."""
-    found = {slot.action.kind for each in t.slots for slot in each}
-    return [k for k in _NAMES if k in found]
+    """The kinds of actions that occur, forward first."""
+    present = {slot.action.kind for each in t.slots for slot in each}
+    return [k for k in _NAMES if k in present]
 
 
 def _several(s: Schedule) -> bool:
-    """Has a rank several stages? Then an action is shown with its stage."""
+    """Whether a rank has several stages: an action is shown with its stage then."""
     return len(set(s.placement)) < s.stages
 
 
@@ -214,17 +210,13 @@ def _name(s: Schedule, slot: Slot) -> str:
 
 
 def _cell(name: str, a: Action, columns: int) -> str:
-    """An action as so many columns, the last one blank if there is room; without its stage or microbatch if there is
-    none.
-    """
+    """An action as so many columns: the last one blank, or without its stage or microbatch where there is no room."""
     name = next((n for n in (name, f"{a.kind}{a.microbatch}", a.kind) if len(n) <= columns), "")
     return name if columns <= len(name) else f"{name.ljust(columns - 1, '-')} "
 
 
 def _scale(t: Timeline, room: Callable[[Slot], float]) -> float:
-    """Columns or pixels for a unit of time: enough for the name of every action, unless it is very much shorter than
-    others.
-    """
+    """Columns or pixels for a unit of time: enough for the names of all actions but those that are very short."""
     slots = [slot for each in t.slots for slot in each if slot.end - slot.start > 0.1 * _longest(t)]
     return max((room(slot) / (slot.end - slot.start) for slot in slots), default=1.0)
 

@@ -2,7 +2,6 @@
 
 yaml_reader.py   text -> values and the places of each     explain.py    errors of the grammar -> where, what, fix
 form.py          the grammar of every section              check.py      axes, sizes, what is not built yet
-patterns.py      globs over names of modules and weights
 """
 
 from __future__ import annotations

@@ -436,7 +436,10 @@ class Precision(Section):
         examples=["float32"],
     )
     loss_scale: Annotated[
-        float | str | None, BeforeValidator(_number_or("none", "dynamic")), _NONE, _number_schema("none", "dynamic")
+        float | Literal["dynamic"] | None,
+        BeforeValidator(_number_or("none", "dynamic")),
+        _NONE,
+        _number_schema("none", "dynamic"),
     ] = Field(default=None, description="none, dynamic, or a number (for float16)", examples=["none", "dynamic"])
 
 

@@ -66,7 +66,7 @@ def test_compile_inspect_and_verify_an_artifact(files: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "dp=2 × tp=2: 4 ranks" in done.stdout
     assert (files / "out" / "stage0.py").exists()
-    assert (files / "passes" / "04-partition.diff").exists()
+    assert (files / "passes" / "05-partition.diff").exists()
     assert call("inspect", "out").stdout == call("inspect", "model.py", "spec.yaml").stdout
     assert "gradients, in buckets" in call("inspect", "out", "--comm").stdout
     assert "def single(" in call("inspect", "out", "--before").stdout

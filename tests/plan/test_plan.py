@@ -358,7 +358,7 @@ def test_rows_without_a_sequence_have_no_longest() -> None:
             largest="sequence",
             loss=lambda y, _: y.sum(),
         )
-    assert e.value.fix == "ask for --largest batch"
+    assert e.value.fix == "use --largest batch"
 
 
 def test_fewest_devices() -> None:

@@ -109,11 +109,13 @@ def test_dump_writes_a_text_for_every_pass_and_the_differences(tmp_path: Path) -
     assert texts == [
         "00-capture.txt",
         "01-canonical.txt",
-        "02-annotate.txt",
-        "03-place.txt",
-        "04-partition.txt",
-        "05-data.txt",
+        "02-unknown_ops.txt",
+        "03-annotate.txt",
+        "04-place.txt",
+        "05-partition.txt",
+        "06-data.txt",
+        "07-unused_axes.txt",
     ]
     assert [n for n in names if n.endswith(".diff")] == [n.replace("txt", "diff") for n in texts[1:]]
-    assert "+    x" not in (tmp_path / "03-place.diff").read_text()
-    assert "ops.all_reduce" in (tmp_path / "04-partition.txt").read_text()
+    assert "+    x" not in (tmp_path / "04-place.diff").read_text()
+    assert "ops.all_reduce" in (tmp_path / "05-partition.txt").read_text()

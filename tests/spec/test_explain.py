@@ -25,7 +25,6 @@ def errors_of(text: str, **options: Any) -> list[ShardcError]:
 
 
 # --- wrong specs: (text, where, part of what, part of fix)
-# -----------------------------------------------------------------
 
 WHOLE = [  # the whole text
     ("", "1:1", "`shardc` is missing", "write `shardc: 1`"),
@@ -260,7 +259,6 @@ def test_one_mistake_is_said_once() -> None:
 
 
 # --- not built yet
-# -----------------------------------------------------------------------------------------------------
 
 ASKED: dict[str, Any] = {
     "sequence": {"sequence": {"axis": "cp"}},
@@ -278,7 +276,6 @@ def test_unbuilt(path: str) -> None:
 
 
 # --- mesh, overrides, files
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""shardc/spec/__init__.py: what a spec says, and how it prints back. The grammar is SPEC.md's; wrong specs:
-test_spec_errors.py.
+"""The spec: what it contains, and how it prints back. Its grammar is in docs/spec.md; wrong specs:
+tests/spec/test_explain.py.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from shardc.ir.mesh import Mesh
 from shardc.spec import ActivationRule, DimShard, ShardRule, Spec
 from shardc.spec.yaml_reader import dotted, flow, of_mapping, read, scalar
 
-# SPEC.md's example, whole
+# the example of docs/spec.md
 EXAMPLE = """\
 shardc: 1                                # required: the version of this format
 
-mesh: {pp: 2, dp: 2, tp: 2}              # axis: size, outermost first; 8 ranks. One size may be -1: computed from the world size
+mesh: {pp: 2, dp: 2, tp: 2}              # axis: size, outermost first; one may be -1
 
 batch:
   dims: {"*": 0}                         # each input's batch dim (default 0; null = not split). Globs over input names
   axes: [dp]                             # axes that split it (default: every data axis of the mesh)
   microbatches: 8                        # pipeline / gradient-accumulation microbatches per step (default 1)
 
-shard:                                   # weights. First match wins; a pattern that matches nothing, or never wins, is an error
+shard:                                   # weights: first match wins; a pattern that never does is an error
   "model.embed_tokens": vocab            # rows split over tp; lookups outside the rank's rows are masked and summed
   "*.{q,k,v}_proj": column               # module pattern + style word: out-features split
   "*.o_proj": row                        # in-features split: the output is a partial sum
   "*.{gate,up}_proj": column
   "*.down_proj": row
-  "*.attn.qkv.weight": {0: {axis: tp, split: 3}}   # or parameter pattern + {dim: axis}: a fused weight, each third split
+  "*.attn.qkv.weight": {0: {axis: tp, split: 3}}   # or parameter pattern + {dim: axis}: each third split
   "*.qkv_proj.weight": {0: {axis: tp, sections: [512, 128, 128]}}   # fused parts of unequal size, each split
   "lm_head": column                      # logits split by vocabulary; the loss is computed on the parts
 # shard: {use: model}                    # start from the plan that the model carries
 
-activations:                             # a module's output ("name") or input ("name:in"), and how it lies between ops
-  "model.layers.*": {1: tp}              # sequence parallel: between blocks the sequence dim lies split over tp
+activations:                             # a module's output ("name") or input ("name:in"), and how it is split
+  "model.layers.*": {1: tp}              # sequence parallel: between blocks the sequence dim is split over tp
 
 sequence:                                # context parallel: the inputs' sequence dim is split too
   axis: cp
@@ -52,20 +52,20 @@ sequence:                                # context parallel: the inputs' sequenc
 
 pipeline:
   axis: pp
-  stages: 4                              # cut by cost into so many stages (a multiple of the axis: more = interleaved) ...
+  stages: 4                              # cut by cost into so many stages (a multiple of the axis) ...
   # cut: [model.layers.8, model.layers.16]   # ... or before these modules
   # balance: [2, 2, 3, 1]                # ... or by counts of the repeated layers
   schedule: 1f1b                         # gpipe | 1f1b | interleaved | zb-h1 | zb-v | path to a schedule file
 
 data:
   axis: dp                               # [dp_outer, dp] = sharded within dp, replicated over dp_outer (HSDP)
-  zero: 2                                # 0 all-reduced gradients · 1 +optimizer state split · 2 +gradients split · 3 +parameters split
+  zero: 2                                # 0 all-reduced gradients · 1 +optimizer state · 2 +gradients · 3 +parameters
   bucket_mb: 25
   offload: {optimizer: none, parameters: none}   # each: none | cpu | a directory on disk (ZeRO-Infinity)
 
 experts:
   - match: "*.mlp.experts"
-    axis: ep                             # an axis of its own, or a data axis: its ranks then split tokens and experts both
+    axis: ep                             # its own, or a data axis: its ranks split tokens and experts
     capacity: none                       # none = dropless; a factor such as 1.25 = fixed capacity, overflow dropped
 
 checkpoint:                              # recompute instead of keeping activations
@@ -81,7 +81,7 @@ precision:
 
 batch_norm: sync                         # sync = exactly the single device's statistics (default) | local
 unknown_ops: error                       # error | replicate
-strict: false                            # true: a collective that no annotation asked for is an error
+strict: false                            # true: a collective that no annotation requires is an error
 """
 AXES = ("mesh.cp=1", "mesh.ep=1")  # the example names two axes that its mesh leaves out
 HEAD = "shardc: 1\nmesh: {dp: 2, tp: 2}\n"
@@ -94,7 +94,6 @@ def errors_of(text: str, **options: Any) -> list[ShardcError]:
 
 
 # --- what a spec says
-# --------------------------------------------------------------------------------------------------
 
 
 def test_example() -> None:
@@ -206,7 +205,6 @@ def test_a_spec_is_frozen_and_pickles() -> None:
 
 
 # --- where things stand
-# ------------------------------------------------------------------------------------------------
 
 
 def test_where() -> None:
@@ -243,7 +241,6 @@ def test_dotted() -> None:
 
 
 # --- mesh and overrides
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -310,7 +307,6 @@ def test_overrides() -> None:
 
 
 # --- files
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_file(tmp_path: Path) -> None:
@@ -322,7 +318,6 @@ def test_file(tmp_path: Path) -> None:
 
 
 # --- printing back
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_prints_back() -> None:
@@ -473,7 +468,6 @@ def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
 
 
 # --- the schema for editors
-# --------------------------------------------------------------------------------------------
 
 
 def test_schema() -> None:
