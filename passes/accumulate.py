@@ -44,10 +44,10 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.conversions import CONVERSIONS, between
-from shardc.ir.graph import copy_graph, operands_of, values_of
+from shardc.ir.graph import copy_graph, operands_of, placeholders, source_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, PartialGrad, Replicate, Shard
-from shardc.ir.program import Collective, Input, Program, Source, Stage, Value
+from shardc.ir.program import Collective, Input, Program, Stage, Value
 from shardc.ir.types import behind
 from shardc.passes.base import Pass
 from shardc.rules import registry
@@ -112,7 +112,7 @@ class Accumulate(Pass):
 
 def stage_inputs(graph: fx.Graph, program: Program) -> list[Input]:
     """The program's inputs with the layouts of a graph's placeholders."""
-    nodes = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    nodes = placeholders(graph)
     return [replace(x, layout=nodes[x.name].meta["value"].layout) for x in program.inputs]
 
 
@@ -193,7 +193,7 @@ class _Microbatch:
         for node in list(self.graph.nodes):
             if node.op == "call_function" and self._take_axis_out(node):
                 self._propagate(node)
-        self._output(next(n for n in self.graph.nodes if n.op == "output"))
+        self._output(self.graph.output_node())
         if self.refused:
             raise self._refusal()
         for i, node in enumerate(self.sums.values()):
@@ -208,7 +208,7 @@ class _Microbatch:
     @property
     def notes(self) -> tuple[str, ...]:
         """That a step takes a forward more, and for what."""
-        what = dict.fromkeys(str(x.meta.get("source", Source())) or x.name for x in self.sums)
+        what = dict.fromkeys(str(source_of(x)) or x.name for x in self.sums)
         twice = (
             f"{self.where}: a step runs forward of all microbatches once more before, for what is made of sums over the"
             " whole batch:"
@@ -313,7 +313,7 @@ class _Microbatch:
         """A new op before a node, known from the batch alone."""
         with self.graph.inserting_before(node):
             new = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        new.meta = {"value": value, "source": node.meta.get("source", Source())}
+        new.meta = {"value": value, "source": source_of(node)}
         self.from_batch.add(new)
         return new
 
@@ -368,7 +368,7 @@ class _Microbatch:
             value = x.meta["value"]
             new.meta = {
                 "value": replace(value, layout=_without(value.layout)),
-                "source": x.meta.get("source", Source()),
+                "source": source_of(x),
             }
             self.sums[x] = new
             if _trained(x):
@@ -408,7 +408,7 @@ class _Microbatch:
         once = ops.to_partial if x in self.whole_sums else ops.partial_grad_to_partial
         with self.graph.inserting_before(user):
             new = self.graph.create_node("call_function", once, (x, self.mesh_node, AXIS), {}, name=f"{x.name}_once")
-        new.meta = {"value": x.meta["value"], "source": x.meta.get("source", Source())}
+        new.meta = {"value": x.meta["value"], "source": source_of(x)}
         self.summands.add(new)
         return new
 
@@ -420,7 +420,7 @@ class _Microbatch:
             node.args = ((self._once(node, loss), news),)
 
     def _refuse(self, total: fx.Node, user: fx.Node) -> None:
-        value, source = total.meta["value"], user.meta.get("source", Source())
+        value, source = total.meta["value"], source_of(user)
         shown = value[0] if isinstance(value, tuple) else value
         found = ShardcError(
             f"{source}: {total.name}, {replace(shown, layout=_without(shown.layout))}, takes all rows of the batch, and"

@@ -23,10 +23,10 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir import conversions
 from shardc.ir.conversions import Conversion
-from shardc.ir.graph import operands_of, producer_of, values_of
+from shardc.ir.graph import operands_of, producer_of, source_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.ir.program import Collective, Program, Source, Stage, Value
+from shardc.ir.program import Collective, Program, Stage, Value
 from shardc.passes.annotate import fused_weights
 from shardc.passes.base import Pass
 from shardc.rules import registry
@@ -115,7 +115,7 @@ class LocalProgram:
     def placeholder(self, node: fx.Node, layout: Layout) -> None:
         """A parameter, buffer or input as it is stored; `mesh` and `rng` have no layout."""
         new = self.graph.placeholder(node.name)
-        new.meta = {"source": node.meta.get("source", Source()), "value": node.meta.get("value")}
+        new.meta = {"source": source_of(node), "value": node.meta.get("value")}
         if node.meta.get("value") is not None:
             new.meta["value"] = replace(node.meta["value"], layout=layout)
         self.forms[node, 0] = {layout: new}
@@ -206,7 +206,7 @@ class LocalProgram:
             new.kwargs = {**kwargs, "tag": new.name}
         if collective is not None:
             new.meta["collective"] = collective
-        new.meta |= {"value": value, "source": cause.meta.get("source", Source())}
+        new.meta |= {"value": value, "source": source_of(cause)}
         return new
 
     def _summable(

@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import operands_of, producer_of, values_of
+from shardc.ir.graph import operands_of, producer_of, source_of, values_of
 from shardc.ir.patterns import of_every_layer
 from shardc.ir.placement import Shard
-from shardc.ir.program import Program, Source
+from shardc.ir.program import Program
 from shardc.passes.annotate import kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, SplitGroup, uses
@@ -128,7 +128,7 @@ def _uneven(program: Program, group: SplitGroup, shared: Mapping[fx.Node, kv_hea
         for size in s.sections or (shape[s.dim] // s.split,):
             if size % n and size not in few:
                 names = ", ".join(dict.fromkeys(of_every_layer(program.param(p.name).fqn) for p in group.params))
-                source = node.meta.get("source", Source())
+                source = source_of(node)
                 at = f"at {replace(source, module=of_every_layer(source.module))}, " if str(source) else ""
                 return f"{names} are left whole: {at}{size} (of {list(shape)}) does not divide by {axis}={n}"
     return ""

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, fx
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import copy_graph, values_of
-from shardc.ir.program import Program, Source, Value
+from shardc.ir.graph import copy_graph, source_of, values_of
+from shardc.ir.program import Program, Value
 from shardc.nn import text_of
 from shardc.passes.base import Pass
 from shardc.runtime import ops
@@ -307,7 +307,7 @@ class _Writer:
     def _put(self, target: Any, args: tuple[Any, ...], value: Value, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.here):
             new = self.graph.create_node("call_function", target, args, kwargs)
-        new.meta = {"value": value, "source": self.here.meta.get("source", Source())}
+        new.meta = {"value": value, "source": source_of(self.here)}
         return new
 
 

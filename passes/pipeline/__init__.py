@@ -28,9 +28,9 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.graph import operands_of, values_of
+from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import Collective, Program, Source, Stage
+from shardc.ir.program import Collective, Program, Stage
 from shardc.ir.types import behind
 from shardc.passes.base import Pass
 from shardc.passes.pipeline import cuts
@@ -225,7 +225,7 @@ class _Cut:
     # --- writing them
 
     def _stages(self) -> list[Stage]:
-        output = next(n for n in self.graph.nodes if n.op == "output")
+        output = self.graph.output_node()
         returned: Any = output.args[0]
         loss: fx.Node = returned[0]
         news: tuple[fx.Node, ...] = returned[1]
@@ -275,7 +275,7 @@ class _Cut:
             if found := {self.stage[u] for n in use for u in _reached(n) if u in self.stage}:
                 return min(found)
         module = next(b.fqn for b in self.program.buffers if b.name == buffer).rpartition(".")[0]
-        return next((s for n, s in self.stage.items() if n.meta.get("source", Source()).module == module), 0)
+        return next((s for n, s in self.stage.items() if source_of(n).module == module), 0)
 
     def _behind(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
         """What a stage needs to compute these: placeholders, its own ops, ops done again,
@@ -328,7 +328,7 @@ class _Writer:
             assert self.cut.spec.pipeline is not None
             axes = (self.cut.spec.pipeline.axis,)
             crossing = Collective("send_recv", back, axes, value.nbytes(self.cut.mesh), self.cut.cause)
-            new.meta = {"value": value, "source": n.meta.get("source", Source()), "collective": crossing}
+            new.meta = {"value": value, "source": source_of(n), "collective": crossing}
         for n in old:
             if n.op == "call_function" and n in self.needs and n not in made:
                 made[n] = graph.node_copy(n, made.__getitem__)

@@ -21,12 +21,11 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.graph import operands_of, values_of
+from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.layers import layer_of
 from shardc.ir.machine import MEMORY_BYTES_PER_NETWORK_BYTE, PEAK_FLOPS_PER_MEMORY_BYTE
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import match, nearest
-from shardc.ir.program import Source
 from shardc.rules import registry
 from shardc.rules.calls import call_of
 from shardc.runtime import ops
@@ -145,7 +144,7 @@ def default_stages(spec: Spec) -> int:
 
 
 def _module(node: fx.Node) -> str:
-    found: Source = node.meta.get("source", Source())
+    found = source_of(node)
     return found.module
 
 

@@ -341,7 +341,7 @@ class Axis:
     def _collect_demands(self) -> None:
         """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
         self.demands, self.known_costs = {}, {}
-        output = next(n for n in reversed(self.program.graph.nodes) if n.op == "output")
+        output = self.program.graph.output_node()
         loss, *_ = self.operands[output]  # new values of buffers may stay as they are produced: see `_hoist`
         self.demands.setdefault(loss, {}).setdefault(REPLICATE, set()).add(output)
         for node in reversed(list(self._nodes())):
@@ -440,7 +440,7 @@ class Axis:
     def _updated_buffers(self) -> Iterator[tuple[fx.Node, Key]]:
         """Every buffer that the step updates, and its new value."""
         nodes = {n.name: n for n in self.stored}
-        _, *news = self.operands[next(n for n in reversed(self.program.graph.nodes) if n.op == "output")]
+        _, *news = self.operands[self.program.graph.output_node()]
         return zip((nodes[b.name] for b in self.program.buffers if b.updated), news, strict=True)
 
     def _collides(self, node: fx.Node, placement: Shard) -> bool:

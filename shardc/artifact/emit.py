@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
+from shardc.ir.graph import source_of
 from shardc.ir.placement import show
 from shardc.ir.program import Bucket, Buffer, Collective, Input, OffloadPlaces, Param, Program, Region, Source, Value
 from shardc.torch_private import OpOverload
@@ -56,7 +57,7 @@ def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
                 )
             kind = f"  # {value_text(node.meta['value'])}  {what_is(x)}".rstrip() if x is not None else ""
             if "collective" in node.meta:  # a value of another stage
-                lines.append(f"    # {source_text(node.meta.get('source', Source()))}")
+                lines.append(f"    # {source_text(source_of(node))}")
                 kind = f"  # {comment(node)}"
             lines.append(f"    {node.name},{kind}")
     lines.append("):")
@@ -66,7 +67,7 @@ def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
         if node.op == "output":
             lines.append(f"    return {_arg(node.args[0])}")
         elif node.op == "call_function":
-            source = node.meta.get("source", Source())
+            source = source_of(node)
             if source != source_said:
                 source_said = source
                 if (now := source_text(source)) != said:  # two sources may read the same

@@ -32,10 +32,6 @@ def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
     return {n.name: n for n in graph.find_nodes(op="placeholder")}
 
 
-def is_getitem(node: fx.Node) -> bool:
-    return node.target is operator.getitem
-
-
 def is_call(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
 

@@ -5,32 +5,31 @@ parameters, buffers and inputs. The *global* graph is the model as one device ru
 rank runs.
 
 Conventions of both graphs
-    placeholders   `mesh` (a runtime mesh) and `rng` (a runtime random state) first, then one for every entry of
-                   `params`, `buffers` and `inputs`, in that order, named as their `.name`. The stages of a pipeline
-                   take only those that they use, and after them the values of other stages: placeholders with a
-                   `collective`.
+    placeholders   `mesh` (a runtime mesh) and `rng` (a runtime random state), then one for each entry of `params`,
+                   `buffers` and `inputs`, in that order, named as their `.name`. The stages of a pipeline take only
+                   those that they use, and after them the values of other stages: placeholders with a `collective`.
     call_function  every other op: `torch.ops.*` overloads, `operator.getitem`, or functions of `shardc.runtime.ops`,
                    which take `mesh` / `rng` explicitly. Nothing in a graph depends on a global.
     output         `(loss, (new value of every buffer with updated=True, in order))`; of a pipeline's stage
                    `(loss or None, (new values of the buffers in its .updates), (what other stages take))`
 
-Keys of node.meta: all of them, passes may rely on no others
-    of both graphs
-        value       Value, or a tuple of them for an op with several results (None for mesh and rng)
-        source      Source: the module and line of the model that the op came from
-    of the global graph, from canonical to partition
-        through     modules that return this value as they got it (Dropout(0.0)), which annotations may name
-        asked       the spec line that inserted the op (capacity): the cause of the collectives around it
-        pin         Layout that an annotation of an activation gives a value; on an alias of it, inserted by annotate
-        cause       {axis: spec line} of the annotation of a parameter, buffer, input or pin
-        shared      mesh axes over which the ranks share the key-value heads of a weight
-        strategies  {axis: Strategy} that place chose
-        why         {axis: spec line} of the annotation that a strategy goes back to
-    of the stages' graphs
-        collective  Collective, on nodes that communicate
-        region      name of the innermost Region that an op is in
-        kept        names of those of its regions that keep its result
-        again       how often backward repeats it, on nodes that communicate
+Metadata: all keys of `node.meta` that passes may rely on
+    in every graph
+        "value"       Value, or a tuple of them for an op with several results (None for mesh and rng)
+        "source"      Source: the model's module and line that the op came from
+    in the global graph, until it is partitioned
+        "through"     names of modules that return this value as they take it (Dropout(0.0))
+        "pin"         Layout that the spec requires of a pinned value
+        "shared"      digits of axes over which a weight's heads are shared: their ranks hold the same ones
+        "cause"       {axis: spec line that split the value}
+        "strategies"  {axis: Strategy by which the op runs}
+        "why"         {axis: why placement chose that strategy}
+        "asked"       the spec line that inserted the op
+    in the graphs of stages
+        "collective"  Collective, on nodes that communicate
+        "region"      name of the innermost Region that the op is in
+        "kept"        names of those of its regions that keep its result
+        "again"       how often backward repeats the op, on collectives
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ def test_what_nothing_reads_is_deleted_at_once() -> None:
 
 
 def _results(p: shardc.Program) -> set[torch.fx.Node]:
-    return set(next(n for n in p.stages[0].graph.nodes if n.op == "output").all_input_nodes)
+    return set(p.stages[0].graph.output_node().all_input_nodes)
 
 
 def damaged(folder: Path, file: str, old: str, new: str) -> None:

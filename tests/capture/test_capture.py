@@ -74,7 +74,7 @@ def test_conventions() -> None:
     updated = [b.fqn for b in program.buffers if b.updated]
     assert len(updated) == 5 * 3
     assert updated[:3] == ["bn.running_mean", "bn.running_var", "bn.num_batches_tracked"]
-    loss, news = next(n for n in program.graph.nodes if n.op == "output").args[0]
+    loss, news = program.graph.output_node().args[0]
     assert loss.meta["value"].shape == ()
     assert [n.meta["value"].requires_grad for n in news] == [False] * 15
 
@@ -167,7 +167,7 @@ def test_losses() -> None:
         lambda s, y: y.sum().view(1),
     ):
         program = capture(Net(function), X)
-        assert next(n for n in program.graph.nodes if n.op == "output").args[0][0].meta["value"].shape == ()
+        assert program.graph.output_node().args[0][0].meta["value"].shape == ()
     program = capture(Net(lambda s, y: y), (X,), loss=lambda y, batch: F.mse_loss(y, batch[0]))
     at = {n.meta["source"].code for n in program.graph.nodes if op_name(n.target) == "mse_loss"}
     assert at == {"program = capture(Net(lambda s, y: y), (X,), loss=lambda y, batch: F.mse_loss(y, batch[0]))"}
