@@ -18,10 +18,9 @@ def trained_params(program: Program) -> frozenset[str]:
     reached: set[fx.Node] = set()
     for stage in program.stages:
         returned: Any = stage.graph.output_node().args[0]
-        loss, *sent = (returned[0], *(returned[2] if len(returned) > 2 else ()))
-        todo = [n for n in sent if n.name in crossing]
-        if loss is not None:
-            todo.append(loss)
+        loss: fx.Node | None = returned[0]
+        sent: tuple[fx.Node, ...] = returned[2] if len(returned) > 2 else ()
+        todo = [n for n in sent if n.name in crossing] + ([loss] if loss is not None else [])
         while todo:
             n = todo.pop()
             if n not in reached and any(v is not None and v.requires_grad for v in values_of(n)):

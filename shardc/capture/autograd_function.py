@@ -181,7 +181,7 @@ class _Call:
         )
         n = len(xs)
         gs = module.graph.find_nodes(op="placeholder")[2 * n :]
-        output = module.graph.output_node()
+        output: Any = module.graph.output_node()
         ys, paths, grads = output.args[0]
         # a gradient that autograd cannot follow, or a derivative of the backward that still depends on the gradients
         linear = not any(
