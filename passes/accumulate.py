@@ -261,7 +261,7 @@ class _Microbatch:
         return False
 
     def _over_other_axes(self, node: fx.Node, x: Any, rest: tuple[str, ...]) -> fx.Node:
-        """The conversion over the other axes only; x itself if there are none. What stands for the node now."""
+        """The conversion over the other axes only, or x if there are none. Returns the one that is left."""
         if rest:
             node.args = (x, *node.args[1:2], rest, *node.args[3:])
             if "collective" in node.meta:
@@ -270,7 +270,7 @@ class _Microbatch:
         return self._replace_by(node, x, x if node.target is ops.all_reduce else None)
 
     def _replace_by(self, node: fx.Node, x: Any, parts: fx.Node | None) -> fx.Node:
-        """x stands for node from here on. parts: which of the two is one part of several, that its users sum later."""
+        """Replace a node by x. parts: which of the two is one part of several, that its users sum later."""
         assert isinstance(x, fx.Node)
         if parts is not None:
             if twice := [u for u in node.users if u in x.users]:
@@ -281,7 +281,7 @@ class _Microbatch:
         return x
 
     def _total_before(self, node: fx.Node, x: Any) -> fx.Node:
-        """What stands before node for the sum of x over all microbatches."""
+        """A new op before the node: the sum of x over all microbatches."""
         assert isinstance(x, fx.Node)
         if any(n.target is ops.total for n in behind([x])):
             self._refuse(node, node)
@@ -422,7 +422,7 @@ class _Microbatch:
     def _refuse(self, total: fx.Node, user: fx.Node) -> None:
         value, source = total.meta["value"], source_of(user)
         shown = value[0] if isinstance(value, tuple) else value
-        found = ShardcError(
+        error = ShardcError(
             f"{source}: {total.name}, {replace(shown, layout=_without(shown.layout))}, takes all rows of the batch, and"
             f" {getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: statistics"
             " of a batch, as BatchNorm's, are not those of its microbatches, and a gradient of every row goes through"
@@ -433,7 +433,7 @@ class _Microbatch:
                 "or use a layer that looks at each row by itself (LayerNorm, GroupNorm)"
             ),
         )
-        self.refused.setdefault(source.module or source.line, found)
+        self.refused.setdefault(source.module or source.line, error)
 
     def _refusal(self) -> ShardcError:
         """The first, and where else: a network of fifty norms has one cause."""
@@ -452,11 +452,11 @@ class _Microbatch:
         """
         needed = behind(self.totals)
         graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         for n in self.graph.nodes:
             if n.op == "placeholder" or (n in needed and n.op == "call_function"):
-                made[n] = graph.node_copy(n, made.__getitem__)
-        graph.output((tuple(made[x] for x in self.totals), ()))
+                copies[n] = graph.node_copy(n, copies.__getitem__)
+        graph.output((tuple(copies[x] for x in self.totals), ()))
         return graph
 
     def _retype(self, graph: fx.Graph) -> None:

@@ -42,7 +42,7 @@ from shardc.torch_private import OpOverload
 class Partition(Pass):
     """Makes the local graph of one stage from a placed global graph.
 
-    With `strict: true`, collectives that no annotation asked for are errors, not notes.
+    With `strict: true`, collectives that go back to no annotation are errors, not notes.
     """
 
     def run(self, program: Program) -> Program:
@@ -293,7 +293,7 @@ class LocalProgram:
 
     def _whole(self, axes: list[str], old: Layout, new: Layout) -> list[str]:
         """These axes, those that are all digits of one axis, next to each other before and after, as that one."""
-        found: list[str] = []
+        merged: list[str] = []
         for axis in dict.fromkeys(a.partition(".")[0] for a in axes):
             digits = [a for a in axes if a.partition(".")[0] == axis]
             together = digits == list(self.mesh.parts(axis)) and all(
@@ -301,8 +301,8 @@ class LocalProgram:
                 == Layout(tuple(i for i in layout.items if i[0] in digits))
                 for layout in (old, new)
             )
-            found += [axis] if together else digits
-        return found
+            merged += [axis] if together else digits
+        return merged
 
     def _step(
         self,
@@ -351,7 +351,7 @@ class LocalProgram:
         producer: fx.Node,
         user: fx.Node,
     ) -> Collective | None:
-        """What a conversion communicates, and why. A gather that no annotation asked for is noted."""
+        """What a conversion communicates, and why. A gather that goes back to no annotation is noted."""
         forward, backward = row.collectives(gradient=needs_sum_grad(v))
         if forward == backward == "none":
             return None
@@ -375,22 +375,22 @@ class LocalProgram:
 
     def _why(self, row: Conversion, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
         """The annotations behind a conversion: for sums the producer's, for gathers the user's, for a pin its own."""
-        if asked := user.meta.get("asked"):  # an op that the spec put there
-            return str(asked)
+        if line := user.meta.get("asked"):  # an op that the spec inserted
+            return str(line)
         first, second = (producer, user) if row.source is Partial else (user, producer)
-        found: list[str] = []
+        causes: list[str] = []
         for axis in (part for a in axes for part in self.mesh.parts(a)):
             strategy = user.meta.get("strategies", {}).get(axis)
             if row.forward == "all_gather" and (
                 strategy is None or strategy.kind in ("replicate", "partial_grad", "partial")
             ):
-                continue  # the op cannot be split: no annotation asked for that
+                continue  # the op cannot be split: that goes back to no annotation
             for n in (first, second):
                 why = n.meta.get("why", {}).get(axis, "")
                 if why:
-                    found.append(why)
+                    causes.append(why)
                     break
-        return "; ".join(dict.fromkeys(found))
+        return "; ".join(dict.fromkeys(causes))
 
 
 def needing(user: fx.Node) -> str:

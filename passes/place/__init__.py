@@ -424,10 +424,8 @@ class Axis:
                     self.stored[node] = p
                 elif PARTIAL_GRAD in needs and needs_sum_grad(v):
                     self.stored[node] = PARTIAL_GRAD
-        for (
-            node,
-            new,
-        ) in self._updated_buffers():  # statistics of split channels: stored split, if they are used and made so
+        # statistics of split channels are stored split, if they are produced and used so
+        for node, new in self._updated_buffers():
             p = self.available[new][0]
             if (
                 self.stored[node] == REPLICATE
@@ -463,13 +461,13 @@ class Axis:
                     continue
                 every = zip(self.operands[node], self.chosen[node].inputs, strict=True)
                 sharded = [source for (source, _), need in every if isinstance(need, Shard | Partial)]
-                found = [
+                causes = [
                     s.meta["why"][self.name]
                     for s in sorted(sharded, key=lambda s: s not in self.from_parameters)
                     if self.name in s.meta["why"]
                 ]
-                if found:
-                    why[self.name] = found[0]
+                if causes:
+                    why[self.name] = causes[0]
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ def refuse_pins(program: Program, mesh: Mesh) -> None:
             continue
         v = node.meta["value"]
         layout = Layout.of({a: s.outputs[0] for a, s in node.meta["strategies"].items()}, mesh)
-        for axis, asked in node.meta["pin"].shards():
-            others = [a for a, _ in layout.shards(asked.dim) if a != axis]
+        for axis, shard in node.meta["pin"].shards():
+            others = [a for a, _ in layout.shards(shard.dim) if a != axis]
             if others and (problem := layout.fits(v.shape, mesh)):
                 errors.add(
-                    f"dim {asked.dim} of {replace(v, layout=Layout(tuple(i for i in layout.items if i[0] != axis)))} is"
+                    f"dim {shard.dim} of {replace(v, layout=Layout(tuple(i for i in layout.items if i[0] != axis)))} is"
                     f" split over {' and '.join(others)} already, and cannot be split over {axis} as well: {problem}",
                     where=f"{node.meta['cause'].get(axis, '')}, {node.meta['source']}",
                     fix=f"name another dim for {axis}, or leave it out",
@@ -43,13 +43,12 @@ def refuse_pins(program: Program, mesh: Mesh) -> None:
 
 
 def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices]) -> None:
-    """Heads, key-value heads or groups that an axis does not divide: an annotated split that is lost where a dim is
-    taken
-    apart.
+    """Heads, key-value heads or groups that an axis does not divide: an annotated split that is lost where a view
+    divides a dim.
 
     It could be gathered there, but that would undo the annotation unnoticed; one error for every such size and
     annotation."""
-    errors, told = Errors(), set()
+    errors, reported = Errors(), set()
     for node, c in choices.items():
         if c.rule.notation is not reshape:
             continue
@@ -58,23 +57,23 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
             why = source.meta.get("why", {}).get(axis, "")
             if n == 1 or not why or source.op != "call_function":
                 continue
-            lies, taken = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
-            if (
-                not isinstance(lies, Shard) or isinstance(taken, Shard) or lies.padding
-            ):  # padded it divides: partition notes why it is gathered
+            produced, needed = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
+            if not isinstance(produced, Shard) or isinstance(needed, Shard):
+                continue
+            if produced.padding:  # padded it divides: partition notes why it is gathered
                 continue
             for factor, (places, _) in c.places.items():
                 place_of, size = places[0], c.signature.sizes[factor]
                 if (
                     place_of is None
-                    or place_of[0] != lies.dim
-                    or lies.split % place_of[1]
-                    or size % (lies.split // place_of[1] * n) == 0
+                    or place_of[0] != produced.dim
+                    or produced.split % place_of[1]
+                    or size % (produced.split // place_of[1] * n) == 0
                 ):
                     continue
-                if lies.split // place_of[1] >= size or (why, size) in told:
+                if produced.split // place_of[1] >= size or (why, size) in reported:
                     continue
-                told.add((why, size))
+                reported.add((why, size))
                 better = fused_weights.suggest_split(program, axis)
                 rest = (
                     f"or write {better} before the entries that split a fused weight as one"
@@ -91,7 +90,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
 
 
 def _noun(node: fx.Node) -> str:
-    """What a dim is that a view takes apart: " heads", if attention takes the view, turned perhaps."""
+    """What a dim is that a view divides: " heads", if attention uses the view, perhaps transposed."""
     todo = [node]
     while todo:
         for user in todo.pop().users:

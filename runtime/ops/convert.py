@@ -99,7 +99,7 @@ class _Convert(Function):
 def _convert(
     x: Tensor, op: str, mesh: Mesh, over: str | tuple[str, ...], old: Shard | None, new: Shard | None, tag: str
 ) -> Tensor:
-    result: Tensor = _Convert.apply(x, op, mesh, over, old, new, tag)
+    result: Tensor = _Convert.apply(x, op, mesh, over, old, new, tag)  # type: ignore[no-untyped-call]
     return result
 
 

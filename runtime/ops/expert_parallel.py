@@ -86,7 +86,7 @@ def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
 
 
 def _count(slot: Tensor, slots: int) -> Tensor:
-    """i64[slots]: how often each slot stands in i64[n]. `bincount` has a size that hangs on its values, for which a
+    """i64[slots]: how often each slot occurs in i64[n]. `bincount` has a size that hangs on its values, for which a
     GPU's work is waited.
     """
     return torch.zeros(slots, dtype=torch.int64, device=slot.device).scatter_add_(0, slot, torch.ones_like(slot))
@@ -217,10 +217,10 @@ def _back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direc
     if not axes:
         return rows
     sent, received = _by_rank(rows, counts)
-    found: Tensor = mesh.all_to_all_rows(
+    result: Tensor = mesh.all_to_all_rows(
         _sorted(rows, counts[1], back=True), received, sent, axes, direction=direction, tag=tag
     )
-    return found
+    return result
 
 
 class _Send(Function):
@@ -268,14 +268,14 @@ def experts_send(
     """f[rows, h]: the tokens that the experts here have to work on, of all ranks of `axes`, sorted by expert. k:
     choices of a token.
     """
-    found: Tensor = _Send.apply(x, order, counts, mesh, tuple(axes), k, tag)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Send.apply(x, order, counts, mesh, tuple(axes), k, tag)  # type: ignore[no-untyped-call]
+    return result
 
 
 def experts_return(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = "") -> Tensor:
     """f[pairs, h]: what the experts made of this rank's pairs, in their `order`."""
-    found: Tensor = _Return.apply(rows, counts, mesh, tuple(axes), tag)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Return.apply(rows, counts, mesh, tuple(axes), tag)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Combine(Function):
@@ -305,8 +305,8 @@ class _Combine(Function):
 
 def experts_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """f[t, h]: the sum over each token's choices of weight * row; choices that went nowhere give nothing."""
-    found: Tensor = _Combine.apply(rows, order, weights)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Combine.apply(rows, order, weights)  # type: ignore[no-untyped-call]
+    return result
 
 
 # --- products ---------------------------------------------------------------------------------------------------------

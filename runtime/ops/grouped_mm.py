@@ -29,8 +29,8 @@ def grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[i
     """f[n, b]: each row times the matrix of its expert, plus its bias f[e, b]."""
     rows = rows.to(weight.dtype)
     how = _AtOnce if has_kernel(weight) and rows.shape[0] else _Each
-    found: Tensor = how.apply(rows, weight, bias, tuple(sizes), transposed)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = how.apply(rows, weight, bias, tuple(sizes), transposed)  # type: ignore[no-untyped-call]
+    return result
 
 
 def has_kernel(weight: Tensor) -> bool:
@@ -50,14 +50,14 @@ class _Each(Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.how = sizes, transposed, bias is not None
-        made = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
-        for e, part, into in _groups(sizes, rows, made):
+        out = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
+        for e, part, into in _groups(sizes, rows, out):
             matrix = weight[e] if transposed else weight[e].t()
             if bias is None:
                 torch.mm(part, matrix, out=into)
             else:
                 torch.addmm(bias[e], part, matrix, out=into)
-        return made
+        return out
 
     @staticmethod
     @once_differentiable
@@ -99,8 +99,8 @@ class _AtOnce(Function):
         rows = rows.contiguous()
         ctx.save_for_backward(rows, weight, counts, ends)
         ctx.how = sizes, transposed, bias is not None
-        made = F.grouped_mm(rows, weight if transposed else weight.mT, offs=ends)
-        return made if bias is None else made + bias.repeat_interleave(counts, 0, output_size=rows.shape[0])
+        out = F.grouped_mm(rows, weight if transposed else weight.mT, offs=ends)
+        return out if bias is None else out + bias.repeat_interleave(counts, 0, output_size=rows.shape[0])
 
     @staticmethod
     @once_differentiable

@@ -83,9 +83,9 @@ def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:
 
 
 def total(mesh: Mesh, index: int) -> Tensor:
-    """The sum over a step's microbatches of what its `counts` found on this rank (shardc.passes.accumulate)."""
-    found: Tensor = mesh.step.running.totals[index]
-    return found
+    """The sum over a step's microbatches of what its prologue computed on this rank (shardc.passes.accumulate)."""
+    result: Tensor = mesh.step.running.totals[index]
+    return result
 
 
 class _Summed(Function):
@@ -104,10 +104,10 @@ class _Summed(Function):
 
 
 def summed(x: Tensor, mesh: Mesh, index: int) -> Tensor:
-    """The sum of x over a step's microbatches, which a forward of all has found before (Interpreter.count). Backward:
+    """The sum of x over a step's microbatches, which a forward of all computed before (Interpreter.count). Backward:
     identity, so that each microbatch has the gradient of its summand."""
-    found: Tensor = _Summed.apply(x, mesh, index)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Summed.apply(x, mesh, index)  # type: ignore[no-untyped-call]
+    return result
 
 
 def partial_mean(x: Tensor, dims: list[int], keepdim: bool, count: int) -> Tensor:
@@ -191,7 +191,7 @@ def embedding_partial(
     local, here = held(ids, rows, digits, mesh)
     padding, mine = held(padding_idx, rows, digits, mesh)
     # padding's row gets no gradient in `embedding`, and rows of other ranks none through the mask
-    found: Tensor = torch.ops.aten.embedding.default(
+    result: Tensor = torch.ops.aten.embedding.default(
         weight, local.masked_fill(~here, 0), padding if mine and padding_idx >= 0 else -1
     )
-    return found.masked_fill(~here.unsqueeze(-1), 0)
+    return result.masked_fill(~here.unsqueeze(-1), 0)

@@ -20,11 +20,11 @@ def gather_wait(bucket: Any) -> tuple[Tensor, ...]:
     """The bucket's parameters, whole, once `gather_start` is done. They are freed when nothing uses them, and gathered
     again in backward.
     """
-    found: tuple[Tensor, ...] = bucket.used()
-    return found
+    result: tuple[Tensor, ...] = bucket.used()
+    return result
 
 
 def updated(params: Sequence[Any], tag: str = "") -> tuple[Tensor, ...]:
     """The bucket's parameters, whole, once the gather that followed the last update is done."""
-    found: tuple[Tensor, ...] = params[0].bucket.updated()
-    return found
+    result: tuple[Tensor, ...] = params[0].bucket.updated()
+    return result

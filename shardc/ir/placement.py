@@ -1,4 +1,4 @@
-"""How one value lies on a mesh: the placements of DESIGN 2.1, and the arithmetic of cutting and joining tensors.
+"""How one value lies on a mesh: the placements on each mesh axis, and the arithmetic of cutting and joining tensors.
 
 On every mesh axis a value is `Replicate`, `Shard`, `Partial` or `PartialGrad`; a `Layout` gives one for each axis.
 A shard is an *absolute digit*: the global dim is seen as [split, axis size, rest] and the middle digit is spread over
@@ -199,23 +199,23 @@ def _runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, in
     """
     pad = digits[0][0] if digits else Shard(0)
     block = size // pad.blocks + pad.padding
-    found = [(0, pad.padded(size))]
+    stretches = [(0, pad.padded(size))]
     before = 1  # product of the digits above the current one
     for s, n, i in sorted(digits, key=lambda d: d[0].split):
         if s.sections:
             starts = [sum(s.sections[:k]) for k in range(len(s.sections))]
-            found = [(start + i * (part // n), part // n) for start, part in zip(starts, s.sections, strict=True)]
+            stretches = [(start + i * (part // n), part // n) for start, part in zip(starts, s.sections, strict=True)]
         else:
             free = s.split // before  # digits between that axis and this one: every value of them is held
-            found = [
+            stretches = [
                 (start + f * (length // free) + i * (length // free // n), length // free // n)
-                for start, length in found
+                for start, length in stretches
                 for f in range(free)
             ]
             before = s.split * n
     merged: list[tuple[int, int, int]] = []
     local = 0
-    for padded_start, held in found:
+    for padded_start, held in stretches:
         inside = padded_start % block  # a stretch lies within one block
         start, length = (
             padded_start - padded_start // block * pad.padding,
@@ -351,7 +351,7 @@ def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]
     if not match or match[1] not in names:
         raise ValueError(f"not a type: {text!r}")
     shape: list[int] = []
-    found: list[tuple[str, Placement]] = []
+    placements: list[tuple[str, Placement]] = []
     for d, part in enumerate(match[2].split(", ") if match[2] else ()):
         dim = _DIM.match(part)
         if not dim:
@@ -363,10 +363,10 @@ def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]
         for i, axis in enumerate(dim[6].split("@")[1:]):
             name, _, at = axis.partition("/")
             own = split if i == 0 and not at else int(at or 1)
-            found.append((name, Shard(d, own, sections if i == 0 else (), *pad)))
+            placements.append((name, Shard(d, own, sections if i == 0 else (), *pad)))
     for mark in match[3].split():
         op, _, axis = mark[1:].rpartition(":")
-        found.append((axis, PARTIAL_GRAD if mark[0] == "~" else Partial(op or "sum")))
-    if len({axis for axis, _ in found}) < len(found):
-        raise ValueError(f"not a type: {text!r} (an axis stands there twice)")
-    return tuple(shape), names[match[1]], dict(found)
+        placements.append((axis, PARTIAL_GRAD if mark[0] == "~" else Partial(op or "sum")))
+    if len({axis for axis, _ in placements}) < len(placements):
+        raise ValueError(f"not a type: {text!r} (an axis appears twice)")
+    return tuple(shape), names[match[1]], dict(placements)
