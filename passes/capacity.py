@@ -1,12 +1,13 @@
 """Capacity of experts: drop the choices of an expert that are above its limit (`experts: [{capacity: 1.25}]`).
 
-    before   y    = experts(x, index, weights, up, down, ...)             index: i64[t, k], the chosen experts of each token
-    after    kept = experts_keep(index, 8, 40)                            of each expert's choices the first 40 of the global batch
+    before   y    = experts(x, index, weights, up, down, ...)       index: i64[t, k], the experts that tokens chose
+    after    kept = experts_keep(index, 8, 40)                      of each expert the first 40 choices of the batch
              y    = experts(x, kept, weights, up, down, ...)
 
 With `per: microbatch` the limit counts for each microbatch by itself, which is the same rows of every rank's part of
-the batch: index is then seen as [ranks, microbatches, ..., k], the microbatches taken in turns.
-"""  # noqa: E501 (a table)
+the batch: index is then seen as [ranks, microbatches, ..., k], with the microbatches outermost while choices are
+counted.
+"""
 
 from __future__ import annotations
 

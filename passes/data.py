@@ -1,22 +1,23 @@
-"""Data: the gradients that are summed over ranks, in buckets, in the order in which backward finishes them; and what
-ZeRO
-    keeps cut.
+"""Data: bucket the gradients that ranks sum, in the order in which backward finishes them; shard the buckets (ZeRO).
 
-    before   wte.weight  reduce (dp)    order 2        h.0.qkv.weight  reduce (dp)   order 1       ln_f.weight  reduce (dp, tp)  order 0
+    before   wte.weight       reduce (dp)        order 2
+             h.0.qkv.weight   reduce (dp)        order 1
+             ln_f.weight      reduce (dp, tp)    order 0
     after    bucket 0 over (dp, tp): ln_f.weight       bucket 1 over (dp): h.0.qkv.weight, wte.weight
 
-A parameter's gradient is finished when backward has run the op that used it *first* in forward, which the graph tells;
+A parameter's gradient is finished when backward has run the op that used it *first* in forward, which the graph shows;
 so there is no warm-up step and no rebuilding (compare torch's DDP: Li et al. 2020, "PyTorch Distributed", section
 3.2.3).
 
-At zero >= 1 a bucket's flat buffer is cut over the data axis, and ops take its parameters where they are whole:
+At zero >= 1 a bucket's flat buffer is sharded over the data axis, and ops read its parameters where they are whole:
 
-    zero 3   bucket1 = ops.gather_start((wte_weight, h_0_qkv_weight), 'bucket1')     all_gather in the background
-             bucket0 = ...                                                           `prefetch` buckets ahead of what runs
-             bucket1_whole = ops.gather_wait(bucket1)                                before the first use; the end of its last use frees it
-             wte_weight_whole = bucket1_whole[0]
-    zero 1-2 bucket1_whole = ops.updated((wte_weight, h_0_qkv_weight), 'bucket1')    waits for the gather that followed the last update
-"""  # noqa: E501 (a table)
+    zero 3      bucket1 = ops.gather_start((wte_weight, h_0_qkv_weight), 'bucket1')     all_gather in the background,
+                bucket0 = ...                                                           `prefetch` buckets ahead
+                bucket1_whole = ops.gather_wait(bucket1)          before the first use; freed after the last one
+                wte_weight_whole = bucket1_whole[0]
+    zero 1-2    bucket1_whole = ops.updated((wte_weight, h_0_qkv_weight), 'bucket1')    waits for the gather that
+                                                                                        followed the last update
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""Alike: a program for another batch whose parameters lie, and whose gradients come out, as another program's of the
-same
-    model and spec.
+"""Recompile for another batch size with the parameter layouts and buckets of an existing program (shardc.resize).
 
-What is cheap to repeat may be repeated for few rows, so that a weight's gradient is whole where the other program's is
-a summand:
+For few rows, an op that is cheap to repeat may be repeated by every rank, so that a weight's gradient is whole where
+that of the other program is a summand:
 
-    before   linear = aten.linear(x, w)              # w: f32[8, 8]              its gradient is whole on every rank
-    after    w_once = ops.first_grad(w, mesh, 'dp')      # w: f32[8, 8] ~dp          the first rank's counts, others bring zeros
+    before   linear = aten.linear(x, w)              # w: f32[8, 8]         its gradient is whole on every rank
+    after    w_once = ops.first_grad(w, mesh, 'dp')  # w: f32[8, 8] ~dp     the first rank's counts, the others' is zero
              linear = aten.linear(x, w_once)
 
-So both programs run on the same parameters, buckets and optimizer (shardc.resize).
-"""  # noqa: E501 (a table)
+So both programs run on the same parameters, buckets and optimizer.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +44,12 @@ class MatchLayouts(Pass):
         for name, x in _named(program).items():
             if not _fits(x, theirs[name]):
                 errors.add(
-                    f"for a batch of fewer rows {name} would lie as {_shown(x)}, and it lies as {_shown(theirs[name])}",
+                    f"for a batch of fewer rows {name} would be {_shown(x)}, but the running program has it as"
+                    f" {_shown(theirs[name])}",
                     where="engine.step",
                     fix=(
-                        f"say in the spec's `shard` how {name} lies and in `pipeline` where stages begin, or leave the"
-                        " last batch out (drop_last)"
+                        f"name {name} in the spec's `shard`, and the modules that begin a stage in `pipeline.cut`, or"
+                        " leave the last batch out (drop_last)"
                     ),
                 )
         errors.raise_any()

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
-from shardc.ir.graph import operands_of, producer_of, source_of, values_of
+from shardc.ir.graph import operands_of, source_of, value_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import Selector, enclosing, select_modules
 from shardc.ir.placement import Layout
-from shardc.ir.program import Program, Value
+from shardc.ir.program import Program
 from shardc.passes.annotate.padding import padded
 from shardc.passes.annotate.written import check_fits, dims_text, layout_of, quote
 from shardc.spec import ActivationRule, Spec
@@ -46,7 +46,7 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
         )
         for module in modules:
             for node, inside in _boundary(nodes, module, rule.at):
-                shape = _value(node).shape
+                shape = value_of(node).shape
                 layout = layout_of(rule.dims, mesh)
                 if spec.uneven == "pad":
                     layout = padded(layout, shape, mesh)
@@ -78,18 +78,13 @@ def _modules(spec: Spec, program: Program, nodes: list[fx.Node], errors: Errors)
     return select_modules(selectors, sorted(names), program.module_aliases, errors)
 
 
-def _value(node: fx.Node) -> Value:
-    op, index = producer_of(node)
-    return values_of(op)[index]
-
-
 def _insert(graph: fx.Graph, node: fx.Node, pin: _Pin, mesh: Mesh) -> None:
     with graph.inserting_after(node):
         new = graph.call_function(torch.ops.aten.alias.default, (node,))
     for user in [u for u in node.users if u is not new and (pin.users is None or u in pin.users)]:
         user.replace_input_with(node, new)
     cause = dict.fromkeys(mesh.names, pin.cause)
-    new.meta = {"value": _value(node), "source": source_of(node), "pin": pin.layout, "cause": cause}
+    new.meta = {"value": value_of(node), "source": source_of(node), "pin": pin.layout, "cause": cause}
 
 
 def _boundary(nodes: list[fx.Node], module: str, at: str) -> Iterator[tuple[fx.Node, set[fx.Node]]]:

@@ -166,7 +166,7 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
     once."""
     if not carried:
         raise ShardcError(
-            "the model carries no plan (transformers' models do in `tp_plan`; this one has none)",
+            "the model has no tensor-parallel plan (transformers' models carry one, `tp_plan`)",
             where=f"{where} use: model",
             fix="write `use: structure`, or name the weights by patterns",
         )

@@ -1,11 +1,12 @@
-"""Uneven: sizes that the ranks of an axis do not divide, under `uneven: pad` (shardc.ir.placement.Shard.padding).
+"""Padding for sizes that the ranks of an axis do not divide, with `uneven: pad` (shardc.ir.placement.Shard.padding).
 
-    before   tp=4, 6 heads of 16:   q_proj: f32[96@tp, 64]      o_proj: f32[64, 96@tp]       1.5 heads a rank: not possible
-    after                           q_proj: f32[96+32@tp, 64]   o_proj: f32[64, 96+32@tp]    2 heads a rank, the last rank has none
+    before   tp=4, 6 heads of 16   q_proj: f32[96@tp, 64]       o_proj: f32[64, 96@tp]       1.5 heads a rank
+    after                          q_proj: f32[96+32@tp, 64]    o_proj: f32[64, 96+32@tp]   2 a rank, the last none
 
-A split that starts at one weight is followed to all that share it (`follow`): the smallest number of pieces in which
-any op on the way takes it, such as heads, is what has to divide, and every weight there gets the padding of as many
-pieces."""  # noqa: E501 (a table)
+A split that starts at one weight is followed to all that share it (propagate_split.py): the smallest number of pieces
+in which an op on the way takes the dim, such as heads, is what has to divide, and every weight of the group gets the
+padding of as many pieces.
+"""
 
 from __future__ import annotations
 

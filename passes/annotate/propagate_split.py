@@ -1,13 +1,15 @@
-"""Follow a split through the graph by the op rules: what else has to be split if this value is, and what that
-communicates.
+"""Follow a split through the graph by the op rules: what else has to be split with a value, and what that communicates.
 
     fc: linear(x, w1[n k])   ->  gelu  ->  out: linear(y, w2[m n])
-    follow w2's dim n        ->  y split, gelu split, fc's result split, w1's dim n split; reads x whole, hands out a partial sum
 
-A `SplitGroup` is the closure: every op that the split reaches, backward and forward through the ops' factors.
-It ends where an op reads a value whole (an entry: its gradient is summed) and where the factor is summed away (an exit:
-the sum of forward). Names, module classes and models play no part. Sizes of axes play none either: the digit is what is
-followed."""  # noqa: E501 (a table)
+    follow w2's dim n:  y is split, so gelu, so fc's result, so w1's dim n. The group is w1 and w2; it reads x whole
+    and gives a partial sum.
+
+A `SplitGroup` is this closure: every op that the split reaches, backward and forward through the ops' factors. It ends
+where an op reads a value whole (an entry: its gradient is summed) and where the factor is summed away (an exit: the sum
+of forward). Names and module classes play no part. Neither do the sizes of axes: a digit is followed, not a number of
+ranks.
+"""
 
 from __future__ import annotations
 

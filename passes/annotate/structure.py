@@ -1,13 +1,14 @@
-"""Structure: which weights to split, found in the graph alone (`shard: {use: structure}`).
+"""Choose the weights to split from the graph alone (`shard: {use: structure}`).
 
-    before   fc: f32[256, 64]       out: f32[64, 256]              whole
-    after    fc: f32[256@tp, 64]    out: f32[64, 256@tp]           a column-parallel and a row-parallel layer (Shoeybi et al. 2019)
+    before   fc: f32[256, 64]       out: f32[64, 256]         whole
+    after    fc: f32[256@tp, 64]    out: f32[64, 256@tp]      a column- and a row-parallel layer (Shoeybi et al. 2019)
 
 Every dim of a weight that a matrix product sums over, or that only the product's result has, is followed through the
-graph (`follow`). What comes back as a group, with no value needed both whole and split, is a candidate: attention
-between its projections, an MLP, a gated MLP, a pair of convolutions, a head and its loss. Candidates that share an op
-exclude each other; the one that does more work per byte it communicates wins. Last, tables that are looked up by the
-batch's ids and are as long as a vocabulary are split by rows."""  # noqa: E501 (a table)
+graph (propagate_split.py). If that gives a group in which no value is needed both whole and split, it is a candidate:
+attention between its projections, an MLP, a gated MLP, a pair of convolutions, a head and its loss. Candidates that
+share an op exclude each other; the one that does more work per byte it communicates wins. Last, tables that are looked
+up by the batch's ids and are as long as a vocabulary are split by rows.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ import math
 import torch
 from torch import fx
 
+from shardc.ir.graph import value_of
 from shardc.ir.program import Value
-from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape, value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape
 
 aten = torch.ops.aten
 #: What SELU tends to below zero, negated.
@@ -36,7 +37,7 @@ def other_dropout(emit: Emit, a: Args, out: Value) -> Result:
     size = shape(x)
     if "feature" in a.op_name:
         size = tuple(s if d < 2 else 1 for d, s in enumerate(size))
-    mask = emit.dropout(emit(aten.full.default, list(size), 1.0, dtype=value(x).dtype), p)
+    mask = emit.dropout(emit(aten.full.default, list(size), 1.0, dtype=value_of(x).dtype), p)
     if "alpha" not in a.op_name:
         return emit(aten.mul.Tensor, x, mask)
     if p >= 1:
@@ -64,13 +65,13 @@ def attention(emit: Emit, a: Args, out: Value) -> Result:
     if a.is_causal:
         ones = emit(aten.full.default, list(shape(scores)[-2:]), True, dtype=torch.bool)
         hidden = emit(aten.logical_not.default, emit(aten.tril.default, ones))
-    elif mask is not None and value(mask).dtype == torch.bool:
+    elif mask is not None and value_of(mask).dtype == torch.bool:
         hidden = emit(aten.logical_not.default, mask)
     elif mask is not None:
         scores = emit(aten.add.Tensor, scores, mask)
     if hidden is not None:  # the least number, not -inf: a row that sees nothing must become zeros (below), not NaN
-        scores = emit(aten.masked_fill.Scalar, scores, hidden, torch.finfo(value(scores).dtype).min)
-    narrow = value(scores).dtype  # exponentials add up in float32, as the fused op adds them
+        scores = emit(aten.masked_fill.Scalar, scores, hidden, torch.finfo(value_of(scores).dtype).min)
+    narrow = value_of(scores).dtype  # exponentials add up in float32, as the fused op adds them
     weights = emit(
         aten.softmax.int, emit.cast(scores, torch.promote_types(narrow, torch.float32)), len(shape(scores)) - 1
     )

@@ -1,19 +1,19 @@
-"""GroupedMM: rows that a model sorts by expert itself, for grouped products (torch._grouped_mm), become `experts` on rows
-as
-    they were.
+"""Turn grouped products (torch._grouped_mm) of rows that the model itself sorts by expert into the op `experts`.
 
-    before   order = argsort(index)                                         the pairs (token, choice) by expert, i64[t k]
-             rows  = gather(x, 0, order // k)                                f[t k, h]
+    before   order = argsort(index)                       the pairs (token, choice) sorted by expert, i64[t k]
+             rows  = gather(x, 0, order // k)             f[t k, h]
              mid   = silu(grouped_mm(rows, w1, ends)) * grouped_mm(rows, w3, ends)
              y     = scatter_add(zeros, 0, order // k, grouped_mm(mid, w2, ends) * weights[order])
     after    pairs = reshape(expand(x, [t, k, h]), [t k, h])
              made  = experts(pairs, index, ones, cat(w1, w3), w2, "b, c = halves(x); a = silu(b); mul(a, c)")
              y     = zeros + sum(reshape(made * weights, [t, k, h]), 1)
 
-A sort over the batch would have every rank take all of it. But what is in sorted order is V[order] for some V that is
-not, and what works on every row by itself works on V as well; what puts rows back (the inverse order, a sum into
-tokens) takes V. So the spelling does not matter. That `order` sorts the choices, and that `ends` counts them, is not
-read off ops, but tried on random choices. What is not of this kind stays."""  # noqa: E501 (a table)
+A sort over the batch would need the whole batch on every rank. But a value in sorted order is V[order] for some V in
+the order of the batch, and an op that works on every row by itself works on V as well; an op that puts rows back (the
+inverse order, a sum into tokens) takes V. So it does not matter how a model spells it. Whether `order` sorts the
+choices, and whether `ends` counts them, is not read off the ops but tried on random choices. Other grouped products
+stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import copy_graph, source_of, values_of
+from shardc.ir.graph import copy_graph, source_of, value_of, values_of
 from shardc.ir.program import Program, Value
 from shardc.nn import text_of
 from shardc.passes.base import Pass
@@ -98,7 +98,7 @@ class _Writer:
     tried: dict[tuple[fx.Node, int], bool] = field(default_factory=dict)
 
     def run(self) -> None:
-        shape = _value(self.order).shape
+        shape = value_of(self.order).shape
         if len(shape) != 1:
             return
         self.n = shape[0]
@@ -121,8 +121,8 @@ class _Writer:
         if node.target in (aten.argsort.default, aten.argsort.stable) and args[0] is self.order:
             self.inverse.add(node)
         elif node.target is _PRODUCT:
-            if len(args) == 3 and args[0] in self.plain and self._counts(args[2], _value(args[1]).shape[0]):
-                self.plain[node] = self._put(product, (self.plain[args[0]], args[1]), _value(node))
+            if len(args) == 3 and args[0] in self.plain and self._counts(args[2], value_of(args[1]).shape[0]):
+                self.plain[node] = self._put(product, (self.plain[args[0]], args[1]), value_of(node))
         elif node.target is aten.gather.default and args[1] == 0 and args[2] in self.numbers:
             self._picked(node, args[0], _column(self.numbers[args[2]]))
         elif node.target is aten.index.Tensor and len(args[1]) == 1:
@@ -143,7 +143,7 @@ class _Writer:
             if (
                 found is not None
                 and torch.equal(found, torch.arange(self.n))
-                and _value(node).shape == _value(args[2]).shape
+                and value_of(node).shape == value_of(args[2]).shape
             ):
                 node.replace_all_uses_with(self.plain[args[2]])
         elif any(x in self.numbers for x in taken):
@@ -152,7 +152,7 @@ class _Writer:
                 self.numbers[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         elif any(x in self.plain for x in taken) and (self._rowwise(node) or self._part(node)):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self.plain.get(x, x))
-            self.plain[node] = self._put(node.target, args, _value(node), **kwargs)
+            self.plain[node] = self._put(node.target, args, value_of(node), **kwargs)
 
     def _rowwise(self, node: fx.Node) -> bool:
         """Does an op work on every row by itself? Operands in sorted order have their rows first; others are the same
@@ -160,15 +160,15 @@ class _Writer:
         """
         if not isinstance(node.target, OpOverload) or isinstance(node.meta["value"], tuple):
             return False
-        shape = _value(node).shape
+        shape = value_of(node).shape
         if not shape or shape[0] != self.n:
             return False
         if node.target in _VIEWS:
-            return _value(node.all_input_nodes[0]).shape[0] == self.n
+            return value_of(node.all_input_nodes[0]).shape[0] == self.n
         if torch.Tag.pointwise not in node.target.tags and node.target not in _ELEMENTWISE:
             return False
         for x in node.all_input_nodes:
-            theirs = _value(x).shape
+            theirs = value_of(x).shape
             rows = len(theirs) == len(shape) and theirs[0] == self.n
             if rows != (x in self.plain or x in self.numbers):
                 return False
@@ -178,7 +178,7 @@ class _Writer:
         """Is it a part of every row, or one of several that an op has made?"""
         at = _PARTS.get(node.target, len(node.args))
         return node.target is operator.getitem or (
-            at < len(node.args) and node.args[at] not in (0, -len(_value(node.args[0]).shape))
+            at < len(node.args) and node.args[at] not in (0, -len(value_of(node.args[0]).shape))
         )
 
     def _by(self, node: fx.Node, x: fx.Node, index: Any) -> None:
@@ -190,12 +190,12 @@ class _Writer:
 
     def _picked(self, node: fx.Node, x: fx.Node, index: Tensor | None) -> None:
         """x[index[order]], where index counts rows 0, 0, 1, 1, ...: V has each row as often."""
-        shape = _value(x).shape
+        shape = value_of(x).shape
         k = self._times(index, shape[0]) if x not in self.plain and x not in self.numbers else 0
         if k == 1:
             self.plain[node] = x
         elif k:
-            rest, dtype = list(shape[1:]), _value(x)
+            rest, dtype = list(shape[1:]), value_of(x)
             apart = self._put(
                 aten.reshape.default, (x, [shape[0], 1, *rest]), replace(dtype, shape=(shape[0], 1, *rest))
             )
@@ -208,10 +208,10 @@ class _Writer:
 
     def _summed(self, node: fx.Node, base: fx.Node, index: Any, rows: fx.Node) -> None:
         """base with V[order] added in rows index[order]."""
-        found, to = self.numbers.get(index), _value(node)
+        found, to = self.numbers.get(index), value_of(node)
         k = self._times(_column(found), to.shape[0]) if found is not None else 0
-        if k and _value(rows).shape[1:] == to.shape[1:]:
-            value = replace(_value(rows), shape=(to.shape[0], k, *to.shape[1:]))
+        if k and value_of(rows).shape[1:] == to.shape[1:]:
+            value = replace(value_of(rows), shape=(to.shape[0], k, *to.shape[1:]))
             each = self._put(aten.reshape.default, (rows, list(value.shape)), value)
             total = self._put(aten.sum.dim_IntList, (each, [1]), replace(value, shape=to.shape))
             node.replace_all_uses_with(self._put(aten.add.Tensor, (base, total), to))
@@ -230,8 +230,8 @@ class _Writer:
         if len(rows) != 1:
             return
         weights: list[Any] = [up.args[1] for up in ups]
-        first, second = _value(weights[0]).shape, _value(down.args[1]).shape
-        if any(_value(w).shape != first for w in weights):
+        first, second = value_of(weights[0]).shape, value_of(down.args[1]).shape
+        if any(value_of(w).shape != first for w in weights):
             return
         m, i = len(ups) * first[2], second[1]
 
@@ -248,15 +248,15 @@ class _Writer:
             return
         self.here = down
         (x,) = rows
-        typed, held, index = _value(x), _value(weights[0]), self.index
+        typed, held, index = value_of(x), value_of(weights[0]), self.index
         assert index is not None
         up = weights[0]
         if len(weights) > 1:
             up = self._put(aten.cat.default, (weights, 2), replace(held, shape=(*first[:2], m)))
-        choice = self._put(aten.reshape.default, (index, [self.n, 1]), replace(_value(index), shape=(self.n, 1)))
+        choice = self._put(aten.reshape.default, (index, [self.n, 1]), replace(value_of(index), shape=(self.n, 1)))
         ones = replace(typed, shape=(self.n, 1), requires_grad=False)
         share = self._put(aten.full.default, ([self.n, 1], 1.0), ones, dtype=ones.dtype)
-        made = self._put(ops.experts, (x, choice, share, up, down.args[1], None, None, text, True), _value(down))
+        made = self._put(ops.experts, (x, choice, share, up, down.args[1], None, None, text, True), value_of(down))
         down.replace_all_uses_with(made)
 
     def _behind(self, node: Any) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -288,7 +288,7 @@ class _Writer:
 
     def _right(self, ends: Any, experts: int, *, skewed: bool) -> bool:
         assert self.index is not None
-        typed = _value(self.index)
+        typed = value_of(self.index)
         chosen = torch.randint(experts, typed.shape, generator=torch.Generator().manual_seed(experts))
         chosen = torch.where(chosen > 0, chosen.clamp(max=1), chosen) if skewed else chosen
         run = _runner(self.index, chosen.to(typed.dtype))
@@ -351,10 +351,5 @@ def _column(index: Tensor | None) -> Tensor | None:
     return index[:, 0] if index.dim() == 2 and bool((index == index[:, :1]).all()) else None
 
 
-def _value(node: Any) -> Value:
-    found: Value = node.meta["value"]
-    return found
-
-
 def _numel(node: fx.Node) -> int:
-    return torch.Size(_value(node).shape).numel()
+    return torch.Size(value_of(node).shape).numel()

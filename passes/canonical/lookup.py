@@ -1,8 +1,9 @@
-"""Bags of embeddings as look-ups and sums; bilinear layers as einsum, whose equation is the rule.
+"""Rewrites: bags of embeddings become look-ups and sums; bilinear layers become einsum, whose equation is the rule.
 
 embedding_bag(w, ids, arange(0, 24, 3), mode="mean")    ->    sum(embedding(w, reshape(ids, [8, 3])), [1]) / 3
-embedding_bag(w, ids, offsets, mode="sum")    ->    index_add(zeros, 0, searchsorted(offsets, arange(24), right=True) - 1, embedding(w, ids))
-"""  # noqa: E501 (a table)
+embedding_bag(w, ids, offsets, mode="sum")              ->    index_add(zeros, 0, bags, embedding(w, ids))
+                                                              bags = searchsorted(offsets, arange(24), right=True) - 1
+"""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.graph import value_of
 from shardc.ir.program import Value
-from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite
 
 aten = torch.ops.aten
 
@@ -37,14 +39,14 @@ def addbmm(emit: Emit, a: Args, out: Value) -> Result:
 def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
     """Bags of one size (the usual 2-d ids): look-up, then sum, mean or max over the bag."""
     offsets = emit.constant(a.offsets)
-    n = value(a.indices).shape[0]
+    n = value_of(a.indices).shape[0]
     bags = out[0].shape[0] if out[0] is not None else 0
     size = n // max(bags, 1)
     even = offsets is not None and n == bags * size and torch.equal(offsets[:bags], torch.arange(0, n, max(size, 1)))
     if not even or a.include_last_offset:
         return (_bags_by_offset(emit, a, n, bags), None, None, None)
     ids = emit.reshape(a.indices, (bags, size))
-    padding = -1 if a.get("padding_idx") is None else a.padding_idx % value(a.weight).shape[0]
+    padding = -1 if a.get("padding_idx") is None else a.padding_idx % value_of(a.weight).shape[0]
     found = emit(aten.embedding.default, a.weight, ids, padding, a.scale_grad_by_freq)
     kept: fx.Node | None = None
     if padding >= 0:
@@ -61,13 +63,13 @@ def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
     if a.per_sample_weights is not None:
         found = emit(aten.mul.Tensor, found, emit.reshape(a.per_sample_weights, (bags, size, 1)))
     if kept is not None:
-        found = emit(aten.mul.Tensor, found, emit.cast(kept, value(found).dtype))
+        found = emit(aten.mul.Tensor, found, emit.cast(kept, value_of(found).dtype))
     total = emit(aten.sum.dim_IntList, found, [1])
     if a.mode == 1:
         count: fx.Node | float = float(size)
         if kept is not None:
             count = emit(
-                aten.clamp_min.default, emit.cast(emit(aten.sum.dim_IntList, kept, [1]), value(found).dtype), 1
+                aten.clamp_min.default, emit.cast(emit(aten.sum.dim_IntList, kept, [1]), value_of(found).dtype), 1
             )
         total = emit(aten.div.Tensor, total, count)
     return (total, None, None, None)
@@ -75,12 +77,12 @@ def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
 
 def _bags_by_offset(emit: Emit, a: Args, n: int, bags: int) -> fx.Node:
     """Bags that begin where a tensor says: every row goes to the last bag that begins before it or there."""
-    weight, offsets = value(a.weight), a.offsets
+    weight, offsets = value_of(a.weight), a.offsets
     if a.include_last_offset:
         offsets = emit(aten.slice.Tensor, offsets, 0, 0, bags)
     padding = -1 if a.get("padding_idx") is None else a.padding_idx % weight.shape[0]
     found = emit(aten.embedding.default, a.weight, a.indices, padding, a.scale_grad_by_freq)
-    places = emit(aten.arange.default, n, dtype=value(offsets).dtype)
+    places = emit(aten.arange.default, n, dtype=value_of(offsets).dtype)
     bag = emit(aten.sub.Tensor, emit(aten.searchsorted.Tensor, offsets, places, right=True), 1)
     kept = (
         emit(aten.ne.Scalar, a.indices, padding)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from shardc.ir.graph import value_of
 from shardc.ir.program import Value
-from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape, value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape
 from shardc.runtime import ops
 
 aten = torch.ops.aten
 
 
 def _nll(emit: Emit, logits: fx.Node, target: fx.Node, ignore: int) -> fx.Node:
-    v = value(logits)
+    v = value_of(logits)
     return emit.typed(Value(shape(target), v.dtype, v.requires_grad), ops.nll, logits, target, ignore)
 
 
@@ -32,7 +33,7 @@ def _hard(
     if weight is None:
         return per, valid, valid
     safe = emit(aten.masked_fill.Scalar, target, emit(aten.logical_not.default, valid), 0)
-    w = emit(aten.mul.Tensor, emit(aten.index.Tensor, weight, [safe]), emit.cast(valid, value(weight).dtype))
+    w = emit(aten.mul.Tensor, emit(aten.index.Tensor, weight, [safe]), emit.cast(valid, value_of(weight).dtype))
     return emit(aten.mul.Tensor, per, w), valid, w
 
 
@@ -51,7 +52,7 @@ def cross_entropy(emit: Emit, a: Args, out: Value) -> Result:
     x, target, weight, smoothing = a.self, a.target, a.weight, a.label_smoothing
     d = _class_dim(x)
     classes = shape(x)[d]
-    if value(target).dtype.is_floating_point:
+    if value_of(target).dtype.is_floating_point:
         logp = emit(aten.log_softmax.int, x, d)
         if smoothing:
             target = emit(aten.add.Tensor, emit(aten.mul.Tensor, target, 1 - smoothing), smoothing / classes)

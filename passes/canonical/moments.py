@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.graph import value_of
 from shardc.ir.program import Value
-from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape, value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape
 
 aten = torch.ops.aten
 _WHOLE = {"var": aten.var, "std": aten.std, "var_mean": aten.var_mean, "std_mean": aten.std_mean}
@@ -32,7 +33,7 @@ def moments(emit: Emit, a: Args, out: Any) -> Result:
     correction = 1 if correction is None else correction
     keepdim = bool(a.get("keepdim", False))
     both = a.op_name.endswith("_mean")
-    if 0 not in gone or value(x).dtype.is_complex:
+    if 0 not in gone or value_of(x).dtype.is_complex:
         if both:
             var = emit(_WHOLE[a.op_name[:3]].correction, x, gone, correction=correction, keepdim=keepdim)
             return (var, emit(aten.mean.dim, x, gone, keepdim))
@@ -59,10 +60,10 @@ def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
     dims = [dims] if isinstance(dims, int) else dims
     gone = sorted({dim(d, ndim) for d in dims}) if dims else list(range(ndim))
     keepdim = bool(a.get("keepdim", False))
-    if 0 not in gone or order not in (1, 2) or value(x).dtype.is_complex:
+    if 0 not in gone or order not in (1, 2) or value_of(x).dtype.is_complex:
         return emit(
             aten.linalg_vector_norm.default,
-            x if value(x).dtype.is_complex else emit.cast(x, out.dtype),
+            x if value_of(x).dtype.is_complex else emit.cast(x, out.dtype),
             order,
             gone,
             keepdim,
@@ -88,7 +89,7 @@ def truth(emit: Emit, a: Args, out: Value) -> Result:
         return emit(a.op, *a.named.values())
     if a.op_name == "all":
         x = emit(aten.logical_not.default, x)
-    elif value(x).dtype != torch.bool:
+    elif value_of(x).dtype != torch.bool:
         x = emit(aten.ne.Scalar, x, 0)
     count = emit(aten.sum.dim_IntList, x, gone, bool(a.get("keepdim", False)))
     return emit(aten.eq.Scalar if a.op_name == "all" else aten.ne.Scalar, count, 0)

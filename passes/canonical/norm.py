@@ -19,8 +19,9 @@ import math
 import torch
 from torch import fx
 
+from shardc.ir.graph import value_of
 from shardc.ir.program import Value
-from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape, value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape
 from shardc.runtime import ops
 
 aten = torch.ops.aten
@@ -59,39 +60,43 @@ def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Re
     if isinstance(out, Value):
         return y
     if len(out) < 5:
-        raise emit.refuse(f"{a.op} changes its running statistics unseen", "call torch.nn.functional.batch_norm")
+        raise emit.refuse(
+            f"{a.op} updates running statistics in place, which a graph of values does not show",
+            "call torch.nn.functional.batch_norm",
+        )
     unbiased = emit(aten.mul.Tensor, emit.detach(var), n / max(n - 1, 1))
     news = [_moved(emit, old, new, a.momentum) for old, new in zip(running, (emit.detach(mean), unbiased), strict=True)]
     return (y, None, None, *news, *[None] * (len(out) - 5))
 
 
 def _chunked(emit: Emit, x: fx.Node) -> tuple[fx.Node, int]:
-    """x with its rows in chunks, if statistics are theirs, and the channels' dim."""
+    """x with its rows in chunks, if each takes statistics of its own; and the dim of the channels."""
     chunks, (rows, *rest) = math.prod(emit.chunks), shape(x)
     if chunks == 1:
         return x, 1
     local = f"`batch_norm: local` takes statistics of {emit.chunks[0]} ranks and {emit.chunks[1]} microbatches"
     if rows % chunks:
         raise emit.refuse(
-            f"{local}: {rows} rows are not {chunks} equal chunks",
+            f"{local}: {rows} rows cannot be cut into {chunks} equal parts",
             f"make the batch a multiple of {chunks}, or write batch_norm: sync",
         )
     if rows // chunks * math.prod(rest[1:]) == 1:
         raise emit.refuse(
-            f"{local}: each has one value a channel", "give every microbatch more rows, or write batch_norm: sync"
+            f"{local}: each part has one value per channel",
+            "give every microbatch more rows, or write batch_norm: sync",
         )
     return emit.reshape(x, [chunks, rows // chunks, *rest]), 2
 
 
 def _stat(emit: Emit, batch: fx.Node, running: fx.Node) -> fx.Node:
-    return emit.typed(value(batch), ops.batch_stat, batch, emit.expand(running, shape(batch)), emit.rng)
+    return emit.typed(value_of(batch), ops.batch_stat, batch, emit.expand(running, shape(batch)), emit.rng)
 
 
 def _moved(emit: Emit, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
     """The running statistic `old`, moved towards the batch's f[C], or towards the chunks' f[chunks, C], one microbatch
     after the other.
     """
-    new = emit.cast(new, value(old).dtype)
+    new = emit.cast(new, value_of(old).dtype)
     ranks, microbatches = emit.chunks
     rest = 1 - momentum
     if ranks > 1:
@@ -99,7 +104,7 @@ def _moved(emit: Emit, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
     if microbatches == 1:
         new = emit.reshape(emit(aten.mul.Tensor, new, momentum), shape(old))
     else:
-        later = emit(aten.arange.start_step, microbatches - 1, -1, -1, dtype=value(old).dtype)
+        later = emit(aten.arange.start_step, microbatches - 1, -1, -1, dtype=value_of(old).dtype)
         part = emit(aten.mul.Tensor, emit(aten.pow.Scalar, rest, later), momentum)
         new = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, new, emit.reshape(part, [microbatches, 1])), [0])
     return emit(aten.add.Tensor, emit(aten.mul.Tensor, old, rest**microbatches), new)
@@ -121,4 +126,4 @@ def _affine(emit: Emit, x: fx.Node, dim: int, mean: fx.Node, var: fx.Node, a: Ar
         y = emit(aten.mul.Tensor, y, _channel(emit, a.weight, x, dim))
     if a.bias is not None:
         y = emit(aten.add.Tensor, y, _channel(emit, a.bias, x, dim))
-    return emit.cast(emit.reshape(y, shape(a.input)), value(a.input).dtype)
+    return emit.cast(emit.reshape(y, shape(a.input)), value_of(a.input).dtype)

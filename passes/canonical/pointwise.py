@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.graph import value_of
 from shardc.ir.program import Value
-from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape, value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape
 
 aten = torch.ops.aten
 _BITWISE = {"__and__": aten.bitwise_and, "__or__": aten.bitwise_or, "__xor__": aten.bitwise_xor}
@@ -46,7 +47,7 @@ def arithmetic(emit: Emit, a: Args, out: Value) -> Result:
         return emit(a.op, x, other, rounding_mode=a.rounding_mode)
     if not isinstance(other, fx.Node):
         other = other * a.get("alpha", 1)
-        if other == _NEUTRAL[a.op_name] and value(x).dtype == out.dtype:
+        if other == _NEUTRAL[a.op_name] and value_of(x).dtype == out.dtype:
             return x  # type: ignore[no-any-return]
     elif a.get("alpha", 1) != 1:
         other = emit(aten.mul.Tensor, other, a.alpha)

@@ -1,12 +1,13 @@
-"""Random tensors are drawn from the counter generator, so that every mesh draws what one device draws.
+"""Rewrites: random tensors come from the counter generator, so that every mesh draws what one device draws.
 
-    randn_like(x)                       ->      random('normal', (0.0, 1.0), [8, 16], f32, rng, 2)         2 = its ordinal
-    bernoulli(p)                        ->      random('uniform', (0.0, 1.0), ...) < p
-    exponential(x, 2.0)                 ->      random('exponential', (2.0,), ...)         what gumbel_softmax draws
-    multinomial(p, 1)                   ->      argmax(p / random('exponential', ...))
+    randn_like(x)            ->    random('normal', (0.0, 1.0), [8, 16], f32, rng, 2)      2: the op's ordinal
+    bernoulli(p)             ->    random('uniform', (0.0, 1.0), ...) < p
+    exponential(x, 2.0)      ->    random('exponential', (2.0,), ...)                      gumbel_softmax draws these
+    multinomial(p, 1)        ->    argmax(p / random('exponential', ...))
 
-The distributions are torch's, the numbers are not: they depend on the seed, the step and the op, not on what was drawn
-before."""  # noqa: E501 (a table)
+The distributions are torch's, the numbers are not: they depend on the seed, the step and the op, and not on how many
+were drawn before.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.graph import value_of
 from shardc.ir.program import Value
-from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape, value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape
 
 aten = torch.ops.aten
 #: Numbers of 32 random bits are scaled to a range of integers.
@@ -79,11 +81,12 @@ def integers(emit: Emit, a: Args, out: Value) -> Result:
     low, high = a.get("low", a.get("from")) or 0, a.get("high", a.get("to"))
     if not isinstance(low, int) or not isinstance(high, int):
         raise emit.refuse(
-            f"{a.op} draws integers of a range that is not given in numbers", "use torch.randint with two numbers"
+            f"{a.op} draws integers from a range whose bounds are not Python numbers",
+            "use torch.randint with two numbers",
         )
     if not 0 < high - low <= WIDEST:
         raise emit.refuse(
-            f"{a.op} draws integers of a range of {high - low}", f"at most 2^31 = {WIDEST} different ones can be drawn"
+            f"{a.op} draws integers from a range of {high - low}", f"use a range of at most 2^31 = {WIDEST}"
         )
     return _random(emit, a, out, "integers", low, high)
 
@@ -98,7 +101,7 @@ def bernoulli(emit: Emit, a: Args, out: Value) -> Result:
     """The probabilities are `p`, or else the operand itself."""
     p = a.get("p")
     p = a.first if p is None else p
-    wide = torch.float64 if isinstance(p, fx.Node) and value(p).dtype == torch.float64 else torch.float32
+    wide = torch.float64 if isinstance(p, fx.Node) and value_of(p).dtype == torch.float64 else torch.float32
     numbers = _random(emit, a, Value(out.shape, wide), "uniform", 0.0, 1.0)
     below = (
         emit(aten.lt.Tensor, numbers, emit.detach(p))
@@ -118,7 +121,7 @@ def multinomial(emit: Emit, a: Args, out: Value) -> Result:
     many = n > 1 and bool(a.get("replacement", False))
     if many:
         p, size = emit(aten.unsqueeze.default, p, len(size) - 1), (*size[:-1], n, size[-1])
-    wide = value(p).dtype if value(p).dtype.itemsize >= 4 else torch.float32
+    wide = value_of(p).dtype if value_of(p).dtype.itemsize >= 4 else torch.float32
     race = emit(aten.div.Tensor, p, _random(emit, a, Value(size, wide), "exponential", 1.0))
     if many or n == 1:
         return emit(aten.argmax.default, race, len(size) - 1, not many)
@@ -132,7 +135,7 @@ def rrelu(emit: Emit, a: Args, out: Any) -> Result:
     x, low, high = a.first, float(a.lower), float(a.upper)
     if not a.training:
         return _with_noise(out, emit(aten.leaky_relu.default, x, (low + high) / 2))
-    slope = _random(emit, a, Value(shape(x), value(x).dtype), "uniform", low, high)
+    slope = _random(emit, a, Value(shape(x), value_of(x).dtype), "uniform", low, high)
     above = emit(aten.gt.Scalar, x, 0)
     return _with_noise(out, emit(aten.where.self, above, x, emit(aten.mul.Tensor, x, slope)))
 

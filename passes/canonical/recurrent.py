@@ -1,10 +1,10 @@
-"""Recurrent layers: dropout between the layers becomes an op of its own, so that its masks do not know the mesh; cells
-are
-    spelled out.
+"""Rewrites of recurrent layers: dropout between layers becomes an op of its own, so that its masks do not depend on the
+mesh; cells are spelled out.
 
-lstm(x, [h, c], weights, .., 2 layers, dropout=0.1)    ->    y = lstm(x, [h[:1], c[:1]], weights[:4], .., 1 layer, dropout=0)
-                                                             lstm(dropout(y, 0.1), [h[1:], c[1:]], weights[4:], ..)
-"""  # noqa: E501 (a table)
+    before   lstm(x, [h, c], weights, .., 2 layers, dropout=0.1)
+    after    y = lstm(x, [h[:1], c[:1]], weights[:4], .., 1 layer, dropout=0)
+             lstm(dropout(y, 0.1), [h[1:], c[1:]], weights[4:], ..)
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
+from shardc.ir.graph import value_of
 from shardc.ir.placement import DTYPES
 from shardc.ir.program import Source, Value
 from shardc.runtime import ops
@@ -75,14 +76,8 @@ def _signature(target: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments}
 
 
-def value(node: fx.Node) -> Value:
-    found = node.meta["value"]
-    assert isinstance(found, Value), f"{node} is no single tensor"
-    return found
-
-
 def shape(node: fx.Node) -> tuple[int, ...]:
-    return value(node).shape
+    return value_of(node).shape
 
 
 def dim(d: int, ndim: int) -> int:
@@ -126,7 +121,7 @@ class Emit:
 
     def cast(self, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         """`x` in a dtype, and called so: linear_bf16."""
-        if dtype is None or value(x).dtype == dtype:
+        if dtype is None or value_of(x).dtype == dtype:
             return x
         args, kwargs = (x,), {"dtype": dtype}
         name = f"{x.name}_{DTYPES.get(dtype, 'cast')}"
@@ -135,9 +130,9 @@ class Emit:
         return node
 
     def detach(self, x: fx.Node) -> fx.Node:
-        if not value(x).requires_grad:
+        if not value_of(x).requires_grad:
             return x
-        return self.typed(replace(value(x), requires_grad=False), aten.detach.default, x)
+        return self.typed(replace(value_of(x), requires_grad=False), aten.detach.default, x)
 
     def permute(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
         """The dims of `x` in another order; an exchange of two is spelled transpose."""
@@ -158,7 +153,7 @@ class Emit:
             return x
         if p >= 1:
             return self(aten.zeros_like.default, x)
-        return self.typed(value(x), ops.dropout, x, p, self.rng, 0)
+        return self.typed(value_of(x), ops.dropout, x, p, self.rng, 0)
 
     def random(self, kind: str, options: Sequence[float], size: Sequence[int], dtype: torch.dtype) -> fx.Node:
         """Numbers from the counter generator (shardc/runtime/ops/random_ops.py); their index is set when the graph is

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.ir.graph import value_of
 from shardc.ir.program import Value
 from shardc.passes.canonical.masks import in_order
-from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape, value
+from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape
 
 aten = torch.ops.aten
 
@@ -81,7 +82,7 @@ def cut(emit: Emit, a: Args, out: Value) -> Result:
 def narrow(emit: Emit, a: Args, out: Value) -> Result:
     d = dim(a.dim, len(out.shape))
     if isinstance(a.start, fx.Node):
-        raise emit.refuse("a slice starts where a tensor's value says", "start slices at a Python number")
+        raise emit.refuse("a slice starts at a tensor's value", "start slices at a Python number")
     start = dim(a.start, shape(a.first)[d])
     return a.first if out.shape == shape(a.first) else emit(aten.slice.Tensor, a.first, d, start, start + a.length)
 
@@ -160,7 +161,7 @@ def conj(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def _conjugate(emit: Emit, x: fx.Node) -> fx.Node:
-    return emit(aten.conj_physical.default, x) if value(x).dtype.is_complex else x
+    return emit(aten.conj_physical.default, x) if value_of(x).dtype.is_complex else x
 
 
 @rewrite("cat", "concat", "concatenate")
@@ -286,7 +287,7 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
     """
     x: fx.Node = a.first
     indices = list(a.indices)
-    if any(i is not None and value(i).dtype == torch.bool for i in indices):
+    if any(i is not None and value_of(i).dtype == torch.bool for i in indices):
         raise emit.refuse(
             "indexing with a mask gives a shape that depends on values", "use torch.where, or multiply by the mask"
         )
@@ -306,14 +307,14 @@ def index_put(emit: Emit, a: Args, out: Value) -> Result:
     """`x[mask] = 0` -> `where(mask, 0, x)`; `x[arange(b), i] = v` -> `scatter(x, 1, i, v)`, as for reading."""
     x, indices, values = a.self, list(a.indices), a["values"]
     at = [d for d, i in enumerate(indices) if i is not None]
-    masks = [i for i in indices if i is not None and value(i).dtype == torch.bool]
+    masks = [i for i in indices if i is not None and value_of(i).dtype == torch.bool]
     if masks:
         (mask,) = masks if len(at) == 1 else (None,)
         behind = len(out.shape) - at[0] - len(shape(mask)) if mask is not None else 0  # dims of x behind the mask's
         n = shape(values)[-behind - 1] if len(shape(values)) > behind else 1
         if mask is None or (n > 1 and at[0] > 0):
             raise emit.refuse(
-                "writing to a mask values that each go to a place of its own",
+                "an assignment through a mask has a value of its own for each masked position",
                 "use torch.where with values in x's shape",
             )
         mask = emit.reshape(mask, (*shape(mask), *[1] * behind))

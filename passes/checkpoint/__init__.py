@@ -1,5 +1,4 @@
-"""Checkpoint: which values are computed again in backward instead of being kept (`checkpoint:`), and which are kept all
-    the same.
+"""Checkpoint: which activations backward computes again instead of keeping them (`checkpoint:`), and which are kept.
 
     before   h = layer_norm(x, w)            h.0.ln_1        autograd keeps x, w
              q = linear(h, w2)               h.0.attn.qkv    ... h, w2
@@ -7,14 +6,15 @@
              h = layer_norm(x, w)            | region "h.0"
              q = linear(h, w2)               | region "h.0" kept "h.0"
 
-A region is one call of a module that a pattern names. What it takes from outside is held; so are the results of ops
-that `save` names or that `budget` pays for, if something needs them; all else is computed again when backward comes to
-the region (shardc.runtime.step.recompute). Of a pattern, the outermost modules count, as with activations; regions of
-several entries may lie in each other.
+A region is one call of a module that a pattern names. Its inputs are kept; so are the results of ops that `save` names
+or that `budget` pays for, if backward needs them; all other values are computed again when backward comes to the region
+(shardc.runtime.step.recompute). Of the modules that a pattern matches the outermost count, as with activations; regions
+of several entries may be nested.
 
 The budget is a share of the bytes that backward would keep of the region without a checkpoint. It is spent as in a
-knapsack: first on what saves most work for its bytes: flops, memory touched and bytes sent, in the proportions of
-shardc.passes.place.transfer_cost."""
+knapsack: first on what saves most work for its bytes, where work is flops, memory touched and bytes sent, in the
+proportions of shardc.ir.machine.
+"""
 
 from __future__ import annotations
 
@@ -146,11 +146,12 @@ class Checkpoint(Pass):
 
 
 def _part_masks(graph: fx.Graph) -> None:
-    """In regions, masks of dropout are made by themselves: they depend on no value, so that to have one again nothing
-    before it has to run.
+    """Split every dropout of a region into its mask and its product: a mask depends on no value, so that backward can
+    make it again without running anything before it.
 
-    y = dropout(x, 0.1, rng, 3)      becomes      keep = dropout_mask(0.1, rng, 3, mesh, [8, 16]);  y = masked(x, keep, 0.1)
-    """  # noqa: E501 (a table)
+    before   y = dropout(x, 0.1, rng, 3)
+    after    keep = dropout_mask(0.1, rng, 3, mesh, [8, 16]);  y = masked(x, keep, 0.1)
+    """
     mesh = next(iter(graph.nodes))
     for node in list(graph.find_nodes(op="call_function", target=ops.dropout)):
         x, p, rng, index, _, shape, *where = (*node.args, None, None)[: max(len(node.args), 6)]
@@ -179,8 +180,7 @@ def _notes(regions: Sequence[Region]) -> Iterable[str]:
         yield f"{which}: keeps {human(kept)} {when}, computes {human(dropped)} again{repeats} ({cause})"
 
 
-# --- what a region holds, and what it computes again
-# --------------------------------------------------------------------
+# --- what a region holds, and what it computes again ------------------------------------------------------------------
 
 
 class _Graph:

@@ -1,23 +1,24 @@
-"""Pipeline: one rank's graph becomes several stages, each run by the ranks of one coordinate of the pipeline's axis.
+"""Pipeline: cut one rank's graph into stages, each run by the ranks of one coordinate of the pipeline's axis.
 
     before   h4 = add(h3, y)                     model.layers.1
              h5 = rms_norm(h4, w2)               model.layers.2      the cut is here
              loss = ... cos ... h4 ...
-    after    stage0(..., positions)              cos is made by both: it depends on the batch alone
+    after    stage0(..., positions)              cos is computed by both: it depends on the batch alone
                  return None, (), (h4,)          what other stages use
-             stage1(..., w2, positions, h4)      h4: f32[2@dp, 16, 64] grad | send_recv/send_recv pp 8192 "spec.yaml:4:1 pipeline"
+             stage1(..., w2, positions, h4)      h4: f32[2@dp, 16, 64] grad | send_recv/send_recv pp 8192
                  return loss, (), ()
 
-Ops are told apart by what they depend on.
+It depends on an op's operands which stages run it.
 
-    main            the batch and parameters     done by one stage: by position (shardc.passes.pipeline.cuts), then moved over a cut where
-                                                 that makes what crosses it smaller; sent to every stage that uses it
-    the batch only  masks, rotary tables         done again by every stage that uses them, as every rank has the inputs
-    weights only    norms of weights, biases     likewise; a parameter that several stages use is theirs together: each has a copy,
-                    from tables                  initialised alike, and the copies' gradients are summed (`pp[0,3]`)
+    main           the batch and parameters     one stage runs it: by position (cuts.py), then moved over a cut where
+                                                less crosses it so; its result is sent to every stage that uses it
+    batch only     masks, rotary tables         every stage that uses it runs it again: every rank has the inputs
+    weights only   norms of weights, biases     likewise; a parameter that several stages use is shared: each has a
+                   from tables                  copy, initialised alike, and their gradients are summed (`pp[0,3]`)
 
-What would cost more than HEAVY of the whole model's products to do again, or communicates, is main whatever it depends
-on."""  # noqa: E501 (a table)
+An op that communicates, or that would cost more than HEAVY of the whole model's products to run again, is main whatever
+it depends on.
+"""
 
 from __future__ import annotations
 

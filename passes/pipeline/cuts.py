@@ -25,7 +25,7 @@ from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.layers import layer_of
 from shardc.ir.machine import MEMORY_BYTES_PER_NETWORK_BYTE, PEAK_FLOPS_PER_MEMORY_BYTE
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import match, nearest
+from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.rules import registry
 from shardc.rules.calls import call_of
 from shardc.runtime import ops
@@ -143,25 +143,16 @@ def default_stages(spec: Spec) -> int:
 # --- before modules, by counts ----------------------------------------------------------------------------------------
 
 
-def _module(node: fx.Node) -> str:
-    found = source_of(node)
-    return found.module
-
-
 def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[int]:
     errors = Errors()
-    every = dict.fromkeys(m for n in main for m in _outer(_module(n)))
+    every = dict.fromkeys(m for n in main for m in enclosing(source_of(n).module))
     found = []
     for i, name in enumerate(names):
         where = spec.where(("pipeline", "cut", i))
-        inside = [at for at, n in enumerate(main) if any(match(name, m) for m in _outer(_module(n)))]
+        inside = [at for at, n in enumerate(main) if any(match(name, m) for m in enclosing(source_of(n).module))]
         if not inside:
-            near = nearest(name, every)
-            fix = (
-                f"is it {near}?"
-                if near
-                else "name a module as model.named_modules() does; one whose ops depend on its input"
-            )
+            otherwise = "name a module as model.named_modules() does; one whose ops depend on its input"
+            fix = did_you_mean(name, every, otherwise)
             errors.add(f"no op of the model runs in a module {name!r}", where=where, fix=fix)
         elif inside[0] == 0:
             errors.add(
@@ -189,19 +180,13 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
     return [at for at, _, _ in found]
 
 
-def _outer(module: str) -> list[str]:
-    """a.b.c -> a.b.c, a.b, a"""
-    parts = module.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)] if module else []
-
-
 def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
     """The model's outermost lists of layers: {list: [(layer, position of its first op)]}, all in the order in which
     they run.
     """
     found: dict[str, dict[str, int]] = {}
     for at, n in enumerate(main):
-        if layer := layer_of(_module(n)):
+        if layer := layer_of(source_of(n).module):
             name, number = layer
             found.setdefault(name, {}).setdefault(f"{name}.{number}" if name else number, at)
     return {name: sorted(each.items(), key=lambda item: item[1]) for name, each in found.items()}
@@ -281,5 +266,5 @@ class _Limit:
 
 def _inside(ops: Ops, cut: int) -> int:
     """How deep in the model a cut is: the number of modules that it takes apart."""
-    one, other = _outer(_module(ops.nodes[cut - 1])), _outer(_module(ops.nodes[cut]))
+    one, other = enclosing(source_of(ops.nodes[cut - 1]).module), enclosing(source_of(ops.nodes[cut]).module)
     return len(set(one) & set(other))

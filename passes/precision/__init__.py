@@ -1,22 +1,22 @@
-"""precision: the casts that mixed precision needs, in the program for everyone to read.
+"""Precision: the casts of mixed precision, written into the program (`precision: {compute: bfloat16}`).
 
-precision: {compute: bfloat16}
+    before                                      after
+    h = layer_norm(x, [64], w, b)     f32       x_f32 = to(x, float32)                    x: bf16
+                                                h_f32 = layer_norm(x_f32, [64], w, b)     statistics in float32
+                                                h = to(h_f32, bfloat16)
+    y = linear(h, p)                  f32       p_bf16 = to(p, bfloat16)                  p: f32, the master copy
+                                                y = linear(h, p_bf16)                     bf16
+    loss = cross_entropy_loss(y, t)   f32       y_f32 = to(y, float32)
+                                                loss = cross_entropy_loss(y_f32, t)
 
-before                                              after
-    h = layer_norm(x, [64], w, b)     f32               x_f32 = to(x, float32)                    x: bf16
-                                                        h_f32 = layer_norm(x_f32, [64], w, b)     statistics in float32
-                                                        h = to(h_f32, bfloat16)
-    y = linear(h, p)                  f32               p_bf16 = to(p, bfloat16)                  p: f32, the master copy
-                                                        y = linear(h, p_bf16)                     bf16
-    loss = cross_entropy_loss(y, t)   f32               y_f32 = to(y, float32);  loss = cross_entropy_loss(y_f32, t)
+The pass works on the captured graph, whose ops are those of torch.autocast's lists (op_lists.py). Canonical then
+rewrites norms and losses in the dtypes that this pass gave them, and for placement casts are elementwise ops: the cast
+of a weight is split like the weight, and the narrow tensor is gathered or summed. Gradients reach a parameter through
+its cast, in its own dtype.
 
-It works on the captured graph, where ops are still those that torch.autocast's lists speak of (precision_ops.py);
-canonical then takes norms and losses apart in the dtypes that stand here, and placement sees casts as what they are:
-elementwise ops, so a weight's cast is split like the weight, and what is gathered or summed is the narrow tensor.
-Gradients reach a parameter through its cast, in its own dtype.
-
-Touched is only what depends on parameters or on floating inputs: position tables, masks, running statistics keep their
-dtypes."""  # noqa: E501 (a table)
+Only what depends on parameters or on floating inputs changes: position tables, masks and running statistics keep their
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ import torch
 from torch import fx
 
 from shardc.ir import types as values
-from shardc.ir.program import Param, Program, Source, Value
+from shardc.ir.graph import value_of
+from shardc.ir.program import Param, Program, Source
 from shardc.passes.base import Pass
 from shardc.passes.precision.op_lists import CASTS, LOOKUPS, LOW, MOVES, NARROWED, PROMOTE, STAY, is_wide
 from shardc.torch_private import OpOverload
@@ -84,7 +85,7 @@ class _Held:
 
     @property
     def dtype(self) -> torch.dtype:
-        return _value(self.node).dtype
+        return value_of(self.node).dtype
 
     @property
     def floats(self) -> bool:
@@ -128,7 +129,7 @@ class _Writer:
         loss, news = output
         dtypes = [b.dtype for b in self.program.buffers if b.updated]
         new = self.held[loss].node
-        made = self._as(new, torch.promote_types(_value(new).dtype, torch.float32)) if self.held[loss].live else new
+        made = self._as(new, torch.promote_types(value_of(new).dtype, torch.float32)) if self.held[loss].live else new
         self.graph.output((made, tuple(self._as(self.held[n].node, d) for n, d in zip(news, dtypes, strict=True))))
 
     # --- one op
@@ -164,7 +165,7 @@ class _Writer:
         return (
             h.node
             if isinstance(node.meta["value"], tuple)
-            else self._as(h.node, _value(node).dtype)
+            else self._as(h.node, value_of(node).dtype)
             if h.floats
             else h.node
         )
@@ -179,7 +180,7 @@ class _Writer:
         limit = torch.finfo(self.compute)
         if name.endswith("attention") and not h.live and limit.max < torch.finfo(h.dtype).max:
             if (node, self.compute) not in self.casts:
-                v = _value(node)
+                v = value_of(node)
                 inside = self._emit(v, aten.clamp.default, node, limit.min, limit.max)
                 endless = self._emit(replace(v, dtype=torch.bool, requires_grad=False), aten.isinf.default, node)
                 kept = self._emit(v, aten.where.self, endless, node, inside)
@@ -220,9 +221,9 @@ class _Writer:
         widens: for capture it was its operand itself, so that a residual sum outside may well name the cast where the
         model names the operand."""
         (operand, *_), h = node.all_input_nodes, used[node.all_input_nodes[0]]
-        was, now = _value(operand), _value(node)
+        was, now = value_of(operand), value_of(node)
         if not h.floats or was.dtype != now.dtype:
-            same = _value(h.node).dtype == now.dtype
+            same = value_of(h.node).dtype == now.dtype
             return _Held(h.node if same else self._emit(now, aten._to_copy.default, h.node, dtype=now.dtype), True)
         return replace(h, scoped=(node.meta["source"].module, now.dtype))
 
@@ -237,7 +238,7 @@ class _Writer:
         if not acts:
             new = self._copy(node, {n: h.node for n, h in used.items()})
             return _Held(new, True, stored=True)
-        big = [h for h in acts if _value(h.node).shape] or acts
+        big = [h for h in acts if value_of(h.node).shape] or acts
         narrow = any(h.dtype == self.compute for h in big)
         if not narrow:  # what is read wide is computed wide
             floats = {n: replace(h, lean=False) for n, h in floats.items()}
@@ -253,18 +254,18 @@ class _Writer:
         read = {n: h.node for n, h in used.items()}
         for n, h in floats.items():
             read[n] = self._as(h.node, self.compute if narrow and h.stored else self._read(h))
-        if name not in PROMOTE and len({_value(read[n]).dtype for n in floats}) > 1:
+        if name not in PROMOTE and len({value_of(read[n]).dtype for n in floats}) > 1:
             shaped = {
-                _value(read[n]).dtype for n in floats if _value(read[n]).shape
+                value_of(read[n]).dtype for n in floats if value_of(read[n]).shape
             }  # numbers give way to tensors, as in torch
             one = (
                 self.compute
                 if narrow and node in self.body
-                else _widest(shaped or {_value(read[n]).dtype for n in floats})
+                else _widest(shaped or {value_of(read[n]).dtype for n in floats})
             )
             read |= {n: self._as(read[n], one) for n in floats}
         new = self._copy(node, read)
-        wider = _floating(new) and not isinstance(new.meta["value"], tuple) and _value(new).dtype != self.compute
+        wider = _floating(new) and not isinstance(new.meta["value"], tuple) and value_of(new).dtype != self.compute
         return _Held(new, True, lean=wider and node in self.body and (narrow or any(h.lean for h in acts)))
 
     def _read(self, h: _Held) -> torch.dtype:
@@ -295,10 +296,10 @@ class _Writer:
 
     def _as(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """A floating value of the new graph in a dtype, made once. Of moved parameters the parameter itself is cast."""
-        if not _floating(node) or isinstance(node.meta["value"], tuple) or _value(node).dtype == dtype:
+        if not _floating(node) or isinstance(node.meta["value"], tuple) or value_of(node).dtype == dtype:
             return node
         if (node, dtype) not in self.casts:
-            v = replace(_value(node), dtype=dtype)
+            v = replace(value_of(node), dtype=dtype)
             root = self._root(node)
             if root is not None:
                 moved = self._as(root, dtype)
@@ -342,14 +343,7 @@ class _Writer:
         return new
 
 
-# --- types
-# --------------------------------------------------------------------------------------------------------------
-
-
-def _value(node: fx.Node) -> Value:
-    v = node.meta["value"]
-    assert isinstance(v, Value), f"{node} is no single tensor"
-    return v
+# --- types ------------------------------------------------------------------------------------------------------------
 
 
 def _all(node: fx.Node) -> tuple[Any, ...]:

@@ -53,6 +53,13 @@ def values_of(node: fx.Node) -> tuple[Value, ...]:
     return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
+def value_of(node: fx.Node) -> Value:
+    """The type of a node that has one result."""
+    value = node.meta["value"]
+    assert isinstance(value, Value), f"{node} has several results, or none"
+    return value
+
+
 def map_value(function: Callable[[Value], Any], value: Any) -> Any:
     """`function` of a node's value, or of each in its tuple of them; None stays None."""
     if isinstance(value, tuple):

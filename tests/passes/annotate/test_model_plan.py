@@ -360,7 +360,7 @@ def test_heads_that_do_not_divide() -> None:
 
 
 def test_a_model_without_a_plan() -> None:
-    with pytest.raises(shardc.ShardcError, match="the model carries no plan") as e:
+    with pytest.raises(shardc.ShardcError, match="the model has no tensor-parallel plan") as e:
         compiled(zoo.gpt)
     assert "write `use: structure`, or name the weights by patterns" in str(e.value)
     assert compiled(zoo.gpt, mesh={"tp": 1}).params  # an axis of one rank changes nothing

@@ -121,12 +121,12 @@ class Normed(nn.Module):
     [
         (
             6,
-            "`batch_norm: local` takes statistics of 2 ranks and 2 microbatches: 6 rows are not 4 equal chunks",
+            "takes statistics of 2 ranks and 2 microbatches: 6 rows cannot be cut into 4 equal parts",
             "a multiple of 4",
         ),
         (
             4,
-            "`batch_norm: local` takes statistics of 2 ranks and 2 microbatches: each has one value a channel",
+            "`batch_norm: local` takes statistics of 2 ranks and 2 microbatches: each part has one value per channel",
             "more rows",
         ),
     ],

@@ -173,7 +173,7 @@ def _shared(program: Program, names: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("asked", "ranks", "expected"),
     [
-        ("cut: [h2]", 2, [("5:9", "no op of the model runs in a module 'h2'", "is it h.2?")]),
+        ("cut: [h2]", 2, [("5:9", "no op of the model runs in a module 'h2'", "did you mean 'h.2'?")]),
         ("cut: [wte]", 2, [("5:9", "'wte' runs first: nothing is left for the stage before it", "a later module")]),
         ("cut: [h.2, h.1, h.3]", 4, [("5:14", "'h.1' begins before 'h.2' does", "in the order in which they run")]),
         (

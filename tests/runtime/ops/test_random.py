@@ -230,12 +230,12 @@ REFUSED: list[tuple[Middle, str, str]] = [
     ),
     (
         lambda y: y * torch.randint(0, 2**40, (WIDE,)),
-        r"aten.randint.low draws integers of a range of 1099511627776",
+        r"aten.randint.low draws integers from a range of 1099511627776",
         "at most 2^31",
     ),
     (
         lambda y: y * torch.empty(WIDE, dtype=torch.int64).random_(),
-        r"aten.random.default draws integers of a range that is not given",
+        r"aten.random.default draws integers from a range whose bounds are not",
         "randint",
     ),
     (
