@@ -52,7 +52,7 @@ PIPELINE = (
     Stage("partition", Partition, "conversions between placements become collectives, and sizes those of one rank"),
     Stage("accumulate", Accumulate, "microbatches are an axis up to here; what follows sees one microbatch"),
     Stage("pipeline", Pipeline, "cuts where few bytes cross, and these are known once sizes are local"),
-    Stage("checkpoint", Checkpoint, "a region lies in one stage, and its budget counts bytes of one rank"),
+    Stage("checkpoint", Checkpoint, "a region is part of one stage, and its budget counts bytes of one rank"),
     Stage("match_layouts", MatchLayouts, "gives the buckets that data would otherwise make"),
     Stage("data", Data, "buckets follow the order of the final graphs, and gathers stand in them"),
     Stage("unused_axes", UnusedAxes, "only now is every axis seen that something uses"),

@@ -24,8 +24,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Pass:
-    """One stage of compilation. A pass returns a new program, and never changes the one that it was given: it copies
-    a graph before it edits it (shardc.ir.graph.copy).
+    """One stage of compilation. It returns a new program and never changes its input: it copies a graph before it
+    edits it (shardc.ir.graph.copy_graph).
     """
 
     spec: Spec

@@ -90,9 +90,9 @@ class Capacity(Pass):
             )
             raise ShardcError(what, where=where, fix=f"make the batch a multiple of {ranks * chunks} rows")
         part = t // (ranks * chunks)
-        apart = emit(_RESHAPE, (ranks, chunks, part, k), index, [ranks, chunks, part, k])
-        turned = emit(_PERMUTE, (chunks, ranks, part, k), apart, [1, 0, 2, 3])
-        kept = keep(emit(_RESHAPE, (chunks, ranks * part, k), turned, [chunks, ranks * part, k]), ranks * part)
+        by_rank = emit(_RESHAPE, (ranks, chunks, part, k), index, [ranks, chunks, part, k])
+        by_chunk = emit(_PERMUTE, (chunks, ranks, part, k), by_rank, [1, 0, 2, 3])
+        kept = keep(emit(_RESHAPE, (chunks, ranks * part, k), by_chunk, [chunks, ranks * part, k]), ranks * part)
         back = emit(
             _PERMUTE,
             (ranks, chunks, part, k),

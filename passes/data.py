@@ -196,10 +196,10 @@ class Data(Pass):
 
     def _start(self, graph: fx.Graph, nodes: dict[str, fx.Node], i: int, program: Program) -> fx.Node:
         b = program.buckets[i]
-        given = tuple(nodes[n] for n in b.params)
+        params = tuple(nodes[n] for n in b.params)
         name = f"bucket{i}" if b.zero == 3 else f"bucket{i}_whole"
         node = _node(
-            graph, ops.gather_start if b.zero == 3 else ops.updated, (given, f"bucket{i}"), name, _types(program, b)
+            graph, ops.gather_start if b.zero == 3 else ops.updated, (params, f"bucket{i}"), name, _types(program, b)
         )
         if b.zero == 3:
             cause = f"{self.spec.where(('data', 'zero'))} zero: {self.spec.data.zero}"
@@ -259,5 +259,5 @@ class _Uses:
         return next(iter(found)) if len(found) == 1 else None
 
     def far(self, param: str) -> bool:
-        """Is it used again much later (a tied embedding)? What lies with it would stay gathered as long."""
+        """Whether it is used again much later, as a tied embedding: its whole bucket would stay gathered as long."""
         return self._last.get(param, 0) - self.first.get(param, 0) > self.end // 4

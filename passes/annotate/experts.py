@@ -75,22 +75,22 @@ class Experts:
 
     # --- placement
 
-    def layouts(self, given: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
-        """The layouts of the experts' weights. given: what `shard:` says of them. Raises ShardcError for all entries
+    def layouts(self, named: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
+        """The layouts of the experts' weights. named: those that `shard:` gives. Raises ShardcError for all entries
         that do not fit.
         """
         errors = Errors()
         params = {p.name: p for p in self.program.params}
         nodes = {name: node for name, node in placeholders(self.program.graph).items() if name in params}
         found: dict[str, Layout] = {}
-        told: set[tuple[int, str]] = set()
+        reported: set[tuple[int, str]] = set()
         used: set[int] = set()
         for name, node in nodes.items():
             for i, dim, user in self._held(node):
                 used.add(i)
                 entry, p = self.spec.experts[i], params[name]
                 cause = f"{self.where(i)} experts {entry.match!r}"
-                layout = given.get(name, Layout())
+                layout = named.get(name, Layout())
                 n, size = mesh.size(entry.axis), p.shape[dim]
                 if n == 1 or name in found:
                     continue
@@ -102,8 +102,8 @@ class Experts:
                         fix=f"leave {entry.axis} to the experts: drop that entry of `shard:`",
                     )
                 elif size % n and self.spec.uneven != "pad":
-                    if (i, str(size)) not in told:
-                        told.add((i, str(size)))
+                    if (i, str(size)) not in reported:
+                        reported.add((i, str(size)))
                         errors.add(
                             f"the {size} experts of {_named(_module(user))} do not divide by {entry.axis}={n}",
                             where=self.where(i, "axis"),

@@ -49,8 +49,7 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
     errors = Errors()
     layouts: dict[str, Layout] = {}
     names = [_input_name(i) for i in program.inputs]
-    given = spec.batch.dims
-    for pattern in given:
+    for pattern in spec.batch.dims:
         if pattern != "*" and not any(match(pattern, n) for n in names):
             errors.add(
                 f"pattern {pattern!r} matches no input",

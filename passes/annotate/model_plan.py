@@ -85,7 +85,7 @@ WORDS: dict[str, Word] = {
     "gather": _WHOLE,
     "local": _WHOLE,
     "local_params": _WHOLE,
-    "sequence_parallel": _WHOLE,  # how activations lie is the section `activations`
+    "sequence_parallel": _WHOLE,  # the section `activations` lays them out
     "moe_tp_experts": _WHOLE,  # the experts' own parameters have words of their own
     "moe_identity_expert": _WHOLE,
     "ep_router": _WHOLE,  # experts over ranks: the section `experts`
@@ -171,9 +171,9 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
             fix="write `use: structure`, or name the weights by patterns",
         )
     errors, follower, wrapped = Errors(), Follower(program), _wrapped(carried, program)
-    asked: dict[fx.Node, tuple[Shard, str]] = {}
+    planned: dict[fx.Node, tuple[Shard, str]] = {}
     notes: list[str] = []
-    told: set[str] = set()
+    unknown: set[str] = set()
     for p in program.params:
         if p.name in named:
             continue
@@ -182,11 +182,11 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
             if carried[key] in WORDS:
                 split = _literal(WORDS[carried[key]], p, beside.get(key))
                 if split is not None:
-                    asked.setdefault(
+                    planned.setdefault(
                         follower.placeholders[p.name], (split, f"{where} use: model '{key}: {carried[key]}'")
                     )
-            elif key not in told:
-                told.add(key)
+            elif key not in unknown:
+                unknown.add(key)
                 close = nearest(carried[key], WORDS)
                 errors.add(
                     f"the model's plan has the word {carried[key]!r} for {key!r}, which shardc does not know",
@@ -195,7 +195,7 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
                     + f'write an entry for it beside `use`, e.g. "*{key.rpartition("*")[2]}": column',
                 )
     errors.raise_any()
-    splits = _settled(follower, asked)
+    splits = _settled(follower, planned)
     for node in [n for n in splits if not _usable(follower, n, splits[n][0])]:
         split, cause = splits.pop(node)
         notes.append(
@@ -246,8 +246,8 @@ def _matches(key: str, name: str) -> bool:
 
 
 def _literal(word: Word, p: Param, own: Param | None = None) -> Shard | None:
-    """The dim of a parameter as it is stored that a word splits. own: the weight that the word means, where p stands
-    beside it.
+    """The dim of a parameter, as it is stored, that a word splits. own: the layer's own weight, if p is an adapter's
+    matrix beside it.
 
     Of an adapter's matrices that is the one that shares the weight's split dim: B of a column-parallel one, A of a
     row-parallel one."""
@@ -259,21 +259,21 @@ def _literal(word: Word, p: Param, own: Param | None = None) -> Shard | None:
     return Shard(dim, word.parts if len(p.shape) > 1 else 1)
 
 
-def _settled(follower: Follower, asked: Mapping[fx.Node, tuple[Shard, str]]) -> dict[fx.Node, tuple[Shard, str]]:
+def _settled(follower: Follower, planned: Mapping[fx.Node, tuple[Shard, str]]) -> dict[fx.Node, tuple[Shard, str]]:
     """How each dim is split, as the ops need it: a fused weight's parts show where the split comes from a plain
     row-parallel weight.
     """
     found: dict[fx.Node, tuple[Shard, str]] = {}
-    last = {n: s.dim == len(values_of(n)[0].shape) - 1 and s.dim > 0 for n, (s, _) in asked.items()}
-    for node in sorted(asked, key=lambda n: not last[n]):
+    last = {n: s.dim == len(values_of(n)[0].shape) - 1 and s.dim > 0 for n, (s, _) in planned.items()}
+    for node in sorted(planned, key=lambda n: not last[n]):
         if node in found:
             continue
-        split, cause = asked[node]
+        split, cause = planned[node]
         group = follower.follow((node, 0), split)
         if isinstance(group, SplitGroup):
             for other, s in group.params.items():
-                if other in asked and asked[other][0].dim == s.dim:
-                    found.setdefault(other, (s, asked[other][1]))
+                if other in planned and planned[other][0].dim == s.dim:
+                    found.setdefault(other, (s, planned[other][1]))
         found.setdefault(node, (split, cause))
     return found
 

@@ -67,7 +67,7 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
 
 
 def pieces_of(follower: Follower, group: SplitGroup) -> int:
-    """The least number of pieces in which an op of the group can be taken apart."""
+    """The least number of pieces that an op of the group splits its dim into."""
     found = []
     for node, strategy in group.ops.items():
         if strategy.kind == "split":

@@ -148,7 +148,7 @@ class Follower:
         return None
 
     def by_result(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
-        """The way of running an op that makes result i lie so."""
+        """The strategy by which an op makes its result i in this placement."""
         choices = self.choices(node)
         if (found := _matching(choices, 1, i, p)) is not None:
             return found
@@ -157,14 +157,14 @@ class Follower:
         return next((s for s in self._extra(choices, p, Shard(p.dim, 1, parts)) if s.outputs[i] == p), None)
 
     def by_operand(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
-        """The way of running an op that takes operand i as it lies."""
+        """The strategy by which an op takes its operand i in this placement."""
         choices = self.choices(node)
         return _matching(choices, 0, i, p) or next((s for s in self._extra(choices, p) if s.inputs[i] == p), None)
 
-    def _extra(self, choices: Choices, *lie: Placement) -> Iterable[Strategy]:
-        """The strategies that no factor expresses, if the operands may lie so."""
+    def _extra(self, choices: Choices, *placements: Placement) -> Iterable[Strategy]:
+        """The strategies that no factor expresses, if the operands may have these placements."""
         extra = choices.rule.extra
-        return extra(choices.call, _SAME, [frozenset(lie)] * len(choices.call.operands)) if extra else ()
+        return extra(choices.call, _SAME, [frozenset(placements)] * len(choices.call.operands)) if extra else ()
 
     def flops(self, group: SplitGroup) -> int:
         """Operations of the matrix products that a group splits."""

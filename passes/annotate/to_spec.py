@@ -23,7 +23,7 @@ from shardc.spec import DimShard, ShardRule, Style
 
 @dataclass(frozen=True)
 class _Entry:
-    """One name (of a module with a style word, or of a parameter with a shard) that stands for some parameters."""
+    """One name (of a module with a style word, or of a parameter with a shard) and the parameters that it means."""
 
     name: str
     style: Style | None

@@ -12,8 +12,8 @@ before                                              after
     scaled_dot_product_attention(q, k, v, None, 0.1)    matmul, softmax, dropout, matmul; one op without dropout
     arange(16, device=cpu)                              arange(16)                       the program says where it runs
 
-The rewrites stand in canonical_*.py, one file per kind of op. What has neither a rewrite nor a rule is taken apart by
-torch's own decompositions (canonical_decompose.py). Random ops that cannot be drawn from the counter generator are
+The rewrites are in the files beside this one, one per kind of op. An op that has neither a rewrite nor a rule is
+decomposed by torch's own decompositions (decompose.py). Random ops that cannot be drawn from the counter generator are
 refused, naming the model's line."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
-#: Arguments that say where and how a tensor lies in memory: not part of what is computed.
+#: Arguments about a tensor's device and memory: no part of the computation.
 _PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
@@ -79,12 +79,12 @@ class Canonical(Pass):
 class Rewritten:
     """A canonical graph. refused: calls that have no form in it, which it holds as they were.
 
-    apart: ops without a rule that torch's decompositions took apart, and where they stood.
+    decomposed: ops without a rule that torch's decompositions replaced, and where the model calls them.
     """
 
     graph: fx.Graph
     refused: dict[fx.Node, ShardcError]
-    apart: list[tuple[OpOverload, Source]]
+    decomposed: list[tuple[OpOverload, Source]]
 
 
 def rewritten(
@@ -122,10 +122,10 @@ def rewritten(
                 env[node] = _rewritten(emit, node, env)
             except ShardcError as e:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-                apart = node.target is operator.getitem and isinstance(
+                missing = node.target is operator.getitem and isinstance(
                     args[0], tuple
-                )  # a result that what stands for the op has not
-                target, args = (aten.empty_like.default, args[0][:1]) if apart else (node.target, args)
+                )  # a result that the op's replacement does not have
+                target, args = (aten.empty_like.default, args[0][:1]) if missing else (node.target, args)
                 env[node] = copy = _copied(emit, target, args, kwargs, node.meta["value"], node.name)
                 refused[copy] = e
     join_slices(graph)
@@ -133,11 +133,11 @@ def rewritten(
     _erase_dead(graph)
     _number_random(graph)
     graph.lint()
-    return Rewritten(graph, refused, emit.apart if emit is not None else [])
+    return Rewritten(graph, refused, emit.replaced if emit is not None else [])
 
 
 def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
-    """What stands for `node` in the new graph."""
+    """The node, or one per result, that replaces `node` in the new graph."""
     emit.source = node.meta["source"]
     if node.target is operator.getitem and isinstance(parts := env[node.all_input_nodes[0]], tuple):
         part = parts[int(node.args[1])]  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
 def _canonical_call(
     emit: Emit, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = None, name: str | None = None
 ) -> Result:
-    """One call of an op, rewritten; taken apart if it has no rule. value: its type, where that is known."""
+    """One call of an op, rewritten; decomposed if it has no rule. value: its type, where that is known."""
     if value is None:
         value = values.infer(op, args, {k: v for k, v in kwargs.items() if k not in _PLACE})
     if not isinstance(op, OpOverload):
@@ -174,7 +174,7 @@ def _canonical_call(
     if (change := TABLE.get(values.op_name(op))) is not None:
         return change(emit, Args(op, args, kwargs), value)
     if needed(op) and (parts := decompose(emit, op, args, kwargs, partial(_canonical_call, emit))) is not None:
-        emit.apart.append((op, emit.source))
+        emit.replaced.append((op, emit.source))
         return parts
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise emit.refuse(

@@ -2,9 +2,9 @@
 
     pixel_shuffle(x, 2)    ->    reshape(permute(reshape(x, [8, 4, 2, 2, 6, 6]), [0, 1, 4, 2, 5, 3]), [8, 4, 12, 12])
 
-An op is taken apart by its entry in torch's table of decompositions, or, if it is composed of other ops by definition,
+An op is decomposed by its entry in torch's table of decompositions, or, if it is composed of other ops by definition,
 by its own code. What comes out goes through the canonical pass again, so that it may be rewritten, have a rule, or be
-taken apart further.
+decomposed further.
 
 torch's tables are made for inference and for compilers that differentiate first: some of them cut gradients or skip
 special cases. So every decomposition is proven where it is used: on random numbers in place of the call's operands it
@@ -26,13 +26,13 @@ from shardc.passes.canonical.rewrite import Emit, Result
 from shardc.rules import registry
 from shardc.torch_private import OpOverload, decompositions, traced_functional
 
-#: Calls on more elements than this are taken apart without being proven: the proof would cost more than the
+#: Calls on more elements than this are decomposed without proof: the proof would cost more than the
 #: compilation.
 PROOF_LIMIT = 1 << 18
 #: Relative error of a decomposition's results and gradients in float64.
 RTOL = 1e-8
 
-#: Adds one call to the new graph, in canonical form: (target, args, kwargs, its type) -> what stands for its result.
+#: Adds one call to the new graph, in canonical form: (target, args, kwargs, its type) -> its result in the new graph.
 Add = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
@@ -41,7 +41,7 @@ class NoDecomposition(Exception):
 
 
 def needed(op: OpOverload) -> bool:
-    """Whether an op has no rule, but a way to be taken apart."""
+    """Whether an op has no rule, but a decomposition."""
     return registry.find(op) is None and bool(decompositions(op))
 
 
@@ -90,8 +90,8 @@ def _traced(
 
     def on_operands(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Tensor) -> Any:
-            given = dict(zip(operands, tensors, strict=True))
-            a, k = _plain(fx.node.map_arg((args, kwargs), lambda n: given[n]))
+            values_by_node = dict(zip(operands, tensors, strict=True))
+            a, k = _plain(fx.node.map_arg((args, kwargs), lambda n: values_by_node[n]))
             result = function(*a, **k)
             return tuple(result) if isinstance(result, (tuple, list)) else result
 
@@ -116,12 +116,12 @@ def _plain(x: Any) -> Any:
 
 
 def _copy(module: fx.GraphModule, operands: list[fx.Node], add: Add) -> Result:
-    """Add the calls of a decomposition one by one; what stands for its results."""
+    """Add the calls of a decomposition one by one. Returns its results in the new graph."""
     env: dict[fx.Node, Any] = {}
-    given = iter(operands)
+    remaining = iter(operands)
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            env[node] = next(given)
+            env[node] = next(remaining)
         elif node.op == "get_attr":
             env[node] = _constant(getattr(module, node.target), add)
         elif node.op == "call_function":
@@ -196,7 +196,7 @@ def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
     terms = [y for y in results if y.requires_grad]
     if not terms or not wanted:
         return [None] * len(wanted)
-    # weights that differ from element to element: a sum would not tell results apart that are in another order
+    # weights that differ from element to element: a sum would be the same for results in another order
     weights = [torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).reshape(y.shape).to(y.dtype) for y in terms]
     return list(torch.autograd.grad(terms, wanted, weights, allow_unused=True))
 

@@ -36,7 +36,7 @@ from shardc.torch_private import OpOverload
 aten = torch.ops.aten
 _PRODUCT = aten._grouped_mm.default
 _SORTS: set[Any] = {aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable}
-#: Ops that take the columns of a row apart: where their arguments have the dim.
+#: Ops that split the columns of a row -> the position of the dim among their arguments.
 _PARTS: dict[Any, int] = {
     aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
@@ -80,7 +80,7 @@ def _is_order(node: fx.Node) -> bool:
 
 
 def product(rows: Tensor, weight: Tensor) -> Tensor:
-    """What stands for a grouped product of unsorted rows, until it is part of an `experts`."""
+    """A placeholder for a grouped product of unsorted rows, until it is part of an `experts`."""
     raise NotImplementedError("never runs")
 
 
@@ -196,11 +196,11 @@ class _Writer:
             self.plain[node] = x
         elif k:
             rest, dtype = list(shape[1:]), value_of(x)
-            apart = self._put(
+            per_token = self._put(
                 aten.reshape.default, (x, [shape[0], 1, *rest]), replace(dtype, shape=(shape[0], 1, *rest))
             )
             each = self._put(
-                aten.expand.default, (apart, [shape[0], k, *rest]), replace(dtype, shape=(shape[0], k, *rest))
+                aten.expand.default, (per_token, [shape[0], k, *rest]), replace(dtype, shape=(shape[0], k, *rest))
             )
             self.plain[node] = self._put(
                 aten.reshape.default, (each, [self.n, *rest]), replace(dtype, shape=(self.n, *rest))

@@ -24,7 +24,7 @@ _WHOLE = {"var": aten.var, "std": aten.std, "var_mean": aten.var_mean, "std_mean
 
 @rewrite("var", "std", "var_mean", "std_mean")
 def moments(emit: Emit, a: Args, out: Any) -> Result:
-    """Every overload -> `.correction`, or means where dim 0 is among the dims (all of them, if none are given)."""
+    """Every overload -> `.correction`, or means where dim 0 is among the dims (all of them, if there are none)."""
     x: fx.Node = a.self
     ndim = len(shape(x))
     dims = a.get("dim")

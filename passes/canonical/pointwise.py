@@ -63,7 +63,7 @@ def softmax(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("sum", "mean", "cumsum", "prod")
 def reduction(emit: Emit, a: Args, out: Value) -> Result:
-    """`sum(x, dtype=torch.float32)` casts first. Integers add up in int64 unless told otherwise."""
+    """`sum(x, dtype=torch.float32)` casts first. Integers add up in int64 unless a dtype says otherwise."""
     dtype: torch.dtype | None = a.get("dtype")
     x = emit.cast(a.first, dtype)
     rest = [v for k, v in a.named.items() if k not in ("self", "dtype")]

@@ -83,7 +83,7 @@ def _add(emit: Emit, x: fx.Node, y: fx.Node) -> fx.Node:
 
 
 def _gates(emit: Emit, x: fx.Node, count: int) -> list[fx.Node]:
-    """The last dim taken apart."""
+    """The last dim in so many parts."""
     size = shape(x)[-1] // count
     parts = emit(aten.split_with_sizes.default, x, [size] * count, len(shape(x)) - 1)
     return [emit.typed(parts.meta["value"][i], operator.getitem, parts, i) for i in range(count)]

@@ -22,7 +22,7 @@ from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
-#: Results of a rewrite: the node that stands for the op's result, or one node per result.
+#: Results of a rewrite: the node that replaces the op's result, or one node per result.
 Result = fx.Node | tuple[fx.Node | None, ...]
 Rewrite = Callable[["Emit", "Args", Value], Result]
 #: Rewrites by the op's name without overload: "view" for all of aten.view.*.
@@ -95,8 +95,8 @@ class Emit:
         self.source = Source()
         self.inferred: dict[Any, Any] = {}  # types of results, by call
         self.known: dict[fx.Node, Tensor | None] = {}
-        self.decomposed: dict[str, fx.GraphModule | None] = {}  # calls that were taken apart (canonical_decompose.py)
-        self.apart: list[tuple[OpOverload, Source]] = []  # and where
+        self.decomposed: dict[str, fx.GraphModule | None] = {}  # calls that were decomposed (decompose.py)
+        self.replaced: list[tuple[OpOverload, Source]] = []  # the ops of these calls, and where the model calls them
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of an aten op, its type inferred; once for calls that look alike, as in layers that repeat."""
@@ -106,7 +106,7 @@ class Emit:
         return self.typed(self.inferred[key], target, *args, **kwargs)
 
     def typed(self, result: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call whose result's type is given."""
+        """A call with a result of this type."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta["value"], node.meta["source"] = result, self.source
         return node
@@ -162,7 +162,7 @@ class Emit:
         return self.typed(Value(tuple(size), dtype), ops.random, kind, tuple(options), list(size), dtype, self.rng, 0)
 
     def constant(self, node: fx.Node) -> Tensor | None:
-        """The value of a small tensor that depends on nothing that is given at run time; None for others."""
+        """The value of a small tensor that depends on nothing that is known at run time only; None for others."""
         if node not in self.known:
             self.known[node] = self._evaluate(node)
         return self.known[node]

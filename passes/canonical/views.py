@@ -53,8 +53,8 @@ def copied(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("view_as_complex")
 def as_complex(emit: Emit, a: Args, out: Value) -> Result:
-    """`view_as_complex(x)` -> `complex(x[..., 0], x[..., 1])`: it may lie anywhere in memory, as a rank's part or in a
-    bucket at an odd place.
+    """`view_as_complex(x)` -> `complex(x[..., 0], x[..., 1])`: the view needs memory at an even place, which a rank's
+    part, or a parameter in a bucket, may not have.
     """
     last = len(out.shape)
     return emit(aten.complex.default, *(emit(aten.select.int, a.first, last, i) for i in (0, 1)))
@@ -337,7 +337,7 @@ def index_put(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def _per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | None]) -> tuple[int, fx.Node] | None:
-    """`x[arange(b), i]`, a pooled token of every row, is a gather along the second dim: rows stay apart, and can be
+    """`x[arange(b), i]`, a pooled token of every row, is a gather along the second dim: rows stay separate, and can be
     split.
 
     Any number of whole `arange`s, each along a dim of its own, and behind them one index. Returns the dim and the index

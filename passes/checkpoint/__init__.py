@@ -160,7 +160,7 @@ def _part_masks(graph: fx.Graph) -> None:
         assert isinstance(x, fx.Node)
         value = node.meta["value"]
         with graph.inserting_before(node):
-            sizes = list(value.shape) if shape is None else shape  # nothing is split where none is given
+            sizes = list(value.shape) if shape is None else shape  # none: nothing is split
             keep = graph.create_node(
                 "call_function", ops.dropout_mask, (p, rng, index, mesh, sizes, *where), {}, name=f"{node.name}_mask"
             )

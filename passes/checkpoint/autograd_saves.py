@@ -36,7 +36,7 @@ class Saved:
     """Of one call. operands, results: which of them are kept; own: bytes of what the op made for backward only.
 
     views: for every result the operand whose memory it is, or -1. strides: of the results, where they are known: an op
-    may copy what does not lie as it likes it, and then it keeps the copy.
+    may copy an operand whose strides it cannot use, and then it keeps the copy.
     """
 
     operands: tuple[int, ...] = ()

@@ -242,13 +242,15 @@ class _Cut:
         needs = [self._behind(r, s) for s, r in enumerate(roots)]
         writers = [_Writer(self, s, needs[s]) for s in range(self.count)]
         found: list[Stage] = []
-        asked: set[fx.Node] = {loss}  # what gradients come back for: known from later stages first
+        differentiated: set[fx.Node] = {loss}  # gradients come back for these: known from later stages first
         for s, writer in reversed(list(enumerate(writers))):
             theirs = [name for name in updated if made_at[name] == s]
             mine = [new for name, new in zip(updated, news, strict=True) if made_at[name] == s]
             sent = [n for n in self.main if self.stage[n] == s and any(n in other.received for other in writers)]
-            trained = self._trained([n for n in (loss, *sent) if n in asked and self.stage.get(n, at_end) == s], s)
-            asked |= trained.intersection(writer.received)
+            trained = self._trained(
+                [n for n in (loss, *sent) if n in differentiated and self.stage.get(n, at_end) == s], s
+            )
+            differentiated |= trained.intersection(writer.received)
             graph = writer.write(loss if s == at_end else None, mine, sent, trained)
             found.append(Stage(graph, f"stage{s}", tuple(theirs)))
         return found[::-1]

@@ -34,13 +34,13 @@ from shardc.spec import Spec
 
 #: Bytes that an optimizer's step moves for every byte of a parameter: weight, gradient, two moments, read and written.
 UPDATE = 8
-#: Stages may be this much costlier than the best cut's, if less crosses then, or a cut is then between modules.
+#: Stages may cost this much more than those of the best cut, if less crosses then or a cut is between modules.
 SLACK = 1.1
-#: Of such cuts: what part of an even stage's cost it is worth that half as much crosses, and that a cut takes one
-#: module less apart.
+#: Of such cuts, what it is worth that half as much crosses, and that a cut goes through one module less: parts of the
+#: cost of an even stage.
 CROSSING, INSIDE = 0.1, 0.02
 
-#: Ops that belong to the one before: how many rows they take, only their rank knows, so nobody else could receive them.
+#: Ops that have to be on the stage of the op before them: only their own rank knows how many rows they take.
 JOINED = frozenset({ops.experts_send, ops.experts_apply, ops.experts_return, ops.experts_combine})
 
 
@@ -265,6 +265,6 @@ class _Limit:
 
 
 def _inside(ops: Ops, cut: int) -> int:
-    """How deep in the model a cut is: the number of modules that it takes apart."""
+    """How deep in the model a cut is: the number of modules that it cuts through."""
     one, other = enclosing(source_of(ops.nodes[cut - 1]).module), enclosing(source_of(ops.nodes[cut]).module)
     return len(set(one) & set(other))

@@ -73,8 +73,8 @@ class _Held:
 
     node: in the dtype in which it is made. lean: made wider than the compute dtype, because a wide operand took part;
     ops that follow their operands read it in the compute dtype. stored: comes from parameters and constants by moves
-    and elementwise ops alone: a wide one gives way to activations. scoped: it stands for a cast that captures cannot
-    tell from its operand (see `_cast`): the module in which the cast counts, and its dtype.
+    and elementwise ops alone: a wide one gives way to activations. scoped: capture dropped a cast of
+    it that changed nothing there (see `_cast`): the module in which the cast counts, and its dtype.
     """
 
     node: fx.Node

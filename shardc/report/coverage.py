@@ -136,7 +136,7 @@ def of_program(captured: Program) -> Coverage:
             )
             if how:
                 missing.append((str(node.target), how, source_of(node), why))
-    missing += [(str(op), "decomposed", at, "") for op, at in found.apart]
+    missing += [(str(op), "decomposed", at, "") for op, at in found.decomposed]
     rows = sorted(_rows(missing), key=lambda r: (list(KINDS).index(r.how), -r.count, r.op))
     name = str(captured.meta.get("model", "the model"))
     return Coverage(name, len(ops), len(set(ops)), tuple(rows))
