@@ -1,9 +1,9 @@
-"""Experts over the ranks of an axis: the layouts of their weights that `experts:` asks for.
+"""The layouts of experts' weights by the section `experts`: the experts are spread over the ranks of an axis.
 
     before   y = experts(x, index, weights, gate_up, down, ...)       gate_up: f32[8, 256, 64]        x: f32[128@dp, 64]
     after    the same, with the experts' dim of the weights split:    gate_up: f32[8@ep, 256, 64]
 
-The rest is placement's (shardc.rules.experts): tokens that are split over the axis too are exchanged.
+Placement does the rest by the rule of the op (shardc.rules.experts): tokens that are split over the axis are exchanged.
 Weights of experts that no `experts` op uses (GShard's einsums) are split likewise, by the dim that is a batch of their
 products."""
 

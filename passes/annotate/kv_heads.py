@@ -1,12 +1,11 @@
-"""Heads: key-value heads that ranks share. The axis is seen as (kv heads × ranks that share one), so that nothing is
-    gathered.
+"""Key-value heads that ranks share: the axis is seen as (kv heads × ranks that share one), so nothing is gathered.
 
     before   tp=4, k_proj: f32[32, 64] "column", 2 key-value heads for 8 queries' heads
     after    tp = tp.0 × tp.1 = 2 × 2, k_proj: f32[32@tp.0, 64], q_proj: f32[128@tp.0@tp.1/2, 64]
 
 Each rank then computes the keys of its own head, as every rank that shares it does, and the gradients of k_proj are
 summed over tp.1: what Megatron-LM and vLLM do by copying heads (vllm: QKVParallelLinear.num_kv_head_replicas), here
-said by digits alone."""
+expressed by digits alone."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Plans that models carry: transformers' tensor-parallel plans, read word by word (`shard: {use: model}`).
+"""Read the tensor-parallel plan that a transformers model carries, word by word (`shard: {use: model}`).
 
     "layers.*.self_attn.q_proj": "colwise"     ->  q_proj.weight: f32[64@tp, 64]
     "layers.*.mlp.gate_up_proj": "packed_colwise"   ->  f32[2·256@tp, 64]
 
 A word says which dim of a weight is split. How it is split (fused parts, sections) and what is communicated follow from
-the graph (`follow`), so a word for "gather the output" or "split the input" is not obeyed where the split can go on:
+the graph (propagate_split.py), so a word for "gather the output" or "split the input" is not obeyed where the split can go on:
 logits are not gathered for a loss that takes them split, nor fused projections before they are cut apart. Words that
 say only what a collective does, or that a gradient has to be summed, ask for nothing: the algebra does that.
 

@@ -1,4 +1,4 @@
-"""What a plan amounts to, as entries that a user could have written: patterns with a style word, or with dims.
+"""Write a plan as entries of the spec that a user could have written: patterns with a style word, or with dims.
 
     model.layers.0.self_attn.q_proj.weight: dim 0, ..., model.layers.7.self_attn.v_proj.weight: dim 0
     "model.layers.*.self_attn.{q_proj,k_proj,v_proj}": column

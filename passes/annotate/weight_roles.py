@@ -1,5 +1,6 @@
-"""What a parameter's dims are to the op that uses it: what `column`, `row` and `vocab` mean is read off the rules, not
-off module classes.
+"""The role of each dim of a weight in the op that uses it, read off the op's rule: what `column`, `row` and `vocab` mean.
+
+No module class plays a part: the out-features of a linear layer are the dim that only the weight and the result have.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ ROLES = {"column": ("out", "bias"), "row": ("in", "rows"), "vocab": ("rows", "ou
 
 
 def role_of(node: fx.Node, dim: int, module: str = "") -> str:
-    """What a parameter's dim is to the first op that uses it together with an activation; of a tied weight, if it can
-    be,
-    in this module.
+    """The role of a parameter's dim in the first op that uses it together with an activation.
 
     "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked
-    up), or ""."""
+    up), or "". module: for a tied weight, the module whose op counts if there is one.
+    """
     for user, i in sorted(uses((node, 0)), key=lambda use: not module or _module(use[0]) != module):
         if user.op != "call_function" or registry.find(user.target) is None:
             continue
@@ -67,7 +67,7 @@ def _module(user: fx.Node) -> str:
 
 
 def fused_parts(node: fx.Node, dim: int) -> int:
-    """How many parts of a parameter's dim an axis has to split each: the gate and the other columns of experts."""
+    """Into how many fused parts a parameter's dim falls that have to be split each: 2 for experts' gate and up."""
     for user, i in uses((node, 0)):
         rule = registry.find(user.target) if user.op == "call_function" else None
         if user.target is ops.experts:
@@ -82,10 +82,10 @@ def fused_parts(node: fx.Node, dim: int) -> int:
 
 
 def dim_for_style(node: fx.Node, style: str, module: str = "") -> int | None:
-    """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word means nothing for
+    """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word has no meaning for
     it.
 
-    module: by whose name the spec calls a tied weight.
+    module: for a tied weight, the module by which the spec names it.
     """
     if style == "replicate":
         return -1

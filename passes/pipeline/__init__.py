@@ -247,9 +247,8 @@ class _Cut:
             theirs = [name for name in updated if made_at[name] == s]
             mine = [new for name, new in zip(updated, news, strict=True) if made_at[name] == s]
             sent = [n for n in self.main if self.stage[n] == s and any(n in other.received for other in writers)]
-            trained = self._trained(
-                [n for n in (loss, *sent) if n in differentiated and self.stage.get(n, at_end) == s], s
-            )
+            returned = [n for n in (loss, *sent) if self.stage.get(n, at_end) == s]
+            trained = self._trained([n for n in returned if n in differentiated], s)
             differentiated |= trained.intersection(writer.received)
             graph = writer.write(loss if s == at_end else None, mine, sent, trained)
             found.append(Stage(graph, f"stage{s}", tuple(theirs)))
