@@ -4,9 +4,10 @@
     "layers.*.mlp.gate_up_proj": "packed_colwise"   ->  f32[2·256@tp, 64]
 
 A word says which dim of a weight is split. How it is split (fused parts, sections) and what is communicated follow from
-the graph (propagate_split.py), so a word for "gather the output" or "split the input" is not obeyed where the split can go on:
-logits are not gathered for a loss that takes them split, nor fused projections before they are cut apart. Words that
-say only what a collective does, or that a gradient has to be summed, ask for nothing: the algebra does that.
+the graph (propagate_split.py), so a word for "gather the output" or "split the input" does not count where the split
+can go on: logits are not gathered for a loss that takes them split, nor fused projections before they are split into
+their parts. Words that only name a collective, or say that a gradient has to be summed, have no effect: the algebra
+knows.
 
 transformers/distributed/tensor_parallel.py (5.23) has the styles; their parameters are stored [.., out, in].
 

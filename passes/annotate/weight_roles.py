@@ -1,4 +1,4 @@
-"""The role of each dim of a weight in the op that uses it, read off the op's rule: what `column`, `row` and `vocab` mean.
+"""The role of each dim of a weight, read off the rule of the op that uses it: what `column`, `row` and `vocab` mean.
 
 No module class plays a part: the out-features of a linear layer are the dim that only the weight and the result have.
 """
