@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -336,7 +336,8 @@ class Program:
     schedule: Schedule | None = None
     regions: tuple[Region, ...] = ()  # outer ones before those in them
     shared_modules: tuple[tuple[str, ...], ...] = ()  # names of one module object: a node's Source carries just one
-    loss_scale: float | Literal["dynamic"] | None = None  # what the engine multiplies the loss by before backward
+    #: What the engine multiplies the loss by before backward: a number, or "dynamic".
+    loss_scale: float | str | None = None
     offload: OffloadPlaces = OffloadPlaces()
     resize: Callable[[Program, Any], Program] | None = field(
         default=None, compare=False, repr=False
