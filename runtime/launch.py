@@ -121,6 +121,7 @@ def launch(
     progress: Path | None = None,
     stdout: int | None = None,
     failed_first: Callable[[int], None] = lambda _: None,
+    patience: float = GRACE,
 ) -> int:
     """Run `command` once for every rank of a mesh, with torch.distributed's environment; return 0, 2 if a rank found
     the
@@ -129,7 +130,8 @@ def launch(
     Rank 0 writes to this terminal; stdout: to this file descriptor. If a rank fails, all end within seconds, and the
     standard error of the rank that failed first is shown, with its rank and coordinates, and with what it was doing:
     progress is a folder whose files `rank0`, ... say it (`Progress`). failed_first is called with that
-    rank. Ctrl-C and SIGTERM end all ranks: then the signal's own exit status (130, 143) is returned.
+    rank. Ctrl-C and SIGTERM go to all ranks, which have `patience` seconds to save and leave; a second one ends them at
+    once. Then the signal's own exit status (130, 143) is returned.
     """
     world = mesh.world
     threads = str(max(1, (os.cpu_count() or 1) // world))
@@ -183,6 +185,9 @@ def launch(
             )
             return 2 if code == 2 else 1
         except Stopped as e:
+            with contextlib.suppress(Stopped):
+                _signal(ranks, e.args[0], patience)
+            _repeat(logs[0])
             return 128 + int(e.args[0])
         finally:
             for s in before:
@@ -249,10 +254,15 @@ def _repeat(log: Path) -> None:
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     """SIGTERM, a moment, SIGKILL, to each rank and whatever it started itself, also where the rank is gone already."""
-    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
-        for p in ranks:
-            with contextlib.suppress(ProcessLookupError):  # nobody is left in its session
-                os.killpg(p.pid, number)
-        deadline = time.monotonic() + patience
-        while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
-            time.sleep(POLL)
+    _signal(ranks, signal.SIGTERM, GRACE)
+    _signal(ranks, signal.SIGKILL, 5.0)
+
+
+def _signal(ranks: list[subprocess.Popen[bytes]], number: int, patience: float) -> None:
+    """Send a signal to each rank and what it started, and wait until all are gone, for `patience` seconds at most."""
+    for p in ranks:
+        with contextlib.suppress(ProcessLookupError):  # nobody is left in its session
+            os.killpg(p.pid, number)
+    deadline = time.monotonic() + patience
+    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
+        time.sleep(POLL)

@@ -190,6 +190,25 @@ class RankMesh(ABC):
         """
         return self._start_receive(into, axis, source, tag)
 
+    def sum_on_host(self, numbers: Sequence[int]) -> list[int]:
+        """The sums over all ranks of whole numbers (int64), one by one, on the host: for what ranks agree on beside the
+        program (shardc.runtime.mesh.agreement). A few bytes, which are not in `.records`.
+        """
+        if self.layout.world == 1:
+            return list(numbers)
+        sums: list[int] = self._sum_on_host(torch.tensor(numbers, dtype=torch.int64)).tolist()
+        return sums
+
+    def broadcast(self, x: Tensor, *, tag: str = "") -> Tensor:
+        """Rank 0's x, on every rank; x has the same shape and dtype everywhere."""
+        if self.layout.world == 1:
+            return x
+        whole = x.detach().contiguous()
+        data = whole.view(-1).view(torch.uint8) if whole.numel() else whole.view(-1)
+        data = data.to(self.device) if self.rank == 0 else torch.zeros_like(data, device=self.device)
+        data = self.all_reduce(data, self.layout.names, direction="state", tag=tag)
+        return data.view(whole.dtype).view(whole.shape)
+
     @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank of the mesh is here."""
@@ -198,6 +217,9 @@ class RankMesh(ABC):
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor: ...
+
+    @abstractmethod
+    def _sum_on_host(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work: ...

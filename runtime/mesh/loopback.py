@@ -161,6 +161,9 @@ class LoopbackMesh(RankMesh):
 
         return self._exchange(axes, f"all_reduce {op} {_named(tag, x)}", x.detach(), combine)
 
+    def _sum_on_host(self, x: Tensor) -> Tensor:
+        return self._all_reduce(x, self.layout.names, "sum", "agreement")
+
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
         flat.copy_(self._all_reduce(flat, axes, "sum", tag))
         return Work()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.runtime.mesh.agreement import Fact, check, hashed
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
 
@@ -58,7 +59,10 @@ class TorchMesh(RankMesh):
         super().__init__(layout, rank, here, record)
         self._groups: dict[frozenset[str], Any] = {}
         self._made: set[frozenset[str]] = set()  # also those that this rank is not in
-        self.add_groups([*((n,) for n in layout.names), *axes])
+        # of gloo, also beside NCCL: what is agreed on the host does not wait for the device
+        self._host = dist.new_group(backend="gloo") if world > 1 and kind == "cuda" else None
+        check(self, [Fact("the mesh", hashed(layout.axes), fix="start all ranks with the same spec and --mesh")])
+        self.add_groups([layout.names, *((n,) for n in layout.names), *axes])
         self._lines: dict[tuple[str, bool], Any] = {}
         for axis in lines:
             for upwards in (True, False):
@@ -95,6 +99,10 @@ class TorchMesh(RankMesh):
         out = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, self._group(axes))
         return out
+
+    def _sum_on_host(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self._host)
+        return x
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
         return Work(dist.all_reduce(flat, group=self._group(axes), async_op=True))

@@ -16,7 +16,7 @@ place in the global tensor, never by how a program shards, so that any mesh read
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def local_parameters(
 
 
 def local_parts(
-    program: Program, source: Any, mesh: Any, seed: int, base: Any = None
+    program: Program, source: Any, mesh: Any, seed: int, base: Any = None, *, broadcast: bool = False
 ) -> tuple[Iterator[tuple[str, nn.Parameter]], dict[str, Tensor]]:
     """This rank's parameters, made one at a time, and buffers, by placeholder name, in new memory on `mesh.device` and
     in
@@ -55,6 +55,7 @@ def local_parts(
         {name: tensor}, or a path        a state_dict; a .safetensors file or a folder of them
     base: such a source again (not a file), for what a state_dict lacks: buffers that are not persistent.
     seed: of the weights that are computed. Every mesh gets the same numbers.
+    broadcast: rank 0's weights for all ranks, one tensor at a time, whatever the others' models hold. Collective.
 
     Raises ShardcError for names that are missing or unexpected, other shapes, and ties that the program has and the
     source has not."""
@@ -71,11 +72,18 @@ def local_parts(
             chosen = given if name else rest
             assert chosen is not None
             whole = chosen.get(name or next(n for n in names if n in chosen.shapes), mesh.device)
+            whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
         return _local(x, whole, mesh)
 
-    mine = [p for p in program.params if program.has(p, coords)]
-    params = ((p.name, nn.Parameter(part(p), requires_grad=p.requires_grad)) for p in mine)
-    return params, {b.name: part(b) for b in program.buffers if program.has(b, coords)}
+    def parts(stored: Sequence[Param] | Sequence[Buffer]) -> Iterator[tuple[Any, Tensor]]:
+        for x in stored:
+            if program.has(x, coords):
+                yield x, part(x)
+            elif broadcast:
+                part(x)  # ranks of other stages need rank 0's part in it
+
+    params = ((p.name, nn.Parameter(x, requires_grad=p.requires_grad)) for p, x in parts(program.params))
+    return params, {b.name: x for b, x in parts(program.buffers)}
 
 
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:

@@ -4,9 +4,10 @@ global loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,15 @@ from shardc.errors import ShardcError
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
-from shardc.runtime.mesh import TorchMesh
+from shardc.runtime.mesh import TorchMesh, agreement
+from shardc.runtime.mesh.agreement import Fact, hashed
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.ops.expert_parallel import experts_route
 from shardc.runtime.rng import Rng
 from shardc.runtime.step import inputs, lr, param_groups
 from shardc.runtime.step.expert_load import Load, Loads
+from shardc.runtime.step.finite import NotFiniteError, first_not_finite
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.zero.buckets import Buckets, GradNorm, norm_axes
@@ -75,6 +78,12 @@ class Engine:
     seed: of dropout and of weights that are computed. clip_norm: gradients are scaled down to this global 2-norm.
     routing: note in every step how tokens are spread over experts, in `.loads`: one
     shardc.runtime.step.expert_load.Load a layer.
+    check: compare what all ranks share: weights, program and seed here, batch, step and learning rate in each step
+        (shardc.runtime.mesh.agreement); a difference is an error on all ranks.
+    broadcast: rank 0's weights for all ranks, for models that are not seeded.
+    nonfinite: where a loss is nan or inf: "ignore", "stop" (raise NotFiniteError before anything is updated, naming the
+        op that made it) or "skip" (leave out the update). The loss is read on the host for it. Loss scaling skips by
+        itself.
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
     interpreter: makes what runs the program's stages; rng: makes the random state from the seed; offload: makes the
@@ -109,6 +118,9 @@ class Engine:
         clip_norm: float | None = None,
         norm: bool = False,
         routing: bool = False,
+        check: bool = True,
+        broadcast: bool = False,
+        nonfinite: Literal["ignore", "stop", "skip"] = "ignore",
         mesh: Any = None,
         interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
         rng: Callable[[int], Rng] = Rng,
@@ -118,9 +130,16 @@ class Engine:
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
-        parts, self.buffers = state.local_parts(program, model, self.mesh, seed)
+        self._checks, self._nonfinite, self._skipping = check, nonfinite, False
+        if check:
+            agreement.check(self.mesh, agreement.program_facts(program, seed=seed, clip_norm=clip_norm))
+        parts, self.buffers = state.local_parts(program, model, self.mesh, seed, broadcast=broadcast)
         self._offload = offload(program.offload, self.mesh)
-        self.buckets = Buckets(program, parts, self.mesh, self._offload)
+        prints: dict[str, int] = {}
+        self.buckets = Buckets(program, agreement.printed(parts, prints) if check else parts, self.mesh, self._offload)
+        if check:
+            prints |= {name: agreement.fingerprint([b]) for name, b in self.buffers.items()}
+            agreement.check_weights(program, self.mesh, prints)
         self.params = self.buckets.owned
         self._updates, self._whole = optimizer is not None, True
         self.optimizer = (
@@ -216,6 +235,9 @@ class Engine:
         hooks = StepHooks(self.buckets.saving, self.buckets.start, self.buckets.pause, self.buckets.reduce, scaled)
         self.mesh.step.routings = [] if self._loads is not None else None
         total, news = interpreter.step(values, hooks)
+        self._skipping = self._nonfinite != "ignore" and self.scaler is None and not math.isfinite(float(total))
+        if self._skipping and self._nonfinite == "stop":
+            raise self._not_finite(total, interpreter, values)
         if self._loads is not None:
             self.loads, self.mesh.step.routings = self._loads(self.mesh.step.routings or ()), None
         # copies, before anything is updated: what a buffer gets may be a parameter, or the batch
@@ -226,14 +248,36 @@ class Engine:
         self._reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.sync_overflow()
-        self.buffers |= news
+        if not self._skipping:
+            self.buffers |= news
         return total
+
+    def _facts(self) -> list[Fact]:
+        """What all ranks share between steps. Stages of a pipeline may have other parameter groups."""
+        rates = [float(g["lr"]) for g in self.optimizer.param_groups] if self.optimizer is not None else []
+        same = "construct the optimizer and its scheduler alike on all ranks, and load one checkpoint into all"
+        stage = (self.program.axis,) if self.program.axis else ()
+        return [
+            Fact("the number of steps done", hashed(self.rng.step), fix="load one checkpoint into all ranks"),
+            Fact("the seed", hashed(self.rng.seed), fix="give all ranks one seed"),
+            Fact("the learning rate", hashed(rates), stage, fix=same),
+        ]
+
+    def _not_finite(self, loss: Tensor, interpreter: Interpreter, values: Sequence[dict[str, Any]]) -> ShardcError:
+        """The error of a loss that is nan or inf: with the first op of forward, of any rank, whose result is."""
+        where = first_not_finite(interpreter.program, self.mesh, values) if not self.program.axis else ""
+        what = f"the loss of step {self.rng.step + 1} is {float(loss)}"
+        what += f"; {where} is the first result that is not finite" if where else ""
+        fix = "nothing was updated: try a lower learning rate, clip_norm, or nonfinite='skip'"
+        return NotFiniteError(what, where=f"step {self.rng.step + 1}", fix=fix)
 
     def _take(self, batch: Any, *, local: bool) -> tuple[Interpreter, list[dict[str, Any]]]:
         """What runs a batch of this size, and what its stages here take, by microbatch: {placeholder: value}; what the
         microbatches add up to is known then."""
         if isinstance(batch, Rest):
             batch, local = batch.batch, False
+        if self._checks:
+            agreement.check(self.mesh, [*agreement.batch_facts(self.program, batch, local=local), *self._facts()])
         interpreter, constants = (self.interpreter, {}) if local else self._sized(batch)
         program = interpreter.program
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
@@ -264,7 +308,7 @@ class Engine:
             self.scaler.unscale(self.params[n].grad for n in names)
         if self._wants_norm:
             self._norm.add(names)
-        if self._stepping and self._overlapped is not None and names:
+        if self._stepping and self._overlapped is not None and names and not self._skipping:
             self._whole = False
             self._overlapped.step(names)
 
@@ -275,7 +319,7 @@ class Engine:
         if self._updates:
             if self._wants_norm:
                 self.grad_norm = self._norm.total()
-            if self.scaler is None or not self.scaler.overflow:
+            if not self._skipping and (self.scaler is None or not self.scaler.overflow):
                 self._whole = False
                 if self.clip_norm is not None and self.grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)

@@ -16,11 +16,13 @@ from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
+from shardc.runtime.mesh import agreement
+from shardc.runtime.mesh.agreement import Fact, hashed
 from shardc.runtime.rng import Rng
 from shardc.runtime.step import inputs
 from shardc.runtime.step.engine import runtime_mesh
 from shardc.runtime.step.interpreter import runnable
-from shardc.runtime.zero.buckets import Buckets
+from shardc.runtime.zero.buckets import Buckets, GradNorm
 from shardc.torch_private import after_backward
 
 
@@ -74,6 +76,8 @@ class _Running:
     run: fx.GraphModule
     buckets: Buckets
     updates: _Updates
+    norm: GradNorm
+    check: bool
 
 
 class ShardedModule(nn.Module):
@@ -90,7 +94,16 @@ class ShardedModule(nn.Module):
     optimizer that updates every element by itself works on them; group them by name, not by shape. What others updated
     is gathered by the next forward."""
 
-    def __init__(self, program: Program, model: Any, seed: int = 0, *, mesh: Any = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        model: Any,
+        seed: int = 0,
+        *,
+        check: bool = True,
+        broadcast: bool = False,
+        mesh: Any = None,
+    ) -> None:
         super().__init__()
         if program.microbatches > 1:
             raise ShardcError(
@@ -113,8 +126,14 @@ class ShardedModule(nn.Module):
                 fix="use program.engine(...), or leave offload out",
             )
         mesh = mesh if mesh is not None else runtime_mesh(program)
-        parts, buffers = state.local_parts(program, model, mesh, seed)
-        buckets = Buckets(program, parts, mesh)
+        if check:
+            agreement.check(mesh, agreement.program_facts(program, seed=seed, clip_norm=None))
+        parts, buffers = state.local_parts(program, model, mesh, seed, broadcast=broadcast)
+        prints: dict[str, int] = {}
+        buckets = Buckets(program, agreement.printed(parts, prints) if check else parts, mesh)
+        if check:
+            prints |= {name: agreement.fingerprint([b]) for name, b in buffers.items()}
+            agreement.check_weights(program, mesh, prints)
         for x in program.params:
             for fqn in (x.fqn, *x.aliases):
                 parent, name = _home(self, fqn)
@@ -127,7 +146,15 @@ class ShardedModule(nn.Module):
         updates = _Updates(buckets)
         self.register_load_state_dict_post_hook(updates.note)  # type: ignore[no-untyped-call]
         self._running = _Running(
-            program, model, mesh, Rng(seed), runnable(program.stages[0], mesh.device, program), buckets, updates
+            program,
+            model,
+            mesh,
+            Rng(seed),
+            runnable(program.stages[0], mesh.device, program),
+            buckets,
+            updates,
+            GradNorm(program, buckets.owned, mesh),
+            check,
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -135,6 +162,9 @@ class ShardedModule(nn.Module):
         r = self._running
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         batch = inputs.from_call(r.program, r.model, args, kwargs)
+        if r.check:
+            facts = agreement.batch_facts(r.program, batch, local=True)
+            agreement.check(r.mesh, [*facts, Fact("the number of steps done", hashed(r.rng.step))])
         given = inputs.take(r.program, batch, r.mesh, local=True)
         r.buckets.reset()
         r.rng.training = self.training
@@ -154,6 +184,19 @@ class ShardedModule(nn.Module):
         result: Tensor = _Start.apply(loss, r.buckets)  # type: ignore[no-untyped-call]
         result.register_hook(r.updates.note)  # type: ignore[no-untyped-call]
         return result
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale gradients so that the 2-norm of the whole model's is at most `max_norm`. After backward; collective.
+
+        Returns the norm before, 0-dim, the same on every rank. torch.nn.utils.clip_grad_norm_ on `parameters()` would
+        take the norm of this rank's parts, another number on every rank.
+        """
+        norm = self._running.norm
+        norm.start()
+        total = norm.total()
+        nn.utils.clip_grads_with_norm_(self._running.buckets.owned.values(), max_norm, total)
+        return total
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:
         # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or

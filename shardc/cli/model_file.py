@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from shardc.cli.training_data import seed_everything
 from shardc.errors import ShardcError
 
 
@@ -51,8 +52,9 @@ class ModelFile:
             return self.build()
 
 
-def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> ModelFile:
-    """Read a model reference. batch, seq: sizes of the example batch of an `hf:` model.
+def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: int = 0) -> ModelFile:
+    """Read a model reference. batch, seq: sizes of the example batch of an `hf:` model. seed: of `random`, numpy and
+    torch before the file's model() and batch(), so that all ranks get the same from them.
 
     Raises ShardcError with file and line for everything in the file that does not work.
     """
@@ -71,6 +73,7 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> Model
 
     def checked() -> nn.Module:
         with _users(path, f"{builder or 'model'}()"):
+            seed_everything(seed)
             model = build()
         if not isinstance(model, nn.Module):
             raise ShardcError(
@@ -79,6 +82,7 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None) -> Model
         return model
 
     with _users(path, "batch()"):
+        seed_everything(seed)
         example = make_batch()
     if not isinstance(example, (dict, tuple, list, Tensor)):
         what = f"batch() returns a {type(example).__name__}"

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,15 +33,35 @@ if TYPE_CHECKING:
     from shardc.cli.worker import Job
     from shardc.ir.program import Program
 
+SAVING = 120.0  # seconds that ranks have to save in when the run is stopped by a signal
+
+
+class Nonfinite(str, Enum):
+    """What a run does where a loss is nan or inf."""
+
+    stop = "stop"
+    skip = "skip"
+    ignore = "ignore"
+
 
 def command(
     model: Source,
     spec: SpecFile = None,
-    steps: Annotated[int, typer.Option(min=0, help="optimizer steps")] = 100,
+    steps: Annotated[int, typer.Option(min=0, help="optimizer steps in all, those before --resume counted in")] = 100,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="processes on this machine; default: what the mesh needs")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="folder for the checkpoint and model.safetensors")] = None,
+    save_every: Annotated[int, typer.Option(min=0, help="save every so many steps too (0: at the end)")] = 0,
+    eval_every: Annotated[int, typer.Option(min=0, help="held-out loss every so many steps (0: at the end)")] = 0,
+    clip: Annotated[float | None, typer.Option(help="clip gradients to this norm of all of them")] = None,
+    nonfinite: Annotated[
+        Nonfinite,
+        typer.Option(help="where a loss is nan or inf: stop before the update, skip the update, or ignore it"),
+    ] = Nonfinite.stop,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace what an earlier run left in --save and --log")
+    ] = False,
     resume: Annotated[Path | None, typer.Option(help="folder that --save wrote, on any mesh")] = None,
     seed: Annotated[int, typer.Option(help="of initial weights and dropout")] = 0,
     log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
@@ -66,6 +87,7 @@ def command(
         world = int(os.environ["WORLD_SIZE"]) if joined else nproc
         program = program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world)
         _check(program, model, resume, world)
+        _check_folders(save, log, resume, overwrite=overwrite)
         if is_artifact(model):
             artifact = Path(model)
         else:
@@ -80,6 +102,11 @@ def command(
             steps=steps,
             seed=seed,
             save=str(save or ""),
+            save_every=save_every,
+            eval_every=eval_every,
+            clip=clip,
+            nonfinite=nonfinite.value,
+            overwrite=overwrite and not resume,
             resume=str(resume or ""),
             log=str(log or ""),
             quiet=as_json,
@@ -116,6 +143,24 @@ def _check(program: Program, model: str, resume: Path | None, world: int | None)
         )
 
 
+def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, overwrite: bool) -> None:
+    """Try where the run will write, before it begins; and refuse to replace what an earlier run left there."""
+    for folder, option, kept in ((save, "--save", "checkpoint"), (log, "--log", "steps.jsonl")):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as f:
+                f.write(b"tried before the run")
+        except OSError as e:
+            fix = "name a folder that can be written to"
+            raise ShardcError(f"cannot write to {folder}: {e.strerror}", where=option, fix=fix) from None
+        goes_on = resume is not None and (option == "--log" or resume.resolve() == folder.resolve())
+        if (folder / kept).exists() and not overwrite and not goes_on:
+            fix = f"go on with it (--resume {folder}), name another folder, or add --overwrite"
+            raise ShardcError(f"an earlier run's {kept} is in {folder}", where=option, fix=fix)
+
+
 def _train(job: Job, folder: Path, program: Program, show: Show) -> int:
     """Run the job, here as one rank of a given world, or as one process a rank. Returns the exit status."""
     from shardc.cli import worker
@@ -129,7 +174,9 @@ def _train(job: Job, folder: Path, program: Program, show: Show) -> int:
     failed_first: list[int] = []
     command = [sys.executable, "-m", "shardc.cli.worker", str(file)]
     stdout = sys.stderr.fileno() if job.quiet else None
-    status = launch.launch(command, program.mesh, progress=folder, failed_first=failed_first.append, stdout=stdout)
+    status = launch.launch(
+        command, program.mesh, progress=folder, failed_first=failed_first.append, stdout=stdout, patience=SAVING
+    )
     if failed_first and job.quiet:
         report = folder / f"errors{failed_first[0]}.json"
         killed = [{"where": f"rank {failed_first[0]}", "what": "the process was killed", "fix": ""}]

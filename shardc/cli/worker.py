@@ -1,4 +1,4 @@
-"""One process of `shardc run`: load the program, make its part of the weights, train, save, evaluate.
+"""What every process of `shardc run` does: load the program, make its part of the weights, train, save, evaluate.
 
 Started by shardc.runtime.launch, torchrun or Slurm as `python -m shardc.cli.worker JOB.json`.
 """
@@ -8,21 +8,27 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import resource
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
 
 from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from shardc.cli.step_lines import StepLines
+    from shardc.cli.training_data import Batches
+
+FIRST_WORD = 3.0  # seconds in which a rank whose data() failed speaks before the others do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +36,11 @@ class Job:
     """One run. program: artifact folder. model: model reference. save, resume, log: folders, or "". quiet: no lines
     (--json).
 
-    progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress). result: file into which rank 0
-    writes the summary. trust: run an edited artifact. routing: say how tokens are spread over experts. joined: the
-    processes were started by torchrun or Slurm.
+    steps: the step at which the run ends, whatever step it begins at. save_every, eval_every: in steps; 0: at the end.
+    nonfinite: what to do where a loss is not finite: "stop", "skip" the update, or "ignore". clip: norm of gradients.
+    overwrite: the log begins anew. progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress).
+    result: file into which rank 0 writes the summary. trust: run an edited artifact. routing: say how tokens are spread
+    over experts. joined: the processes were started by torchrun or Slurm.
     """
 
     program: str
@@ -42,6 +50,11 @@ class Job:
     steps: int = 100
     seed: int = 0
     save: str = ""
+    save_every: int = 0
+    eval_every: int = 0
+    clip: float | None = None
+    nonfinite: str = "stop"
+    overwrite: bool = False
     resume: str = ""
     log: str = ""
     quiet: bool = False
@@ -52,18 +65,31 @@ class Job:
     joined: bool = False
 
 
+class Interrupted(Exception):
+    """The run was told to stop by a signal, and has saved what there is."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(what)
+        self.number = number
+
+
 def run(job: Job) -> dict[str, Any]:
-    """Train. Returns the summary: steps, losses, held-out loss, seconds. Collective over the world."""
+    """Train. Returns the summary: steps, losses, held-out loss, seconds. Collective over the world.
+
+    Nothing that was trained is lost: a signal, an error in data() and a loss that is not finite all end in a
+    checkpoint, after the last whole step, before they are reported.
+    """
     from shardc.artifact import load
-    from shardc.cli import model_file
+    from shardc.cli import model_file, training_data
+    from shardc.cli.step_lines import StepLines, header
     from shardc.compile import compile
     from shardc.resize import Resizer
-    from shardc.runtime import state
     from shardc.runtime.launch import Progress
     from shardc.runtime.step.engine import adamw
     from shardc.runtime.step.interpreter import Interpreter
 
-    file = model_file.load(job.model, batch=job.batch, seq=job.seq)
+    signals = _Signals()
+    file = model_file.load(job.model, batch=job.batch, seq=job.seq, seed=job.seed)
     program = load(job.program, trust=job.trust)
     program.resize = Resizer(file.on_meta, file.loss, {}, compile)
     note = Progress(Path(job.progress) / f"rank{os.environ.get('RANK', '0')}").note if job.progress else None
@@ -73,110 +99,187 @@ def run(job: Job) -> dict[str, Any]:
         scheduler=file.scheduler,
         seed=job.seed,
         norm=True,
+        clip_norm=job.clip,
         routing=job.routing,
+        nonfinite=job.nonfinite,
         interpreter=functools.partial(Interpreter, note=note),
     )
     if job.resume:
         engine.load(Path(job.resume) / "checkpoint")
-    rank = engine.mesh.rank
-    train = _Data.of(engine, file, "train", job.seed) if file.data else _Data(itertools.repeat(file.batch))
-    valid = _Data.of(engine, file, "valid", job.seed) if file.data else None
-    if train is None:
-        raise ShardcError(
-            "data('train') returns None",
-            where=job.model,
-            fix="return an iterable of global batches, or a torch Dataset of samples",
-        )
-    tokens = next(
-        (x.shape[0] * x.shape[1] for x in program.inputs if len(x.shape) > 1 and not x.dtype.is_floating_point), 0
-    )
-    tokens = tokens or (program.inputs[0].shape[0] if program.inputs and program.inputs[0].shape else 1)
+    if engine.step_count > job.steps:
+        what = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {job.steps}"
+        raise ShardcError(what, where="--steps", fix="--steps counts from the first step of all: name a later one")
+    if file.data is None:
+        train = training_data.example(file, job.seed)
+    else:
+        split = training_data.batches(engine, file, "train", job.seed)
+        if split is None:
+            what, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
+            raise ShardcError(what, where=job.model, fix=fix)
+        train = split
+    valid = training_data.batches(engine, file, "valid", job.seed)
 
-    lines, begin = [], time.perf_counter()
-    for line in _shown(_logged(_steps(engine, train, job.steps, tokens), job, rank), job, rank):
-        lines.append(line)
+    first = engine.mesh.rank == 0
+    out = sys.stdout if first and not job.quiet else None
+    lines = StepLines(job.steps, out, Path(job.log) if first and job.log else None, append=not job.overwrite)
+    lines.say(header(program, engine, train.description, job.steps))
+    training = _Training(job, engine, train, valid, lines, signals)
+    begun, begin = engine.step_count, time.perf_counter()
+    try:
+        losses = training.run()
+    finally:
+        lines.close()
     seconds = time.perf_counter() - begin
-    if len(lines) < job.steps and rank == 0:
-        what = f"data('train') ended after {engine.step_count} batches: {len(lines)} of {job.steps} steps were done"
-        print(f"note: {what}; let it begin anew there, or return a torch Dataset", file=sys.stderr)
     if job.save:
-        engine.save(Path(job.save) / "checkpoint")
-        state.export_safetensors(
-            Path(job.save) / "model.safetensors", program, engine.mesh, engine.wholes(), engine.buffers
-        )
-    held_out = _held_out(engine, valid)
+        training.save()
+        training.export()
+    steps = engine.step_count - begun
     summary = {
         "model": program.meta.get("model"),
         "mesh": dict(program.mesh.axes),
-        "steps": len(lines),
+        "steps": steps,
+        "step": engine.step_count,
         "seconds": round(seconds, 3),
-        "losses": [line["loss"] for line in lines],
-        "held_out": held_out,
-        "tokens_per_second": round(tokens * len(lines) / seconds, 1),
-        "peak_memory_mb": lines[-1]["memory_mb"] if lines else 0,
+        "losses": losses,
+        "held_out": training.held_out(),
+        "tokens_per_second": round(training.tokens * steps / seconds, 1),
+        "peak_memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
         "saved": job.save or None,
     }
-    if job.log and rank == 0:
+    if job.log and first:
         (Path(job.log) / "summary.json").write_text(json.dumps(summary, indent=1))
     return summary
 
 
-@dataclasses.dataclass(frozen=True)
-class _Data:
-    """Batches of a split: global ones, or local parts where they come from a loader, which keeps its own position."""
+@dataclasses.dataclass
+class _Training:
+    """The steps of a run, and what happens between them."""
 
-    batches: Iterable[Any]
-    local: bool = False
+    job: Job
+    engine: Any
+    train: Batches
+    valid: Batches | None
+    lines: StepLines
+    signals: _Signals
 
-    @classmethod
-    def of(cls, engine: Any, file: Any, split: str, seed: int) -> _Data | None:
-        """From the model file's data(split), which may return None. A map-style dataset is read by a loader."""
-        data = file.data(split)
-        if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-            train = split == "train"
-            options = {"shuffle": train, "seed": seed, "collate_fn": file.collate, "name": split if train else None}
-            return cls(engine.loader(data, **options), local=True)
-        return cls(data) if data is not None else None
+    @functools.cached_property
+    def tokens(self) -> int:
+        """Of a step: of inputs of whole numbers rows x positions, else rows."""
+        inputs = self.engine.program.inputs
+        ids = [x.shape[0] * x.shape[1] for x in inputs if len(x.shape) > 1 and not x.dtype.is_floating_point]
+        return ids[0] if ids else inputs[0].shape[0] if inputs and inputs[0].shape else 1
 
-    def rest(self, done: int, steps: int) -> Iterator[Any]:
-        """The batches of the next `steps` steps: of one epoch after the other, or those behind what `done` steps have
-        seen.
-        """
-        if self.local:
-            return itertools.islice(itertools.chain.from_iterable(itertools.repeat(self.batches)), steps)
-        return itertools.islice(iter(self.batches), done, done + steps)
+    def run(self) -> list[float]:
+        """Train up to the last step. Returns the losses. Raises Interrupted, or what the user's code raised."""
+        from shardc.runtime.step.finite import NotFiniteError
 
+        losses: list[float] = []
+        stream = iter(self.train)
+        for _ in range(0 if self.train.local else self.engine.step_count):
+            next(stream)  # seen before the checkpoint that was resumed; a loader knows by itself where it stands
+        while self.engine.step_count < self.job.steps:
+            batch = self._next(stream)
+            start, lr = time.perf_counter(), self.engine.lr
+            try:
+                loss = float(self.engine.step(batch, local=self.train.local))
+            except NotFiniteError as e:
+                saved = self._saved_beside(f"step-{self.engine.step_count + 1}-not-finite")
+                raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
+            losses.append(loss)
+            self._report(loss, lr, time.perf_counter() - start)
+            if self.job.save and self.job.save_every and self.engine.step_count % self.job.save_every == 0:
+                self.save()
+        return losses
 
-def _steps(engine: Any, data: _Data, steps: int, tokens: int) -> Iterator[dict[str, Any]]:
-    for batch in data.rest(engine.step_count, steps):
-        start, lr = time.perf_counter(), engine.lr
-        loss = engine.step(batch, local=data.local)
-        value, norm = float(loss), float(engine.grad_norm) if engine.grad_norm is not None else 0.0
+    def _next(self, stream: Iterator[Any]) -> Any:
+        """The next batch. All ranks agree whether to go on: if one stopped alone, the others would wait for it."""
+        batch, problem = None, None
+        try:
+            batch = next(stream)
+        except Exception as e:  # whatever the user's data() raises; it is raised again when all is saved
+            problem = e
+        world, rank = self.engine.mesh.layout.world, self.engine.mesh.rank
+        states = [0] * (world + 1)
+        states[rank], states[world] = int(problem is not None), self.signals.seen
+        *failed, signalled = self.engine.mesh.sum_on_host(states)
+        if signalled:
+            number = self.signals.seen or signal.SIGTERM
+            after = f"stopped by {signal.Signals(number).name} after step {self.engine.step_count}"
+            raise Interrupted(number, f"{after}: {self._saved()}")
+        if any(failed):
+            saved = self._saved()
+            if problem is not None:
+                print(f"data() failed after step {self.engine.step_count}: {saved}", file=sys.stderr, flush=True)
+                raise problem
+            time.sleep(FIRST_WORD)
+            ranks = ", ".join(str(r) for r, n in enumerate(failed) if n)
+            raise ShardcError(f"data() failed on rank {ranks}; {saved}", where="data", fix="see the error of that rank")
+        return batch
+
+    def _report(self, loss: float, lr: float | None, seconds: float) -> None:
+        engine = self.engine
         line = {
             "step": engine.step_count,
-            "loss": value,
-            "grad_norm": norm,
+            "loss": loss,
+            "grad_norm": float(engine.grad_norm) if engine.grad_norm is not None else 0.0,
             "lr": lr,
-            "tokens_per_second": round(tokens / (time.perf_counter() - start), 1),
+            "tokens_per_second": round(self.tokens / seconds, 1),
             "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
         }
         if engine.loads:
             line["experts"] = [dataclasses.asdict(x) for x in engine.loads]
         if engine.scaler is not None:
             line |= {"loss_scale": engine.scaler.factor, "skipped": engine.scaler.skipped}
-        yield line
+        evaluate = self.job.eval_every and engine.step_count % self.job.eval_every == 0
+        if evaluate and (held_out := self.held_out()) is not None:
+            line["held_out"] = held_out
+        self.lines.add(line, always="held_out" in line)
+
+    def held_out(self) -> float | None:
+        """Mean loss over the held-out batches, each weighing the same; None without any."""
+        if self.valid is None:
+            return None
+        losses = [float(self.engine.evaluate(b, local=self.valid.local)) for b in self.valid.one_epoch()]
+        return sum(losses) / len(losses) if losses else None
+
+    def save(self) -> None:
+        self.engine.save(Path(self.job.save) / "checkpoint")
+
+    def export(self) -> None:
+        from shardc.runtime import state
+
+        path, engine = Path(self.job.save) / "model.safetensors", self.engine
+        state.export_safetensors(path, engine.program, engine.mesh, engine.wholes(), engine.buffers)
+
+    def _saved(self) -> str:
+        """Save, if the user named a folder, and say so."""
+        if not self.job.save:
+            return "nothing was saved (no --save)"
+        self.save()
+        return f"saved to {self.job.save}; go on with --resume {self.job.save}"
+
+    def _saved_beside(self, name: str) -> str:
+        """Save in a folder of its own, so that no good checkpoint is replaced."""
+        if not self.job.save:
+            return "nothing was saved (no --save)"
+        folder = Path(self.job.save) / name
+        self.engine.save(folder / "checkpoint")
+        return f"the state before that step is in {folder}"
 
 
-def _logged(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dict[str, Any]]:
-    """Rank 0 appends each step to LOG/steps.jsonl at once: a run that is stopped keeps its log."""
-    if rank != 0 or not job.log:
-        yield from lines
-        return
-    Path(job.log).mkdir(parents=True, exist_ok=True)
-    with (Path(job.log) / "steps.jsonl").open("a", buffering=1) as f:
-        for line in lines:
-            f.write(json.dumps(line) + "\n")
-            yield line
+class _Signals:
+    """SIGINT and SIGTERM are noted, and heeded between two steps: the ranks then save together. seen: the number."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, _: object) -> None:
+        if self.seen:  # the second one does not wait
+            os._exit(128 + number)
+        self.seen = number
 
 
 def _memory(device: torch.device) -> float:
@@ -185,56 +288,6 @@ def _memory(device: torch.device) -> float:
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak) * (1 if sys.platform == "darwin" else 1024)
-
-
-def _text(line: dict[str, Any]) -> str:
-    lr = f"lr {line['lr']:.2e}  " if line["lr"] is not None else ""
-    return (
-        f"step {line['step']:>5}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  {lr}"
-        f"{line['tokens_per_second']:>9,.0f} tokens/s  {line['memory_mb']:,.0f} MiB"
-        + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
-        + _spread(line.get("experts", ()))
-    )
-
-
-def _spread(layers: Sequence[dict[str, Any]]) -> str:
-    """The experts' part of a step line: the least and the most tokens of an expert, the busiest rank, and drops, over
-    all layers.
-    """
-    if not layers:
-        return ""
-    tokens = [n for x in layers for n in x["tokens"]]
-    dropped = sum(x["dropped"] for x in layers) / len(layers)
-    text = f"  experts {min(tokens)}-{max(tokens)} tokens, busiest rank x{max(x['imbalance'] for x in layers):.2f}"
-    return text + (f", {dropped:.1%} dropped" if dropped else "")
-
-
-def _shown(lines: Iterable[dict[str, Any]], job: Job, rank: int) -> Iterator[dict[str, Any]]:
-    """Rank 0 shows a bar with the step line on a terminal, and about 20 lines elsewhere."""
-    if rank != 0 or job.quiet:
-        yield from lines
-    elif sys.stdout.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        with Progress(
-            BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-        ) as bar:
-            task = bar.add_task("", total=job.steps)
-            for line in lines:
-                bar.update(task, advance=1, description=_text(line))
-                yield line
-    else:
-        every = max(1, job.steps // 20)
-        for i, line in enumerate(lines):
-            if i % every == 0 or i + 1 == job.steps:
-                print(_text(line), flush=True)
-            yield line
-
-
-def _held_out(engine: Any, data: _Data | None) -> float | None:
-    """Mean loss over the held-out batches, each with the same weight; None without any."""
-    losses = [float(engine.evaluate(b, local=data.local)) for b in data.batches] if data is not None else []
-    return sum(losses) / len(losses) if losses else None
 
 
 def main(file: str) -> None:
@@ -248,6 +301,10 @@ def main(file: str) -> None:
         print(e, file=sys.stderr, flush=True)
         _report_errors(job, e.to_json())
         os._exit(2)
+    except Interrupted as e:
+        print(e, file=sys.stderr, flush=True)
+        _report_errors(job, [{"where": "signal", "what": str(e), "fix": ""}])
+        leave(128 + e.number)
     except BaseException as e:
         traceback.print_exc()
         sys.stderr.flush()

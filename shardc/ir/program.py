@@ -424,11 +424,11 @@ class Program:
 
         return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
 
-    def module(self, model: Any, seed: int = 0, *, mesh: Any = None) -> ShardedModule:
+    def module(self, model: Any, seed: int = 0, **options: Any) -> ShardedModule:
         """This rank's nn.Module, for a loop of one's own. See shardc.runtime.step.module.ShardedModule."""
         from shardc.runtime.step.module import ShardedModule
 
-        return ShardedModule(self, model, seed, mesh=mesh)
+        return ShardedModule(self, model, seed, **options)
 
     def __str__(self) -> str:
         """Its typed text: how everything is stored, and what a rank runs, with every collective's cause and bytes."""

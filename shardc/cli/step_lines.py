@@ -1,0 +1,129 @@
+"""What a run says of itself: a header, a line every few seconds with the time that is left, and steps.jsonl."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from shardc.ir.program import Program
+
+#: Seconds between lines: a twentieth of the time so far, within these bounds.
+SOONEST, LATEST = 1.0, 10.0
+
+
+def header(program: Program, engine: Any, data: str, steps: int) -> str:
+    """What runs: model, parameters, mesh, bytes of a rank, optimizer, precision, data; then the notes of compile."""
+    count = sum(_count(p.shape) for p in program.params)
+    trained = sum(_count(p.shape) for p in program.params if p.requires_grad)
+    frozen = f", {_amount(count - trained)} of them frozen" if trained < count else ""
+    mesh = " x ".join(f"{a}={n}" for a, n in program.mesh.axes) or "one device"
+    held = sum(p.nbytes for p in engine.params.values())
+    spec = program.spec
+    compute = spec.precision.compute if spec is not None else None
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in program.params})
+    precision = ", ".join(dtypes) + (f", computed in {str(compute).removeprefix('torch.')}" if compute else "")
+    parts = f"{program.microbatches} microbatches a step, " if program.microbatches > 1 else ""
+    begun = f"from step {engine.step_count} to {steps}" if engine.step_count else f"{steps} steps"
+    lines = [
+        f"{program.meta.get('model', 'model')}: {_amount(count)} parameters{frozen}, {precision}",
+        f"mesh {mesh}: {program.mesh.world} rank{'s' * (program.mesh.world > 1)} on {engine.mesh.device.type},"
+        f" {held / 2**20:,.1f} MiB of parameters on rank 0",
+        f"{_optimizer(engine.optimizer)}; {parts}{begun}",
+        f"data: {data}",
+        *(f"note: {note}" for note in program.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _count(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _amount(n: int) -> str:
+    for size, word in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if n >= size:
+            return f"{n / size:.1f} {word}"
+    return str(n)
+
+
+def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
+    if optimizer is None:
+        return "no optimizer on this rank"
+    rates = sorted({float(g["lr"]) for g in optimizer.param_groups})
+    groups = f", {len(optimizer.param_groups)} groups" if len(optimizer.param_groups) > 1 else ""
+    return f"{type(optimizer).__name__}, lr {', '.join(f'{r:.3g}' for r in rates)}{groups}"
+
+
+class StepLines:
+    """Prints lines of steps by time, and appends every step to LOG/steps.jsonl at once. On rank 0 only.
+
+    steps: the last step of the run. out: where lines go; None: nowhere. log: folder of steps.jsonl; None: none.
+    """
+
+    def __init__(self, steps: int, out: TextIO | None, log: Path | None, *, append: bool) -> None:
+        self.steps, self._out = steps, out
+        self._begun = self._next = time.perf_counter()
+        self._first: int | None = None
+        self._file: TextIO | None = None
+        if log is not None:
+            log.mkdir(parents=True, exist_ok=True)
+            self._file = (log / "steps.jsonl").open("a" if append else "w", buffering=1)
+
+    def add(self, line: dict[str, Any], *, always: bool = False) -> None:
+        """One step's facts. always: print the line whatever the time."""
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+        now, step = time.perf_counter(), line["step"]
+        self._first = step - 1 if self._first is None else self._first
+        if self._out is not None and (always or now >= self._next or step == self.steps):
+            done = step - self._first
+            left = (now - self._begun) / done * (self.steps - step)
+            print(text(line) + (f"  {duration(left)} left" if step < self.steps else ""), file=self._out, flush=True)
+            self._next = now + min(LATEST, max(SOONEST, (now - self._begun) / 20))
+
+    def say(self, what: str) -> None:
+        if self._out is not None:
+            print(what, file=self._out, flush=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def duration(seconds: float) -> str:
+    """3 s, 12 min 5 s, 3 h 20 min, 2 d 4 h"""
+    s = round(seconds)
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60} min {s % 60} s"
+    return f"{s // 3600} h {s % 3600 // 60} min" if s < 86400 else f"{s // 86400} d {s % 86400 // 3600} h"
+
+
+def text(line: dict[str, Any]) -> str:
+    """The line of a step, as people read it."""
+    lr = f"lr {line['lr']:.2e}  " if line["lr"] is not None else ""
+    return (
+        f"step {line['step']:>5}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  {lr}"
+        f"{line['tokens_per_second']:>9,.0f} tokens/s  {line['memory_mb']:,.0f} MiB"
+        + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
+        + (f"  held-out loss {line['held_out']:.4f}" if line.get("held_out") is not None else "")
+        + _experts(line.get("experts", ()))
+    )
+
+
+def _experts(layers: Sequence[dict[str, Any]]) -> str:
+    """The experts' part of a line: the least and the most tokens of an expert, the busiest rank, and drops, over all
+    layers.
+    """
+    if not layers:
+        return ""
+    tokens = [n for x in layers for n in x["tokens"]]
+    dropped = sum(x["dropped"] for x in layers) / len(layers)
+    spread = f"  experts {min(tokens)}-{max(tokens)} tokens, busiest rank x{max(x['imbalance'] for x in layers):.2f}"
+    return spread + (f", {dropped:.1%} dropped" if dropped else "")

@@ -1,0 +1,110 @@
+"""The batches of a run: what the model file's data(split) returns, epoch after epoch, the same on every rank.
+
+Every rank runs the user's data() by itself, so whatever is drawn there from `random`, numpy or torch has to be drawn
+alike: all three are seeded before data() is called and before each epoch. Datasets, and DataLoaders that shuffle one,
+are read by shardc's own loader, which knows where it stands and reads only the samples of its rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from shardc.errors import ShardcError
+
+
+def seed_everything(*numbers: int) -> None:
+    """Seed `random`, numpy and torch, from any whole numbers, such as (seed, epoch)."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class Batches:
+    """An endless iterator over the batches of a split. local: each is this rank's part of a global batch.
+
+    epoch: how many have begun before this one. description: for the header of a run.
+    """
+
+    def __init__(self, source: Any, make: Callable[[], Any], seed: int, *, local: bool, description: str) -> None:
+        self.local, self.description, self.epoch = local, description, 0
+        self._source, self._make, self._seed = source, make, seed
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            count = 0
+            for batch in self.one_epoch():
+                count += 1
+                yield batch
+            if not count:
+                raise ShardcError(
+                    "data() returns no batch" if self.epoch == 0 else f"epoch {self.epoch + 1} of data() has no batch",
+                    where="data",
+                    fix="return a torch Dataset, or an iterable that can be read again",
+                )
+            self.epoch += 1
+
+    def one_epoch(self) -> Iterator[Any]:
+        """The batches of one epoch. An iterator that is used up is made again by data()."""
+        if not self.local:
+            seed_everything(self._seed, self.epoch)
+        if self.epoch and isinstance(self._source, Iterator):
+            self._source = self._make()
+        return iter(self._source)
+
+
+def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
+    """What data(split) of a model file returns, as batches; None where that is None, or where there is no data().
+
+    A map-style Dataset is read by engine.loader; so is the dataset of a DataLoader that reads it in order or shuffled
+    (its sampler is replaced by one that is the same on every mesh). Anything else has to yield global batches.
+    """
+    if file.data is None:
+        return None
+
+    def make() -> Any:
+        seed_everything(seed)
+        return file.data(split)
+
+    source, train = make(), split == "train"
+    if source is None:
+        return None
+    name = split if train else None
+    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+        loader = engine.loader(source, shuffle=train, seed=seed, collate_fn=file.collate, name=name)
+        return Batches(loader, make, seed, local=True, description=f"{len(source)} samples")  # type: ignore[arg-type]
+    if isinstance(source, DataLoader) and (options := _taken_over(source)) is not None:
+        loader = engine.loader(source.dataset, seed=seed, name=name, **options)
+        how = "shuffled" if options["shuffle"] else "in order"
+        length = len(source.dataset)  # type: ignore[arg-type]
+        return Batches(loader, make, seed, local=True, description=f"{length} samples of a DataLoader, {how}")
+    return Batches(source, make, seed, local=False, description=f"global batches of a {type(source).__name__}")
+
+
+def example(file: Any, seed: int) -> Batches:
+    """The example batch, again and again: what trains a model file that has no data()."""
+    once = [file.batch]
+    description = "the one example batch of batch(), again and again (the model file has no data())"
+    return Batches(once, lambda: once, seed, local=False, description=description)
+
+
+def _taken_over(loader: DataLoader[Any]) -> dict[str, Any] | None:
+    """Options of engine.loader that read the same samples; None for samplers that are not torch's plain ones."""
+    sampler = loader.sampler
+    plain = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
+    if isinstance(loader.dataset, IterableDataset) or not plain or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    return {
+        "batch_size": loader.batch_size,
+        "shuffle": isinstance(sampler, RandomSampler),
+        "drop_last": loader.drop_last,
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+    }

@@ -1,0 +1,202 @@
+"""`shardc run` loses nothing: data that differs, fails or ends, a loss of nan, a signal, folders that are taken."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from typer.testing import CliRunner
+
+from shardc.cli import app
+from shardc.cli.step_lines import StepLines, duration
+from shardc.cli.training_data import Batches, _taken_over, seed_everything
+
+MODEL = """
+import os, time, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return (self.down(self.up(x).relu()) - x).square().mean()
+
+def model():
+    return Net()
+
+def batch():
+    return {"x": torch.randn(8, 8)}
+
+def data(split):
+    if split != "train":
+        return None
+    if MODE == "loader":
+        rows = TensorDataset(torch.randn(24, 8))
+        return DataLoader(rows, batch_size=8, shuffle=True, collate_fn=lambda s: {"x": torch.stack([x for x, in s])})
+    return stream()
+
+def stream():
+    for i in range(3):
+        time.sleep(0.05 if MODE == "slow" else 0)
+        if MODE == "raises" and i == 2 and os.environ.get("RANK") == "1":
+            raise OSError("the disk is gone")
+        x = batch()["x"]
+        yield {"x": x * float("nan") if MODE == "nan" and i == 2 else x}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {dp: 1, tp: 2}\nshard: {up: column, down: row}\n")
+    return tmp_path
+
+
+def command(folder: Path, mode: str, *args: str) -> list[str]:
+    (folder / "model.py").write_text(MODEL.replace("MODE", repr(mode)))
+    return [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", *args]
+
+
+def run(folder: Path, mode: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, mode, *args), capture_output=True, text=True, cwd=folder)
+
+
+def test_a_shuffling_data_loader_trains_alike_on_every_mesh(folder: Path) -> None:
+    found: list[dict[str, Any]] = []
+    for mesh in ("dp=1,tp=1", "dp=1,tp=2"):
+        done = run(folder, "loader", "--steps", "5", "--mesh", mesh, "--json")
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-6)
+    assert len(set(found[0]["losses"])) == 5
+
+
+def test_data_that_ends_begins_again_and_a_header_says_what_runs(folder: Path) -> None:
+    done = run(folder, "stream", "--steps", "7", "--mesh", "dp=1,tp=1")
+    assert done.returncode == 0, done.stderr
+    for text in ("Net: 280 parameters, float32", "AdamW, lr 0.0003; 7 steps", "data: global batches of a generator"):
+        assert text in done.stdout
+    assert "step     7" in done.stdout
+
+
+def test_an_error_in_data_on_one_rank_saves_first(folder: Path) -> None:
+    done = run(folder, "raises", "--steps", "9", "--save", "out")
+    assert done.returncode == 1
+    assert "data() failed after step 2: saved to out; go on with --resume out" in done.stderr
+    assert "OSError: the disk is gone" in done.stderr
+    done = run(folder, "stream", "--steps", "3", "--resume", "out", "--json")
+    assert json.loads(done.stdout)["step"] == 3
+
+
+def test_a_loss_of_nan_stops_and_keeps_what_was_before(folder: Path) -> None:
+    done = run(folder, "nan", "--steps", "9", "--save", "out", "--save-every", "1")
+    assert done.returncode == 2
+    assert "step 3: the loss of step 3 is nan; mul of " in done.stderr or "of up" in done.stderr
+    assert "the state before that step is in out/step-3-not-finite" in done.stderr
+    assert (folder / "out" / "checkpoint").is_dir()
+    assert not (folder / "out" / "model.safetensors").exists()
+
+
+def test_a_signal_saves_and_says_where(folder: Path) -> None:
+    with subprocess.Popen(
+        command(folder, "slow", "--steps", "100000", "--save", "out"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    ) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("step ") for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step" in errors
+    assert "saved to out; go on with --resume out" in errors
+    assert (folder / "out" / "checkpoint").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--save", "taken"], "an earlier run's checkpoint is in taken"),
+        (["--log", "logged"], "an earlier run's steps.jsonl is in logged"),
+        (["--save", "file"], "cannot write to file"),
+        (["--save", "file/below"], "cannot write to file/below"),
+    ],
+)
+def test_folders_are_tried_before_anything_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], text: str
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "taken" / "checkpoint").mkdir(parents=True)
+    (folder / "logged").mkdir()
+    (folder / "logged" / "steps.jsonl").touch()
+    (folder / "file").touch()
+    command(folder, "stream")
+    done = CliRunner().invoke(app, ["run", "model.py", "spec.yaml", *args])
+    assert done.exit_code == 2
+    assert text in done.stderr
+
+
+# --- the parts
+
+
+def test_only_plain_samplers_are_taken_over() -> None:
+    rows = TensorDataset(torch.randn(8, 2))
+    assert _taken_over(DataLoader(rows, batch_size=4, shuffle=True)) == {
+        "batch_size": 4,
+        "shuffle": True,
+        "drop_last": False,
+        "collate_fn": torch.utils.data.default_collate,
+        "num_workers": 0,
+        "pin_memory": False,
+    }
+    assert _taken_over(DataLoader(rows, batch_size=4, sampler=WeightedRandomSampler([0.5] * 8, 8))) is None
+    assert _taken_over(DataLoader(rows, batch_size=None)) is None
+
+
+def test_an_iterator_is_made_again_for_each_epoch_and_draws_the_same_on_every_rank() -> None:
+    def make() -> Any:
+        return (torch.randn(()) for _ in range(2))
+
+    seed_everything(5)
+    first, second = (iter(Batches(make(), make, 5, local=False, description="")) for _ in range(2))
+    drawn = [float(next(first)) for _ in range(5)]
+    assert drawn == [float(next(second)) for _ in range(5)]
+    assert len(set(drawn)) == 5
+
+
+def test_data_without_a_batch_is_an_error() -> None:
+    with pytest.raises(Exception, match=r"data\(\) returns no batch"):
+        next(iter(Batches([], list, 0, local=False, description="")))
+
+
+def test_lines_come_by_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    lines = StepLines(1000, sys.stdout, None, append=False)
+    line = {"loss": 1.0, "grad_norm": 0.0, "lr": None, "tokens_per_second": 1.0, "memory_mb": 1.0}
+    for step in range(1, 1001):
+        clock[0] += 0.5
+        lines.add({"step": step, **line})
+    printed = capsys.readouterr().out.splitlines()
+    assert 40 < len(printed) < 100  # every 1 to 10 seconds of 500
+    assert printed[1].endswith("left")
+    assert printed[-1].startswith("step  1000")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.4, "3 s"), (725, "12 min 5 s"), (12000, "3 h 20 min"), (187200, "2 d 4 h")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,215 @@
+"""Engines and modules compare what their ranks share: a difference is an error on every rank that names it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.finite import NotFiniteError
+from shardc.runtime.step.module import ShardedModule
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.down(self.up(x).relu()) - x).square().mean()
+
+
+def _seeded(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+MODELS = [_seeded(seed) for seed in range(4)]  # made here: ranks are threads, and torch has one random state
+
+
+def net(seed: int = 0) -> Net:
+    return copy.deepcopy(MODELS[seed])
+
+
+BATCH = {"x": torch.linspace(-1, 1, 8 * 8).view(8, 8)}
+
+
+def compiled(**spec: Any) -> Any:
+    mesh = {"dp": 2, "tp": 2}
+    return shardc.compile(net(), BATCH, {"shardc": 1, "mesh": mesh, "shard": {"use": "structure"}, **spec})
+
+
+PROGRAM = compiled()
+
+
+def adam(lr: float = 1e-3) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda params: torch.optim.Adam(params, lr=lr)
+
+
+def changed(rank: int) -> dict[str, torch.Tensor]:
+    x = BATCH["x"].clone()
+    x[7, 7] += 1e-6 * (rank == 3)
+    return {"x": x}
+
+
+def weights(mesh: LoopbackMesh) -> None:
+    Engine(PROGRAM, net(seed=int(mesh.rank == 3)), mesh=mesh)
+
+
+def one_weight(mesh: LoopbackMesh) -> None:
+    model = net()
+    with torch.no_grad():
+        model.down.weight[0, 15] += mesh.rank == 3  # a part that ranks 1 and 3 hold
+    Engine(PROGRAM, model, mesh=mesh)
+
+
+def seeds(mesh: LoopbackMesh) -> None:
+    Engine(PROGRAM, net(), seed=int(mesh.rank == 3), mesh=mesh)
+
+
+def programs(mesh: LoopbackMesh) -> None:
+    other = compiled(data={"axis": "dp", "zero": 1}) if mesh.rank == 3 else PROGRAM
+    Engine(other, net(), mesh=mesh)
+
+
+def clipping(mesh: LoopbackMesh) -> None:
+    Engine(PROGRAM, net(), clip_norm=1.0 + (mesh.rank == 3), mesh=mesh)
+
+
+def rates(mesh: LoopbackMesh) -> None:
+    Engine(PROGRAM, net(), adam(1e-3 * (1 + (mesh.rank == 3))), mesh=mesh).step(BATCH)
+
+
+def schedules(mesh: LoopbackMesh) -> None:
+    engine = Engine(PROGRAM, net(), adam(), mesh=mesh)
+    engine.step(BATCH)
+    assert engine.optimizer is not None
+    engine.optimizer.param_groups[0]["lr"] *= 1 + (mesh.rank == 3)
+    engine.step(BATCH)
+
+
+def batches(mesh: LoopbackMesh) -> None:
+    Engine(PROGRAM, net(), mesh=mesh).step(changed(mesh.rank))
+
+
+def rows(mesh: LoopbackMesh) -> None:
+    Engine(PROGRAM, net(), mesh=mesh).step({"x": BATCH["x"][: 8 - 2 * (mesh.rank == 3)]})
+
+
+def held_out(mesh: LoopbackMesh) -> None:
+    Engine(PROGRAM, net(), mesh=mesh).evaluate(changed(mesh.rank))
+
+
+def parts(mesh: LoopbackMesh) -> None:
+    half = changed(mesh.rank)["x"].chunk(2)[mesh.coordinate("dp")]
+    Engine(PROGRAM, net(), mesh=mesh).step({"x": half}, local=True)
+
+
+def modules(mesh: LoopbackMesh) -> None:
+    ShardedModule(PROGRAM, net(), mesh=mesh)(x=changed(mesh.rank)["x"].chunk(2)[mesh.coordinate("dp")])
+
+
+def steps(mesh: LoopbackMesh) -> None:
+    engine = Engine(PROGRAM, net(), mesh=mesh)
+    engine.rng.step += mesh.rank == 3
+    engine.step(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("work", "what"),
+    [
+        (weights, r"the weight up.weight differs on rank"),
+        (one_weight, r"^the weight down.weight differs on rank"),
+        (seeds, "the seed differs on rank 3"),
+        (programs, "the program differs on rank 3"),
+        (clipping, "clip_norm differs on rank 3"),
+        (rates, "the learning rate differs on rank 3"),
+        (schedules, "the learning rate differs on rank 3"),
+        (batches, "the global batch differs on rank 3"),
+        (rows, "the global batch differs on rank 3"),
+        (held_out, "the global batch differs on rank 3"),
+        (parts, "the part of the batch differs on rank"),
+        (modules, "the part of the batch differs on rank"),
+        (steps, "the number of steps done differs on rank 3"),
+    ],
+)
+def test_a_difference_between_ranks_is_an_error_on_all(work: Callable[[LoopbackMesh], None], what: str) -> None:
+    def caught(mesh: LoopbackMesh) -> str:
+        with pytest.raises(ShardcError, match=what) as e:
+            work(mesh)
+        assert all(one.fix for one in e.value.errors)
+        return str(e.value)
+
+    assert len(set(loopback(PROGRAM.mesh, caught))) == 1
+
+
+def test_broadcast_gives_every_rank_the_weights_of_rank_0() -> None:
+    def work(mesh: LoopbackMesh) -> dict[str, torch.Tensor]:
+        return Engine(PROGRAM, net(seed=mesh.rank), mesh=mesh, broadcast=True).full_state_dict()
+
+    for state in loopback(PROGRAM.mesh, work):
+        assert all(torch.equal(x, net(seed=0).state_dict()[name]) for name, x in state.items())
+
+
+@pytest.mark.parametrize("spec", [{}, {"data": {"axis": "dp", "zero": 3}}, {"batch": {"microbatches": 2}}])
+def test_a_loss_that_is_not_finite_stops_the_step_and_names_the_module(spec: dict[str, Any]) -> None:
+    program = compiled(**spec)
+    bad = {"x": BATCH["x"].clone()}
+    bad["x"][3, 5] = float("nan")
+
+    def work(mesh: LoopbackMesh) -> list[bool]:
+        engine = Engine(program, net(), adam(), mesh=mesh, nonfinite="stop")
+        engine.step(BATCH)
+        before = {n: x.clone() for n, x in engine.full_state_dict().items()}
+        with pytest.raises(NotFiniteError, match=r"the loss of step 2 is nan; .* of up \(test_agreement.py:\d+\)"):
+            engine.step(bad)
+        same = [torch.equal(before[n], x) for n, x in engine.full_state_dict().items()]
+        assert engine.step(BATCH).isfinite()
+        return same
+
+    assert all(all(same) for same in loopback(program.mesh, work))
+
+
+def test_a_loss_that_is_not_finite_is_skipped() -> None:
+    bad = {"x": torch.full((8, 8), float("inf"))}
+
+    def work(mesh: LoopbackMesh) -> float:
+        engine = Engine(PROGRAM, net(), adam(), mesh=mesh, nonfinite="skip")
+        before = {n: x.clone() for n, x in engine.full_state_dict().items()}
+        engine.step(bad)
+        assert engine.step_count == 1
+        assert all(torch.equal(before[n], x) for n, x in engine.full_state_dict().items())
+        return float(engine.step(BATCH))
+
+    assert len({*loopback(PROGRAM.mesh, work), *loopback(PROGRAM.mesh, lambda m: plain(m))}) == 1
+
+
+def plain(mesh: LoopbackMesh) -> float:
+    return float(Engine(PROGRAM, net(), adam(), mesh=mesh).step(BATCH))
+
+
+def test_the_modules_clipping_takes_the_norm_of_the_whole_model() -> None:
+    reference = net()
+    reference(**BATCH).backward()
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+
+    def work(mesh: LoopbackMesh) -> torch.Tensor:
+        module = ShardedModule(PROGRAM, net(), mesh=mesh)
+        module(x=BATCH["x"].chunk(2)[mesh.coordinate("dp")]).backward()
+        total = module.clip_grad_norm_(0.1)
+        part = module.get_parameter("up.weight").grad
+        assert part is not None
+        assert reference.up.weight.grad is not None
+        torch.testing.assert_close(part, reference.up.weight.grad.chunk(2)[mesh.coordinate("tp")])
+        return total
+
+    for total in loopback(PROGRAM.mesh, work):
+        torch.testing.assert_close(total, norm)
