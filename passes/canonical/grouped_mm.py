@@ -176,9 +176,10 @@ class _Writer:
 
     def _part(self, node: fx.Node) -> bool:
         """Is it a part of every row, or one of several that an op has made?"""
+        rows: Any = node.args[0]
         at = _PARTS.get(node.target, len(node.args))
         return node.target is operator.getitem or (
-            at < len(node.args) and node.args[at] not in (0, -len(value_of(node.args[0]).shape))
+            at < len(node.args) and node.args[at] not in (0, -len(value_of(rows).shape))
         )
 
     def _by(self, node: fx.Node, x: fx.Node, index: Any) -> None:
@@ -226,11 +227,12 @@ class _Writer:
     def _experts(self, down: fx.Node) -> None:
         """The op for a second product, what is between, and the first ones."""
         between, ups = self._behind(down.args[0])
-        rows = {up.args[0] for up in ups}
+        rows: set[Any] = {up.args[0] for up in ups}
         if len(rows) != 1:
             return
         weights: list[Any] = [up.args[1] for up in ups]
-        first, second = value_of(weights[0]).shape, value_of(down.args[1]).shape
+        down_weight: Any = down.args[1]
+        first, second = value_of(weights[0]).shape, value_of(down_weight).shape
         if any(value_of(w).shape != first for w in weights):
             return
         m, i = len(ups) * first[2], second[1]

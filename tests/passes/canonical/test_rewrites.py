@@ -238,7 +238,7 @@ def test_alpha_dropout_takes_torchs_two_values() -> None:
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (lambda w: put(w, w[:, 0] > 0, torch.tensor([1]), to=1.0), "writing to a mask"),
+        (lambda w: put(w, w[:, 0] > 0, torch.tensor([1]), to=1.0), "an assignment through a mask"),
         (
             lambda w: torch.native_batch_norm(
                 w, None, None, w.detach()[0].clone(), w.detach()[0].clone(), True, 0.1, 1e-5
