@@ -176,7 +176,7 @@ class _Writer:
 
     def _part(self, node: fx.Node) -> bool:
         """Is it a part of every row, or one of several that an op has made?"""
-        rows: Any = node.args[0]
+        rows: Any = next(iter(node.args), None)
         at = _PARTS.get(node.target, len(node.args))
         return node.target is operator.getitem or (
             at < len(node.args) and node.args[at] not in (0, -len(value_of(rows).shape))
