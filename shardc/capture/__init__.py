@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from shardc.capture import compare_eager, patches, side_effects
+from shardc.capture import causes, compare_eager, expert_loops, patches, side_effects
 from shardc.capture.batch import Leaves, keys_of_loss, with_plain_dicts
 from shardc.capture.export import export
 from shardc.capture.lift import lift
@@ -51,16 +51,23 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     patches.check_hooks(model)
     batch = with_plain_dicts(batch)
     leaves = Leaves(batch)
-    try:
-        with side_effects.unchanged(model) as changes:
-            exported, updated, notes = export(model, leaves, loss)
-    except ShardcError:
-        # Perhaps a size depends on values. Few models have one, and looking for it costs a tenth of the time.
-        with side_effects.unchanged(model) as changes:
-            exported, updated, notes = export(model, leaves, loss, sizes=True)
+    refused: ShardcError | None = None
+    # Perhaps a size depends on values. Few models have one, and looking for it costs a tenth of the time.
+    # Perhaps rows are chosen by values: of loops over experts.
+    for sizes, rows in ((False, False), (True, False), (True, True)):
+        try:
+            with side_effects.unchanged(model) as changes:
+                exported, updated, notes = export(model, leaves, loss, sizes=sizes, rows=rows)
+            break
+        except ShardcError as e:
+            if rows or (sizes and not causes.of_values(e)):
+                raise (refused if rows and refused else e) from None
+            refused = e
     changes.refuse_made()
     program = lift(model, leaves, exported, updated)
     program.notes = notes
+    if rows:
+        program = expert_loops.with_experts(program)
     if loss is not None:
         unread = {name for name, n in placeholders(program.graph).items() if not n.users}
         keys = {i.path[0] for i in program.inputs if i.name in unread} & keys_of_loss(model, batch)

@@ -261,6 +261,11 @@ def of_op(node: fx.Node, name: str, read: Sequence[str] = ()) -> ShardcError:
     return _error(cause, at, source.where(at), read, op=name)
 
 
+def of_values(error: ShardcError) -> bool:
+    """Was something refused because Python, or the size of a tensor, depends on values?"""
+    return any(words in error.what for words in (DEPENDS, "leaves torch"))
+
+
 def of_input(placeholder: fx.Node, kind: str) -> ShardcError:
     """The error for a placeholder that is neither parameter, buffer nor constant. kind: "object" or "fake"."""
     user = next(iter(placeholder.users), placeholder)

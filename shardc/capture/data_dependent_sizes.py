@@ -62,7 +62,7 @@ class KnownSizes(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if func is Tensor.__getitem__:
-            if _hidden(args[1]) and tracing():
+            if hidden(args[1]) and tracing():
                 args = (args[0], self._places(args[1]))
         elif (func in _CALLS or (func is torch.where and len(args) == 1 and not kwargs)) and tracing():
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -89,15 +89,15 @@ class KnownSizes(TorchFunctionMode):
             if isinstance(i, slice):
                 found.append(slice(*map(self._number, (i.start, i.stop, i.step))))
             else:
-                value = self.known(i) if isinstance(i, Tensor) and _hidden(i) else None
+                value = self.known(i) if isinstance(i, Tensor) and hidden(i) else None
                 found += [i] if value is None else [torch.clone(n) for n in untraced(value.nonzero).unbind(1)]
         return tuple(found)
 
 
-def _hidden(index: Any) -> bool:
+def hidden(index: Any) -> bool:
     """Whether an index is, or has in it, a mask or a slice whose bounds are tensors."""
     if isinstance(index, tuple):
-        return any(map(_hidden, index))
+        return any(map(hidden, index))
     if isinstance(index, slice):
         return any(isinstance(x, Tensor) for x in (index.start, index.stop, index.step))
     return isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0

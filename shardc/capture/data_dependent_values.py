@@ -29,8 +29,10 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
+from shardc.capture.chosen_rows import ChosenRows
 from shardc.capture.constants import constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
+from shardc.capture.guards import needed
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.program import Source
@@ -65,13 +67,14 @@ class ValueReads:
 
 
 @contextmanager
-def known_values(model: nn.Module, *, sizes: bool = False) -> Iterator[ValueReads]:
+def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -> Iterator[ValueReads]:
     """While open, Python can read the value of a traced tensor that depends on no input, parameter or saved buffer.
 
     A buffer that is not saved (persistent=False) is as the constructor left it, like a number among the attributes.
     The truth of any other tensor can be read in a check or a branch that changes nothing (see the module's docstring).
     Every other read is recorded in the result. sizes: also resolve sizes that torch itself reads from tensors
-    (shardc.capture.data_dependent_sizes), which intercepts every call of torch.
+    (shardc.capture.data_dependent_sizes), which intercepts every call of torch. rows: and rows chosen by values that
+    are not known (shardc.capture.chosen_rows).
     """
     reads = ValueReads()
     kept = {
@@ -87,17 +90,17 @@ def known_values(model: nn.Module, *, sizes: bool = False) -> Iterator[ValueRead
         return value
 
     with ExitStack() as stack:
-        if sizes:
-            stack.enter_context(KnownSizes(known))
-        for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist"):
+        chosen = ChosenRows(known) if rows else None
+        if sizes or chosen:
+            stack.enter_context(chosen or KnownSizes(known))
+        for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", *["numpy"] * rows):
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
-                stack.enter_context(
-                    mock.patch.object(
-                        kind, name, _reading(getattr(kind, name), known, reads, check=name in ("__bool__", "item"))
-                    )
-                )
+                method = _reading(getattr(kind, name), known, reads, chosen, check=name in ("__bool__", "item"))
+                stack.enter_context(mock.patch.object(kind, name, method))
         stack.enter_context(mock.patch.object(torch, "ctc_loss", ctc_loss))
         yield reads
+        if chosen is not None:
+            chosen.check()
 
 
 def _saved(model: nn.Module, name: str) -> bool:
@@ -107,21 +110,30 @@ def _saved(model: nn.Module, name: str) -> bool:
 
 
 def _reading(
-    original: Callable[..., Any], known: Callable[[Tensor], Tensor | None], reads: ValueReads, check: bool
+    original: Callable[..., Any],
+    known: Callable[[Tensor], Tensor | None],
+    reads: ValueReads,
+    chosen: ChosenRows | None,
+    check: bool,
 ) -> Callable[..., Any]:
     """A method of Tensor that reads a value, and returns the constant's where there is one."""
 
-    def method(self: Tensor) -> Any:
+    def method(self: Tensor, *args: Any) -> Any:
         if not isinstance(self, FakeTensor):
-            return original(self)
+            return original(self, *args)
         if (value := known(self)) is not None:
             return untraced(getattr(Tensor, original.__name__), value)
         truth = check and (self.dtype == torch.bool or original.__name__ != "item")
         if truth and (fine := harmless(sys._getframe(1))) is not None:
             return fine
+        if chosen is not None and (number := chosen.number(self, original.__name__)) is not None:
+            return number
+        asks = chosen is not None and original.__name__ == "__bool__"
+        if chosen is not None and asks and (some := chosen.truth(self, sys._getframe(1))) is not None:
+            return some
         reads.sources.append(source.of_call())
         reads.inputs.update(given_numbers(self))
-        return original(self)
+        return original(self, *args)
 
     return method
 
@@ -151,15 +163,15 @@ def _checks(code: CodeType) -> dict[int, bool]:
     found: dict[int, bool] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and all(isinstance(s, ast.Raise) for s in node.body):
-            truths = _needed(node.test, False)
+            truths = needed(node.test, False)
         elif isinstance(node, ast.If) and not node.orelse and all(_writes_where(node.test, s) for s in node.body):
             truths = {True}
         elif isinstance(node, ast.If) and not node.orelse and _clamps(node):
-            truths = _needed(node.test, True)
+            truths = needed(node.test, True)
         elif isinstance(node, ast.If) and not node.orelse and all(_drops(node.test, s) for s in node.body):
-            truths = _needed(node.test, False)
+            truths = needed(node.test, False)
         elif isinstance(node, ast.Assert):
-            truths = _needed(node.test, True)
+            truths = needed(node.test, True)
         else:
             continue
         if len(truths) == 1:
@@ -225,17 +237,8 @@ def _drops(test: ast.expr, statement: ast.stmt) -> bool:
         if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("any", "all")
     ]
     masks = {ast.unparse(c.args[0] if c.args else c.func.value) for c in calls if isinstance(c.func, ast.Attribute)}
-    test_of = ({c.func.attr for c in calls if isinstance(c.func, ast.Attribute)}, _needed(test, True))
+    test_of = ({c.func.attr for c in calls if isinstance(c.func, ast.Attribute)}, needed(test, True))
     return {ast.unparse(t) for t in statement.targets} == masks and test_of in (({"any"}, {False}), ({"all"}, {True}))
-
-
-def _needed(test: ast.expr, wanted: bool) -> set[bool]:
-    """The truth values that the parts of a condition need for the whole to be `wanted`; two, if they differ."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _needed(test.operand, not wanted)
-    if isinstance(test, ast.BoolOp):
-        return set().union(*(_needed(v, wanted) for v in test.values))
-    return {wanted}
 
 
 def ctc_loss(

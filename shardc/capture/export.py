@@ -35,9 +35,9 @@ from shardc.torch_private import (
 
 
 def export(
-    model: nn.Module, leaves: Leaves, loss: Loss | None, *, sizes: bool = False
+    model: nn.Module, leaves: Leaves, loss: Loss | None, *, sizes: bool = False, rows: bool = False
 ) -> tuple[ExportedProgram, dict[str, fx.Node], tuple[str, ...]]:
-    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes. sizes: see
+    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes. sizes, rows: see
     known_values.
     """
     mode, tensors = patches.fakes(model)
@@ -49,7 +49,7 @@ def export(
         transformers.lean_transformers(model),
         transformers.as_one_op(),
         patches.export_patches(wrapper.side),
-        known_values(model, sizes=sizes) as reads,
+        known_values(model, sizes=sizes, rows=rows) as reads,
         traceable(),
         patches.swapped(model, tensors),
         inner_autograd.recorded(),

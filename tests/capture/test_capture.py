@@ -352,7 +352,7 @@ def _experts(self: Net, y: Tensor) -> Tensor:
     out = torch.zeros_like(y)
     for expert in range(3):
         rows = torch.where(chosen == expert)[0]
-        out[rows] = y[rows] * expert
+        out[rows] = y[rows] * y[rows].mean(0)
     return out.sum()
 
 

@@ -1,0 +1,240 @@
+"""Branches that are taken for granted while a model is traced, because they do nothing where their condition is false.
+
+    if mask.any():                        taken
+        out[mask] += expert(x[mask])      no rows: nothing is written
+    for e in hit.nonzero(): ...           all turns of the loop, those of experts that were not chosen too
+    if count == 0: continue               not taken
+
+It is checked that nothing else happens in them. What is written there has to be rows of a mask that is empty where the
+condition is false (shardc.capture.random_choices); and names that are bound there may be used there only, unless they
+hold numbers that do not change by it (`start = end` behind `if end == start: continue`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor, fx
+
+from shardc.capture import random_choices
+from shardc.torch_modes import untraced
+from shardc.torch_private import OpOverload
+
+
+@dataclass(frozen=True)
+class Body:
+    """What runs only where all parts of a condition are `wanted`.
+
+    some: the value of a condition like `len(rows) > 0` where there are rows. lines: the statements; names: that they
+    bind, and that are used elsewhere. fits: they consist of nothing that cannot be checked.
+    """
+
+    wanted: bool
+    some: bool | None
+    lines: range
+    names: frozenset[str]
+    fits: bool
+
+
+@dataclass
+class Guard:
+    """A branch that was taken for granted.
+
+    nodes, holds: its condition; see random_choices.Draws.implied. keys: of the numbers that are zero where it does not
+    hold. since: the last node of the graph before. held: what names held before.
+    """
+
+    frame: FrameType
+    body: Body
+    nodes: Sequence[fx.Node]
+    holds: Callable[[Any], bool]
+    since: fx.Node
+    held: dict[str, Any]
+    keys: frozenset[Any]
+
+
+class Guards:
+    """Those of one trace. written: {id of the result of a write: (result, what it is where no rows were written)}."""
+
+    def __init__(self) -> None:
+        self.open: dict[tuple[int, ...], Guard] = {}
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+        self.draws = random_choices.Draws()
+
+    def take(
+        self,
+        frame: FrameType,
+        nodes: Sequence[fx.Node],
+        truth: Callable[[Any], bool],
+        *,
+        loop: bool = False,
+        keys: frozenset[Any] = frozenset(),
+    ) -> Body | None:
+        """Take the branch at a frame's line for granted; None if that would not do. truth: of the part of its condition
+        that is asked for, from the values of nodes."""
+        body = bodies(frame.f_code, loop=loop).get(frame.f_lineno)
+        if body is None or not body.fits:
+            return None
+        key = (id(frame), body.lines.start, frame.f_lasti)
+        if not self._unchanged(self.open.pop(key, None)):
+            return None
+        held = {name: frame.f_locals.get(name) for name in body.names}
+        since = next(iter(reversed(nodes[0].graph.nodes)))
+        self.open[key] = Guard(frame, body, nodes, lambda v: truth(v) == body.wanted, since, held, keys)
+        return body
+
+    def around(self) -> list[Guard]:
+        """The guards in whose branches the calls now in progress are."""
+        found: list[Guard] = []
+        frame: FrameType | None = sys._getframe(1) if self.open else None
+        while frame is not None:
+            found += [g for g in self.open.values() if g.frame is frame and frame.f_lineno in g.body.lines]
+            frame = frame.f_back
+        return found
+
+    def allow(self, mask: fx.Node) -> bool:
+        """May rows of a mask be written here?"""
+        return all(untraced(self.draws.implied, g.nodes, g.holds, mask) for g in self.around())
+
+    def allow_write(self, node: fx.Node) -> bool:
+        """May a tensor be changed here as a whole? It may if it was made here."""
+        guards = self.around()
+        if not guards:
+            return True
+        while isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            node = node.args[0]  # type: ignore[assignment]
+        order = {n: i for i, n in enumerate(node.graph.nodes)}
+        return all(order[node] > order.get(g.since, 0) for g in guards)
+
+    def unchanged(self) -> bool:
+        """At the end: do all names hold what they would without the branches?"""
+        return all(map(self._unchanged, self.open.values()))
+
+    def _unchanged(self, guard: Guard | None) -> bool:
+        if guard is None:
+            return True
+        for name, old in guard.held.items():
+            new = guard.frame.f_locals.get(name)
+            if new is old or (old is None and name not in guard.held):
+                continue
+            if isinstance(new, Tensor) and isinstance(old, Tensor):
+                while new is not old and id(new) in self.written:
+                    new = self.written[id(new)][1]
+                if new is not old:
+                    return False
+                continue
+            try:
+                change = new - old
+            except TypeError:
+                return False
+            terms = getattr(change, "terms", {})
+            if getattr(change, "constant", change) != 0 or not terms.keys() <= guard.keys:
+                return False
+        return True
+
+
+@lru_cache(maxsize=256)
+def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
+    """By the lines of conditions (loop: of headers of loops): what hangs on them."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError):
+        return {}
+    shift = max(first, 1) - 1
+    found: dict[int, Body] = {}
+    for node in ast.walk(tree):
+        if loop and isinstance(node, ast.For) and not node.orelse:
+            span, wanted, statements = node.iter, {True}, node.body
+        elif not loop and isinstance(node, ast.If) and not node.orelse:
+            skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
+            statements = _rest(tree, node) if skips else node.body
+            span, wanted = node.test, needed(node.test, not skips)
+        else:
+            continue
+        if len(wanted) == 1 and statements:
+            names, fits = _effects(tree, statements, node)
+            inside = range(statements[0].lineno + shift, (statements[-1].end_lineno or 0) + shift + 1)
+            some = _some(node.test) if isinstance(node, ast.If) else None
+            body = Body(wanted.pop(), some, inside, names, fits)
+            found |= dict.fromkeys(range(span.lineno + shift, (span.end_lineno or span.lineno) + shift + 1), body)
+    return found
+
+
+def needed(test: ast.expr, wanted: bool) -> set[bool]:
+    """The truth values that the parts of a condition need for the whole to be as wanted; two, where parts need
+    different ones.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return needed(test.operand, not wanted)
+    if isinstance(test, ast.BoolOp):
+        return set().union(*(needed(v, wanted) for v in test.values))
+    return {wanted}
+
+
+def _some(test: ast.expr) -> bool | None:
+    """What a comparison of a number with 0 is where the number is not."""
+    match test:
+        case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=0)]):
+            return False
+        case ast.Compare(ops=[ast.Gt() | ast.NotEq()], comparators=[ast.Constant(value=0)]):
+            return True
+    return None
+
+
+def _rest(tree: ast.AST, branch: ast.If) -> list[ast.stmt]:
+    """The statements after a branch that ends this turn of a loop."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.For, ast.While)) and branch in node.body:
+            return node.body[node.body.index(branch) + 1 :]
+    return []
+
+
+def _effects(tree: ast.AST, statements: Sequence[ast.stmt], branch: ast.stmt) -> tuple[frozenset[str], bool]:
+    """(names that statements bind and that are used outside of them, can all they do be checked)."""
+    inside = {id(n) for s in statements for n in ast.walk(s)}
+    every = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
+    bound = {n.id for n in every if id(n) in inside and not isinstance(n.ctx, ast.Load)}
+    used = {n.id for n in every if id(n) not in inside and isinstance(n.ctx, ast.Load)}
+    own = {n.id for n in ast.walk(branch.target) if isinstance(n, ast.Name)} if isinstance(branch, ast.For) else set()
+    added = {s.target.id for s in _all(statements) if isinstance(s, ast.AugAssign) and isinstance(s.target, ast.Name)}
+    fits = all(isinstance(s, _PLAIN) for s in _all(statements)) and not any(
+        isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load) for s in statements for n in ast.walk(s)
+    )
+    return frozenset((bound & used - own) | (added & _before(tree, statements, added))), fits
+
+
+def _before(tree: ast.AST, statements: Sequence[ast.stmt], names: set[str]) -> set[str]:
+    """Names of these that something else than the statements binds first."""
+    inside = {id(n) for s in statements for n in ast.walk(s)}
+    return {
+        n.id
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Name) and n.id in names and id(n) not in inside and not isinstance(n.ctx, ast.Load)
+    }
+
+
+_PLAIN = (
+    ast.Assign,
+    ast.AnnAssign,
+    ast.AugAssign,
+    ast.Expr,
+    ast.If,
+    ast.For,
+    ast.Continue,
+    ast.Pass,
+    ast.Assert,
+    ast.With,
+)
+
+
+def _all(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
+    return [n for s in statements for n in ast.walk(s) if isinstance(n, ast.stmt)]

@@ -1,0 +1,158 @@
+"""What a model's choices are, tried on random numbers: whether masks exclude each other, or are empty together.
+
+Whole numbers and masks that a graph makes of floating-point numbers (topk, argmax, comparisons) or is given are drawn,
+and what follows from them is computed. So it does not matter how a model spells it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir import types as values
+from shardc.torch_private import OpOverload
+
+
+def typed(node: fx.Node) -> Any:
+    """Something with the shape and dtype of a node's result; None if it is no single tensor."""
+    found = node.meta["value"] if "value" in node.meta else node.meta.get("val")
+    return found if hasattr(found, "dtype") and hasattr(found, "shape") else None
+
+
+def leaves(roots: Sequence[fx.Node]) -> list[fx.Node]:
+    """What is drawn: the first values, on the way back from `roots`, that are no function of whole numbers alone."""
+    found: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
+    todo = list(roots)
+    while todo:
+        n = todo.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        maker = n.args[0] if n.target is operator.getitem else n
+        assert isinstance(maker, fx.Node)
+        if n.op == "placeholder" or any(_floats(x) and not _counted(x) for x in maker.all_input_nodes):
+            found[n] = None
+        else:
+            todo += n.all_input_nodes
+    return list(found)
+
+
+def _floats(node: fx.Node) -> bool:
+    v = typed(node)
+    return v is not None and bool(v.dtype.is_floating_point)
+
+
+def _counted(node: fx.Node) -> bool:
+    """Is a floating-point value made of whole numbers and constants only, as counts of choices often are?"""
+
+    def further(n: fx.Node) -> bool:
+        return n.op != "call_function" or _limit(n) is None
+
+    return all(n.op == "call_function" for n in values.behind([node], further))
+
+
+def _limit(node: fx.Node) -> int | None:
+    """How many different numbers the indices are that a topk, sort or argmax gives; None for anything else."""
+    maker = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(maker, fx.Node) or not isinstance(maker.target, OpOverload):
+        return None
+    name, x = values.op_name(maker.target), maker.args[0] if maker.args else None
+    if name not in ("argmax", "topk", "sort", "max") or not isinstance(x, fx.Node) or not _floats(x):
+        return None
+    if name != "argmax" and (node.target is not operator.getitem or node.args[1] != 1):
+        return None
+    dim = maker.args[2 if name == "topk" else 1] if len(maker.args) > (2 if name == "topk" else 1) else -1
+    return int(typed(x).shape[dim]) if isinstance(dim, int) else None
+
+
+def unrepeated(node: fx.Node) -> bool:
+    """Is it the indices of a topk or sort along the last dim, of which none is there twice?"""
+    if node.target is not operator.getitem or _limit(node) is None:
+        return False
+    maker: Any = node.args[0]
+    at = 2 if values.op_name(maker.target) == "topk" else 1
+    dim = maker.args[at] if len(maker.args) > at else -1
+    return values.op_name(maker.target) != "max" and dim in (-1, len(typed(node).shape) - 1)
+
+
+def draws(nodes: Sequence[fx.Node], count: int = 2) -> Iterator[dict[fx.Node, Any]]:
+    """Values of leaves, without end: any, few different numbers, and in every third draw the same numbers in all rows.
+    count: how many numbers there are, where the graph does not say so."""
+    seed = 0
+    while True:
+        generator = torch.Generator().manual_seed(seed)
+        yield {n: _draw(n, count, generator, seed) for n in nodes}
+        seed += 1
+
+
+def _draw(node: fx.Node, count: int, generator: torch.Generator, seed: int) -> Tensor:
+    v, limit = typed(node), _limit(node) or count
+    shape, alike = tuple(v.shape), seed % 3 == 2
+    drawn = (1,) * max(len(shape) - 1, 0) + shape[-1:] if alike else shape
+    if v.dtype == torch.bool:
+        return (torch.rand(drawn, generator=generator) < (0.5, 0.1, 0.0)[seed % 3]).expand(shape).clone()
+    if v.dtype.is_floating_point:
+        return torch.rand(shape, generator=generator, dtype=torch.float64).to(v.dtype)
+    if unrepeated(node) and shape[-1] <= limit:
+        scores = torch.rand((*drawn[:-1], limit), generator=generator)
+        if seed % 3 == 1:
+            scores[..., : shape[-1]] += 0.9
+        return scores.topk(shape[-1], -1).indices.to(v.dtype).expand(shape).clone()
+    if alike:
+        return torch.full(shape, int(torch.randint(limit, (), generator=generator)), dtype=v.dtype)
+    numbers = torch.randint(limit, shape, generator=generator)
+    return (numbers.clamp(max=1) if seed % 3 == 1 else numbers).to(v.dtype)
+
+
+def run(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> list[Any]:
+    """The values of nodes, of those of others, to which all that is computed is added. Raises KeyError for a node that
+    hangs on anything else."""
+
+    def value(n: fx.Node) -> Any:
+        if n not in known:
+            if n.op != "call_function":
+                raise KeyError(n)
+            args, kwargs = fx.map_arg((n.args, n.kwargs), value)
+            known[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+        return known[n]
+
+    return [value(n) for n in nodes]
+
+
+class Draws:
+    """Draws of what the last conditions were made of: those of the other turns of a loop are made of the same."""
+
+    def __init__(self) -> None:
+        self.drawn: list[fx.Node] = []
+        self.known: list[dict[fx.Node, Any]] = []
+        self.more: Iterator[dict[fx.Node, Any]] = iter(())
+
+    def _each(self, drawn: list[fx.Node]) -> Iterator[dict[fx.Node, Any]]:
+        if set(drawn) != set(self.drawn):
+            self.drawn, self.known, self.more = drawn, [], draws(drawn)
+        for i in range(96):
+            if i == len(self.known):
+                self.known.append(next(self.more))
+            yield self.known[i]
+
+    def implied(self, condition: Sequence[fx.Node], holds: Callable[[Any], bool], mask: fx.Node) -> bool:
+        """Is nothing chosen wherever a condition does not hold? holds(values of its nodes) -> whether it does. False
+        also where no draw is known in which it does not."""
+        empty = 0
+        for known in self._each(leaves([*condition, mask])):
+            try:
+                *given, chosen = run([*condition, mask], known)
+            except (KeyError, RuntimeError, IndexError):
+                return False
+            if not holds(given):
+                empty += 1
+                if bool(chosen.any()):
+                    return False
+                if empty == 3:
+                    return True
+        return empty > 0
