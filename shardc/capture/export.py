@@ -37,8 +37,8 @@ from shardc.torch_private import (
 def export(
     model: nn.Module, leaves: Leaves, loss: Loss | None, *, sizes: bool = False, rows: bool = False
 ) -> tuple[ExportedProgram, dict[str, fx.Node], tuple[str, ...]]:
-    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes. sizes, rows: see
-    known_values.
+    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes. sizes,
+    rows: see known_values.
     """
     mode, tensors = patches.fakes(model)
     inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # one each: export merges inputs that are one object
