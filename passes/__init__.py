@@ -20,6 +20,7 @@ from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
 from shardc.passes.place import Place
 from shardc.passes.precision import Precision
+from shardc.passes.stack_experts import StackExperts
 from shardc.passes.unknown_ops import UnknownOps
 from shardc.passes.unused_axes import UnusedAxes
 
@@ -45,6 +46,7 @@ PIPELINE = (
     Stage(
         "unknown_ops", UnknownOps, "canonical has decomposed what it can; place needs a rule for every op that is left"
     ),
+    Stage("stack_experts", StackExperts, "annotate gives layouts to parameters, and stacks of them are what is split"),
     Stage("capacity", Capacity, "adds an op to every `experts`, which has to be placed like the others"),
     Stage("annotate", Annotate, "placement starts from the layouts of weights, inputs and activations in the spec"),
     Stage("place", Place, "every op runs by one strategy per mesh axis before collectives can be known"),

@@ -209,7 +209,7 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
 def _keys(carried: Mapping[str, str], p: Param) -> list[str]:
     """The plan's entries for a parameter: by its name, or else by its module's."""
     found: list[str] = []
-    for name in (p.fqn, *p.aliases):
+    for name in (p.fqn, *p.names):
         for wanted in (name, name.rpartition(".")[0]):
             if hit := next((k for k in carried if _matches(k, wanted)), None):
                 found.append(hit)

@@ -86,7 +86,7 @@ def _means(
     pattern: str, style: Style | None, shard: Shard | None, p: Param, wanted: Shard | None, node: fx.Node
 ) -> bool:
     """Whether a pattern is right for one parameter: it does not match, or it says what is wanted."""
-    for name in (p.fqn, *p.aliases):
+    for name in (p.fqn, *p.names):
         module = name.rpartition(".")[0]
         if (
             style is not None

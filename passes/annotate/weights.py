@@ -56,7 +56,7 @@ class Weights:
         errors = Errors()
         rules = self.spec.shard
         nodes = placeholders(self.program.graph)
-        names = {n: p for p in self.program.params for n in (p.fqn, *p.aliases)}
+        names = {n: p for p in self.program.params for n in (p.fqn, *p.names)}
         modules = {n.rpartition(".")[0] for n in names}
         _, unmatched, _ = first_match([r.pattern for r in rules], [*names, *modules])
         for i in unmatched:
@@ -70,7 +70,7 @@ class Weights:
         layouts: dict[str, Layout] = {}
         for p in self.program.params:
             found: dict[int, str] = {}
-            for name in (p.fqn, *p.aliases):
+            for name in (p.fqn, *p.names):
                 for i, rule in enumerate(rules):
                     if match(rule.pattern, name) or (
                         rule.dims is None and match(rule.pattern, name.rpartition(".")[0])

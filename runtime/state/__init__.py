@@ -64,9 +64,11 @@ def local_parts(
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
 
     def part(x: Param | Buffer) -> Tensor:
-        names = (x.fqn, *x.aliases)
+        names = x.names
         if isinstance(x, Buffer) and x.constant is not None:
             whole = x.constant
+        elif x.members:
+            whole = torch.stack([given.get(n, mesh.device).detach() for n in x.members])
         else:
             name = next((n for n in names if n in given.shapes), "")
             chosen = given if name else rest
@@ -106,10 +108,13 @@ def _check(program: Program, given: Weights, rest: Weights | None) -> None:
     entries: list[Param | Buffer] = [x for x in _all(program) if x.fqn]
     wanted: dict[str, tuple[int, ...]] = {}
     for x in entries:
-        present = [n for n in (x.fqn, *x.aliases) if n in given.shapes] or [x.fqn]
+        if x.members:
+            wanted |= x.shapes
+            continue
+        present = [n for n in x.names if n in given.shapes] or [x.fqn]
         optional = isinstance(x, Buffer) and not x.persistent and given.what != "model"
         if present[0] not in given.shapes and optional:
-            if rest is None or not any(n in rest.shapes for n in (x.fqn, *x.aliases)):
+            if rest is None or not any(n in rest.shapes for n in x.names):
                 errors.add(
                     f"the buffer is not in the {given.what}: it is not persistent",
                     where=x.fqn,
@@ -124,7 +129,7 @@ def _check(program: Program, given: Weights, rest: Weights | None) -> None:
                 where=x.fqn,
                 fix="compile the model that has these weights",
             )
-    known = {n for x in entries for n in (x.fqn, *x.aliases)}
+    known = {n for x in entries for n in x.names}
     check_names(errors, wanted, given.shapes, known, f"the {given.what}")
     errors.raise_any()
 
@@ -188,7 +193,7 @@ def full_state_dict(
     found: dict[str, Tensor] = {}
     for x, whole in _entries(program, mesh, params, buffers):
         if mesh.rank == 0 or not rank0_only:
-            found |= dict.fromkeys((x.fqn, *x.aliases), whole)
+            found |= x.by_name(whole)
     return found
 
 
@@ -233,7 +238,7 @@ def export_safetensors(
             continue
         if not single and pending and sum(t.nbytes for t in pending.values()) + whole.nbytes > max_file_bytes:
             write()
-        pending[x.fqn] = whole
+        pending |= {n: w.clone() for n, w in x.by_name(whole).items()} if x.members else {x.fqn: whole}
         ties |= dict.fromkeys(x.aliases, x.fqn)
         total += whole.nbytes
     if mesh.rank == 0:

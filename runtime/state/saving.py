@@ -213,7 +213,7 @@ def load(
     errors = Errors()
     have = {k.removeprefix("model."): tuple(x.size) for k, x in stored.items() if k.startswith("model.")}
     wanted: list[Param | Buffer] = [*program.params, *kept(program)]
-    want = {x.fqn: x.shape for x in wanted}
+    want = {n: shape for x in wanted for n, shape in x.shapes.items() if x.members or n == x.fqn}
     check_names(errors, want, have, want, f"the checkpoint {folder.name}")
     errors.raise_any()  # its optimizer is of the same tensors
     states: dict[str, dict[str, Any]] = {}

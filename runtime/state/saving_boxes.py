@@ -70,6 +70,32 @@ class Part:
         ]
 
 
+@dataclass(frozen=True)
+class Member(Part):
+    """One entry of a stack of several of the model's parameters. stack: the part of all; index: which of them."""
+
+    stack: Part | None = None
+    index: int = 0
+
+    def boxes(self, mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+        assert self.stack is not None
+        for box, held in self.stack.boxes(mesh, coords):
+            at = self.index - box.offsets[0]
+            if 0 <= at < box.sizes[0]:
+                yield ChunkStorageMetadata(box.offsets[1:], box.sizes[1:]), held[at]
+
+
+def by_name(p: Param, part: Part) -> dict[str, Part]:
+    """A parameter's part under the names that checkpoints have for it: the first, of a stack those of all members."""
+    if not p.members:
+        return {p.fqn: part}
+    shape = p.shape[1:]
+    return {
+        n: Member(part.local, shape, replicas=part.replicas, copy=part.copy, stack=part, index=i)
+        for i, n in enumerate(p.members)
+    }
+
+
 def _place(box: Iterable[tuple[int, int, int]]) -> ChunkStorageMetadata:
     found = list(box)
     return ChunkStorageMetadata(torch.Size([g for _, g, _ in found]), torch.Size([n for _, _, n in found]))
@@ -110,9 +136,10 @@ def model_parts(
     program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], runs: Runs, mesh: Any
 ) -> dict[str, Part]:
     parts = {
-        f"model.{p.fqn}": part_of(program, p, params[p.name], runs.get(p.name), mesh)
+        f"model.{name}": part
         for p in program.params
         if p.name in params
+        for name, part in by_name(p, part_of(program, p, params[p.name], runs.get(p.name), mesh)).items()
     }
     return parts | {
         f"model.{b.fqn}": Part(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardc.errors import Errors, ShardcError
 from shardc.ir.placement import Layout
 from shardc.ir.program import Param, Program
-from shardc.runtime.state.saving_boxes import Part, Runs, copied, cut_axes, part_of, replicas
+from shardc.runtime.state.saving_boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
 from shardc.runtime.state.sources import check_names
 
 #: (parameter, name of a state of it, a tensor of its form) -> a tensor to fill
@@ -53,14 +53,15 @@ def state_parts(
         whole = replicas(program, Layout(), cut_axes(program, p) if run is not None else ())
         for name, x in optimizer.state.get(local, {}).items():
             if not isinstance(x, Tensor):
-                numbers.setdefault(p.fqn, {})[name] = x
+                for n in _named(p):
+                    numbers.setdefault(n, {})[name] = x
             elif x.shape == local.shape:
-                parts[f"optimizer.{p.fqn}.{name}"] = part_of(program, p, x, run, mesh)
+                each = by_name(p, part_of(program, p, x, run, mesh))
+                parts |= {f"optimizer.{n}.{name}": part for n, part in each.items()}
             elif x.dim() == 0 or (run is None and not p.layout.shards()):
                 if first:
-                    parts[f"optimizer.{p.fqn}.{name}"] = Part(
-                        x, tuple(x.shape), replicas=whole, copy=copied(program, p, mesh)
-                    )
+                    part = Part(x, tuple(x.shape), replicas=whole, copy=copied(program, p, mesh))
+                    parts |= {f"optimizer.{n}.{name}": part for n in _named(p)}
             else:
                 raise ShardcError(
                     f"the optimizer's state {name!r} of shape {list(x.shape)} does not have its parameter's shape,"
@@ -73,8 +74,13 @@ def state_parts(
         hyper = {
             k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in ("params", "param_names")
         }
-        facts.append({**hyper, "params": [p.fqn for p in members]})
+        facts.append({**hyper, "params": [n for p in members for n in _named(p)]})
     return parts, {"class": type(optimizer).__name__, "groups": facts, "numbers": numbers}
+
+
+def _named(p: Param) -> tuple[str, ...]:
+    """The names under which a checkpoint has its state."""
+    return p.members or (p.fqn,)
 
 
 def together(facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -131,7 +137,7 @@ def room_for(
     saved = {
         n: stored[f"model.{n}"].size for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored
     }
-    if idle := [p.fqn for p in program.params if p.fqn in saved and p.name in params and p.fqn not in members]:
+    if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in members]:
         what = (
             f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, and this"
             " one has not"
@@ -143,29 +149,32 @@ def room_for(
         errors.add(what, where=folder, fix=fix)
     check_names(
         errors,
-        {n: p.shape for n, p in members.items()},
+        {n: p.shapes[n] for p in members.values() for n in _named(p)},
         saved,
-        [p.fqn for p in program.params],
+        [n for p in program.params for n in _named(p)],
         "the checkpoint's optimizer",
     )
     for i, group in enumerate(groups):
-        _check_settings(errors, i, [p.fqn for p in group], facts["groups"], folder)
+        _check_settings(errors, i, [n for p in group for n in _named(p)], facts["groups"], folder)
     errors.raise_any()
-    states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(n, {})) for n in members}
+    states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
+    owners = {n: p for p in members.values() for n in _named(p)}
     for key, tensor in stored.items():
         fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
-        if not key.startswith("optimizer.") or fqn not in members:
+        if not key.startswith("optimizer.") or fqn not in owners:
             continue
-        p, local = members[fqn], params[members[fqn].name]
-        alike = tuple(tensor.size) == p.shape and (bool(p.shape) or name != "step")
+        p = owners[fqn]
+        local, shape = params[p.name], p.shapes[fqn]
+        alike = tuple(tensor.size) == shape and (bool(shape) or name != "step")
         form = torch.empty(local.shape if alike else tensor.size, dtype=tensor.properties.dtype, device="meta")
         x = (
             room(local, name, form)
             if room and name != "step"
             else torch.zeros_like(form, device="cpu" if name == "step" else local.device)
         )
-        states[fqn][name] = x
-        parts[key] = part_of(program, p, x, runs.get(p.name), mesh) if alike else Part(x, tuple(tensor.size))
+        x = states[p.fqn].setdefault(name, x)
+        part = part_of(program, p, x, runs.get(p.name), mesh) if alike else Part(x, tuple(tensor.size))
+        parts[key] = by_name(p, part)[fqn] if alike else part
     return states
 
 
@@ -200,7 +209,11 @@ def fill(
     groups = []
     for i, (group, members) in enumerate(zip(optimizer.param_groups, _groups(program, params, optimizer), strict=True)):
         # by name; a group of which this rank has nothing, by number
-        alike = [g for g in facts["groups"] if members[0].fqn in g["params"]] if members else facts["groups"][i : i + 1]
+        alike = (
+            [g for g in facts["groups"] if _named(members[0])[0] in g["params"]]
+            if members
+            else facts["groups"][i : i + 1]
+        )
         hyper: dict[str, Any] = alike[0] if alike else {}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[p.fqn] for p in members), strict=True))

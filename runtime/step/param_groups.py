@@ -39,7 +39,7 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
     def of(cls, program: Program, params: Mapping[str, nn.Parameter]) -> NamedParameters:
         """params: this rank's, by placeholder name."""
         trained = [p for p in program.params if p.requires_grad]
-        known = {p.fqn: (p.fqn, *p.aliases) for p in trained}
+        known = {p.fqn: (p.fqn, *p.names) for p in trained}
         return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known)
 
 

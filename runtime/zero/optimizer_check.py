@@ -122,6 +122,10 @@ def _sharding(program: Program, p: Param, runs: Mapping[str, Run]) -> ParamShard
             "write data.zero: 0",
         )
     axes = {s.dim: a for a, s in p.layout.shards() if program.mesh.size(a) > 1}
+    if p.members and not axes:
+        why = f"{p.fqn} is a stack of {len(p.members)} of the model's parameters"
+        return ParamSharding((0,), why, p.fqn, "leave `experts:` out of the spec")
+    axes |= {0: axes.get(0, "experts")} if p.members else {}
     over = ", ".join(dict.fromkeys(axes.values()))
     if not axes:
         return None

@@ -148,7 +148,7 @@ def _with_reports(stage: Stage, names: _OpNames) -> fx.Graph:
 def _weights(program: Program) -> dict[str, Tensor]:
     """Weights of the model's shapes that take no memory."""
     stored: list[Param | Buffer] = [x for x in program.stored if not isinstance(x, Input) and x.fqn]
-    return {name: torch.empty((), dtype=x.dtype).expand(x.shape) for x in stored for name in (x.fqn, *x.aliases)}
+    return {name: torch.empty((), dtype=x.dtype).expand(shape) for x in stored for name, shape in x.shapes.items()}
 
 
 def _foreach(make: OptimizerOf) -> OptimizerOf:

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
@@ -112,11 +112,45 @@ class Collective:
     asked: bool = True  # False: no annotation asked for it (a note; an error under `strict`)
 
 
+class Stored:
+    """What parameters and buffers have in common: names in the model's state_dict.
+
+    A parameter may be a stack of several of the model's, [number, ...]: then these are its `members`, in order.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...]
+    members: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names in the model."""
+        return self.members or (self.fqn, *self.aliases)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shape of what each name stands for."""
+        return dict.fromkeys(self.names, self.shape[1:] if self.members else self.shape)
+
+    def by_name(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The global tensor under the model's names: all of a tied one, each member's of a stack (views)."""
+        return dict(zip(self.members, whole, strict=True)) if self.members else dict.fromkeys(self.names, whole)
+
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The global tensor of such tensors. Raises KeyError if none of its names is there."""
+        if self.members:
+            return torch.stack([tensors[n] for n in self.members])
+        name = next((n for n in self.names if n in tensors), self.fqn)
+        return tensors[name]
+
+
 @dataclass(frozen=True)
-class Param:
+class Param(Stored):
     """A trainable or frozen parameter. Tied parameters are one Param with several names.
 
     name: its placeholder in the graphs. fqn: the first of its names in the model; aliases: the others.
+    members: of a stack of several of the model's parameters: their names, in order; fqn is then a pattern of them.
     shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed.
     order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 =
     none.
@@ -134,6 +168,7 @@ class Param:
     order: int = 0
     bucket: int = -1
     stages: tuple[int, ...] = ()
+    members: tuple[str, ...] = ()
 
     @property
     def value(self) -> Value:
@@ -141,7 +176,7 @@ class Param:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class Buffer(Stored):
     """A buffer (running statistics, masks) or a constant tensor of the graph.
 
     updated: the step computes a new value for it; adds: each microbatch a summand of it. persistent: it is in the
@@ -160,6 +195,7 @@ class Buffer:
     adds: bool = False
     persistent: bool = True
     constant: torch.Tensor | None = field(default=None, compare=False)
+    members: ClassVar[tuple[str, ...]] = ()
     stages: tuple[int, ...] = ()
 
     @property
@@ -356,7 +392,7 @@ class Program:
     def param(self, name: str) -> Param:
         """A parameter by placeholder name or by any of its FQNs."""
         for p in self.params:
-            if name in (p.name, p.fqn, *p.aliases):
+            if name in (p.name, p.fqn, *p.names):
                 return p
         raise KeyError(name)
 

@@ -86,7 +86,7 @@ def verify(program: Program, *, seed: int = 0) -> Report:
     filled = any(b.constant is None and not b.dtype.is_floating_point for b in double.buffers)
     for integers, fractions in product((0, 1) if filled else (0,), (False, True)):
         weights = random_state(double, seed, integers=integers)
-        params = {p.name: weights[p.fqn].clone().requires_grad_(p.requires_grad) for p in double.params}
+        params = {p.name: p.whole(weights).clone().requires_grad_(p.requires_grad) for p in double.params}
         buffers = {b.name: weights[b.fqn] for b in double.buffers if b.constant is None}
         batch = random_inputs(double, seed, fractions=fractions)
         try:
@@ -107,7 +107,10 @@ def verify(program: Program, *, seed: int = 0) -> Report:
     sim = simulate(double, weights, batch, seed=seed)
 
     pairs: list[tuple[str, Tensor | None, Tensor | None]] = [("loss", loss.detach(), sim.loss)]
-    pairs += [(p.fqn, params[p.name].grad, sim.grads.get(p.fqn)) for p in double.params if p.requires_grad]
+    for p in (p for p in double.params if p.requires_grad):
+        gradient = params[p.name].grad
+        one_by_one = {} if gradient is None else p.by_name(gradient)
+        pairs += [(n, one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
     pairs += [(b.fqn, news[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
     findings, worst = [], 0.0
     # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
@@ -123,7 +126,7 @@ def verify(program: Program, *, seed: int = 0) -> Report:
                 "the loss"
                 if name == "loss"
                 else "its gradient"
-                if name in {p.fqn for p in double.params}
+                if name in {n for p in double.params for n in p.names}
                 else "its new value"
             )
             findings.append(

@@ -29,7 +29,7 @@ def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str,
                 1 if isinstance(x, Param) else 0.5
             )  # gains; variances, and tables of rates whose complement has a root
             value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else middle + 0.1 * noise).to(x.dtype)
-        state |= dict.fromkeys((x.fqn, *x.aliases), value)
+        state |= x.by_name(value)
     return state
 
 

@@ -25,7 +25,7 @@ def interpret(
     Returns (loss, {name of an updated buffer: its new value}); differentiable.
     """
     given: list[Any] = [None, rng]
-    given += [_find(params, p.name, p.fqn, *p.aliases) for p in program.params]
+    given += [params[p.name] if p.name in params else p.whole(params) for p in program.params]
     given += [
         b.constant if b.constant is not None else _find(buffers, b.name, b.fqn, *b.aliases) for b in program.buffers
     ]
@@ -50,7 +50,7 @@ def tensors_of(
         dict(model.named_buffers(remove_duplicate=False)),
     )
     return (
-        {p.name: params[p.fqn] for p in program.params},
+        {p.name: p.whole(params) for p in program.params},
         {b.name: buffers[b.fqn] for b in program.buffers if b.constant is None},
         {i.name: reach(batch, i.path) for i in program.inputs},
     )

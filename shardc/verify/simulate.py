@@ -99,7 +99,7 @@ def simulate(
         there = {
             i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
         }  # without elements, without values
-        grads |= dict.fromkeys((p.fqn, *p.aliases), _join(program, p, _local(program, p, there), "the gradient of "))
+        grads |= p.by_name(_join(program, p, _local(program, p, there), "the gradient of "))
     for p in program.params:
         whole = _join(
             program, p, _local(program, p, {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}), ""
@@ -108,7 +108,7 @@ def simulate(
             if p.name in r.wholes:
                 seen = p.layout.local(whole, program.mesh, program.mesh.coords(rank))
                 _check_replica(seen, r.wholes[p.name], f"{p.fqn} on rank {rank}")
-        state |= dict.fromkeys((p.fqn, *p.aliases), whole)
+        state |= p.by_name(whole)
     for x in (b for b in program.buffers if b.fqn):
         held = {i: r.buffers[x.name] for i, r in enumerate(ranks) if x.name in r.buffers}
         state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, held, ""))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardc
 from shardc.capture import capture
+from shardc.ir.placement import Shard
+from shardc.ir.program import Program
 from shardc.runtime import ops
-from tests import equality
+from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.state import export_safetensors
+from tests import equality, zoo
 from tests.zoo import expert_loops, hf, hf_more
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -67,7 +74,7 @@ class Rows(nn.Module):
         return self.function(self, x, x.argmax(-1) % 2).square().sum()
 
 
-def capture_rows(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> shardc.ir.program.Program:
+def capture_rows(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> Program:
     torch.manual_seed(0)
     return capture(Rows(forward).double(), (torch.randn(10, 8, dtype=torch.float64),))
 
@@ -179,3 +186,114 @@ def has_else(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
 def test_what_is_more_than_rows_is_refused(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(shardc.ShardcError, match="depends on a tensor's value"):
         capture_rows(forward)
+
+
+# --- lists of experts, spread over ranks ------------------------------------------------------------------------------
+
+EP = {"mesh": {"ep": 2}, "experts": [{"match": "moe", "axis": "ep"}]}
+SPREAD: dict[str, dict[str, Any]] = {
+    "ep=2": EP,
+    "ep=2 tp=2": {**EP, "mesh": {"ep": 2, "tp": 2}, "shard": {"use": "structure"}},
+    "experts over dp, ZeRO 2": {
+        "mesh": {"dp": 2},
+        "data": {"axis": "dp", "zero": 2},
+        "experts": [{"match": "moe", "axis": "dp"}],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("style", "mesh"),
+    [(s, m) for s in expert_loops.STYLES for m in SPREAD if m == "ep=2" or s in ("Mixtral", "Nano")],
+)
+def test_each_rank_has_its_experts(style: str, mesh: str) -> None:
+    reference = one(style)
+    spec = {"shardc": 1, **SPREAD[mesh]}
+    sim = reference.on(spec)
+    equality.assert_equal(sim, reference.loss, reference.grads)
+    program = reference.compile(spec)
+    axis = SPREAD[mesh]["experts"][0]["axis"]
+    weights = [p for p in program.params if p.fqn.startswith(("moe.experts.", "moe.input", "moe.output"))]
+    assert weights
+    assert all(p.shape[0] == expert_loops.EXPERTS and p.layout[axis] == Shard(0) for p in weights)
+
+
+def test_names_are_the_models_own() -> None:
+    model, batch = build("Mixtral")
+    program = shardc.compile(model, batch, {"shardc": 1, **EP})
+    stack = program.param("moe.experts.2.w1.weight")
+    assert stack.fqn == "moe.experts.*.w1.weight"
+    assert stack.members == tuple(f"moe.experts.{i}.w1.weight" for i in range(expert_loops.EXPERTS))
+    states = loopback(program.mesh, lambda mesh: program.engine(model, mesh=mesh).full_state_dict())
+    want = model.state_dict()
+    for state in states:
+        assert state.keys() == want.keys()
+        assert all(torch.equal(state[n], want[n]) for n in want)
+
+
+def test_training_checkpoints_and_files(tmp_path: Path) -> None:
+    """AdamW on ep=2, saved after two steps; dp=2, which keeps experts by themselves, goes on alike, and one device."""
+    with zoo.Wide():
+        model, batch = build("Mixtral")
+        ep = shardc.compile(model, batch, {"shardc": 1, **EP})
+        dp = shardc.compile(model, batch, {"shardc": 1, **MESHES["dp=2"]})
+
+    def first(mesh: Any) -> list[float]:
+        engine = ep.engine(model, adamw, mesh=mesh)
+        losses = [float(engine.step(batch)) for _ in range(2)]
+        engine.save(tmp_path / "ep")
+        export_safetensors(tmp_path / "out", ep, mesh, engine.wholes(), engine.buffers)
+        return [*losses, float(engine.step(batch))]
+
+    def again(program: Program, folder: str) -> Callable[[Any], list[float]]:
+        def work(mesh: Any) -> list[float]:
+            engine = program.engine(model, adamw, mesh=mesh)
+            engine.load(tmp_path / folder)
+            engine.save(tmp_path / "next")
+            return [float(engine.step(batch))]
+
+        return work
+
+    *_, third = losses = loopback(ep.mesh, first)[0]
+    one_device = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(one_device.parameters(), lr=1e-2)
+    for loss in losses:
+        found = one_device(*batch)
+        assert abs(float(found) - loss) < 1e-12
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+    assert abs(loopback(dp.mesh, again(dp, "ep"))[0][0] - third) < 1e-12
+    assert abs(loopback(ep.mesh, again(ep, "next"))[0][0] - third) < 1e-12  # what dp=2 saved
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert {n: x.shape for n, x in saved.items()} == {n: x.shape for n, x in model.state_dict().items()}
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def test_a_builder_an_artifact_and_verify(tmp_path: Path) -> None:
+    """Weights of a builder are the same stacked and by themselves; a stack survives its text."""
+    model, batch = build("Nano")
+    program = shardc.compile(model, batch, {"shardc": 1, **EP})
+    assert program.verify().ok
+    program.save(tmp_path / "program")
+    loaded = shardc.load(tmp_path / "program")
+    assert loaded.params == program.params
+
+    def weights(p: Program) -> dict[str, Tensor]:
+        return loopback(p.mesh, lambda mesh: p.engine(lambda: build("Nano")[0], mesh=mesh, seed=3).full_state_dict())[0]
+
+    plain = weights(shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}))
+    assert plain.keys() == model.state_dict().keys()
+    assert all(torch.equal(x, plain[n]) for n, x in weights(loaded).items())
+    assert program.cost().memory.peak > 0
+
+
+def test_an_optimizer_of_whole_parameters_is_refused_for_a_stack() -> None:
+    """It would scale the update of one expert by the size of another."""
+    model, batch = build("Mixtral")
+    program = shardc.compile(model, batch, {"shardc": 1, **EP})
+    with pytest.raises(shardc.ShardcError, match="experts"):
+        loopback(program.mesh, lambda mesh: program.engine(model, torch.optim.Adafactor, mesh=mesh))
