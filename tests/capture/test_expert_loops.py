@@ -259,7 +259,7 @@ def test_training_checkpoints_and_files(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(one_device.parameters(), lr=1e-2)
     for loss in losses:
         found = one_device(*batch)
-        assert abs(float(found) - loss) < 1e-12
+        assert abs(found.item() - loss) < 1e-12
         optimizer.zero_grad()
         found.backward()
         optimizer.step()
