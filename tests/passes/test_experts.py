@@ -108,7 +108,7 @@ class Loop(nn.Module):
         y = torch.zeros_like(x)
         if self.how == "stack":
             w = torch.stack([e.weight for e in self.moe])  # type: ignore[misc]
-            y = shardc.nn.experts(x, index, weights, w, w.mT, activation="relu")
+            y = shardc.nn.experts(x, index, weights, w, w.mT, activation="relu") + self.moe[0](x)  # used twice
         for n, expert in enumerate(self.moe):
             if self.how == "rows":
                 row, choice = torch.where(index == n)
@@ -691,9 +691,9 @@ def test_wrong_specs(case: str) -> None:
 @pytest.mark.parametrize(
     ("how", "what", "fix"),
     [
-        ("rows", "the loop over experts depends on a tensor's value", "shardc.nn.experts"),
-        ("branch", "the loop over experts depends on a tensor's value", "shardc.nn.experts"),
-        ("all", "there are no experts of a form that shardc knows", "a Python loop over experts is not one"),
+        ("rows", "no experts that shardc recognises", "rewrite a Python loop over experts"),  # one layer each: no op
+        ("branch", "no experts that shardc recognises", "rewrite a Python loop over experts"),
+        ("all", "no experts that shardc recognises", "rewrite a Python loop over experts"),
         ("stack", "are put together from several parameters", "store them as one parameter"),
     ],
 )
