@@ -132,6 +132,7 @@ def algebra() -> Blocks:
     from typer.testing import CliRunner
 
     from shardc.cli import app
+    from shardc.ir import conversions
 
     found = CliRunner().invoke(app, ["rules", *RULES, "--json"])
     each = {r["op"]: r for r in json.loads(found.stdout)}
@@ -147,6 +148,7 @@ def algebra() -> Blocks:
             ]
         )
     return {
+        "conversions": conversions.markdown(),
         "rules": table(["op", "rule", "linear in", "the function says"], rows),
         "tensor": mlp("gpt"),
         "sequence": mlp("gpt-sp"),

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.annotate import Annotate
 from shardc.passes.base import Options, Pass
+from shardc.passes.buckets import GradientBuckets
 from shardc.passes.canonical import Canonical
 from shardc.passes.canonical.grouped_mm import GroupedMM
 from shardc.passes.capacity import Capacity
 from shardc.passes.checkpoint import Checkpoint
-from shardc.passes.data import Data
 from shardc.passes.match_layouts import MatchLayouts
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
@@ -55,7 +55,7 @@ PIPELINE = (
     Stage("accumulate", Accumulate, "microbatches are an axis up to here; what follows sees one microbatch"),
     Stage("pipeline", Pipeline, "cuts where few bytes cross, and these are known once sizes are local"),
     Stage("checkpoint", Checkpoint, "a region is part of one stage, and its budget counts bytes of one rank"),
-    Stage("match_layouts", MatchLayouts, "gives the buckets that data would otherwise make"),
-    Stage("data", Data, "buckets follow the order of the final graphs, and gathers stand in them"),
+    Stage("match_layouts", MatchLayouts, "gives the buckets that the next pass would otherwise make"),
+    Stage("buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),
     Stage("unused_axes", UnusedAxes, "only now is every axis seen that something uses"),
 )

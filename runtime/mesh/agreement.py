@@ -197,7 +197,7 @@ def _weights(program: Program, prints: Mapping[str, int]) -> list[tuple[Fact, li
     """For each set of axes that splits weights: one fact of all weights that these axes split, and a fact of each of
     them, to name those that differ.
     """
-    stored = (*program.params, *program.buffers)
+    stored: list[Param | Buffer] = [*program.params, *program.buffers]
     by_axes: dict[tuple[str, ...], list[Param | Buffer]] = {}
     for x in stored:
         split = {part for axis, _ in x.layout.shards() for part in program.mesh.parts(axis)}

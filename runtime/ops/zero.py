@@ -1,4 +1,4 @@
-"""What a program calls to have the parameters of a cut bucket whole (shardc.ir.program.Bucket, shardc.passes.data)."""
+"""What a program calls to have the parameters of a bucket whole (shardc.ir.program.Bucket, shardc.passes.buckets)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """Gradient buckets: sums over ranks that overlap with backward (Li et al. 2020, "PyTorch Distributed").
 
 When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer; when a bucket
-is full, and all before it have started, its sum starts in the background. Buckets come from the program in the order in
-which backward finishes them: no warm-up step measures it, and all ranks agree. What ZeRO shards is a matter of each
-bucket: replicated_bucket.py, sharded_grad_bucket.py, sharded_param_bucket.py."""
+is full, and all before it have started, its sum starts in the background. Which parameters share a bucket, of which
+size, in which order, is decided by the pass shardc.passes.buckets: the order in which backward finishes them, which the
+graph shows, so that no warm-up step measures it and all ranks agree. What ZeRO shards is a matter of each bucket:
+replicated_bucket.py, sharded_grad_bucket.py, sharded_param_bucket.py.
+"""
 
 from __future__ import annotations
 

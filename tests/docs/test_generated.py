@@ -24,7 +24,7 @@ def test_every_block_is_made_by_something() -> None:
     """What `generate` does not fill, bench.py does, or a person."""
     others = {"bench"}
     for page in (ROOT / "docs").glob("*.md"):
-        named = set(re.findall(r"<!-- (\w+):begin -->", page.read_text())) - others - {"conversions"}
+        named = set(re.findall(r"<!-- (\w+):begin -->", page.read_text())) - others
         assert not named or page.name in generate.PAGES, page.name
 
 

@@ -11,7 +11,6 @@ from tests.docs.pages import PAGES, README, ROOT, Page
 _TOP = "(?:shardc|passes|runtime|specs|tests|docs|examples)"
 _PATH = re.compile(rf"(?<![\w/.{{<*-])({_TOP}/[\w./-]+\.(?:py|md|yaml|json|svg)|{_TOP}(?:/\w+)+/?)(?![\w*{{<-])")
 #: Paths of the coming layout, which do not exist yet: to be deleted when it is there.
-COMING = {"shardc/ir/conversions.py"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -36,7 +35,7 @@ def test_paths_that_are_named_exist(page: Page) -> None:
     }
     added = {"passes/square.py", "runtime/schedule/serial.py"}  # by the reader
     new = added if page.file.name == "CONTRIBUTING.md" else set()
-    missing = {p for p in named - COMING - new if not (ROOT / p).exists() and not (ROOT / f"{p}.py").exists()}
+    missing = {p for p in named - new if not (ROOT / p).exists() and not (ROOT / f"{p}.py").exists()}
     assert not missing
 
 

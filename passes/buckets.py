@@ -1,4 +1,4 @@
-"""Data: bucket the gradients that ranks sum, in the order in which backward finishes them; shard the buckets (ZeRO).
+"""Buckets: group the gradients that ranks sum, in the order in which backward finishes them; shard the buckets (ZeRO).
 
     before   wte.weight       reduce (dp)        order 2
              h.0.qkv.weight   reduce (dp)        order 1
@@ -37,7 +37,7 @@ from shardc.runtime import ops
 
 
 @dataclass(frozen=True)
-class Data(Pass):
+class GradientBuckets(Pass):
     """Lifts the parameters' gradient reductions out into buckets, and shards the buckets over a data axis.
 
     Of several data axes the buckets are sharded over the last, the innermost, and replicated over the others. Without
