@@ -403,8 +403,8 @@ class _Microbatch:
 
     def _once(self, user: fx.Node, x: fx.Node) -> fx.Node:
         """x in the first microbatch, zeros in the others: what is added to a sum is added once. Gradients of sums over
-        all
-        microbatches go to each."""
+        all microbatches go to each.
+        """
         once = ops.to_partial if x in self.whole_sums else ops.partial_grad_to_partial
         with self.graph.inserting_before(user):
             new = self.graph.create_node("call_function", once, (x, self.mesh_node, AXIS), {}, name=f"{x.name}_once")

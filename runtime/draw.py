@@ -1,6 +1,5 @@
 """Random tensor ops computed from the counter-based generator: what `normal_`, `rand`, `randperm` ... mean in a
-replayed
-tape.
+replayed tape.
 
 Element i (in row-major order of the op's own result) of a random op is a function of the op's key and i alone, so that
 the numbers are the same on every mesh and device, however large the pieces in which they are computed.

@@ -124,8 +124,7 @@ def launch(
     patience: float = GRACE,
 ) -> int:
     """Run `command` once for every rank of a mesh, with torch.distributed's environment; return 0, 2 if a rank found
-    the
-    input wrong, 1 if it failed.
+    the input wrong, 1 if it failed.
 
     Rank 0 writes to this terminal; stdout: to this file descriptor. If a rank fails, all end within seconds, and the
     standard error of the rank that failed first is shown, with its rank and coordinates, and with what it was doing:

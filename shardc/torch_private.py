@@ -197,11 +197,11 @@ def traced_on(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Gra
 
 def functionalized(exported: ExportedProgram) -> ExportedProgram:
     """`exported.run_decompositions({})`: traced once more, in functional ops below torch.func's transforms; composed
-    ops
-    stay.
+    ops stay.
 
     torch marks every composed op that it knows as one to stay, in all, which takes longer than tracing a small graph:
-    here only those of this graph."""
+    here only those of this graph.
+    """
     present = {
         n.target for n in exported.graph.nodes if isinstance(n.target, OpOverload) and _is_preservable_cia_op(n.target)
     }
@@ -310,9 +310,8 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """(pack, unpack) of the `torch.autograd.graph.saved_tensors_hooks` that are open now. Only the innermost ones are
-    ever
-    called by
-    autograd: hooks that work within others have to pass on themselves what they do not take."""
+    ever called by autograd: hooks that work within others have to pass on themselves what they do not take.
+    """
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found
 

@@ -1,9 +1,9 @@
 """A typed program written by hand, text for text: two linear layers, split as Megatron does, on dp x tp, with sources
-and
-causes.
+and causes.
 
 pre = x * scale ;  h = gelu(linear(pre, up)) ;  z = linear(h, down) ;  loss = sum(z²) / 32 ;  mean' = mean of z over the
-batch"""
+batch
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What a real step holds: every rank of a loopback mesh is a thread, and counts the bytes of all storages that its
-tensors
-lie in.
+tensors lie in.
 
 A storage is counted once, from the op that first returns a tensor in it until it is freed. What the loopback mesh
 itself makes while ranks meet is not counted: a real mesh has NCCL do it; its results are.

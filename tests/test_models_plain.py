@@ -1,6 +1,5 @@
 """Ordinary PyTorch models: equal to one device in float64 on every mesh, and the batch stays split from the input to
-the
-loss.
+the loss.
 
 The reference is the user's own model in eager mode: loss, every gradient, every buffer that the step updates.
 """

@@ -26,8 +26,7 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Shared:
     """Key-value heads that several query heads use. heads: their number (1 in multi-query attention); queries: that of
-    the
-    users.
+    the users.
 
     fused: one weight makes them and the queries.
     """

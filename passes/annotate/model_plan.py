@@ -219,11 +219,11 @@ def _keys(carried: Mapping[str, str], p: Param) -> list[str]:
 
 def _wrapped(carried: Mapping[str, str], program: Program) -> dict[str, dict[str, Param]]:
     """{parameter: {entry: the layer's own weight}} where the module that a plan names has become a wrapper around the
-    one
-    that it means.
+    one that it means.
 
     Adapters (LoRA, by peft or by hand) put the layer one level down, beside matrices of their own: the largest matrix
-    is the layer's."""
+    is the layer's.
+    """
     within: dict[tuple[str, str], list[Param]] = {}
     for p in program.params:
         parts = p.fqn.split(".")

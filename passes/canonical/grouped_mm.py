@@ -263,8 +263,8 @@ class _Writer:
 
     def _behind(self, node: Any) -> tuple[list[fx.Node], list[fx.Node]]:
         """(the ops between a value and the products that it is made of, in order; those products, in order). ([], [])
-        if
-        anything else goes in."""
+        if anything else goes in.
+        """
         mine, found = set(self.plain.values()), dict[fx.Node, None]()
 
         def visit(n: fx.Node) -> bool:

@@ -1,6 +1,5 @@
 """Variances, norms and questions (all, any) over the leading dim as sums, which the batch may be split in; others stay
-one
-op.
+one op.
 
 std(x, [0], correction=1)    ->    sqrt(sum((x - mean(x, [0]))²) / (n - 1))
 linalg_vector_norm(x, 2)     ->    sqrt(sum(x * x))                             with a gradient of zero at zero

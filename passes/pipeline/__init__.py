@@ -174,8 +174,8 @@ class _Cut:
 
     def _settle(self, ops: cuts.Ops) -> None:
         """Move ops, but products, over a cut where less crosses it then: back what makes less, forward what makes more.
-        As
-        long as that leaves the stages as even as they are."""
+        As long as that leaves the stages as even as they are.
+        """
         size = {n: sum(v.nbytes(self.mesh) for v in values_of(n)) for n in self.main}
         work = dict(zip(ops.nodes, ops.work, strict=True))
         loads, members = [0.0] * self.count, [0] * self.count

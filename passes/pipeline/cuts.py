@@ -58,8 +58,8 @@ class Ops:
 
     def sending(self, cut: int) -> float:
         """What it costs to send what crosses a cut there and its gradients back, each while the stages compute forward
-        and
-        backward: 3 times the work of forward."""
+        and backward: 3 times the work of forward.
+        """
         return MEMORY_BYTES_PER_NETWORK_BYTE * self.crossing[cut] / 3
 
     @staticmethod

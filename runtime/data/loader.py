@@ -37,8 +37,7 @@ class Rest:
 
 class Loader:
     """One epoch at a time of local parts of global batches, for `engine.step(part, local=True)`. Made by
-    `engine.loader`,
-    which see.
+    `engine.loader`, which see.
 
     What a checkpoint keeps moves on when a part is handed out, whatever workers have read ahead; the last part of an
     epoch moves it to the next epoch. An iteration that is broken off is gone on with by the next one.

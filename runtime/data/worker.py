@@ -1,12 +1,12 @@
 """What a DataLoader's workers do for shardc.runtime.data.loader: read this rank's samples of one global batch, and
-collate
-them.
+collate them.
 
 Random numbers that a dataset or a collate function draws (crops, masked words) do not know the mesh: `random`, numpy
 and torch are seeded for every sample, from the loader's seed, the epoch and the sample's index, and for every collation
 from the first of its samples. So ranks that read the same samples (they differ in tp only, say) get the same numbers,
 whatever else their processes do, and a run that goes on later gets the numbers it would have got. The process's own
-random state is left as it was."""
+random state is left as it was.
+"""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ class TorchMesh(RankMesh):
     lines: axes along which ranks send to each other. Each gets a group for either direction: NCCL carries out what two
     ranks send each other in one group one after the other, and both would wait if each sent first.
     device: "cuda" (NCCL) or "cpu" (gloo); default: what the process group that exists already runs on, else cuda where
-    every process of this machine has a GPU of its own.
-    Joins the world that torchrun (or `shardc run`) describes in the environment, unless a process group exists already.
-    Raises ShardcError if the world has another number of ranks than the mesh.
+    every process of this machine has a GPU of its own. Joins the world that torchrun (or `shardc run`) describes in the
+    environment, unless a process group exists already. Raises ShardcError if the world has another number of ranks than
+    the mesh.
     """
 
     def __init__(

@@ -54,8 +54,7 @@ def experts(
     transposed: bool = False,
 ) -> Tensor:
     """f[t, h] like x: sum over k of weights[t, k] * (down[e] @ activation(up[e] @ x[t] + up_bias[e]) + down_bias[e]), e
-    =
-    index[t, k].
+    = index[t, k].
 
     activation: text (shardc.runtime.ops.expert_activation), or what it says.
     """
@@ -67,8 +66,7 @@ def experts(
 
 def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
     """i64[t, k]: the choices, -1 for those beyond the first `limit` of an expert, by position: token by token, and in
-    each
-    choice by choice.
+    each choice by choice.
 
     index: i64[t, k], or i64[chunks, t, k]: each chunk by itself.
     """
@@ -134,8 +132,8 @@ def _places(
     mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, padding: int, blocks: int
 ) -> tuple[Tensor, int, int]:
     """(place, ranks, experts of each). place[e] = rank in the group of `axes` * experts of each + which of them; the
-    last
-    number of all for experts that no rank of the group has, and as entry `experts`."""
+    last number of all for experts that no rank of the group has, and as entry `experts`.
+    """
     if not digits:
         return torch.arange(experts + 1), 1, experts
     layout = _layout(digits, padding, blocks)

@@ -45,11 +45,11 @@ def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
 
 def check_range(index: Tensor, size: int, what: str, ignore: int | None = None) -> None:
     """Raise IndexError for a global index outside 0 ... size - 1 that is not `ignore`: no rank has it, each would take
-    it
-    for another's.
+    it for another's.
 
     what: names the index. On the CPU only, where torch's own look-ups tell as well: elsewhere asking would wait for the
-    device."""
+    device.
+    """
     if index.device.type != "cpu" or isinstance(index, FakeTensor):
         return
     outside = (index < 0) | (index >= size)

@@ -1,6 +1,5 @@
 """1F1B (arXiv 1806.03377, 2006.09503) and interleaved 1F1B (arXiv 2104.04473): as soon as a rank can, it runs one
-backward
-for each forward.
+backward for each forward.
 
     rank 0: 0F0 0F1             0B0 0F2     0B1     0B2
     rank 1:     1F0 1B0     1F1 1B1     1F2 1B2
@@ -11,7 +10,8 @@ then through its second, ...; the warm-up is (v-1)p + 2(p-1-i) forwards, and the
 
 Rounds must be whole for these numbers: with fewer microbatches the order is that of the next multiple of p, without
 those that are not there. What is left of a legal order without some microbatches is legal too, as microbatches do not
-depend on each other."""
+depend on each other.
+"""
 
 from __future__ import annotations
 

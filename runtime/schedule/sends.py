@@ -2,9 +2,9 @@
 
 All that happens is put in one order, and each rank's list is its part of it. An action has its place by when it ends
 where every F, I and W takes 1, then by its rank; what it sends comes right behind it, on both ranks. Sends and receives
-in one order, each at one moment on both its
-ranks: there is no deadlock under any buffering, and every pair of ranks sees one order (proof.py). As actions
-stand where they end, a receive comes before the action that its rank runs while the value is made: it is posted ahead.
+in one order, each at one moment on both its ranks: there is no deadlock under any buffering, and every pair of ranks
+sees one order (proof.py). As actions stand where they end, a receive comes before the action that its rank runs while
+the value is made: it is posted ahead.
 """
 
 from __future__ import annotations

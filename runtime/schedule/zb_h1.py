@@ -1,6 +1,5 @@
 """ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B whose backward is split; the gradients of weights wait, and fill the
-bubble
-at the end.
+bubble at the end.
 
     rank 0: 0F0 0F1         0I0 0W0 0F2 0I1 0W1     0I2 0W2
     rank 1:     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2

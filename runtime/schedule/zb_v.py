@@ -1,6 +1,5 @@
 """ZB-V (arXiv 2401.10241, section 6): two stages a rank in a V, so that the first rank also has the last stage;
-backward
-is split.
+backward is split.
 
     rank 0 has stages 0 and 3    0F0 0F1 0F2 3F0 3I0 3W0 3F1 ...
     rank 1 has stages 1 and 2        1F0 2F0 1F1 2F1 2I0 2W0 ...
@@ -8,7 +7,8 @@ is split.
 With F, I and W alike no rank waits between its first action and its last one, and each keeps the activations that
 1F1B's first rank has: of 2p microbatches of stages half as large. The order of phases is that of
 torch.distributed.pipelining's ScheduleZBVZeroBubble. It needs 2p-1 microbatches; with fewer it is the order of so many,
-without those that are not there (see one_f_one_b.py)."""
+without those that are not there (see one_f_one_b.py).
+"""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ def local_parts(
     program: Program, source: Any, mesh: Any, seed: int, base: Any = None, *, broadcast: bool = False
 ) -> tuple[Iterator[tuple[str, nn.Parameter]], dict[str, Tensor]]:
     """This rank's parameters, made one at a time, and buffers, by placeholder name, in new memory on `mesh.device` and
-    in
-    the program's dtypes.
+    in the program's dtypes.
 
     source: one of
         nn.Module with weights           cut by the program's layouts; not changed
@@ -58,7 +57,8 @@ def local_parts(
     broadcast: rank 0's weights for all ranks, one tensor at a time, whatever the others' models hold. Collective.
 
     Raises ShardcError for names that are missing or unexpected, other shapes, and ties that the program has and the
-    source has not."""
+    source has not.
+    """
     given, rest = weights(source, seed), weights(base, seed) if base is not None else None
     _check(program, given, rest)
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}

@@ -42,8 +42,7 @@ class Ref:
 @dataclass(frozen=True)
 class Entry:
     """One op. name: of a random op or "constant", "trunc_normal_"; else "". args: with Refs for tensors; by schema name
-    if
-    random.
+    if random.
 
     made: for each result, its Ref if the op made its storage. writes, reads: storages. line: the user's line.
     """

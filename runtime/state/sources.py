@@ -24,9 +24,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 @dataclass(frozen=True)
 class Weights:
     """what: "model", "state_dict", "file ..." for messages. shapes: by name, global. get(name, device): the whole
-    tensor;
-    it may be the source's own memory and lie on another device. tied(names): are these present names one tensor, or
-    equal?"""
+    tensor; it may be the source's own memory and lie on another device. tied(names): are these present names one
+    tensor, or equal?
+    """
 
     what: str
     shapes: Shapes
@@ -120,8 +120,8 @@ _SHOWN = 8
 
 def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable[str], where: str) -> None:
     """Compare names and shapes: every wanted name must be present with its shape, every present name known. Says what
-    is
-    near, or, where little fits, that it is another model."""
+    is near, or, where little fits, that it is another model.
+    """
     known = set(known)
     extra = [n for n in present if n not in known]
     missing = [n for n in wanted if n not in present]

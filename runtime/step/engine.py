@@ -205,8 +205,7 @@ class Engine:
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
         """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss,
-        0-dim,
-        detached.
+        0-dim, detached.
 
         A whole batch may have fewer rows than the program was compiled for, such as the last one of an epoch: the first
         time that so many come, every rank compiles for them (shardc.resize).
@@ -436,8 +435,8 @@ class Engine:
 
     def wholes(self) -> Mapping[str, Tensor]:
         """{placeholder name: this rank's whole local part, detached}. What ZeRO keeps cut is gathered when it is asked
-        for, a bucket at a
-        time: all ranks must ask alike."""
+        for, a bucket at a time: all ranks must ask alike.
+        """
         return self.buckets.wholes()
 
     def close(self) -> None:

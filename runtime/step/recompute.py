@@ -215,8 +215,8 @@ def _module(graph: fx.Graph, regions: Regions) -> fx.GraphModule:
 
 class Saved:
     """What autograd holds for a tensor that it wanted to save. It is one of: the tensor; what outer hooks made of it,
-    or
-    its way back from the CPU (`held`, `unpack`); or the frame that will compute it."""
+    or its way back from the CPU (`held`, `unpack`); or the frame that will compute it.
+    """
 
     __slots__ = ("__weakref__", "frame", "held", "tensor", "unpack", "version")
 

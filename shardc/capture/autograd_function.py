@@ -74,8 +74,7 @@ def forward(cls: type[torch.autograd.Function], ctx: Context, args: Sequence[Any
 @dataclass
 class Study:
     """One call, traced. module: (x..., dx..., g...) -> [y...], [B'(dx) for every y], [the part of every gx without g],
-    or
-    None each.
+    or None each.
 
     outputs: what forward returned. own: the backward is the forward's derivative.
     """

@@ -52,7 +52,6 @@ GRADIENT = torch.ops.shardc.gradient.default
 
 
 # --- while a model is traced
-# --------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -101,7 +100,6 @@ def _carries(node: fx.Node) -> bool:
 
 
 # --- in the functional graph
-# --------------------------------------------------------------------------------------------
 
 
 def expand(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

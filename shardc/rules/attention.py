@@ -15,12 +15,12 @@ aten = torch.ops.aten
 
 def attention(call: Call) -> Signature:
     """q[..., h, s, d], k[..., g, t, d], v[..., g, t, e]: heads and batch split. With grouped queries h = (g, r): kv
-    heads
-    g split.
+    heads g split.
 
     If keys and values come in different groups, h = (g, m, r), where one has g heads and the other (g, m).
     Queries split over their sequence too, unless a causal mask counts rows from zero. Keys are reduced over: they stay
-    whole."""
+    whole.
+    """
     q, k, v = (o.shape for o in call.operands[:3])
     out = call.results[0].shape
     lead = len(out) - 2

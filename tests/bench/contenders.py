@@ -98,8 +98,7 @@ def model(name: str) -> Any:
 
 def prepare(name: str, files: Path) -> Callable[[Any], Step]:
     """Import what a contender needs, which is not its memory; what this gives builds it from a model on the running
-    world
-    of 2 ranks.
+    world of 2 ranks.
 
     files: where the parent has put the compiled programs.
     """

@@ -1,9 +1,9 @@
-"""Write docs/measured/memory.md: predicted and measured peaks of live tensor bytes, of every model and setting. `make table`
-runs
-it.
+"""Write docs/measured/memory.md: predicted and measured peaks of live tensor bytes, of every model and setting. `make
+table` runs it.
 
 `--only gpt --setting 'checkpoint*'`: these alone, printed and not written. Exit status 1 if a prediction is off by more
-than 5 %."""
+than 5 %.
+"""
 
 from __future__ import annotations
 

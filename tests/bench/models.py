@@ -1,6 +1,5 @@
-"""Write docs/measured/models.md: what the test run found of every model on every mesh. Run by `make table`; `--from FILE`
-renders a
-run's report.
+"""Write docs/measured/models.md: what the test run found of every model on every mesh. Run by `make table`; `--from
+FILE` renders a run's report.
 
 The tests that compare a model on a mesh with one device leave a row in pytest's report (tests/equality.py: `record`).
 This runs them, and makes a table of the rows, with each test's own verdict.

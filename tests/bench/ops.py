@@ -1,6 +1,5 @@
 """Which of torch's ops shardc knows: every op and module of torch's own test database, captured in a small model.
-Prints
-what it does not know.
+Prints what it does not know.
 
     .venv/bin/python -m pip install expecttest && .venv/bin/python tests/bench/ops.py      # some minutes; docs/rules.md has what it said
 

@@ -1,6 +1,5 @@
 """Pipelines as torch.distributed.pipelining runs them (docs.pytorch.org/docs/stable/distributed.pipelining.html):
-stages
-cut by hand.
+stages cut by hand.
 
 Its schedules return no loss that others could see: rank 0 gets it from the last stage, as ours does.
 """

@@ -47,7 +47,6 @@ def net(function: Function) -> Net:
 
 
 # --- the value of a tensor decides what runs
-# ----------------------------------------------------------------------------
 
 
 def branch(s: Net, y: Tensor) -> Tensor:
@@ -171,7 +170,6 @@ VALUES: list[tuple[Function, str, str]] = [
 
 
 # --- the model leaves the graph
-# -----------------------------------------------------------------------------------------
 
 
 def penalty(s: Net, y: Tensor) -> Tensor:
@@ -314,7 +312,6 @@ def test_every_row_can_be_read() -> None:
 
 
 # --- state between calls
-# ------------------------------------------------------------------------------------------------
 
 
 def counts(s: Net, y: Tensor) -> Tensor:
@@ -351,7 +348,6 @@ def test_too_large_to_run_it_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- what can be captured
-# -----------------------------------------------------------------------------------------------
 
 
 def keeps(s: Net, y: Tensor) -> Tensor:
@@ -415,7 +411,6 @@ def test_batches_of_another_mapping() -> None:
 
 
 # --- transformers
-# -------------------------------------------------------------------------------------------------------
 
 
 def refused(model: nn.Module, batch: Any) -> ShardcError:
@@ -479,7 +474,6 @@ def test_checkpoints_within_one_another() -> None:
 
 
 # --- what torch itself says
-# -----------------------------------------------------------------------------------------------
 
 
 def test_torch_prints_nothing_beside_the_error(capfd: pytest.CaptureFixture[str]) -> None:
@@ -512,7 +506,6 @@ def test_numbers_that_only_python_sees_are_noted() -> None:
 
 
 # --- the batch does not fit forward
-# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

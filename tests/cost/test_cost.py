@@ -138,8 +138,8 @@ def state_of(forms: Any) -> Any:
 @pytest.mark.parametrize(("zero", "bytes_each"), [(0, 16), (1, 4 + 12 / N), (2, 2 + 14 / N), (3, 16 / N)])
 def test_zero_in_closed_form(zero: int, bytes_each: Any) -> None:
     """Of each layer's matrices. At ZeRO 3 the paper keeps a rank's part in 16 bits beside the float32 one: 16 / N. Here
-    it
-    is made from that when it is gathered: 14 / N."""
+    it is made from that when it is gathered: 14 / N.
+    """
     forms = zero_of(zero)
     elements = matrices(forms.elements)
     assert same(matrices(state_of(forms.papers)), elements * bytes_each)

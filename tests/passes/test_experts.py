@@ -355,8 +355,8 @@ def test_precision() -> None:
 
 class Dropping(Routed):
     """The reference: choices above the capacity are dropped by the model, position by position; of each microbatch,
-    that
-    is, of the same rows of every rank."""
+    that is, of the same rows of every rank.
+    """
 
     def __init__(self, ranks: int, microbatches: int) -> None:
         super().__init__(k=2)

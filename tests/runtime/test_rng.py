@@ -128,7 +128,6 @@ def test_uniform_in_float32_stays_below_one() -> None:
 
 
 # --- masks
-# --------------------------------------------------------------------------------------------------------------
 
 SHAPE = (4, 24, 6)
 LAYOUTS: list[dict[str, Shard]] = [

@@ -1,13 +1,13 @@
 """How sample calls of ops are made. `check.py` proves the rules on them; an op with a rule but without a sample fails
-the
-tests.
+the tests.
 
     sample(aten.linear.default, lambda t: call(t.real(4, 12), t.real(24, 12), t.real(24)))
 
 Tensors are float64 and small; dims that may be split have 12 elements, or another multiple of 2, 3 or 4, so that parts
 on two, three and four ranks exist and inner digits too. A sample must not be degenerate (no roll by zero): what
 splitting does wrong has to show. Every tensor occurs once in a call, because the check lays every operand out on its
-own."""
+own.
+"""
 
 from __future__ import annotations
 

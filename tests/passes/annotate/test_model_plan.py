@@ -72,7 +72,6 @@ def split(program: Program, name: str) -> Shard | None:
 
 
 # --- models that bring a plan
-# ----------------------------------------------------------------------------------------------
 
 MODELS: dict[str, tuple[Callable[[], Built], int]] = {  # all_reduces of forward: the embedding's, and two a layer
     "llama": (causal(transformers.LlamaConfig, **GQA), 5),
@@ -196,7 +195,6 @@ def test_a_plan_that_has_nothing_for_the_meshs_axes() -> None:
 
 
 # --- words
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_every_style_of_transformers_is_known() -> None:
@@ -331,7 +329,6 @@ def test_adapters_are_split_like_the_layers_they_stand_around() -> None:
 
 
 # --- beside it, and wrong
-# --------------------------------------------------------------------------------------------------
 
 
 def test_entries_beside_a_plan_win() -> None:

@@ -37,7 +37,6 @@ def forward_sums(program: Program) -> Counter[str]:
 
 
 # --- models beside the zoo's: nothing in them is named as anywhere else
-# ------------------------------------------------------
 
 
 class ViT(nn.Module):

@@ -42,8 +42,8 @@ RTOL, RTOL_ONE, FLOOR = 1e-2, 2e-2, 0.05
 
 def smooth_t5() -> tuple[nn.Module, Any]:
     """T5 1.1, with gelu: relu's gradient jumps, and 3 % of a small model's gradient is then the rounding that decides
-    on
-    which side of 0 a unit lies, in eager bf16 just the same."""
+    on which side of 0 a unit lies, in eager bf16 just the same.
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -156,7 +156,6 @@ def dtypes_of(program: Program, *names: str) -> set[torch.dtype]:
 
 
 # --- equality
-# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mesh", "sequence"), MESHES, ids=["dp2", "tp2", "dp2xtp2", "dp2xtp2+sp"])
@@ -254,7 +253,6 @@ def test_zero_in_bf16(zero: int, mesh: dict[str, int]) -> None:
 
 
 # --- what runs in which dtype
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet_bn"])
@@ -482,7 +480,6 @@ def test_dropout_draws_the_same_masks() -> None:
 
 
 # --- stored weights, summed gradients
-# ------------------------------------------------------------------------------------
 
 
 def test_weights_stored_in_bf16() -> None:
@@ -575,7 +572,6 @@ def test_verify_checks_the_algebra_in_float64(name: str) -> None:
 
 
 # --- loss scaling
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_follows_grad_scaler() -> None:
@@ -721,7 +717,6 @@ def test_fixed_scale() -> None:
 
 
 # --- real processes
-# ------------------------------------------------------------------------------------------------------
 
 
 def process(rank: int, world: int, port: int, folder: str) -> None:

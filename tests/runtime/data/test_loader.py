@@ -118,7 +118,6 @@ def epoch(program: Program, found: list[Loader]) -> list[list[int]]:
 
 
 # --- who reads what
-# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -199,7 +198,6 @@ def test_lists_and_tensors_are_datasets() -> None:
 
 
 # --- inputs that lie otherwise
-# --------------------------------------------------------------------------------------------
 
 
 def laid(mesh: Mesh, **inputs: tuple[tuple[int, ...], dict[str, Shard]]) -> Program:
@@ -267,7 +265,6 @@ def test_several_rows_of_a_sample_and_inputs_without_a_batch_dim() -> None:
 
 
 # --- going on
-# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -331,7 +328,6 @@ def test_workers_read_the_same_and_the_state_is_what_was_handed_out(stream: bool
 
 
 # --- draws
-# ------------------------------------------------------------------------------------------------------------------
 
 
 class Noisy(Numbers):
@@ -384,7 +380,6 @@ def test_what_a_collate_function_or_a_stream_draws_is_the_same_on_replicas(strea
 
 
 # --- streams
-# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -398,7 +393,6 @@ def test_ranks_take_their_samples_of_a_stream(sizes: dict[str, int]) -> None:
 
 
 # --- with an engine
-# -----------------------------------------------------------------------------------------------------------
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -570,7 +564,6 @@ def test_data_that_ends_begins_again(tmp_path: Path) -> None:
 
 
 # --- what a user can get wrong
-# --------------------------------------------------------------------------------------------------
 
 
 class Nothing:

@@ -275,7 +275,6 @@ def test_gloo_processes(tmp_path: Path) -> None:
 
 
 # --- checkpoints
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -316,7 +315,6 @@ def test_checkpoints_do_not_know_it(staged: bool, tmp_path: Path) -> None:
 
 
 # --- memory
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def stretches(folder: Path) -> list[range]:
@@ -409,7 +407,6 @@ def test_peak_memory_falls_by_what_is_moved(tmp_path: Path) -> None:
 
 
 # --- files
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def files(folder: Path) -> list[str]:
@@ -491,7 +488,6 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- what the user sees
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_the_program_says_it(tmp_path: Path) -> None:

@@ -161,7 +161,6 @@ def test_distributions_are_torchs(name: str) -> None:
 
 
 # --- one generator for all
-# ----------------------------------------------------------------------------------------------
 
 
 def test_numbers_differ_by_op_step_and_seed(tmp_path: Any) -> None:
@@ -210,7 +209,6 @@ def test_padded_and_narrow() -> None:
 
 
 # --- what cannot be drawn
-# -----------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Middle, str, str]] = [
     (
@@ -256,7 +254,6 @@ def test_what_cannot_be_drawn_is_refused(middle: Middle, what: str, fix: str) ->
 
 
 # --- models that draw
-# ---------------------------------------------------------------------------------------------------
 
 
 class VAE(nn.Module):

@@ -40,7 +40,6 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 # --- simulate
-# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
@@ -132,7 +131,6 @@ def test_replicas_that_come_out_different_are_noticed() -> None:
 
 
 # --- engine
-# -------------------------------------------------------------------------------------------------------------
 
 
 def on_ranks(dp: int, tp: int, work: Any, **options: Any) -> list[Any]:
@@ -272,7 +270,6 @@ def test_leaves_that_are_no_tensors_are_not_looked_at() -> None:
 
 
 # --- module
-# -------------------------------------------------------------------------------------------------------------
 
 
 def loop(module: Any, part: Any, steps: int) -> Tensor:
@@ -383,7 +380,6 @@ def test_a_module_is_called_like_the_model() -> None:
 
 
 # --- processes
-# ----------------------------------------------------------------------------------------------------------
 
 
 def train(rank: int, dp: int, tp: int, port: int, out: str) -> None:

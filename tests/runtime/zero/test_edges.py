@@ -88,7 +88,6 @@ def test_parameters_of_every_kind(zero: int, ranks: int) -> None:
 
 
 # --- optimizers
-# ---------------------------------------------------------------------------------------------------------
 
 
 class Two(nn.Module):
@@ -225,7 +224,6 @@ def minimise(module: nn.Module, x: Tensor) -> list[float]:
 
 
 # --- errors in the middle
-# -----------------------------------------------------------------------------------------------
 
 
 class Table(nn.Module):

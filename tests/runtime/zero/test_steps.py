@@ -333,7 +333,6 @@ def test_checkpoints_go_from_any_level_to_any(first: Any, second: Any, tmp_path:
 
 
 # --- real processes
-# -----------------------------------------------------------------------------------------------------
 
 REAL: dict[str, tuple[dict[str, int], int, int, dict[str, Any]]] = {
     "zero 1 dp2 microbatches": ({"dp": 2}, 1, 4, {}),
