@@ -152,7 +152,7 @@ class _Writer:
                 self.numbers[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         elif any(x in self.plain for x in taken) and (self._rowwise(node) or self._part(node)):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self.plain.get(x, x))
-            self.plain[node] = self._put(node.target, args, value_of(node), **kwargs)
+            self.plain[node] = self._put(node.target, args, node.meta["value"], **kwargs)
 
     def _rowwise(self, node: fx.Node) -> bool:
         """Does an op work on every row by itself? Operands in sorted order have their rows first; others are the same
