@@ -286,11 +286,11 @@ Rows.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 # --- what is done with them -------------------------------------------------------------------------------------------
 
-_WHERE = {torch.where, Tensor.where}
-_NONZERO = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere}
-_LIKE = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.Tensor.new_empty}
-_CAT = {torch.cat, torch.concat, torch.concatenate}
-_SPLIT = {torch.split, Tensor.split, Tensor.split_with_sizes, torch.split_with_sizes}
+_WHERE: set[Any] = {torch.where, Tensor.where}
+_NONZERO: set[Any] = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere}
+_LIKE: set[Any] = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.Tensor.new_empty}
+_CAT: set[Any] = {torch.cat, torch.concat, torch.concatenate}
+_SPLIT: set[Any] = {torch.split, Tensor.split, Tensor.split_with_sizes, torch.split_with_sizes}
 #: (function, in place) -> whether it adds.
 _WRITES: dict[Any, tuple[bool, bool]] = {
     Tensor.index_add_: (True, True),
@@ -303,7 +303,7 @@ _WRITES: dict[Any, tuple[bool, bool]] = {
     Tensor.index_copy: (False, False),
     torch.index_copy: (False, False),
 }
-_ADDS = {Tensor.__add__, Tensor.__iadd__, Tensor.add, Tensor.add_, torch.add}
+_ADDS: set[Any] = {Tensor.__add__, Tensor.__iadd__, Tensor.add, Tensor.add_, torch.add}
 
 
 class ChosenRows(KnownSizes):
@@ -347,7 +347,7 @@ class ChosenRows(KnownSizes):
         if func is Tensor.__setitem__:
             return self._put(args[0], args[1], args[2])
         if func in _NONZERO or (func in _WHERE and len(args) == 1):
-            return self._places(args[0], func in _WHERE or bool(kwargs.get("as_tuple")))
+            return self._chosen(args[0], func in _WHERE or bool(kwargs.get("as_tuple")))
         if func in (torch.bincount, Tensor.bincount):
             return self._bins(*args, **kwargs)
         if func in _WRITES:
@@ -388,7 +388,7 @@ class ChosenRows(KnownSizes):
             found.append(Rows(along % size if d else along, 0, pick, d))
         return found
 
-    def _places(self, x: Any, as_tuple: bool) -> Any:
+    def _chosen(self, x: Any, as_tuple: bool) -> Any:
         if isinstance(x, Rows):
             raise Unfit("some of them are chosen again")
         each = self._coordinates(self.pick(x))

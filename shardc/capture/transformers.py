@@ -24,7 +24,8 @@ def as_one_op() -> Iterator[None]:
 
     The library chooses implementations by name (`config.experts_implementation`); this one is taken for all that
     compute every expert's products at once ("grouped_mm", "batched_mm", kernels of GPUs). "eager" is a Python loop over
-    experts (shardc.capture.expert_loops). Does nothing if transformers is not imported, or is older than its interface of experts.
+    experts (shardc.capture.expert_loops). Does nothing if transformers is not imported, or is older than its interface
+    of experts.
     """
     moe: ModuleType | None = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ExpertsInterface", None)
