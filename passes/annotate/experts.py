@@ -32,9 +32,9 @@ from shardc.runtime import ops
 from shardc.spec import Spec
 
 FORMS = (
-    'experts that are one op: transformers\' with experts_implementation="grouped_mm", shardc.nn.experts(x, index,'
-    " weights, up, down), grouped products of rows sorted by expert (torch._grouped_mm), or products with weights"
-    " [experts, in, out] (einsum, bmm)"
+    'transformers\' experts with experts_implementation="grouped_mm", shardc.nn.experts(x, index, weights, up, down),'
+    " grouped products of rows sorted by expert (torch._grouped_mm), or products with weights [experts, in, out]"
+    " (einsum, bmm)"
 )
 
 
@@ -163,7 +163,9 @@ class Experts:
             else:
                 what = f"pattern {e.match!r} matches no module that holds experts"
                 names = ", ".join(map(_named, holding))
-                otherwise = f"experts are in {names}" if holding else f"the model has none that shardc knows: {FORMS}"
+                otherwise = (
+                    f"experts are in {names}" if holding else f"the model has none that shardc recognises: {FORMS}"
+                )
                 fix = did_you_mean(e.match, [m for m in holding or modules if m], otherwise)
             errors.add(what, where=self.where(i), fix=fix)
 

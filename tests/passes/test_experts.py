@@ -20,7 +20,7 @@ from torch import Tensor, multiprocessing, nn
 
 import shardc
 import shardc.nn
-from shardc.cli import worker
+from shardc.cli import step_lines
 from shardc.runtime import launch, ops, state
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.ops import expert_activation, grouped_mm
@@ -489,7 +489,7 @@ def test_step_line() -> None:
         "memory_mb": 1.0,
         "experts": [dataclasses.asdict(load)],
     }
-    assert worker._text(line).endswith("  experts 3-5 tokens, busiest rank x1.50, 25.0% dropped")
+    assert step_lines.text(line).endswith("  experts 3-5 tokens, busiest rank x1.50, 25.0% dropped")
 
 
 # --- the artifact, and processes ------------------------------------------------------------------------------------
@@ -620,7 +620,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any], 
     "bias": (lambda x, i, w, u, d: shardc.nn.experts(x, i, w, u, d, up_bias=x), "up_bias has shape"),
     "name": (
         lambda x, i, w, u, d: shardc.nn.experts(x, i, w, u, d, activation="nope"),
-        "activation='nope' for 24 columns",
+        "activation='nope' cannot make 12 columns of 24",
     ),
     "rows": (
         lambda x, i, w, u, d: shardc.nn.text_of(lambda y: y.softmax(-1)[:, :INNER], 2 * INNER, INNER),
@@ -628,7 +628,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any], 
     ),
     "columns": (
         lambda x, i, w, u, d: shardc.nn.text_of(lambda y: torch.relu(y[:, 1 : INNER + 1]), 2 * INNER, INNER),
-        "no equal part of all",
+        "columns that are not one of equal parts",
     ),
     "nothing": (lambda x, i, w, u, d: shardc.nn.text_of(lambda y: y, INNER, INNER), "computes nothing"),
 }
@@ -666,7 +666,7 @@ SPECS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str, str]] = {
     "no experts": (
         {"mesh": {"ep": 2}},
         [{"match": "head"}],
-        "there are no experts of a form that shardc knows",
+        "has no experts that shardc recognises",
         "shardc.nn.experts",
     ),
     "twice": ({"mesh": {"ep": 2}}, [{"match": "*"}, {"match": "*"}], "never wins", "delete it"),
