@@ -207,9 +207,12 @@ class Pick:
 
     def turns(self, items: Iterator[Any]) -> Iterator[Any]:
         """The turns of a loop over chosen rows: all of them, each taken for granted."""
+
+        def chosen(i: int) -> Callable[[Any], bool]:
+            return lambda values: bool(values[0][i])
+
         for i, item in enumerate(items):
-            node = _node(self.mask)
-            if self.loop.guards.take(sys._getframe(1), [node], lambda v, i=i: bool(v[0][i]), loop=True) is None:
+            if self.loop.guards.take(sys._getframe(1), [_node(self.mask)], chosen(i), loop=True) is None:
                 raise Unfit("what a loop over them does cannot be checked")
             yield item
 

@@ -130,7 +130,8 @@ def _constant(node: Any) -> Tensor | None:
     """The value of a tensor that is made of nothing that is given."""
     if not isinstance(node, fx.Node) or any(n.op == "placeholder" for n in values.behind([node])):
         return None
-    return run([node], {})[0]
+    found: Tensor = run([node], {})[0]
+    return found
 
 
 # --- the same in several steps ----------------------------------------------------------------------------------------
@@ -441,7 +442,7 @@ class _Writer:
         m, i = sum(out), second.weight.shape[0 if second.transposed else 1]
 
         def activation(y: Tensor) -> Any:
-            known: dict[int, Any] = {id(t): part for t, part in zip(firsts, y.split(out, -1), strict=True)}
+            known: dict[int, Any] = {id(t): part for t, part in zip(firsts, y.split_with_sizes(out, -1), strict=True)}
 
             def value(t: Any) -> Any:
                 if isinstance(t, tuple):

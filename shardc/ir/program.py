@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -195,8 +195,8 @@ class Buffer(Stored):
     adds: bool = False
     persistent: bool = True
     constant: torch.Tensor | None = field(default=None, compare=False)
-    members: ClassVar[tuple[str, ...]] = ()
     stages: tuple[int, ...] = ()
+    members: tuple[str, ...] = ()  # none: buffers are not stacked
 
     @property
     def value(self) -> Value:
