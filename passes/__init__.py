@@ -13,8 +13,8 @@ from shardc.passes.base import Options, Pass
 from shardc.passes.buckets import GradientBuckets
 from shardc.passes.canonical import Canonical
 from shardc.passes.canonical.grouped_mm import GroupedMM
-from shardc.passes.capacity import Capacity
 from shardc.passes.checkpoint import Checkpoint
+from shardc.passes.expert_capacity import Capacity
 from shardc.passes.match_layouts import MatchLayouts
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline

@@ -1,4 +1,4 @@
-"""Recompile for another batch size with the parameter layouts and buckets of an existing program (shardc.resize).
+"""Recompile for another batch size with the parameter layouts and buckets of an existing program (shardc.recompile).
 
 For few rows, an op that is cheap to repeat may be repeated by every rank, so that a weight's gradient is whole where
 that of the other program is a summand:

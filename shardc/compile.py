@@ -23,7 +23,7 @@ from shardc.capture import capture
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.passes import CAPTURE, PIPELINE, Options, runner
 from shardc.passes.annotate import model_plan
-from shardc.resize import Resizer
+from shardc.recompile import Resizer
 from shardc.spec import Spec
 
 

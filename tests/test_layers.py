@@ -25,7 +25,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cost", "verify"),
     ("capture",),
     ("report",),
-    ("resize",),
+    ("recompile",),
     ("compile",),
     ("plan",),
     ("shardc",),  # the public names, each imported when it is used

@@ -28,8 +28,9 @@ from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.finite import NotFiniteError, first_not_finite
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
 from shardc.runtime.step.loss_scale import LossScaler
-from shardc.runtime.zero.buckets import Buckets, GradNorm, norm_axes
+from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
+from shardc.runtime.zero.grad_norm import GradNorm, norm_axes
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_sharded
 
@@ -208,7 +209,7 @@ class Engine:
         0-dim, detached.
 
         A whole batch may have fewer rows than the program was compiled for, such as the last one of an epoch: the first
-        time that so many come, every rank compiles for them (shardc.resize).
+        time that so many come, every rank compiles for them (shardc.recompile).
         Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
         """
         self._stepping = self._overlapped is not None and self._overlapped.possible()
@@ -367,7 +368,7 @@ class Engine:
         shuffle: an order fixed by (seed, epoch), the same on every mesh; default for map-style datasets. seed: 0.
         drop_last: True: samples that fill no batch are left out of that epoch's order. False: they come as the epoch's
             last batch, smaller,
-                 to every rank whole (shardc.resize); refused for streams, and for a program read from an artifact.
+                 to every rank whole (shardc.recompile); refused for streams, and for a program read from an artifact.
         collate_fn: samples -> batch as the program was compiled for, but of this rank's samples only; default: torch's.
         name: "train"; under which checkpoints keep it; None: they do not. num_workers, pin_memory, ...: as of torch's
         DataLoader. What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the

@@ -7,7 +7,8 @@
     2       ShardedGradBucket      parameters                    optimizer state, gradients
     3       ShardedParamBucket                                   optimizer state, gradients, parameters
 
-    buckets            all buckets of a rank: when each begins its sum, and is waited for; the gradient's norm
+    buckets            all buckets of a rank: when each begins its sum, and is waited for
+    grad_norm          the norm of the whole gradient, for clipping
     flat               where each parameter is in a bucket's flat buffer, and which part a rank owns
     sharded_bucket     what ZeRO 1 to 3 share
     gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward

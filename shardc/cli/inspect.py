@@ -130,15 +130,15 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
 
 
 def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show: Show) -> None:
-    from shardc.report import memory
+    from shardc.report import cost as cost_report
 
     cost = program.cost(device)
     if svg:
-        svg.write_text(memory.svg(cost), encoding="utf-8")
+        svg.write_text(cost_report.svg(cost), encoding="utf-8")
     if as_json:
-        show(json.dumps(memory.to_json(cost)))
+        show(json.dumps(cost_report.to_json(cost)))
     else:
-        show(memory.table(cost))
+        show(cost_report.table(cost))
         if svg:
             show(f"written to {svg}")
 

@@ -83,7 +83,7 @@ def run(job: Job) -> dict[str, Any]:
     from shardc.cli import model_file, training_data
     from shardc.cli.step_lines import StepLines, header
     from shardc.compile import compile
-    from shardc.resize import Resizer
+    from shardc.recompile import Resizer
     from shardc.runtime.launch import Progress
     from shardc.runtime.step.engine import adamw
     from shardc.runtime.step.interpreter import Interpreter

@@ -10,7 +10,7 @@ import torch
 
 import shardc
 from shardc.cost import Cost
-from shardc.report import memory
+from shardc.report import cost as cost_report
 from tests import zoo
 
 
@@ -23,7 +23,7 @@ def found() -> Cost:
 
 
 def test_the_table_adds_up() -> None:
-    lines = memory.table(found()).splitlines()
+    lines = cost_report.table(found()).splitlines()
     assert lines[1].split() == ["pp=0", "pp=1"]
     rows = {line.split()[0]: line for line in lines[3:]}
     assert {"parameters", "optimizer", "gradients", "activations", "communication", "temporaries", "peak"} <= set(rows)
@@ -31,7 +31,7 @@ def test_the_table_adds_up() -> None:
 
 
 def test_the_picture_has_every_rank_action_and_kind() -> None:
-    root = ET.fromstring(memory.svg(found()))
+    root = ET.fromstring(cost_report.svg(found()))
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(t.startswith("0F0: ") for t in titles)
     assert any(t.startswith("1B3: ") for t in titles)
@@ -40,7 +40,7 @@ def test_the_picture_has_every_rank_action_and_kind() -> None:
 
 
 def test_json_is_what_the_table_shows() -> None:
-    made = json.loads(json.dumps(memory.to_json(found())))
+    made = json.loads(json.dumps(cost_report.to_json(found())))
     assert made["axis"] == "pp"
     assert [sum(r["kinds"].values()) for r in made["ranks"]] == [r["peak"] for r in made["ranks"]]
     for r in made["ranks"]:

@@ -1,0 +1,71 @@
+"""The 2-norm of the whole gradient, for clipping: of parameters that are split, replicated, or sharded by ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.ir.program import Program
+from shardc.torch_private import norms
+
+
+class GradNorm:
+    """The 2-norm of all gradients of the whole model, every parameter counted once however it is split.
+
+    params: what the optimizer works on. Use: `start()`, `add`, `total()`. `add` takes parameters as their sums are
+    ready, so that most of the work is done while other sums are still under way.
+    """
+
+    def __init__(self, program: Program, params: Mapping[str, nn.Parameter], mesh: Any) -> None:
+        self.params, self.mesh = params, mesh
+        self._axes = {p.name: norm_axes(program, p.name) for p in program.params}
+        at = mesh.coordinate(program.axis) if program.axis else 0
+        self._mine = {
+            p.name for p in program.params if not program.axis or program.holders(p)[0] == at
+        }  # of copies, the first one counts
+        self._dtypes: dict[
+            tuple[str, ...], torch.dtype
+        ] = {}  # known without gradients: a rank may have none where others have some
+        for p in program.params:
+            axes = self._axes[p.name]
+            real = p.dtype.to_real() if p.dtype.is_complex else p.dtype
+            self._dtypes[axes] = torch.promote_types(self._dtypes.get(axes, torch.float32), real)
+        self._squares: dict[tuple[str, ...], list[Tensor]] = {}
+        self._todo: set[str] = set()
+
+    def start(self) -> None:
+        self._squares = {axes: [] for axes in self._axes.values()}
+        self._todo = set(self._mine)
+
+    def add(self, names: Sequence[str]) -> None:
+        groups: dict[tuple[str, ...], list[Tensor]] = {}
+        for name in (n for n in names if n in self._mine):
+            grad = self.params[name].grad
+            if grad is not None and grad.numel():
+                groups.setdefault(self._axes[name], []).append(grad.detach())
+        for axes, grads in groups.items():
+            self._squares[axes].append(torch.stack(norms(grads, self._dtypes[axes])).square().sum())
+        self._todo.difference_update(names)
+
+    def total(self) -> Tensor:
+        """0-dim, float32 or wider, the same on all ranks. Collective where parameters are split."""
+        self.add([n for n in self._axes if n in self._todo])
+        whole = torch.zeros((), device=self.mesh.device)
+        for axes in sorted(self._squares):  # on all ranks alike, also where one has no gradient
+            found = self._squares[axes]
+            part = torch.stack(found).sum() if found else torch.zeros((), dtype=self._dtypes[axes], device=whole.device)
+            whole = whole + (self.mesh.all_reduce(part, axes, direction="update", tag="grad_norm") if axes else part)
+        return whole.sqrt()
+
+
+def norm_axes(program: Program, name: str) -> tuple[str, ...]:
+    """The axes whose ranks hold different parts of a parameter's gradient."""
+    p, mesh = program.param(name), program.mesh
+    cut = {a for a, _ in p.layout.shards()} | ({program.axis} if program.axis else set())
+    bucket = program.bucket(p)
+    if bucket is not None and bucket.zero:
+        cut |= set(mesh.parts(bucket.shard))
+    return tuple(a for a in mesh.names if a in cut and mesh.size(a) > 1)
