@@ -33,7 +33,9 @@ def command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="folder for the artifact")] = None,
     mesh: MeshOption = None,
     set_: SetOption = None,
-    dump: Annotated[Path | None, typer.Option(help="folder for the text after every pass")] = None,
+    dump: Annotated[
+        Path | None, typer.Option(help="folder for the text after every pass (one pass: inspect --diff)")
+    ] = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
     as_json: JsonOption = False,

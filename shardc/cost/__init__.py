@@ -1,8 +1,9 @@
 """What a program takes before it runs anywhere: memory, operations, communication, time.
 
 device        what a device does in a second; measure: this machine's numbers
-ledger        counts what tensors hold and what ops do; flops: of one op
-dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory
+dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
+              are parameters, gradients, optimizer state, activations
+ledger        counts the storages and ops of a dry run; flops: of one op
 replay        memory and time of the whole schedule from a dry run
 step          all of it: `program.cost(device)`
 symbolic      closed forms in batch, sequence, hidden, layers and the mesh's sizes; symbols, symbolic_work: their parts

@@ -6,7 +6,8 @@ every op counts by what it computes and moves.
         ...
     ledger.parts                 of each part: changes of live bytes in order, flops and memory traffic by dtype
 
-A storage's *kind* is what it is for. Ops make "temporaries"; code that knows better says so by `mark`.
+A storage's *kind* is what it is for. Ops make "temporaries"; code that knows better says so by `mark`:
+shardc.cost.dry_run for parameters, gradients and the optimizer's state.
 """
 
 from __future__ import annotations
