@@ -28,6 +28,9 @@ class Watched(RankMesh):
         super().__init__(PAIR, 0, record=True)
         self.events: list[str] = []
 
+    def _sum_on_host(self, x: Tensor) -> Tensor:
+        return x
+
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
         self.events.append(f"start {tag}")
         events = self.events
