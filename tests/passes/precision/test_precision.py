@@ -557,7 +557,7 @@ def test_artifact_keeps_precision(tmp_path: Path) -> None:
     again = shardc.load(tmp_path)
     assert str(again) == str(program)
     assert [b.dtype for b in again.buckets] == [torch.float16] * len(program.buckets)
-    assert again.meta["loss_scale"] == "dynamic"
+    assert again.loss_scale == "dynamic"
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "resnet_bn"])
