@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,14 @@ import shardc
 from shardc.capture import capture
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
-from shardc.passes.canonical import Canonical, decompose
+from shardc.passes.canonical import Canonical
 from shardc.rules import registry
 from shardc.spec import Spec
+from shardc.torch_private import traced_functional
 from shardc.verify.reference import interpret
 
+#: The module; its package has a function of the same name.
+DECOMPOSE = importlib.import_module("shardc.passes.canonical.decompose")
 aten = torch.ops.aten
 
 
@@ -82,14 +86,14 @@ def test_is_equal_on_ranks_and_needs_no_rule(name: str) -> None:
 
 def test_equal_calls_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 0
-    original = decompose.traced_functional
+    original = traced_functional
 
     def counted(*args: Any) -> fx.GraphModule | None:
         nonlocal count
         count += 1
         return original(*args)
 
-    monkeypatch.setattr(decompose, "traced_functional", counted)
+    monkeypatch.setattr(DECOMPOSE, "traced_functional", counted)
     program = captured(lambda x: F.cosine_similarity(x, x.flip(1), dim=1) + F.cosine_similarity(x, x + 1, dim=1), 4, 6)[
         2
     ]
@@ -113,7 +117,7 @@ def test_what_is_wrong_is_not_taken(way: Callable[..., Tensor], monkeypatch: pyt
     """A decomposition that cuts the gradient, or that needs an op without a rule: the op
     stays, and compile names it.
     """
-    monkeypatch.setattr(decompose, "decompositions", lambda op: [way] if op is aten.pixel_shuffle.default else [])
+    monkeypatch.setattr(DECOMPOSE, "decompositions", lambda op: [way] if op is aten.pixel_shuffle.default else [])
     model, x, program = captured(lambda x: F.pixel_shuffle(x, 2), 4, 8, 3, 3)
     canonical = Canonical(Spec(Mesh(()))).run(program)
     assert aten.pixel_shuffle.default in targets(canonical)
