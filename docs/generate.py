@@ -66,10 +66,10 @@ def module(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[name] = found  # dataclasses and inspect look there
-    spec.loader.exec_module(found)
-    return found
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded  # dataclasses and inspect look there
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 # --- README's example, which architecture.md follows through the passes
@@ -78,9 +78,9 @@ def module(name: str) -> Any:
 def example(folder: Path) -> None:
     """Write README's model.py and spec.yaml into a folder."""
     block = re.compile(r"^`(model\.py|spec\.yaml)`[^\n]*\n\n```\w+\n(.*?)```", re.DOTALL | re.MULTILINE)
-    found = block.findall((ROOT / "README.md").read_text())
-    assert [name for name, _ in found] == ["model.py", "spec.yaml"], found
-    for name, text in found:
+    blocks = block.findall((ROOT / "README.md").read_text())
+    assert [name for name, _ in blocks] == ["model.py", "spec.yaml"], blocks
+    for name, text in blocks:
         (folder / name).write_text(text)
 
 
@@ -134,8 +134,8 @@ def algebra() -> Blocks:
     from shardc.cli import app
     from shardc.ir import conversions
 
-    found = CliRunner().invoke(app, ["rules", *RULES, "--json"])
-    each = {r["op"]: r for r in json.loads(found.stdout)}
+    output = CliRunner().invoke(app, ["rules", *RULES, "--json"])
+    each = {r["op"]: r for r in json.loads(output.stdout)}
     rows = []
     for op in RULES:
         about = "; ".join(dict.fromkeys(filter(None, each[op]["about"].values())))
@@ -238,8 +238,8 @@ def _sent(moe: Any, program: Any) -> str:
         c = node.meta.get("collective")
         if c is not None and c.kind == "all_to_all":
             value = node.meta["value"]
-            what = "counts" if isinstance(value, tuple) else f"`{value}`"
-            rows.append([node.target.__name__, f"{c.kind}/{c.backward}", "+".join(c.axes), str(c.bytes), what])
+            shown = "counts" if isinstance(value, tuple) else f"`{value}`"
+            rows.append([node.target.__name__, f"{c.kind}/{c.backward}", "+".join(c.axes), str(c.bytes), shown])
     for direction in ("forward", "backward"):
         sent = " + ".join(str(c.bytes) for c in ran if c.direction == direction)
         rows.append([f"a run, rank 0, {direction}", "", "ep", sent, ""])
@@ -332,8 +332,8 @@ def _section(form: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any] | Non
     """What a key's value is made of, if that has keys of its own."""
     for each in (form.get("items", form), *form.get("anyOf", ())):
         if "$ref" in each:
-            found: dict[str, Any] = defs[each["$ref"].rpartition("/")[2]]
-            return found
+            section: dict[str, Any] = defs[each["$ref"].rpartition("/")[2]]
+            return section
     return None
 
 

@@ -208,12 +208,12 @@ class _Microbatch:
     @property
     def notes(self) -> tuple[str, ...]:
         """That a step takes a forward more, and for what."""
-        what = dict.fromkeys(str(source_of(x)) or x.name for x in self.sums)
+        places = dict.fromkeys(str(source_of(x)) or x.name for x in self.sums)
         twice = (
             f"{self.where}: a step runs forward of all microbatches once more before, for what is made of sums over the"
             " whole batch:"
         )
-        return (f"{twice} {', '.join(what)}",) if what else ()
+        return (f"{twice} {', '.join(places)}",) if places else ()
 
     def _made_of_batch(self) -> set[fx.Node]:
         """What follows from the batch and buffers alone, before any parameter is looked at."""
@@ -324,29 +324,31 @@ class _Microbatch:
         microbatches.
         """
         operands = operands_of(node)
-        at = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.added_to}
+        summed = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.added_to}
         if node in self.summands:
             return
-        if not at:
+        if not summed:
             self._use_whole_sums(node, operands)
             return
-        if all(_same_in_all(x) for x in (node, *(x for i, x in enumerate(operands) if i not in at))):
-            if at == {0} and (
+        if all(_same_in_all(x) for x in (node, *(x for i, x in enumerate(operands) if i not in summed))):
+            if summed == {0} and (
                 node.target in _LINEAR or (node.target is ops.fill_padding and (len(node.args) < 8 or not node.args[7]))
             ):
                 self.summands.add(node)
                 return
             rule = registry.find(node.target)
             for group in sorted(rule.groups(call_of(node)) if rule is not None else (), key=len):
-                if at <= set(group) and not any(x in self.whole_sums for i, x in enumerate(operands) if i not in group):
-                    for x in dict.fromkeys(operands[i] for i in group if i not in at):
+                if summed <= set(group) and not any(
+                    x in self.whole_sums for i, x in enumerate(operands) if i not in group
+                ):
+                    for x in dict.fromkeys(operands[i] for i in group if i not in summed):
                         node.replace_input_with(x, self._once(node, x))
                     self.summands.add(node)
                     return
-            if node.target in _PLUS and at == {0} == set(range(len(operands))):
+            if node.target in _PLUS and summed == {0} == set(range(len(operands))):
                 self._add_number(node)
                 return
-        for x in dict.fromkeys(operands[i] for i in at):
+        for x in dict.fromkeys(operands[i] for i in summed):
             if x in self.from_batch or not self._sum(x, node):
                 self._refuse(x, node)
                 return

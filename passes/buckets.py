@@ -110,9 +110,9 @@ class GradientBuckets(Pass):
                 p.stages,
                 zero == 3 and (p.requires_grad, p.name in uses.first, uses.far(p.name)),
             )
-            at, filled = open_at.get(key, (-1, 0))
-            if at < 0 or filled + size > section.bucket_mb * 2**20:
-                at, filled = len(buckets), 0
+            last, filled = open_at.get(key, (-1, 0))
+            if last < 0 or filled + size > section.bucket_mb * 2**20:
+                last, filled = len(buckets), 0
                 late = any("[" in a for a in p.reduce)
                 keep = zero == 3 and section.keep
                 buckets.append(
@@ -129,8 +129,8 @@ class GradientBuckets(Pass):
                         keep,
                     )
                 )
-            buckets[at] = replace(buckets[at], params=(*buckets[at].params, p.name))
-            open_at[key] = (at, filled + size)
+            buckets[last] = replace(buckets[last], params=(*buckets[last].params, p.name))
+            open_at[key] = (last, filled + size)
         return buckets
 
     def _zero(self, p: Param, uses: _Uses, axis: str, mesh: Mesh) -> int:
@@ -159,9 +159,9 @@ class GradientBuckets(Pass):
         position = {n: i for i, n in enumerate(copy.nodes)}.__getitem__
         used: list[tuple[fx.Node, int]] = []
         for i, b in enumerate(program.buckets):
-            found = [nodes[name] for name in uses.first_users(stage, b.params)]
-            if b.zero and found:
-                used.append((min(found, key=position), i))
+            first_users = [nodes[name] for name in uses.first_users(stage, b.params)]
+            if b.zero and first_users:
+                used.append((min(first_users, key=position), i))
         used.sort(key=lambda u: position(u[0]))
         started: dict[int, fx.Node] = {}
 
@@ -257,8 +257,8 @@ class _Uses:
 
     def dtype(self, param: str) -> torch.dtype | None:
         """The dtype in which all ops want a parameter, where that is another one than it has."""
-        found = self._casts.get(param, {None})
-        return next(iter(found)) if len(found) == 1 else None
+        dtypes = self._casts.get(param, {None})
+        return next(iter(dtypes)) if len(dtypes) == 1 else None
 
     def far(self, param: str) -> bool:
         """Whether it is used again much later, as a tied embedding: its whole bucket would stay gathered as long."""

@@ -64,8 +64,8 @@ class MatchLayouts(Pass):
 
 def _named(program: Program) -> dict[str, Param | Buffer]:
     """Parameters and buffers of the model; constants of the graph are each program's own."""
-    found: list[Param | Buffer] = [*program.params, *program.buffers]
-    return {x.fqn: x for x in found if x.fqn}
+    stored: list[Param | Buffer] = [*program.params, *program.buffers]
+    return {x.fqn: x for x in stored if x.fqn}
 
 
 def _fits(one: Param | Buffer, other: Param | Buffer) -> bool:

@@ -49,8 +49,8 @@ def _stacked(program: Program, stack: fx.Node) -> Program:
     casts = [n for n in entries if n.target is _CAST]
     nodes = [n.args[0] for n in casts] if len(casts) == len(entries) else list(entries)
     by_name = {p.name: p for p in program.params}
-    given = [by_name.get(n.name) for n in nodes]
-    params = [p for p in given if p is not None]
+    members = [by_name.get(n.name) for n in nodes]
+    params = [p for p in members if p is not None]
     alone = all(len(n.users) == 1 for n in (*nodes, *entries)) and len(set(nodes)) == len(nodes)
     alike = len({(p.dtype, p.requires_grad) for p in params}) == 1 and not any(p.aliases for p in params)
     dim = stack.args[1] if len(stack.args) > 1 else stack.kwargs.get("dim", 0)
@@ -60,14 +60,14 @@ def _stacked(program: Program, stack: fx.Node) -> Program:
     with graph.inserting_before(first):
         new = graph.placeholder("_".join(c for c in _pattern([p.name for p in params], "_").split("_") if c != "*"))
     new.target = new.name
-    made = replace(
+    stacked = replace(
         params[0],
         name=new.name,
         fqn=_pattern([p.fqn for p in params], "."),
         shape=(len(params), *params[0].shape),
         members=tuple(p.fqn for p in params),
     )
-    new.meta = {**first.meta, "value": made.value}
+    new.meta = {**first.meta, "value": stacked.value}
     entry = new
     if casts:
         with graph.inserting_before(stack):
@@ -79,7 +79,7 @@ def _stacked(program: Program, stack: fx.Node) -> Program:
     gone = {p.name for p in params}
     kept: list[Param] = []
     for p in program.params:
-        kept += [made] if p.name == params[0].name else [] if p.name in gone else [p]
+        kept += [stacked] if p.name == params[0].name else [] if p.name in gone else [p]
     return replace(program, params=tuple(kept))
 
 

@@ -60,8 +60,8 @@ def _normal(args: Mapping[str, Any]) -> Sampler:
     mean, std = args.get("mean", 0.0), args.get("std", 1.0)
 
     def sample(k: Key, i: Tensor, each: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        found: Tensor = rng.normal(k, i, torch.float64) * each.get("std", std) + each.get("mean", mean)
-        return found
+        drawn: Tensor = rng.normal(k, i, torch.float64) * each.get("std", std) + each.get("mean", mean)
+        return drawn
 
     return sample
 
@@ -97,8 +97,8 @@ def _integers(args: Mapping[str, Any]) -> Sampler:
 
     def sample(k: Key, i: Tensor, each: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         unsigned = rng.bits(k, i).to(torch.int64) + 2**31
-        found: Tensor = ((unsigned * span) >> 32) + low
-        return found
+        drawn: Tensor = ((unsigned * span) >> 32) + low
+        return drawn
 
     return sample
 

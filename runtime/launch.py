@@ -50,11 +50,11 @@ def join_slurm() -> None:
     """
     if "RANK" in os.environ or _slurm_tasks() == 1:
         return
-    given = os.environ
-    if "MASTER_ADDR" not in given:
+    env = os.environ
+    if "MASTER_ADDR" not in env:
         try:
             nodes = subprocess.run(
-                ["scontrol", "show", "hostnames", given["SLURM_STEP_NODELIST"]],
+                ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]],
                 capture_output=True,
                 text=True,
                 check=True,
@@ -63,17 +63,15 @@ def join_slurm() -> None:
             raise ShardcError(
                 f"the step's first node is unknown: {e}", where="Slurm", fix="set MASTER_ADDR to its name before srun"
             ) from e
-        given["MASTER_ADDR"] = nodes.stdout.split()[0]
-    given.setdefault(
-        "MASTER_PORT", str(20000 + (int(given["SLURM_JOB_ID"]) + int(given.get("SLURM_STEP_ID", "0"))) % 20000)
-    )
-    here = given.get(
-        "SLURM_STEP_TASKS_PER_NODE", given["SLURM_STEP_NUM_TASKS"]
+        env["MASTER_ADDR"] = nodes.stdout.split()[0]
+    env.setdefault("MASTER_PORT", str(20000 + (int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", "0"))) % 20000))
+    here = env.get(
+        "SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]
     )  # "4", "4(x2)", "4,3": the fullest node decides
-    given |= {
-        "RANK": given["SLURM_PROCID"],
-        "WORLD_SIZE": given["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": given["SLURM_LOCALID"],
+    env |= {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": env["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(max(int(n) for n in re.findall(r"(?:^|,)(\d+)", here))),
     }
 
@@ -229,14 +227,14 @@ def _lost_peer(log: Path) -> bool:
 
 
 def _report(rank: int, code: int, mesh: Mesh, log: Path, doing: str) -> None:
-    at = ", ".join(f"{a}={c}" for a, c in mesh.coords(rank).items())
+    coords = ", ".join(f"{a}={c}" for a, c in mesh.coords(rank).items())
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
     sys.stdout.flush()
     if code != 2:  # wrong input is the user's: the message alone says it
         print(
             (
-                f"rank {rank} ({at}) {how}{f' {doing}' if doing else ''}; all ranks were ended"
-                if at
+                f"rank {rank} ({coords}) {how}{f' {doing}' if doing else ''}; all ranks were ended"
+                if coords
                 else f"the process {how}"
             ),
             file=sys.stderr,

@@ -164,8 +164,8 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
             return "x"
         whole = torch.arange(m).expand(rows, m)
         for how in [word] if word else PARTS:
-            for p, found in enumerate(PARTS[how](whole, m // i)):
-                if torch.equal(found, seen):
+            for p, piece in enumerate(PARTS[how](whole, m // i)):
+                if torch.equal(piece, seen):
                     if not word:
                         word, parts = how, {p: next(letters) for p in range(m // i)}
                     return parts[p]

@@ -130,8 +130,8 @@ def traced_constant(name: str) -> Tensor | None:
     one.
     """
     mode = get_proxy_mode()
-    found = getattr(getattr(mode.tracer, "root", None), name, None) if mode is not None else None
-    return found if isinstance(found, Tensor) and not isinstance(found, FakeTensor) else None
+    value = getattr(getattr(mode.tracer, "root", None), name, None) if mode is not None else None
+    return value if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else None
 
 
 def overload_of(op: Any) -> OpOverload | None:
@@ -206,8 +206,8 @@ def functionalized(exported: ExportedProgram) -> ExportedProgram:
         n.target for n in exported.graph.nodes if isinstance(n.target, OpOverload) and _is_preservable_cia_op(n.target)
     }
     with mock.patch("torch.export.exported_program._collect_all_valid_cia_ops", return_value=present):
-        found: ExportedProgram = exported.run_decompositions({})
-    return found
+        decomposed: ExportedProgram = exported.run_decompositions({})
+    return decomposed
 
 
 @contextmanager
@@ -220,8 +220,8 @@ def traced_with(stack_trace: Callable[[], str | None]) -> Iterator[None]:
 
     def create_node(self: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = original(self, *args, **kwargs)
-        if not node.stack_trace and (found := stack_trace()):
-            node.stack_trace = found
+        if not node.stack_trace and (trace := stack_trace()):
+            node.stack_trace = trace
         return node
 
     with ExitStack() as stack:
@@ -312,8 +312,8 @@ def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | N
     """(pack, unpack) of the `torch.autograd.graph.saved_tensors_hooks` that are open now. Only the innermost ones are
     ever called by autograd: hooks that work within others have to pass on themselves what they do not take.
     """
-    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
 
 
 def sequence_number() -> int:

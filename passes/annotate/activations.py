@@ -87,7 +87,7 @@ def _insert(graph: fx.Graph, node: fx.Node, pin: _Pin, mesh: Mesh) -> None:
     new.meta = {"value": value_of(node), "source": source_of(node), "pin": pin.layout, "cause": cause}
 
 
-def _boundary(nodes: list[fx.Node], module: str, at: str) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
+def _boundary(nodes: list[fx.Node], module: str, side: str) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
     """For every call of a module: the value it returns (or takes) through which a gradient flows, and the nodes inside.
 
     A module that comes to nothing, as Dropout(0.0), returns what it takes.
@@ -105,11 +105,11 @@ def _boundary(nodes: list[fx.Node], module: str, at: str) -> Iterator[tuple[fx.N
         if run:
             inside = set(run)
             run = []
-            if at == "output":
-                found = [n for n in inside if _flows(n) and any(u not in inside for u in n.users)]
+            if side == "output":
+                results = [n for n in inside if _flows(n) and any(u not in inside for u in n.users)]
                 order = {n: i for i, n in enumerate(nodes)}
-                if found:
-                    yield max(found, key=order.__getitem__), inside
+                if results:
+                    yield max(results, key=order.__getitem__), inside
             else:
                 order = {n: i for i, n in enumerate(nodes)}
                 ordered = sorted(inside, key=order.__getitem__)

@@ -82,7 +82,7 @@ class Experts:
         errors = Errors()
         params = {p.name: p for p in self.program.params}
         nodes = {name: node for name, node in placeholders(self.program.graph).items() if name in params}
-        found: dict[str, Layout] = {}
+        layouts: dict[str, Layout] = {}
         reported: set[tuple[int, str]] = set()
         used: set[int] = set()
         for name, node in nodes.items():
@@ -92,7 +92,7 @@ class Experts:
                 cause = f"{self.where(i)} experts {entry.match!r}"
                 layout = named.get(name, Layout())
                 n, size = mesh.size(entry.axis), p.shape[dim]
-                if n == 1 or name in found:
+                if n == 1 or name in layouts:
                     continue
                 if any(layout[a] != Layout()[a] for a in mesh.parts(entry.axis)):
                     what = f"{p.fqn} is split over {entry.axis} by `shard:` too"
@@ -111,24 +111,24 @@ class Experts:
                         )
                 else:
                     inner = math.prod(mesh.size(a) for a, _ in layout.shards(dim))
-                    found[name] = Layout.of({**dict(layout.items), entry.axis: Shard(dim, inner)}, mesh)
+                    layouts[name] = Layout.of({**dict(layout.items), entry.axis: Shard(dim, inner)}, mesh)
                     node.meta.setdefault("cause", {}).update(dict.fromkeys(mesh.parts(entry.axis), cause))
         self._report_unused(used, errors)
         errors.raise_any()
-        return found
+        return layouts
 
     def _held(self, param: fx.Node) -> Iterator[tuple[int, int, fx.Node]]:
         """The entries that spread a parameter's experts, the dim of it that counts them, and the op that uses it so."""
         shape = param.meta["value"].shape
         for dim in range(len(shape)):
-            for user, operand, at in _users(param, dim):
+            for user, operand, dim_of_operand in _users(param, dim):
                 if user.target is ops.experts:
-                    i = self.entry(user) if at == 0 and operand >= UP else None
+                    i = self.entry(user) if dim_of_operand == 0 and operand >= UP else None
                 elif (
                     len(shape) > 2
                     and (rule := registry.find(user.target)) is not None
                     and rule.flops is not None
-                    and _batch(user, operand, at)
+                    and _batch(user, operand, dim_of_operand)
                 ):
                     i = self.entry(user)
                 else:

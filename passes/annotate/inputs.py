@@ -66,17 +66,17 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
         if spec.uneven == "pad":
             layout = padded(layout, x.shape, mesh)
         if odd := indivisible_dim(layout, x.shape, mesh):
-            at = spec.where(("batch", "microbatches") if odd.axes[-1] == MICROBATCH else ("mesh", odd.axes[-1]))
+            place = spec.where(("batch", "microbatches") if odd.axes[-1] == MICROBATCH else ("mesh", odd.axes[-1]))
             wrong.setdefault(
-                (odd.what(mesh, f"the batch of {odd.size} (dim {dim})"), at, odd.fix(mesh, size="it")), []
+                (odd.what(mesh, f"the batch of {odd.size} (dim {dim})"), place, odd.fix(mesh, size="it")), []
             ).append(name)
         elif check_fits(
             layout, x.shape, mesh, f"input {name!r} (batch dim {dim})", spec.where(("batch", "dims")), errors
         ):
             layouts[x.name] = layout
             nodes[x.name].meta["cause"] = dict.fromkeys(axes, f"{spec.where(('batch',))} batch dim {dim} of {name!r}")
-    for (what, at, fix), alike in wrong.items():
-        errors.add(f"input {', '.join(map(repr, alike))}: {what}", where=at, fix=fix)
+    for (what, place, fix), alike in wrong.items():
+        errors.add(f"input {', '.join(map(repr, alike))}: {what}", where=place, fix=fix)
     errors.raise_any()
     return layouts
 

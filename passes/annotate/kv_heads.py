@@ -38,11 +38,11 @@ class Shared:
 
 def shared(graph: fx.Graph) -> dict[fx.Node, Shared]:
     """The placeholders that are the weights (and biases) of key-value heads."""
-    found: dict[fx.Node, Shared] = {}
+    by_param: dict[fx.Node, Shared] = {}
     for node, heads in _sites(graph):
         for parameter, fused in _weights(node):
-            found.setdefault(parameter, replace(heads, fused=fused))
-    return found
+            by_param.setdefault(parameter, replace(heads, fused=fused))
+    return by_param
 
 
 def refine(mesh: Mesh, axis: str, heads: Iterable[Shared]) -> Mesh:
@@ -60,12 +60,12 @@ def refine(mesh: Mesh, axis: str, heads: Iterable[Shared]) -> Mesh:
 
 def shares(mesh: Mesh, axis: str, heads: Shared) -> list[str]:
     """The digits of an axis whose ranks hold the same key-value heads."""
-    found, outer = [], 1
+    digits, outer = [], 1
     for digit in mesh.parts(axis):
         outer *= mesh.size(digit)
         if heads.heads % outer and outer % heads.heads == 0 == heads.queries % mesh.size(axis):
-            found.append(digit)
-    return found
+            digits.append(digit)
+    return digits
 
 
 def _sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:

@@ -142,22 +142,22 @@ def _planned_experts(model: nn.Module) -> list[str]:
 
 def _stacked_experts(program: Program) -> list[str]:
     """The modules that run experts as one op, in a captured graph."""
-    found = (
+    modules = (
         n.meta["source"].module
         for n in program.graph.find_nodes(op="call_function", target=torch.ops.shardc.experts.default)
     )
-    return [of_every_layer(module) or "*" for module in found]
+    return [of_every_layer(module) or "*" for module in modules]
 
 
 def _carried(model: nn.Module, kind: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    words: dict[str, str] = {}
     for name, module in model.named_modules():
         plan = getattr(module, kind, None) or getattr(module, f"_{kind}", None)
         if isinstance(plan, Mapping):
             prefix = f"{name}." if name else ""
             for key, word in plan.items():
-                found.setdefault(f"{prefix}{key}", str(word))
-    return found
+                words.setdefault(f"{prefix}{key}", str(word))
+    return words
 
 
 def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[str], where: str) -> Plan:
@@ -208,13 +208,13 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
 
 def _keys(carried: Mapping[str, str], p: Param) -> list[str]:
     """The plan's entries for a parameter: by its name, or else by its module's."""
-    found: list[str] = []
+    keys: list[str] = []
     for name in (p.fqn, *p.names):
         for wanted in (name, name.rpartition(".")[0]):
             if hit := next((k for k in carried if _matches(k, wanted)), None):
-                found.append(hit)
+                keys.append(hit)
                 break
-    return found
+    return keys
 
 
 def _wrapped(carried: Mapping[str, str], program: Program) -> dict[str, dict[str, Param]]:
@@ -231,13 +231,13 @@ def _wrapped(carried: Mapping[str, str], program: Program) -> dict[str, dict[str
             name = ".".join(parts[:n])
             if hit := next((k for k in carried if _matches(k, name)), None):
                 within.setdefault((hit, name), []).append(p)
-    found: dict[str, dict[str, Param]] = {}
+    by_param: dict[str, dict[str, Param]] = {}
     for (key, module), params in within.items():
         own = max(params, key=lambda p: (len(p.shape) > 1, math.prod(p.shape)))
         if len(own.shape) > 1 and own.fqn.rpartition(".")[0] != module:  # else the module is the layer itself
             for p in params:
-                found.setdefault(p.name, {})[key] = own
-    return found
+                by_param.setdefault(p.name, {})[key] = own
+    return by_param
 
 
 def _matches(key: str, name: str) -> bool:
@@ -264,19 +264,19 @@ def _settled(follower: Follower, planned: Mapping[fx.Node, tuple[Shard, str]]) -
     """How each dim is split, as the ops need it: a fused weight's parts show where the split comes from a plain
     row-parallel weight.
     """
-    found: dict[fx.Node, tuple[Shard, str]] = {}
+    settled: dict[fx.Node, tuple[Shard, str]] = {}
     last = {n: s.dim == len(values_of(n)[0].shape) - 1 and s.dim > 0 for n, (s, _) in planned.items()}
     for node in sorted(planned, key=lambda n: not last[n]):
-        if node in found:
+        if node in settled:
             continue
         split, cause = planned[node]
         group = follower.follow((node, 0), split)
         if isinstance(group, SplitGroup):
             for other, s in group.params.items():
                 if other in planned and planned[other][0].dim == s.dim:
-                    found.setdefault(other, (s, planned[other][1]))
-        found.setdefault(node, (split, cause))
-    return found
+                    settled.setdefault(other, (s, planned[other][1]))
+        settled.setdefault(node, (split, cause))
+    return settled
 
 
 def _usable(follower: Follower, node: fx.Node, split: Shard) -> bool:

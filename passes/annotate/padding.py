@@ -36,44 +36,44 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
     itself.
     """
     follower = Follower(program)
-    found = dict(layouts)
+    widened = dict(layouts)
     done: set[tuple[str, int]] = set()
     nodes = placeholders(program.graph)
     for p in program.params:
-        for dim in sorted({s.dim for _, s in found.get(p.name, Layout()).shards()}):
+        for dim in sorted({s.dim for _, s in widened.get(p.name, Layout()).shards()}):
             if (p.name, dim) in done:
                 continue
-            outer, n = _digits(found[p.name], dim, mesh)
+            outer, n = _digits(widened[p.name], dim, mesh)
             group = None if outer.sections else follower.follow((nodes[p.name], 0), Shard(dim, outer.split))
             if not isinstance(group, SplitGroup):
                 continue
             same = {
                 q.name: s
                 for q, s in group.params.items()
-                if q.name in found and _digits(found[q.name], s.dim, mesh)[1] == n
+                if q.name in widened and _digits(widened[q.name], s.dim, mesh)[1] == n
             }
             pieces = pieces_of(follower, group)
-            if pieces % n and len(same) == sum(q.name in found for q in group.params):
+            if pieces % n and len(same) == sum(q.name in widened for q in group.params):
                 for name, s in same.items():
                     block = program.param(name).shape[s.dim] // s.split
                     if block % pieces == 0:
-                        found[name] = _with(found[name], s.dim, mesh, -pieces % n * (block // pieces), s.split)
+                        widened[name] = _with(widened[name], s.dim, mesh, -pieces % n * (block // pieces), s.split)
                         done.add((name, s.dim))
-    shapes = {name: program.param(name).shape for name in found}
+    shapes = {name: program.param(name).shape for name in widened}
     return {
         name: padded(layout, shapes[name], mesh) if layout.fits(shapes[name], mesh) else layout
-        for name, layout in found.items()
+        for name, layout in widened.items()
     }
 
 
 def pieces_of(follower: Follower, group: SplitGroup) -> int:
     """The least number of pieces that an op of the group splits its dim into."""
-    found = []
+    counts = []
     for node, strategy in group.ops.items():
         if strategy.kind == "split":
             digit = strategy.factor.partition("/")[2]
-            found.append(follower.choices(node).signature.sizes[strategy.base] // int(digit or 1))
-    return min(found, default=1)
+            counts.append(follower.choices(node).signature.sizes[strategy.base] // int(digit or 1))
+    return min(counts, default=1)
 
 
 def _digits(layout: Layout, dim: int, mesh: Mesh) -> tuple[Shard, int]:

@@ -150,8 +150,8 @@ class Follower:
     def by_result(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
         """The strategy by which an op makes its result i in this placement."""
         choices = self.choices(node)
-        if (found := _matching(choices, 1, i, p)) is not None:
-            return found
+        if (strategy := _matching(choices, 1, i, p)) is not None:
+            return strategy
         # an op of several results may cut its operand by sections: one for each
         parts = tuple(v.shape[p.dim] for v in choices.call.results if p.dim < len(v.shape))
         return next((s for s in self._extra(choices, p, Shard(p.dim, 1, parts)) if s.outputs[i] == p), None)

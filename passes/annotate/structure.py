@@ -43,7 +43,7 @@ def choose(
     Raises ShardcError if there is nothing to split.
     """
     follower = Follower(program)
-    found: dict[str, tuple[Shard, str]] = {}
+    chosen: dict[str, tuple[Shard, str]] = {}
     left: dict[str, None] = {}  # why weights are left whole, once for layers that are alike
     taken: set[fx.Node] = set()
     shared = kv_heads.shared(program.graph)
@@ -54,22 +54,22 @@ def choose(
                 left[odd] = None
                 continue
             why = f"{where} use: structure '{_story(group)}'"
-            found |= {p.name: (s, why) for p, s in group.params.items() if p.name not in fixed}
+            chosen |= {p.name: (s, why) for p, s in group.params.items() if p.name not in fixed}
     for p, node in (
-        (p, follower.placeholders[p.name]) for p in program.params if p.name not in found and p.name not in fixed
+        (p, follower.placeholders[p.name]) for p in program.params if p.name not in chosen and p.name not in fixed
     ):
         if taken.isdisjoint(node.users) and _vocabulary(follower, node):
             if p.shape[0] % n and not pad:
                 left[f"{p.fqn} is left whole: its {p.shape[0]} rows do not divide by {axis}={n}"] = None
             else:
-                found[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
-    if not found and not fixed:
+                chosen[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
+    if not chosen and not fixed:
         why = "; ".join(left) or "no weight's split can be followed to another weight, or to the loss"
         fix = (
             f"take another number of ranks for {axis}, or set `uneven: pad`" if left else "name the weights by patterns"
         )
         raise ShardcError(f"`use: structure` finds nothing to split: {why}", where=where, fix=fix)
-    return Plan(axis, found, tuple(f"{where} use: structure: {why} (`uneven: pad` splits it)" for why in left))
+    return Plan(axis, chosen, tuple(f"{where} use: structure: {why} (`uneven: pad` splits it)" for why in left))
 
 
 def _candidates(follower: Follower, program: Program) -> Iterator[SplitGroup]:
@@ -130,8 +130,8 @@ def _uneven(program: Program, group: SplitGroup, shared: Mapping[fx.Node, kv_hea
             if size % n and size not in few:
                 names = ", ".join(dict.fromkeys(of_every_layer(program.param(p.name).fqn) for p in group.params))
                 source = source_of(node)
-                at = f"at {replace(source, module=of_every_layer(source.module))}, " if str(source) else ""
-                return f"{names} are left whole: {at}{size} (of {list(shape)}) does not divide by {axis}={n}"
+                place = f"at {replace(source, module=of_every_layer(source.module))}, " if str(source) else ""
+                return f"{names} are left whole: {place}{size} (of {list(shape)}) does not divide by {axis}={n}"
     return ""
 
 

@@ -47,9 +47,9 @@ def role_of(node: fx.Node, dim: int, module: str = "") -> str:
         if s is None:
             continue
         if len(call.operands) == 1 and len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
-            found = role_of(user, out.dim, module)
-            if found:
-                return found
+            later = role_of(user, out.dim, module)
+            if later:
+                return later
             continue
         factor = s.factor.partition("/")[0]
         if i in rule.added:
@@ -76,8 +76,8 @@ def fused_parts(node: fx.Node, dim: int) -> int:
             return place[1] if place is not None and place[0] == dim else 1
         if rule is not None and len((call := call_of(user)).operands) == 1 == len(call.results):
             s = Choices(rule, call, rule.signature(call)).from_operand(i, Shard(dim), 1)
-            if s is not None and isinstance(out := s.outputs[0], Shard) and (found := fused_parts(user, out.dim)) > 1:
-                return found
+            if s is not None and isinstance(out := s.outputs[0], Shard) and (parts := fused_parts(user, out.dim)) > 1:
+                return parts
     return 1
 
 

@@ -69,13 +69,13 @@ class Weights:
         won: set[int] = set(unmatched)
         layouts: dict[str, Layout] = {}
         for p in self.program.params:
-            found: dict[int, str] = {}
+            entries: dict[int, str] = {}
             for name in (p.fqn, *p.names):
                 for i, rule in enumerate(rules):
                     if match(rule.pattern, name) or (
                         rule.dims is None and match(rule.pattern, name.rpartition(".")[0])
                     ):
-                        found.setdefault(i, name)
+                        entries.setdefault(i, name)
                         won.add(i)
                         break
                     if rule.dims is not None and match(rule.pattern, name.rpartition(".")[0]):
@@ -86,23 +86,23 @@ class Weights:
                             fix=f"name the parameter: {rule.pattern + '.' + name.rpartition('.')[2]!r}",
                         )
                         break
-            if found:
+            if entries:
                 self.named.add(p.name)
-            made: dict[Layout, tuple[int, str]] = {}
-            for i, name in found.items():
+            chosen: dict[Layout, tuple[int, str]] = {}
+            for i, name in entries.items():
                 layout = self._one(p, nodes[p.name], i, name, errors)
                 if layout is not None:
-                    made.setdefault(layout, (i, name))
-            if len(made) > 1:
-                (a, (i, n)), (b, (j, m)) = list(made.items())[:2]
+                    chosen.setdefault(layout, (i, name))
+            if len(chosen) > 1:
+                (a, (i, n)), (b, (j, m)) = list(chosen.items())[:2]
                 ways = f"{replace(p.value, layout=a)} and {replace(p.value, layout=b)}"
                 errors.add(
                     f"{n} and {m} are one shared weight, which the spec splits two ways: {ways}",
                     where=self.spec.where(("shard", rules[max(i, j)].pattern)),
                     fix="split it once; a tied weight answers to all of its names",
                 )
-            elif made:
-                layout, (i, _) = next(iter(made.items()))
+            elif chosen:
+                layout, (i, _) = next(iter(chosen.items()))
                 layouts[p.name] = layout
                 cause = quote(self.spec, "shard", rules[i].pattern, rules[i].style or dims_text(rules[i].dims or {}))
                 nodes[p.name].meta["cause"] = {axis: cause for axis, _ in layout.shards()}

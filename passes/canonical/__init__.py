@@ -66,13 +66,13 @@ class Canonical(Pass):
         spec = self.spec
         chunks = (spec.data_ranks, spec.batch.microbatches) if spec.batch_norm == "local" else (1, 1)
         constants = {b.name: b.constant for b in program.buffers if b.constant is not None}
-        found = rewritten(program.graph, chunks, constants)
+        result = rewritten(program.graph, chunks, constants)
         errors = Errors()
         errors.found.extend(
-            {e.what: e for e in reversed(found.refused.values())}.values()
+            {e.what: e for e in reversed(result.refused.values())}.values()
         )  # the first of those that read alike
         errors.raise_any()
-        return replace(program, graph=found.graph)
+        return replace(program, graph=result.graph)
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
         _same_type(node, result)
     if (
         isinstance(result, fx.Node)
-        and (at := result.meta.get("source")) is not None
-        and at.module != emit.source.module != ""
+        and (origin := result.meta.get("source")) is not None
+        and origin.module != emit.source.module != ""
     ):
         result.meta["through"] = {
             **result.meta.get("through", {}),

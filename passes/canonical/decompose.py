@@ -168,10 +168,10 @@ def _proven(op: Callable[..., Any], module: fx.GraphModule, types: list[Value]) 
     try:
         with torch.enable_grad():
             parts = _tensors(module(*leaves))
-            found = _gradients(parts, leaves)
+            grads = _gradients(parts, leaves)
     except values.OUTSIDE_DOMAIN:
         return False
-    pairs = [*zip(parts, whole, strict=False), *zip(found, wanted, strict=True)]
+    pairs = [*zip(parts, whole, strict=False), *zip(grads, wanted, strict=True)]
     return len(parts) == len(whole) and all(_close(a, b) for a, b in pairs)
 
 

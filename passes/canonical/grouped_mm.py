@@ -75,8 +75,8 @@ def with_experts(graph: fx.Graph) -> fx.Graph:
 def _is_order(node: fx.Node) -> bool:
     if node.target in (aten.argsort.default, aten.argsort.stable):
         return True
-    made: Any = node.args[0] if node.target is operator.getitem else None
-    return made is not None and made.target in _SORTS and node.args[1:] == (1,)
+    sort: Any = node.args[0] if node.target is operator.getitem else None
+    return sort is not None and sort.target in _SORTS and node.args[1:] == (1,)
 
 
 def product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -106,9 +106,9 @@ class _Writer:
         if self.index is None or _numel(self.index) != self.n:
             return
         self.numbers[self.order] = torch.arange(self.n)
-        at = self.order
-        while at.op != "output":
-            at, node = at.next, at
+        following = self.order
+        while following.op != "output":
+            following, node = following.next, following
             if node is not self.order and node.op == "call_function":
                 self._node(node)
         for node in reversed(self.graph.find_nodes(op="call_function", target=product)):
@@ -139,10 +139,10 @@ class _Writer:
         elif (
             node.target is aten.index_put.default and len(args[1]) == 1 and args[2] in self.plain and not any(args[3:])
         ):
-            found = self.numbers.get(args[1][0])
+            number = self.numbers.get(args[1][0])
             if (
-                found is not None
-                and torch.equal(found, torch.arange(self.n))
+                number is not None
+                and torch.equal(number, torch.arange(self.n))
                 and value_of(node).shape == value_of(args[2]).shape
             ):
                 node.replace_all_uses_with(self.plain[args[2]])
@@ -177,9 +177,9 @@ class _Writer:
     def _part(self, node: fx.Node) -> bool:
         """Is it a part of every row, or one of several that an op has made?"""
         rows: Any = next(iter(node.args), None)
-        at = _PARTS.get(node.target, len(node.args))
+        position = _PARTS.get(node.target, len(node.args))
         return node.target is operator.getitem or (
-            at < len(node.args) and node.args[at] not in (0, -len(value_of(rows).shape))
+            position < len(node.args) and node.args[position] not in (0, -len(value_of(rows).shape))
         )
 
     def _by(self, node: fx.Node, x: fx.Node, index: Any) -> None:
@@ -209,8 +209,8 @@ class _Writer:
 
     def _summed(self, node: fx.Node, base: fx.Node, index: Any, rows: fx.Node) -> None:
         """base with V[order] added in rows index[order]."""
-        found, to = self.numbers.get(index), value_of(node)
-        k = self._times(_column(found), to.shape[0]) if found is not None else 0
+        numbers, to = self.numbers.get(index), value_of(node)
+        k = self._times(_column(numbers), to.shape[0]) if numbers is not None else 0
         if k and value_of(rows).shape[1:] == to.shape[1:]:
             value = replace(value_of(rows), shape=(to.shape[0], k, *to.shape[1:]))
             each = self._put(aten.reshape.default, (rows, list(value.shape)), value)
@@ -258,27 +258,27 @@ class _Writer:
         choice = self._put(aten.reshape.default, (index, [self.n, 1]), replace(value_of(index), shape=(self.n, 1)))
         ones = replace(typed, shape=(self.n, 1), requires_grad=False)
         share = self._put(aten.full.default, ([self.n, 1], 1.0), ones, dtype=ones.dtype)
-        made = self._put(ops.experts, (x, choice, share, up, down.args[1], None, None, text, True), value_of(down))
-        down.replace_all_uses_with(made)
+        experts = self._put(ops.experts, (x, choice, share, up, down.args[1], None, None, text, True), value_of(down))
+        down.replace_all_uses_with(experts)
 
     def _behind(self, node: Any) -> tuple[list[fx.Node], list[fx.Node]]:
         """(the ops between a value and the products that it is made of, in order; those products, in order). ([], [])
         if anything else goes in.
         """
-        mine, found = set(self.plain.values()), dict[fx.Node, None]()
+        mine, reached = set(self.plain.values()), dict[fx.Node, None]()
 
         def visit(n: fx.Node) -> bool:
             if (
-                n not in found
+                n not in reached
                 and n.target is not product
                 and not (n in mine and n.op == "call_function" and all(map(visit, n.all_input_nodes)))
             ):
                 return False
-            found[n] = None
+            reached[n] = None
             return True
 
-        products = [n for n in found if n.target is product] if visit(node) else []
-        return ([n for n in found if n.target is not product], products) if products else ([], [])
+        products = [n for n in reached if n.target is product] if visit(node) else []
+        return ([n for n in reached if n.target is not product], products) if products else ([], [])
 
     # --- what is tried
 
@@ -295,7 +295,7 @@ class _Writer:
         chosen = torch.where(chosen > 0, chosen.clamp(max=1), chosen) if skewed else chosen
         run = _runner(self.index, chosen.to(typed.dtype))
         try:
-            order, found = run(self.order), run(ends)
+            order, stops = run(self.order), run(ends)
         except (_Unknown, RuntimeError, IndexError):  # of other data too, or not for such numbers
             return False
         flat = chosen.flatten()
@@ -303,7 +303,7 @@ class _Writer:
         return (
             whole
             and bool((flat[order].diff() >= 0).all())
-            and torch.equal(found.long(), flat.bincount(minlength=experts).cumsum(0))
+            and torch.equal(stops.long(), flat.bincount(minlength=experts).cumsum(0))
         )
 
     def _put(self, target: Any, args: tuple[Any, ...], value: Value, **kwargs: Any) -> fx.Node:

@@ -47,29 +47,29 @@ def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
         return (_bags_by_offset(emit, a, n, bags), None, None, None)
     ids = emit.reshape(a.indices, (bags, size))
     padding = -1 if a.get("padding_idx") is None else a.padding_idx % value_of(a.weight).shape[0]
-    found = emit(aten.embedding.default, a.weight, ids, padding, a.scale_grad_by_freq)
+    rows = emit(aten.embedding.default, a.weight, ids, padding, a.scale_grad_by_freq)
     kept: fx.Node | None = None
     if padding >= 0:
         kept = emit(aten.unsqueeze.default, emit(aten.ne.Scalar, ids, padding), 2)
     if a.mode == 2:
         if kept is not None:
-            found = emit(aten.masked_fill.Scalar, found, emit(aten.logical_not.default, kept), -torch.inf)
+            rows = emit(aten.masked_fill.Scalar, rows, emit(aten.logical_not.default, kept), -torch.inf)
             some = emit(aten.any.dim, kept, 1)
-            most = emit(aten.amax.default, found, [1])
+            most = emit(aten.amax.default, rows, [1])
             return (emit(aten.masked_fill.Scalar, most, emit(aten.logical_not.default, some), 0.0), None, None, None)
         # max.dim, as embedding_bag does: one of several equal elements gets the gradient
-        node = emit(aten.max.dim, found, 1)
+        node = emit(aten.max.dim, rows, 1)
         return (emit.typed(node.meta["value"][0], operator.getitem, node, 0), None, None, None)
     if a.per_sample_weights is not None:
-        found = emit(aten.mul.Tensor, found, emit.reshape(a.per_sample_weights, (bags, size, 1)))
+        rows = emit(aten.mul.Tensor, rows, emit.reshape(a.per_sample_weights, (bags, size, 1)))
     if kept is not None:
-        found = emit(aten.mul.Tensor, found, emit.cast(kept, value_of(found).dtype))
-    total = emit(aten.sum.dim_IntList, found, [1])
+        rows = emit(aten.mul.Tensor, rows, emit.cast(kept, value_of(rows).dtype))
+    total = emit(aten.sum.dim_IntList, rows, [1])
     if a.mode == 1:
         count: fx.Node | float = float(size)
         if kept is not None:
             count = emit(
-                aten.clamp_min.default, emit.cast(emit(aten.sum.dim_IntList, kept, [1]), value_of(found).dtype), 1
+                aten.clamp_min.default, emit.cast(emit(aten.sum.dim_IntList, kept, [1]), value_of(rows).dtype), 1
             )
         total = emit(aten.div.Tensor, total, count)
     return (total, None, None, None)
@@ -81,7 +81,7 @@ def _bags_by_offset(emit: Emit, a: Args, n: int, bags: int) -> fx.Node:
     if a.include_last_offset:
         offsets = emit(aten.slice.Tensor, offsets, 0, 0, bags)
     padding = -1 if a.get("padding_idx") is None else a.padding_idx % weight.shape[0]
-    found = emit(aten.embedding.default, a.weight, a.indices, padding, a.scale_grad_by_freq)
+    entries = emit(aten.embedding.default, a.weight, a.indices, padding, a.scale_grad_by_freq)
     places = emit(aten.arange.default, n, dtype=value_of(offsets).dtype)
     bag = emit(aten.sub.Tensor, emit(aten.searchsorted.Tensor, offsets, places, right=True), 1)
     kept = (
@@ -93,15 +93,15 @@ def _bags_by_offset(emit: Emit, a: Args, n: int, bags: int) -> fx.Node:
     count = emit(aten.unsqueeze.default, emit(aten.index_add.default, full, 0, bag, emit.cast(kept, weight.dtype)), 1)
     rows = emit(aten.unsqueeze.default, kept, 1)
     if a.mode == 2:
-        found = emit(aten.masked_fill.Scalar, found, emit(aten.logical_not.default, rows), -torch.inf)
+        entries = emit(aten.masked_fill.Scalar, entries, emit(aten.logical_not.default, rows), -torch.inf)
         least = emit(aten.full.default, [bags, weight.shape[1]], -torch.inf, dtype=weight.dtype)
         where = emit.expand(emit(aten.unsqueeze.default, bag, 1), (n, weight.shape[1]))
-        most = emit(aten.scatter_reduce.two, least, 0, where, found, "amax")
+        most = emit(aten.scatter_reduce.two, least, 0, where, entries, "amax")
         return emit(aten.masked_fill.Scalar, most, emit(aten.eq.Scalar, count, 0), 0.0)
     if a.per_sample_weights is not None:
-        found = emit(aten.mul.Tensor, found, emit(aten.unsqueeze.default, a.per_sample_weights, 1))
+        entries = emit(aten.mul.Tensor, entries, emit(aten.unsqueeze.default, a.per_sample_weights, 1))
     if padding >= 0:
-        found = emit(aten.mul.Tensor, found, emit.cast(rows, weight.dtype))
+        entries = emit(aten.mul.Tensor, entries, emit.cast(rows, weight.dtype))
     zeros = emit(aten.full.default, [bags, weight.shape[1]], 0.0, dtype=weight.dtype)
-    total = emit(aten.index_add.default, zeros, 0, bag, found)
+    total = emit(aten.index_add.default, zeros, 0, bag, entries)
     return total if a.mode == 0 else emit(aten.div.Tensor, total, emit(aten.clamp_min.default, count, 1))

@@ -173,8 +173,8 @@ def cat(emit: Emit, a: Args, out: Value) -> Result:
     if len(parts) == 1:
         return emit.cast(parts[0], out.dtype)
     d = dim(a.dim, len(out.shape))
-    if (found := _apart(parts)) is not None:
-        x, along, kept = found
+    if (unbound := _apart(parts)) is not None:
+        x, along, kept = unbound
         if kept and along == d:
             return x
         if not kept:
@@ -185,8 +185,8 @@ def cat(emit: Emit, a: Args, out: Value) -> Result:
 @rewrite("stack")
 def stack(emit: Emit, a: Args, out: Value) -> Result:
     d = dim(a.dim, len(out.shape))
-    if (found := _apart(a.tensors)) is not None and not found[2]:
-        return _moved(emit, found[0], found[1], d)
+    if (unbound := _apart(a.tensors)) is not None and not unbound[2]:
+        return _moved(emit, unbound[0], unbound[1], d)
     return emit(aten.stack.default, list(a.tensors), d)
 
 
@@ -194,11 +194,11 @@ def _apart(parts: Sequence[fx.Node]) -> tuple[fx.Node, int, bool] | None:
     """The tensor that `parts` are all the parts of, in order, the dim along which, and whether they keep that dim
     (split, or unbound).
     """
-    found: set[tuple[Any, fx.Node, int]] = set()
+    sources: set[tuple[Any, fx.Node, int]] = set()
     for i, part in enumerate(parts):
         whole = part.args[0] if part.args else None
         if part.target is aten.select.int and isinstance(whole, fx.Node) and part.args[2] == i:
-            found.add((aten.unbind.int, whole, int(part.args[1])))  # type: ignore[arg-type]
+            sources.add((aten.unbind.int, whole, int(part.args[1])))  # type: ignore[arg-type]
         elif part.target is operator.getitem and isinstance(whole, fx.Node) and part.args[1] == i:
             if whole.target not in (aten.unbind.int, aten.split_with_sizes.default) or len(whole.meta["value"]) != len(
                 parts
@@ -206,11 +206,11 @@ def _apart(parts: Sequence[fx.Node]) -> tuple[fx.Node, int, bool] | None:
                 return None
             x = whole.args[0]
             assert isinstance(x, fx.Node)
-            found.add((whole.target, x, dim(int(whole.args[-1]) if len(whole.args) > 1 else 0, len(shape(x)))))  # type: ignore[arg-type]
+            sources.add((whole.target, x, dim(int(whole.args[-1]) if len(whole.args) > 1 else 0, len(shape(x)))))  # type: ignore[arg-type]
         else:
             return None
-    op, x, d = next(iter(found), (None, parts[0], 0))
-    if len(found) != 1 or (op is aten.unbind.int and shape(x)[d] != len(parts)):
+    op, x, d = next(iter(sources), (None, parts[0], 0))
+    if len(sources) != 1 or (op is aten.unbind.int and shape(x)[d] != len(parts)):
         return None
     return x, d, op is not aten.unbind.int
 
@@ -267,8 +267,10 @@ def slice_scatter(emit: Emit, a: Args, out: Value) -> Result:
 def select_scatter(emit: Emit, a: Args, out: Value) -> Result:
     """`x[:, 0] = y` -> `cat([unsqueeze(y, 1), x[:, 1:]], 1)`."""
     d = dim(a.dim, len(out.shape))
-    at = dim(a["index"], out.shape[d])
-    return _written(emit, a.self, emit(aten.unsqueeze.default, emit.cast(a.src, out.dtype), d), d, at, at + 1)
+    position = dim(a["index"], out.shape[d])
+    return _written(
+        emit, a.self, emit(aten.unsqueeze.default, emit.cast(a.src, out.dtype), d), d, position, position + 1
+    )
 
 
 def _written(emit: Emit, x: fx.Node, src: fx.Node, d: int, start: int, stop: int) -> fx.Node:
@@ -306,13 +308,15 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
 def index_put(emit: Emit, a: Args, out: Value) -> Result:
     """`x[mask] = 0` -> `where(mask, 0, x)`; `x[arange(b), i] = v` -> `scatter(x, 1, i, v)`, as for reading."""
     x, indices, values = a.self, list(a.indices), a["values"]
-    at = [d for d, i in enumerate(indices) if i is not None]
+    indexed = [d for d, i in enumerate(indices) if i is not None]
     masks = [i for i in indices if i is not None and value_of(i).dtype == torch.bool]
     if masks:
-        (mask,) = masks if len(at) == 1 else (None,)
-        behind = len(out.shape) - at[0] - len(shape(mask)) if mask is not None else 0  # dims of x behind the mask's
+        (mask,) = masks if len(indexed) == 1 else (None,)
+        behind = (
+            len(out.shape) - indexed[0] - len(shape(mask)) if mask is not None else 0
+        )  # dims of x behind the mask's
         n = shape(values)[-behind - 1] if len(shape(values)) > behind else 1
-        if mask is None or (n > 1 and at[0] > 0):
+        if mask is None or (n > 1 and indexed[0] > 0):
             raise emit.refuse(
                 "an assignment through a mask has a value of its own for each masked position",
                 "use torch.where with values in x's shape",
@@ -323,14 +327,14 @@ def index_put(emit: Emit, a: Args, out: Value) -> Result:
             values = in_order(emit, mask, emit.expand(values, (n, *out.shape[len(out.shape) - behind :])), out.shape)
         elif len(shape(values)) > behind:
             before, after = shape(values)[: -behind - 1], shape(values)[len(shape(values)) - behind :]
-            values = emit.reshape(values, (*before, *[1] * (len(out.shape) - at[0] - behind), *after))
+            values = emit.reshape(values, (*before, *[1] * (len(out.shape) - indexed[0] - behind), *after))
         return emit(aten.where.self, mask, emit(aten.add.Tensor, x, values) if a.accumulate else values, x)
     rows = _per_row(emit, x, indices, [emit.constant(i) if i is not None else None for i in indices])
     if rows is None:
         return emit(aten.index_put.default, x, indices, values, *([True] if a.accumulate else []))
     d, index = rows
     picked: tuple[int, ...] = torch.broadcast_shapes(*(shape(i) for i in indices if i is not None))  # type: ignore[no-untyped-call]
-    values = emit.expand(values, (*shape(x)[: at[0]], *picked, *shape(x)[at[-1] + 1 :]))
+    values = emit.expand(values, (*shape(x)[: indexed[0]], *picked, *shape(x)[indexed[-1] + 1 :]))
     return emit(
         aten.scatter_add.default if a.accumulate else aten.scatter.src, x, d, index, emit.reshape(values, shape(index))
     )
@@ -343,12 +347,12 @@ def _per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | No
     Any number of whole `arange`s, each along a dim of its own, and behind them one index. Returns the dim and the index
     for `gather` and `scatter`; None for all else.
     """
-    at = [d for d, i in enumerate(indices) if i is not None]
-    *counted, d = at
-    if not counted or at != list(range(at[0], at[-1] + 1)):
+    indexed = [d for d, i in enumerate(indices) if i is not None]
+    *counted, d = indexed
+    if not counted or indexed != list(range(indexed[0], indexed[-1] + 1)):
         return None
     picked = shape(indices[d])
-    ndim = max(len(shape(indices[i])) for i in at)
+    ndim = max(len(shape(indices[i])) for i in indexed)
     for nth, i in enumerate(counted):
         k = known[i]
         wide = tuple(shape(x)[i] if j == nth else 1 for j in range(ndim))
@@ -358,7 +362,7 @@ def _per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | No
             or not torch.equal(k.flatten(), torch.arange(k.numel()))
         ):
             return None
-    before, rows, rest = shape(x)[: at[0]], shape(x)[at[0] : d], shape(x)[d + 1 :]
+    before, rows, rest = shape(x)[: indexed[0]], shape(x)[indexed[0] : d], shape(x)[d + 1 :]
     own = ((1,) * (ndim - len(picked)) + picked)[len(counted) :]
     index, where = indices[d], known[d]
     if where is None or bool((where < 0).any()):
@@ -370,12 +374,12 @@ def _per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | No
 
 def _keeps_order(old: tuple[int, ...], new: tuple[int, ...], indices: list[Any], known: list[Tensor | None]) -> bool:
     """Does x[indices] hold the elements of x in their order? indices: one per leading dim of x; known: their values."""
-    at = [d for d, i in enumerate(indices) if i is not None]
-    if not at or at != list(range(at[0], at[-1] + 1)) or any(known[d] is None for d in at):
+    indexed = [d for d, i in enumerate(indices) if i is not None]
+    if not indexed or indexed != list(range(indexed[0], indexed[-1] + 1)) or any(known[d] is None for d in indexed):
         return False
     ndim = max(k.dim() for k in known if k is not None)
     last = -1
-    for d in at:
+    for d in indexed:
         k = known[d]
         assert k is not None
         k = k.reshape((1,) * (ndim - k.dim()) + tuple(k.shape))

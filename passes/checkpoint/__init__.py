@@ -57,21 +57,21 @@ _NORMS = {
 
 def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
     """What `save` may call an op. weights: the values that follow from parameters and buffers alone."""
-    found: set[str] = set()
+    names: set[str] = set()
     collective: Collective | None = node.meta.get("collective")
     if collective is not None and collective.kind != "none":
-        found.add("collective")
+        names.add("collective")
     name = op_name(node.target)
     rule = registry.find(node.target)
     if "attention" in name:
-        found.add("attention")
+        names.add("attention")
     elif "conv" in name:
-        found.add("conv")
+        names.add("conv")
     elif rule is not None and rule.flops is not None:
-        found.add("linear" if any(x in weights for x in operands_of(node)) else "matmul")
+        names.add("linear" if any(x in weights for x in operands_of(node)) else "matmul")
     elif name in _NORMS:
-        found.add("norm")
-    return found
+        names.add("norm")
+    return names
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,16 @@ class Checkpoint(Pass):
             graph = _Graph(stage.graph, replace(program, regions=tuple(order)), saved)
             for region in order[::-1]:  # what an inner region holds, an outer one may compute again
                 if members := graph.members(region.name):
-                    found = _Choice(graph, region.name, entry[region.name], members, alike).run()
+                    choice = _Choice(graph, region.name, entry[region.name], members, alike).run()
                     old = regions[region.name]
                     kept, dropped, again = (
-                        old.kept + found.kept,
-                        old.dropped + found.dropped,
-                        old.again + len(found.again),
+                        old.kept + choice.kept,
+                        old.dropped + choice.dropped,
+                        old.again + len(choice.again),
                     )
                     regions[region.name] = replace(old, kept=kept, dropped=dropped, again=again)
-        made = tuple(regions[r.name] for r in order)
-        return replace(program, stages=stages, regions=made, notes=(*program.notes, *_notes(made)))
+        ordered = tuple(regions[r.name] for r in order)
+        return replace(program, stages=stages, regions=ordered, notes=(*program.notes, *_notes(ordered)))
 
     def _entries(self, program: Program) -> dict[str, tuple[int, Entry]]:
         """Every module that is a region, with its entry of the spec and the entry's number."""
@@ -128,9 +128,9 @@ class Checkpoint(Pass):
     ) -> None:
         """Say in which region a node is; of a result's part: in that of the whole result."""
         if node.target is operator.getitem:
-            made = node.args[0]
-            if isinstance(made, fx.Node) and "region" in made.meta:
-                node.meta["region"] = made.meta["region"]
+            result = node.args[0]
+            if isinstance(result, fx.Node) and "region" in result.meta:
+                node.meta["region"] = result.meta["region"]
             return
         source = source_of(node)
         parent = ""
@@ -211,8 +211,8 @@ class _Graph:
             if n.target is operator.getitem:
                 whole: Any = n.args[0]
                 views = self.saved[whole].views if whole in self.saved else ()
-                at = views[n.args[1]] if isinstance(n.args[1], int) and n.args[1] < len(views) else -1
-                self.base[n] = self.base[operands_of(whole)[at]] if at >= 0 else n
+                viewed = views[n.args[1]] if isinstance(n.args[1], int) and n.args[1] < len(views) else -1
+                self.base[n] = self.base[operands_of(whole)[viewed]] if viewed >= 0 else n
                 continue
             self.saved[n] = saved(n)
             if len(self.saved[n].views) == 1 and self.saved[n].views[0] >= 0:
@@ -294,17 +294,17 @@ class _Choice:
                 n for n in self.members if n.target is not operator.getitem and words & kinds(n, self.graph.weights)
             }
         keep |= {n for n in self.members if n.target in ROUTING}
-        found = self._with(keep)
-        self.graph.held[self.region] = found.held
+        choice = self._with(keep)
+        self.graph.held[self.region] = choice.held
         for n in self.members:
             whole: Any = n.args[0] if n.target is operator.getitem else n
             if whole in keep and (
-                whole in self.own or whole in found.held or any(u in found.held for u in whole.users)
+                whole in self.own or whole in choice.held or any(u in choice.held for u in whole.users)
             ):
                 n.meta["kept"] = (*n.meta.get("kept", ()), self.region)
-        for n in found.again:
+        for n in choice.again:
             n.meta["again"] = n.meta.get("again", 0) + 1
-        return found
+        return choice
 
     def _wanted(self) -> None:
         """What autograd keeps of the region's ops: results of nodes, and what ops made for themselves; and what inner
@@ -359,7 +359,7 @@ class _Choice:
 
     def _bought(self, share: float) -> set[fx.Node]:
         """What the budget pays for."""
-        at = {n: i for i, n in enumerate(self.members)}
+        position = {n: i for i, n in enumerate(self.members)}
         look = [
             (
                 str(n.target),
@@ -367,14 +367,14 @@ class _Choice:
                 self.graph.nbytes(n),
                 n in self.wanted,
                 self.own.get(n),
-                [at.get(u, -1) for u in n.all_input_nodes],
+                [position.get(u, -1) for u in n.all_input_nodes],
             )
             for n in self.members
         ]
         key = repr((share, look, sorted(self.graph.nbytes(n) for n in self.wanted if n not in self.inside)))
         if key not in self.alike.known:
             keep = self._budget(share)
-            self.alike.known[key] = [at[n] for n in keep]
+            self.alike.known[key] = [position[n] for n in keep]
         return {self.members[i] for i in self.alike.known[key]}
 
     def _budget(self, share: float) -> set[fx.Node]:
@@ -406,4 +406,4 @@ class _Choice:
     def _solid(self, n: fx.Node) -> bool:
         """Is an op's result always a tensor of its own, on every rank? Views are for free."""
         views = self.graph.saved[n].views if n in self.graph.saved else (0,)
-        return n.target not in (ops.fill_padding, ops.select_partial) and all(at < 0 for at in views)
+        return n.target not in (ops.fill_padding, ops.select_partial) and all(viewed < 0 for viewed in views)

@@ -105,19 +105,19 @@ class SavedOf:
 
     def types(self, node: fx.Node) -> tuple[Value, ...]:
         """The types of a node's results on one rank, in one microbatch."""
-        found = tuple(
+        types = tuple(
             Value(v.local_shape(self.mesh), v.dtype, v.requires_grad) for v in values_of(node) if v is not None
         )
         if (
             node.op == "placeholder" and (cut := self._cut.get(node.name)) is not None
         ):  # its type is that of the whole step's
-            shape = list(found[0].shape)
+            shape = list(types[0].shape)
             padded = bool(
                 values_of(node)[0].layout.shards(cut.dim)
             )  # by the axes that split the batch: all of a dim have the same padding
             shape[cut.dim] = (shape[cut.dim] if padded else cut.padded(shape[cut.dim])) // self._microbatches
-            return (replace(found[0], shape=tuple(shape)),)
-        return found
+            return (replace(types[0], shape=tuple(shape)),)
+        return types
 
     def call(self, node: fx.Node) -> Call:
         """A call with the types of one rank."""
@@ -131,24 +131,25 @@ class SavedOf:
         return saved
 
     def _stride(self, node: fx.Node) -> Stride:
-        at: Any = node.args[0] if node.target is operator.getitem else node
+        call: Any = node.args[0] if node.target is operator.getitem else node
         index: Any = node.args[1] if node.target is operator.getitem else 0
-        known = self._strides.get(at, ())
+        known = self._strides.get(call, ())
         return known[index] if isinstance(index, int) and index < len(known) else None
 
     def _saved(self, node: fx.Node) -> Saved:
         call = self.call(node)
-        given, made = call.operands, call.results
+        operands, results = call.operands, call.results
         if node.target in _VIEWS:
             return Saved(
-                views=(0,), strides=(self._stride(operands_of(node)[0]),) if given[0].shape == made[0].shape else ()
+                views=(0,),
+                strides=(self._stride(operands_of(node)[0]),) if operands[0].shape == results[0].shape else (),
             )
         if node.target in _OURS:
-            return _OURS[node.target](given, made) if any(v.requires_grad for v in given) else Saved()
+            return _OURS[node.target](operands, results) if any(v.requires_grad for v in operands) else Saved()
         if not isinstance(node.target, OpOverload) and node.target not in _PLAIN:
             return Saved()
         strides = tuple(map(self._stride, operands_of(node)))
-        key = repr((str(node.target), call.args, call.kwargs, given, strides))
+        key = repr((str(node.target), call.args, call.kwargs, operands, strides))
         if key not in self._known:
             self._known[key] = _run(call, strides)
         return self._known[key]
@@ -179,8 +180,8 @@ def _run(call: Call, strides: Sequence[Stride]) -> Saved:
                 tuple(range(len(operands))) if any(v.requires_grad for v in call.operands) else (),
                 views=(-1,) * len(call.results),
             )
-        made = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
-        ours, theirs = [_storage(x) for x in operands], [_storage(x) for x in made]
+        results = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
+        ours, theirs = [_storage(x) for x in operands], [_storage(x) for x in results]
         kept = {_storage(x): x for x in packed}
         own = sum(x.untyped_storage().nbytes() for s, x in kept.items() if s not in ours and s not in theirs)
         return Saved(
@@ -188,7 +189,7 @@ def _run(call: Call, strides: Sequence[Stride]) -> Saved:
             tuple(i for i, s in enumerate(theirs) if s in kept and s not in ours),
             own,
             tuple(ours.index(s) if s in ours else -1 for s in theirs),
-            tuple(tuple(x.stride()) for x in made),
+            tuple(tuple(x.stride()) for x in results),
         )
 
 

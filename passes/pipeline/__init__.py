@@ -63,11 +63,11 @@ class Pipeline(Pass):
 
     def _with_axis(self, inner: Mesh) -> Mesh:
         """The spec's mesh, with the digits that placement sees its other axes in."""
-        found: list[tuple[str, int]] = []
+        axes: list[tuple[str, int]] = []
         for axis, n in self.spec.mesh.axes:
             digits = [(a, size) for a, size in inner.axes if a == axis or a.startswith(f"{axis}.")]
-            found += digits or [(axis, n)]
-        return Mesh(tuple(found))
+            axes += digits or [(axis, n)]
+        return Mesh(tuple(axes))
 
     def run(self, program: Program) -> Program:
         section, mesh = self.spec.pipeline, program.mesh
@@ -140,8 +140,8 @@ class _Cut:
         bounds = iter([*starts, len(ops)])
         stage, until = -1, 0
         order: dict[fx.Node, int] = {}
-        for at, n in enumerate(ops):
-            while at >= until:
+        for position, n in enumerate(ops):
+            while position >= until:
                 stage, until = stage + 1, next(bounds)
             order[n] = stage
         for n in self.main:
@@ -159,16 +159,16 @@ class _Cut:
         allowed = HEAVY * sum(flops.values())
         depends: dict[fx.Node, frozenset[str]] = {}
         spent: dict[fx.Node, float] = {}
-        found: set[fx.Node] = set()
+        light: set[fx.Node] = set()
         for n in self.graph.nodes:
             kinds = {"weights"} if n.name in params else {"batch"} if n.name in inputs else set[str]()
             depends[n] = frozenset(kinds).union(*(depends[x] for x in n.all_input_nodes))
-            spent[n] = flops[n] + sum(spent[x] for x in n.all_input_nodes if x in found)
+            spent[n] = flops[n] + sum(spent[x] for x in n.all_input_nodes if x in light)
             sends = n.meta.get("collective") is not None and "weights" not in depends[n]
-            again = all(x in found or x.op == "placeholder" for x in n.all_input_nodes)
+            again = all(x in light or x.op == "placeholder" for x in n.all_input_nodes)
             if n.op == "call_function" and len(depends[n]) < 2 and again and not sends and spent[n] <= allowed:
-                found.add(n)
-        return found
+                light.add(n)
+        return light
 
     # --- the stages of main ops
 
@@ -185,43 +185,45 @@ class _Cut:
         limit = cuts.SLACK * max(loads)
 
         def move(n: fx.Node, to: int) -> None:
-            at = self.stage[n]
-            if loads[to] + work[n] <= limit and members[at] > 1:
-                loads[at], loads[to] = loads[at] - work[n], loads[to] + work[n]
-                members[at], members[to] = members[at] - 1, members[to] + 1
+            stage = self.stage[n]
+            if loads[to] + work[n] <= limit and members[stage] > 1:
+                loads[stage], loads[to] = loads[stage] - work[n], loads[to] + work[n]
+                members[stage], members[to] = members[stage] - 1, members[to] + 1
                 self._put(n, to)
 
         for n in self.main:  # back, to where the operands are made
             operands = [_made(x) for x in operands_of(n) if x in self.stage]
             if n.target is operator.getitem or not operands or _flops(n):
                 continue
-            at = max(self.stage[x] for x in operands)
-            saved = sum(size[x] for x in dict.fromkeys(operands) if self._only(x, n, at))
-            if at < self.stage[n] and 0 < size[n] < saved:
-                move(n, at)
+            stage = max(self.stage[x] for x in operands)
+            saved = sum(size[x] for x in dict.fromkeys(operands) if self._only(x, n, stage))
+            if stage < self.stage[n] and 0 < size[n] < saved:
+                move(n, stage)
         for n in reversed(self.main):  # forward, to where it is used
             users = [u for u in cuts.users(n) if u in self.stage]
             operands = list(dict.fromkeys(_made(x) for x in operands_of(n) if x in self.stage))
             if n.target is operator.getitem or not users or len(users) < len(cuts.users(n)) or _flops(n):
                 continue
-            at = min(self.stage[u] for u in users)
+            stage = min(self.stage[u] for u in users)
             more = sum(
                 size[x]
                 for x in operands
-                if not any(self.stage[u] >= at for u in cuts.users(x) if u in self.stage and u is not n)
+                if not any(self.stage[u] >= stage for u in cuts.users(x) if u in self.stage and u is not n)
             )
-            if at > self.stage[n] and more < size[n]:
-                move(n, at)
+            if stage > self.stage[n] and more < size[n]:
+                move(n, stage)
 
-    def _only(self, x: fx.Node, user: fx.Node, at: int) -> bool:
-        """Does nothing else take x over the cut behind stage `at`?"""
-        return self.stage[x] == at and all(u is user or self.stage.get(u, self.count) <= at for u in cuts.users(x))
+    def _only(self, x: fx.Node, user: fx.Node, stage: int) -> bool:
+        """Does nothing else take x over the cut behind `stage`?"""
+        return self.stage[x] == stage and all(
+            u is user or self.stage.get(u, self.count) <= stage for u in cuts.users(x)
+        )
 
-    def _put(self, n: fx.Node, at: int) -> None:
-        self.stage[n] = at
+    def _put(self, n: fx.Node, stage: int) -> None:
+        self.stage[n] = stage
         for u in n.users:
             if u.target is operator.getitem:
-                self._put(u, at)
+                self._put(u, stage)
 
     # --- writing them
 
@@ -241,7 +243,7 @@ class _Cut:
             roots[made_at[name]].append(new)
         needs = [self._behind(r, s) for s, r in enumerate(roots)]
         writers = [_Writer(self, s, needs[s]) for s in range(self.count)]
-        found: list[Stage] = []
+        stages: list[Stage] = []
         differentiated: set[fx.Node] = {loss}  # gradients come back for these: known from later stages first
         for s, writer in reversed(list(enumerate(writers))):
             theirs = [name for name in updated if made_at[name] == s]
@@ -251,20 +253,20 @@ class _Cut:
             trained = self._trained([n for n in returned if n in differentiated], s)
             differentiated |= trained.intersection(writer.received)
             graph = writer.write(loss if s == at_end else None, mine, sent, trained)
-            found.append(Stage(graph, f"stage{s}", tuple(theirs)))
-        return found[::-1]
+            stages.append(Stage(graph, f"stage{s}", tuple(theirs)))
+        return stages[::-1]
 
     def _trained(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
         """What gradients of these reach in a stage, and on its edge."""
-        found: set[fx.Node] = set()
+        trained: set[fx.Node] = set()
         todo = list(roots)
         while todo:
             n = todo.pop()
-            if n not in found and any(v is not None and v.requires_grad for v in values_of(n)):
-                found.add(n)
+            if n not in trained and any(v is not None and v.requires_grad for v in values_of(n)):
+                trained.add(n)
                 if self.stage.get(n, stage) == stage:
                     todo += n.all_input_nodes
-        return found
+        return trained
 
     def _home(self, new: fx.Node, buffer: str) -> int:
         """The stage that computes a buffer's new value; where any could, one that uses it, or the buffer, or what it is
@@ -274,8 +276,8 @@ class _Cut:
             return self.stage[new]
         made_of = [n for n in self._behind([new], -1) if n.op == "placeholder" and n.meta.get("value") is not None]
         for use in ([new], [n for n in made_of if n.name == buffer], made_of):
-            if found := {self.stage[u] for n in use for u in _reached(n) if u in self.stage}:
-                return min(found)
+            if stages := {self.stage[u] for n in use for u in _reached(n) if u in self.stage}:
+                return min(stages)
         module = next(b.fqn for b in self.program.buffers if b.name == buffer).rpartition(".")[0]
         return next((s for n, s in self.stage.items() if source_of(n).module == module), 0)
 
@@ -288,14 +290,14 @@ class _Cut:
 
 def _reached(node: fx.Node) -> set[fx.Node]:
     """Everything that depends on a node."""
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     todo = [node]
     while todo:
         for u in todo.pop().users:
-            if u not in found:
-                found.add(u)
+            if u not in reached:
+                reached.add(u)
                 todo.append(u)
-    return found
+    return reached
 
 
 def _made(node: fx.Node) -> fx.Node:
@@ -318,13 +320,13 @@ class _Writer:
     def write(self, loss: fx.Node | None, news: list[fx.Node], sent: list[fx.Node], trained: set[fx.Node]) -> fx.Graph:
         """trained: what gradients reach; only those of its received values go back."""
         graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         old = self.cut.graph.nodes
         for n in old:
             if n.op == "placeholder" and (n in self.needs or n.name in ("mesh", "rng")):
-                made[n] = graph.node_copy(n)
+                copies[n] = graph.node_copy(n)
         for n in self.received:
-            made[n] = new = graph.placeholder(n.name)
+            copies[n] = new = graph.placeholder(n.name)
             value = replace(n.meta["value"], requires_grad=n in trained)
             back = "send_recv" if value.requires_grad else "none"
             assert self.cut.spec.pipeline is not None
@@ -332,10 +334,10 @@ class _Writer:
             crossing = Collective("send_recv", back, axes, value.nbytes(self.cut.mesh), self.cut.cause)
             new.meta = {"value": value, "source": source_of(n), "collective": crossing}
         for n in old:
-            if n.op == "call_function" and n in self.needs and n not in made:
-                made[n] = graph.node_copy(n, made.__getitem__)
+            if n.op == "call_function" and n in self.needs and n not in copies:
+                copies[n] = graph.node_copy(n, copies.__getitem__)
         graph.output(
-            (made[loss] if loss is not None else None, tuple(made[n] for n in news), tuple(made[n] for n in sent))
+            (copies[loss] if loss is not None else None, tuple(copies[n] for n in news), tuple(copies[n] for n in sent))
         )
         graph.lint()
         return graph

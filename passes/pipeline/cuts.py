@@ -100,15 +100,15 @@ def users(node: fx.Node) -> list[fx.Node]:
 
 def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
     """The placeholders behind an op's operands that are no main ops themselves: its weights (and inputs)."""
-    found, todo, seen = [], [x for x in node.all_input_nodes if x not in main], set[fx.Node]()
+    weights, todo, seen = [], [x for x in node.all_input_nodes if x not in main], set[fx.Node]()
     while todo:
         x = todo.pop()
         if x not in seen:
             seen.add(x)
             todo += x.all_input_nodes
             if x.op == "placeholder" and x.meta.get("value") is not None:
-                found.append(x)
-    return found
+                weights.append(x)
+    return weights
 
 
 def positions(main: Sequence[fx.Node], spec: Spec, mesh: Mesh) -> list[int]:
@@ -129,7 +129,7 @@ def positions(main: Sequence[fx.Node], spec: Spec, mesh: Mesh) -> list[int]:
         what = f"{n} stages, and the model has only {most} ops that depend on its input and its weights"
         raise ShardcError(what, where=spec.where(("pipeline", "stages")), fix=f"at most {most} stages")
     whole, starts = Ops.of(main, mesh, spec.batch.microbatches).joined()
-    return [starts[at] for at in even(whole, n)]
+    return [starts[start] for start in even(whole, n)]
 
 
 def default_stages(spec: Spec) -> int:
@@ -146,10 +146,12 @@ def default_stages(spec: Spec) -> int:
 def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[int]:
     errors = Errors()
     every = dict.fromkeys(m for n in main for m in enclosing(source_of(n).module))
-    found = []
+    starts = []
     for i, name in enumerate(names):
         where = spec.where(("pipeline", "cut", i))
-        inside = [at for at, n in enumerate(main) if any(match(name, m) for m in enclosing(source_of(n).module))]
+        inside = [
+            position for position, n in enumerate(main) if any(match(name, m) for m in enclosing(source_of(n).module))
+        ]
         if not inside:
             otherwise = "name a module as model.named_modules() does; one whose ops depend on its input"
             fix = did_you_mean(name, every, otherwise)
@@ -161,15 +163,15 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
                 fix="leave it out, or name a later module",
             )
         else:
-            found.append((inside[0], name, where))
-    for (at, name, _), (then, other, where) in pairwise(found):
-        if then < at:
+            starts.append((inside[0], name, where))
+    for (position, name, _), (then, other, where) in pairwise(starts):
+        if then < position:
             errors.add(
                 f"{other!r} begins before {name!r} does",
                 where=where,
                 fix="list the modules in the order in which they run",
             )
-        elif then == at:
+        elif then == position:
             what = f"{other!r} begins where {name!r} does" if other != name else f"{other!r} is listed twice"
             errors.add(
                 f"{what}: nothing is left for the stage between",
@@ -177,31 +179,36 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
                 fix="leave it out, or name a later module",
             )
     errors.raise_any()
-    return [at for at, _, _ in found]
+    return [position for position, _, _ in starts]
 
 
 def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
     """The model's outermost lists of layers: {list: [(layer, position of its first op)]}, all in the order in which
     they run.
     """
-    found: dict[str, dict[str, int]] = {}
-    for at, n in enumerate(main):
+    starts: dict[str, dict[str, int]] = {}
+    for position, n in enumerate(main):
         if layer := layer_of(source_of(n).module):
             name, number = layer
-            found.setdefault(name, {}).setdefault(f"{name}.{number}" if name else number, at)
-    return {name: sorted(each.items(), key=lambda item: item[1]) for name, each in found.items()}
+            starts.setdefault(name, {}).setdefault(f"{name}.{number}" if name else number, position)
+    return {name: sorted(each.items(), key=lambda item: item[1]) for name, each in starts.items()}
 
 
 def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list[int]:
-    found = {name: each for name, each in layers(main).items() if len(each) > 1}
+    lists_of_layers = {name: each for name, each in layers(main).items() if len(each) > 1}
     lists = {
-        ", ".join(found): sorted((layer for each in found.values() for layer in each), key=lambda item: item[1])
-    } | found
+        ", ".join(lists_of_layers): sorted(
+            (layer for each in lists_of_layers.values() for layer in each), key=lambda item: item[1]
+        )
+    } | lists_of_layers
     fitting = {name: each for name, each in lists.items() if len(each) == sum(counts)}
     if len(fitting) != 1:
-        has = ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in found.items()) or "no lists of layers"
+        has = (
+            ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in lists_of_layers.items())
+            or "no lists of layers"
+        )
         what = f"balance counts {sum(counts)} layers, and the model has {has}"
-        many = len(lists[", ".join(found)])
+        many = len(lists[", ".join(lists_of_layers)])
         fix = f"make the counts add up to {many}" if many else "write stages: N, or cut: [modules]"
         raise ShardcError(what, where=spec.where(("pipeline", "balance")), fix=fix)
     (each,) = fitting.values()

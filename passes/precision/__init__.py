@@ -129,8 +129,8 @@ class _Writer:
         loss, news = output
         dtypes = [b.dtype for b in self.program.buffers if b.updated]
         new = self.held[loss].node
-        made = self._as(new, torch.promote_types(value_of(new).dtype, torch.float32)) if self.held[loss].live else new
-        self.graph.output((made, tuple(self._as(self.held[n].node, d) for n, d in zip(news, dtypes, strict=True))))
+        result = self._as(new, torch.promote_types(value_of(new).dtype, torch.float32)) if self.held[loss].live else new
+        self.graph.output((result, tuple(self._as(self.held[n].node, d) for n, d in zip(news, dtypes, strict=True))))
 
     # --- one op
 
@@ -287,9 +287,9 @@ class _Writer:
         h = self.held[node]
         if h.scoped is None:
             return h
-        (module, dtype), at = h.scoped, user.meta["source"].module
+        (module, dtype), place = h.scoped, user.meta["source"].module
         h = replace(h, scoped=None)
-        if not (at == module or at.startswith(f"{module}." if module else "")):
+        if not (place == module or place.startswith(f"{module}." if module else "")):
             return h
         wider = torch.promote_types(self._read(h), dtype)
         return h if h.stored or wider == self._read(h) else _Held(self._as(h.node, wider), h.live)
@@ -316,10 +316,10 @@ class _Writer:
         if node.op != "call_function" or values.op_name(node.target) not in MOVES or node.target is operator.getitem:
             return None
         operands = [n for n in node.all_input_nodes if _floating(n)]
-        at = operands[0] if len(operands) == 1 else None
-        while at is not None and at.op == "call_function":
-            at = self._parent(at)
-        return operands[0] if at is not None and at.name in self.params else None
+        ancestor = operands[0] if len(operands) == 1 else None
+        while ancestor is not None and ancestor.op == "call_function":
+            ancestor = self._parent(ancestor)
+        return operands[0] if ancestor is not None and ancestor.name in self.params else None
 
     def _parent(self, node: fx.Node) -> fx.Node | None:
         operands = [n for n in node.all_input_nodes if _floating(n)]

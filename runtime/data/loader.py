@@ -95,13 +95,13 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's parts of what is left of the epoch."""
-        stream, found = self.order.size is None, self.consumed > 0
+        stream, nonempty = self.order.size is None, self.consumed > 0
         for part in self._reader():
-            found, rest = True, self.order.at_rest
+            nonempty, rest = True, self.order.at_rest
             self.order.advance()
             yield Rest(part) if rest else self._cut(part)
         if stream:
-            if not found:
+            if not nonempty:
                 what = f"the dataset ends before it gives one global batch of {self.batch_size} samples"
                 raise ShardcError(what, where=self._where, fix="give it more samples, or compile for a smaller batch")
             self.order.next_epoch()
@@ -165,7 +165,7 @@ class Loader:
     def _coords(self) -> dict[str, int]:
         return self.program.mesh.coords(self.mesh.rank)
 
-    def _batch_size(self, given: int | None) -> int:
+    def _batch_size(self, requested: int | None) -> int:
         """Samples in a global batch: the size of the inputs' batch dim (the smallest, if a collate function merges it
         with others).
         """
@@ -186,29 +186,29 @@ class Loader:
                 where=self._where,
                 fix="give one in the spec's batch: {dims: ...}",
             )
-        found = min(sizes.values())
+        batch = min(sizes.values())
         for name, size in sizes.items():
-            if size % found:
+            if size % batch:
                 fix = f"give {name!r} its batch dim in the spec's batch: {{dims: ...}}, or null if it has none"
                 errors.add(
-                    f"its batch dim is {size} long, which is not a multiple of the other inputs' {found}",
+                    f"its batch dim is {size} long, which is not a multiple of the other inputs' {batch}",
                     where=name,
                     fix=fix,
                 )
         errors.raise_any()
-        if given is not None and given != found:
+        if requested is not None and requested != batch:
             raise ShardcError(
-                f"batch_size is {given}, but the program was compiled for global batches of {found} samples",
+                f"batch_size is {requested}, but the program was compiled for global batches of {batch} samples",
                 where=self._where,
-                fix=f"leave it out, or compile with a batch of {given}",
+                fix=f"leave it out, or compile with a batch of {requested}",
             )
-        return found
+        return batch
 
     def _samples(self) -> Tensor:
         """The places in a global batch that this rank reads, i64[local batch]: what the layouts leave of 0 ... batch
         size - 1.
         """
-        found: Tensor | None = None
+        indices: Tensor | None = None
         for x in self.program.inputs:
             d = self._dims[x.name]
             if d is None:
@@ -218,7 +218,7 @@ class Loader:
             places = layout.local(torch.arange(x.shape[d]) // rows, self.program.mesh, self._coords)
             mine = places[::rows]
             if not torch.equal(places, mine.repeat_interleave(rows)) or (
-                found is not None and not torch.equal(found, mine)
+                indices is not None and not torch.equal(indices, mine)
             ):
                 raise ShardcError(
                     "its batch dim is split otherwise than by whole samples that the other inputs have on the same"
@@ -229,9 +229,9 @@ class Loader:
                         " of your own"
                     ),
                 )
-            found = mine
-        assert found is not None
-        return found
+            indices = mine
+        assert indices is not None
+        return indices
 
     def _is_stream(self) -> bool:
         """Whether samples come in the dataset's own order. Raises ShardcError for what is no dataset."""

@@ -118,13 +118,13 @@ class Stream(IterableDataset[Any]):
                 self.dataset.set_epoch(self.epoch)
             stream = iter(self.dataset)
             next(itertools.islice(stream, self.consumed, self.consumed), None)  # skip
-        at = self.consumed
+        position = self.consumed
         while True:
             with _draws(state=state):
                 items = list(itertools.islice(stream, self.batch))
             if len(items) < self.batch:
                 return
-            with _draws((self.seed, 2, self.epoch, at)):
+            with _draws((self.seed, 2, self.epoch, position)):
                 part = self.collate([items[i] for i in self.mine])
-            at += self.batch
+            position += self.batch
             yield part

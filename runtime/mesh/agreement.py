@@ -157,16 +157,16 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     """The global batch, which all ranks share; or of this rank's part of one, what the ranks share that have the same
     part, such as those of a tensor-parallel group.
     """
-    given = {path: x for path, x in leaves(batch) if isinstance(x, Tensor)}
+    tensors = {path: x for path, x in leaves(batch) if isinstance(x, Tensor)}
     if not local:
-        return [Fact("the global batch", fingerprint(given.values()), fix=SAME_BATCH)]
+        return [Fact("the global batch", fingerprint(tensors.values()), fix=SAME_BATCH)]
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for x in program.inputs:
         split = {part for axis, _ in x.layout.shards() for part in program.mesh.parts(axis)}
         axes = tuple(a for a in program.mesh.names if a in split)
         parts.setdefault(axes, [])
-        if x.path in given:
-            parts[axes].append(given[x.path])
+        if x.path in tensors:
+            parts[axes].append(tensors[x.path])
     where = "its part of the batch"
     return [Fact("the part of the batch", fingerprint(xs), axes, where, SAME_BATCH) for axes, xs in parts.items()]
 
@@ -203,11 +203,11 @@ def _weights(program: Program, prints: Mapping[str, int]) -> list[tuple[Fact, li
         split = {part for axis, _ in x.layout.shards() for part in program.mesh.parts(axis)}
         # a stage's weights are compared among its own ranks; ranks of other stages do not have them
         by_axes.setdefault(tuple(a for a in program.mesh.names if a in split or a == program.axis), []).append(x)
-    found = []
+    groups = []
     for axes, mine in by_axes.items():
         each = [Fact(f"the weight {x.fqn or x.name}", prints.get(x.name, 0), axes, fix=SAME_WEIGHTS) for x in mine]
-        found.append((Fact("the weights", hashed(*(f.value for f in each)), axes), each))
-    return found
+        groups.append((Fact("the weights", hashed(*(f.value for f in each)), axes), each))
+    return groups
 
 
 def _slots(fact: Fact, mesh: Mesh) -> int:

@@ -33,5 +33,5 @@ def return_freed() -> None:
 def _set(values: dict[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for what, size in values.items():
-            _ = mallopt(what, size) or mallopt(what, min(size, _ALLOWED))
+        for setting, size in values.items():
+            _ = mallopt(setting, size) or mallopt(setting, min(size, _ALLOWED))

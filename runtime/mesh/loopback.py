@@ -53,7 +53,7 @@ class _World:
         self.failed = False
 
     def exchange(
-        self, ranks: tuple[int, ...], rank: int, what: str, item: Any, combine: Callable[[list[Any]], Sequence[Any]]
+        self, ranks: tuple[int, ...], rank: int, name: str, item: Any, combine: Callable[[list[Any]], Sequence[Any]]
     ) -> Any:
         """Bring `item`; get this rank's entry of combine(items of all ranks in order).
 
@@ -63,24 +63,24 @@ class _World:
             if self.failed:
                 raise Aborted
             meeting = self.meetings.setdefault(ranks, _Meeting(ranks, self.lock))
-            meeting.items[rank] = (what, item)
+            meeting.items[rank] = (name, item)
             if len(meeting.items) < len(ranks):
-                return self._sleep(meeting, rank, what)
+                return self._sleep(meeting, rank, name)
             brought, meeting.items = meeting.items, {}
         if len({w for w, _ in brought.values()}) > 1:
             each = "; ".join(f"rank {r}: {brought[r][0]}" for r in ranks)
             raise RuntimeError(f"ranks meet in different collectives: {each}")
-        made = dict(zip(ranks, combine([brought[r][1] for r in ranks]), strict=True))
+        results = dict(zip(ranks, combine([brought[r][1] for r in ranks]), strict=True))
         with self.lock:
-            mine = made.pop(rank)
-            meeting.results |= made
-            for r in made:
+            mine = results.pop(rank)
+            meeting.results |= results
+            for r in results:
                 del self.waiting[r]
             meeting.changed.notify_all()
         return mine
 
-    def _sleep(self, meeting: _Meeting, rank: int, what: str) -> Any:
-        self.waiting[rank] = what
+    def _sleep(self, meeting: _Meeting, rank: int, name: str) -> Any:
+        self.waiting[rank] = name
         self._check()
         while rank not in meeting.results:
             if self.failed:
@@ -88,9 +88,9 @@ class _World:
             meeting.changed.wait()
         return meeting.results.pop(rank)
 
-    def send(self, rank: int, to: int, what: str, item: Tensor) -> None:
+    def send(self, rank: int, to: int, name: str, item: Tensor) -> None:
         with self.lock:
-            self.mail[rank, to, self.sent[rank, to]] = what, item
+            self.mail[rank, to, self.sent[rank, to]] = name, item
             self.sent[rank, to] += 1
             self.arrived.notify_all()
 
@@ -100,12 +100,12 @@ class _World:
             self.posted[source, rank] += 1
             return self.posted[source, rank] - 1
 
-    def receive(self, rank: int, source: int, number: int, what: str) -> Tensor:
+    def receive(self, rank: int, source: int, number: int, name: str) -> Tensor:
         """An item from another rank; it has to be called what is expected."""
         key = (source, rank, number)
         with self.lock:
             while key not in self.mail:
-                self.waiting[rank], self.expects[rank] = f"receive {what} from rank {source}", key
+                self.waiting[rank], self.expects[rank] = f"receive {name} from rank {source}", key
                 self._check()
                 if not self.failed:
                     self.arrived.wait()
@@ -113,8 +113,8 @@ class _World:
                     raise Aborted
                 del self.waiting[rank], self.expects[rank]
             sent, item = self.mail.pop(key)
-        if sent != what:
-            raise RuntimeError(f"rank {rank} waits for {what}, and rank {source} sent {sent}")
+        if sent != name:
+            raise RuntimeError(f"rank {rank} waits for {name}, and rank {source} sent {sent}")
         return item
 
     def _check(self) -> None:
@@ -146,11 +146,11 @@ class LoopbackMesh(RankMesh):
         self._world = world
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
 
-    def _exchange(self, axes: tuple[str, ...], what: str, item: Any, combine: Callable[[list[Any]], Sequence[T]]) -> T:
+    def _exchange(self, axes: tuple[str, ...], name: str, item: Any, combine: Callable[[list[Any]], Sequence[T]]) -> T:
         if axes not in self._ranks:
             self._ranks[axes] = self.layout.group(self.rank, axes)
-        found: T = self._world.exchange(self._ranks[axes], self.rank, f"{what} over {', '.join(axes)}", item, combine)
-        return found
+        result: T = self._world.exchange(self._ranks[axes], self.rank, f"{name} over {', '.join(axes)}", item, combine)
+        return result
 
     def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
         def combine(items: list[Tensor]) -> list[Tensor]:
@@ -204,10 +204,10 @@ class LoopbackMesh(RankMesh):
         def combine(items: list[tuple[Tensor, ...]]) -> list[Tensor]:
             return [torch.cat([parts[i] for parts in items]) for i in range(len(items))]
 
-        what = f"all_to_all {tag} {x.dtype} rows of {list(x.shape[1:])}"  # their numbers differ from rank to rank
-        found = self._exchange(axes, what, x.detach().split_with_sizes(sent), combine)
-        assert len(found) == sum(received)
-        return found
+        name = f"all_to_all {tag} {x.dtype} rows of {list(x.shape[1:])}"  # their numbers differ from rank to rank
+        rows = self._exchange(axes, name, x.detach().split_with_sizes(sent), combine)
+        assert len(rows) == sum(received)
+        return rows
 
     def _peer(self, axis: str, coordinate: int) -> int:
         return self.layout.group(self.rank, (axis,))[coordinate]

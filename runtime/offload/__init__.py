@@ -66,12 +66,12 @@ class Offload:
 
     # --- parameters
 
-    def room(self, what: str, n: int, dtype: torch.dtype) -> Home | None:
-        """A flat tensor of n zeros outside of the device, if `what` is kept there."""
-        if what not in self.places:
+    def room(self, kind: str, n: int, dtype: torch.dtype) -> Home | None:
+        """A flat tensor of n zeros outside of the device, if `kind` is kept there."""
+        if kind not in self.places:
             return None
         like = torch.empty(n, dtype=dtype, device="meta")
-        slot = self.places[what].slot(n * dtype.itemsize)
+        slot = self.places[kind].slot(n * dtype.itemsize)
         return Home(slot.take(like), slot)
 
     def keep(self, params: Iterable[nn.Parameter], home: Home) -> None:
@@ -116,14 +116,14 @@ class Offload:
         if self._last is not None and (self._last[1], direction) != ("backward", "forward"):
             self._after[self._last] = key, dtype
         self._last, self._coming = key, None
-        (found,) = self.mover.taken(coming)
+        (tensor,) = self.mover.taken(coming)
         self._read.append(home)
         if len(self._read) > 2:  # gathers that began earlier have ended, or bring it in again
             self._read.pop(0).slot.behind()
         if key in self._after:
             following, as_dtype = self._after[key]
             self._coming = following, self.mover.fetch([following[0]], as_dtype)
-        return found
+        return tensor
 
     def changed(self) -> None:
         """Parameters have changed: what was read ahead is old."""

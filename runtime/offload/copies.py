@@ -49,13 +49,13 @@ class Mover:
 
     def taken(self, coming: Future[tuple[list[Tensor], Any]]) -> list[Tensor]:
         """What `fetch` began, once it is there. Raises what went wrong on the way."""
-        found, ready = coming.result()
+        tensors, ready = coming.result()
         if ready is not None:
             here = torch.cuda.current_stream(self.device)
             here.wait_event(ready)
-            for x in found:
+            for x in tensors:
                 x.record_stream(here)
-        return found
+        return tensors
 
     def put(self, moves: Iterable[tuple[Tensor, Home]]) -> None:
         """Begin to bring back from the device, or to let go what is in place. The tensors
@@ -83,13 +83,13 @@ class Mover:
         if self.in_place and all(dtype in (None, h.tensor.dtype) for h in homes):
             return [h.tensor for h in homes], None
         with self._aside():
-            found = [
+            tensors = [
                 torch.empty_like(h.tensor, dtype=dtype, device=self.device).copy_(h.tensor, non_blocking=True)
                 for h in homes
             ]
             ready = self._stream.record_event() if self._stream is not None else None
         self._let_go(slots)
-        return found, ready
+        return tensors, ready
 
     @torch.no_grad()
     def _put(self, moves: list[tuple[Tensor, Home]], ready: Any) -> None:

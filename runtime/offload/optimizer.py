@@ -47,8 +47,8 @@ class Paged:
         try:
             for i, page in enumerate(pages):
                 assert coming is not None
-                moving, found = coming
-                self._arrive(moving, self._offload.mover.taken(found))
+                moving, fetched = coming
+                self._arrive(moving, self._offload.mover.taken(fetched))
                 coming = self._fetch(pages[i + 1]) if i + 1 < len(pages) else None
                 try:
                     with only_params(self.optimizer, page, before):
@@ -99,8 +99,8 @@ class Paged:
             homes += list(there.values())
         return moving, self._offload.mover.fetch(homes)
 
-    def _arrive(self, moving: Sequence[tuple[nn.Parameter, str]], found: Sequence[Tensor]) -> None:
-        for (p, key), x in zip(moving, found, strict=True):
+    def _arrive(self, moving: Sequence[tuple[nn.Parameter, str]], tensors: Sequence[Tensor]) -> None:
+        for (p, key), x in zip(moving, tensors, strict=True):
             if key:
                 self.optimizer.state[p][key] = x
             else:
@@ -123,9 +123,9 @@ class Paged:
             if isinstance(x, Tensor) and (_moves(x, self._offload.device) or self._is_home(p, key, x))
         ]
         forms = {(p, key): torch.empty_like(x, device="meta") for p, key, x in away}  # dense strides
-        new = [at for at, form in forms.items() if not self._fits(*at, form)]
+        new = [slot_of for slot_of, form in forms.items() if not self._fits(*slot_of, form)]
         if new:  # in one piece; before anything is moved, for want of room ends the run
-            slot = self._offload.places["optimizer"].slot(room_of(forms[at] for at in new))
+            slot = self._offload.places["optimizer"].slot(room_of(forms[slot_of] for slot_of in new))
             for p, key in new:
                 self._state.setdefault(p, {})[key] = Home(slot.take(forms[p, key]), slot)
         self._offload.mover.put([(x, self._state[p][key]) for p, key, x in away])

@@ -91,14 +91,14 @@ class _Chunk:
 
 
 class _Mapped(Slot):
-    """A slot in a chunk of a file, from `at`, a whole number of pages."""
+    """A slot in a chunk of a file, from `offset`, a whole number of pages."""
 
-    def __init__(self, chunk: _Chunk, at: int, nbytes: int, room: int) -> None:
+    def __init__(self, chunk: _Chunk, offset: int, nbytes: int, room: int) -> None:
         empty = torch.zeros(0, dtype=torch.uint8)
         super().__init__(
-            torch.frombuffer(chunk.mapped, dtype=torch.uint8, count=nbytes, offset=at) if nbytes else empty
+            torch.frombuffer(chunk.mapped, dtype=torch.uint8, count=nbytes, offset=offset) if nbytes else empty
         )
-        self._chunk, self._at, self._room = chunk, at, room
+        self._chunk, self._at, self._room = chunk, offset, room
 
     def ahead(self) -> None:
         if self._room:
@@ -140,9 +140,9 @@ class Files:
                 os.ftruncate(self._fd, self._size + size)
                 self._chunk = _Chunk(mmap.mmap(self._fd, size, offset=self._size), self._size)
                 self._size += size
-            chunk, at = self._chunk, self._chunk.used
+            chunk, offset = self._chunk, self._chunk.used
             if room:  # taken now: a mapped page for which there is no room later would end the process
-                os.posix_fallocate(self._fd, chunk.start + at, room)
+                os.posix_fallocate(self._fd, chunk.start + offset, room)
         except OSError as e:
             free = os.statvfs(self.folder)
             what = (
@@ -153,7 +153,7 @@ class Files:
                 what, where=self._where, fix="name a directory on a larger disk, or split over more ranks"
             ) from e
         chunk.used += room
-        return _Mapped(chunk, at, nbytes, room)
+        return _Mapped(chunk, offset, nbytes, room)
 
 
 def _create(folder: Path, rank: int) -> tuple[int, str]:

@@ -60,8 +60,8 @@ def experts(
     """
     order, counts = experts_route(index, None, (), up.shape[0], ())
     rows = experts_send(x, order, counts, None, (), index.shape[1])
-    made = experts_apply(rows, counts, up, down, up_bias, down_bias, activation, transposed)
-    return experts_combine(made, order, weights)
+    results = experts_apply(rows, counts, up, down, up_bias, down_bias, activation, transposed)
+    return experts_combine(results, order, weights)
 
 
 def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:

@@ -50,15 +50,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Run again, with autograd: in programs `ops.experts` runs, which keeps what it needs."""
-    given = [
+    leaves = [
         None if x is None else x.detach().requires_grad_(n)
         for x, n in zip(ctx.saved_tensors, ctx.needs_input_grad[:7], strict=True)
     ]
     with torch.enable_grad():
-        made = run(*given, *ctx.options)  # type: ignore[arg-type]
-    wanted = [x for x in given if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(made, wanted, grad, allow_unused=True))
-    return (*(next(found) if x is not None and x.requires_grad else None for x in given), None, None)
+        result = run(*leaves, *ctx.options)  # type: ignore[arg-type]
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    grads = iter(torch.autograd.grad(result, wanted, grad, allow_unused=True))
+    return (*(next(grads) if x is not None and x.requires_grad else None for x in leaves), None, None)
 
 
 experts.register_autograd(_backward, setup_context=_save)

@@ -43,12 +43,12 @@ def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
     return index, has
 
 
-def check_range(index: Tensor, size: int, what: str, ignore: int | None = None) -> None:
+def check_range(index: Tensor, size: int, name: str, ignore: int | None = None) -> None:
     """Raise IndexError for a global index outside 0 ... size - 1 that is not `ignore`: no rank has it, each would take
     it for another's.
 
-    what: names the index. On the CPU only, where torch's own look-ups tell as well: elsewhere asking would wait for the
-    device.
+    name: the index's, for the message. Checked on the CPU only, as torch's own look-ups do: on another device the check
+    would wait for it.
     """
     if index.device.type != "cpu" or isinstance(index, FakeTensor):
         return
@@ -56,7 +56,7 @@ def check_range(index: Tensor, size: int, what: str, ignore: int | None = None) 
     if ignore is not None:
         outside &= index != ignore
     if outside.any():
-        raise IndexError(f"{what} {int(index[outside][0])} is out of range: it must be at least 0 and less than {size}")
+        raise IndexError(f"{name} {int(index[outside][0])} is out of range: it must be at least 0 and less than {size}")
 
 
 def fill_padding(

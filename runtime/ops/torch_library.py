@@ -39,8 +39,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     with torch.enable_grad():
         x = log_probs.detach().requires_grad_()
         loss = torch._ctc_loss(x, *rest, *ctx.options)[0]
-    (found,) = torch.autograd.grad(loss, x, grad)
-    return (found, None, None, None, None, None)
+    (dx,) = torch.autograd.grad(loss, x, grad)
+    return (dx, None, None, None, None, None)
 
 
 ctc_loss.register_autograd(_backward, setup_context=_save)

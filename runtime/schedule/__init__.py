@@ -111,8 +111,8 @@ def make(
         fix = f"write `stages: {maker.per_rank[0] * ranks}`, or another schedule"
         raise ShardcError(what, where=where, fix=fix)
     order = maker.order(stages, ranks, microbatches)
-    given = links(edges, stages)
-    return fill(Schedule.of(name, [_whole(each, given) for each in order]), given)
+    linked = links(edges, stages)
+    return fill(Schedule.of(name, [_whole(each, linked) for each in order]), linked)
 
 
 def load(schedule: str, *, stages: int, ranks: int, microbatches: int, edges: Edges, where: str = "") -> Schedule:
@@ -121,9 +121,9 @@ def load(schedule: str, *, stages: int, ranks: int, microbatches: int, edges: Ed
 
     where: its place in the spec, as "spec.yaml:4:1". Raises ShardcError for what `make`, `parse` and `prove` do
     not take, and for a file of other sizes."""
-    given = links(edges, stages)
+    linked = links(edges, stages)
     if schedule in SCHEDULES:
-        filled = make(schedule, stages=stages, ranks=ranks, microbatches=microbatches, edges=given, where=where)
+        filled = make(schedule, stages=stages, ranks=ranks, microbatches=microbatches, edges=linked, where=where)
     else:
         read = replace(parse(_read(schedule, where), schedule), name=schedule)  # whatever it was printed from
         for kind, has, wants in (
@@ -137,9 +137,9 @@ def load(schedule: str, *, stages: int, ranks: int, microbatches: int, edges: Ed
                     where=where,
                     fix=f"change the number of {kind} in the file or in the spec",
                 )
-        prove(read, given)
-        filled = fill(read, given)
-    prove(filled, given)
+        prove(read, linked)
+        filled = fill(read, linked)
+    prove(filled, linked)
     return filled
 
 
@@ -159,13 +159,13 @@ def _read(path: str, where: str) -> str:
 def _whole(order: list[Action], edges: tuple[Link, ...]) -> list[Action]:
     """I with its W right behind is B in a stage that sends no gradients: nobody waits for I."""
     sending = {e.target for e in edges if e.gradient}
-    made: list[Action] = []
+    merged: list[Action] = []
     for a in order:
-        if a.kind == "W" and a.stage not in sending and made[-1] == a._replace(kind="I"):
-            made[-1] = a._replace(kind="B")
+        if a.kind == "W" and a.stage not in sending and merged[-1] == a._replace(kind="I"):
+            merged[-1] = a._replace(kind="B")
         else:
-            made.append(a)
-    return made
+            merged.append(a)
+    return merged
 
 
 def alone(microbatches: int) -> Schedule:

@@ -78,13 +78,13 @@ def links(edges: Edges | None, stages: int) -> tuple[Link, ...]:
     """edges as Links, sorted; None: each stage uses the one before. Raises ShardcError for an edge that goes back, or
     to no stage.
     """
-    given: Edges = ((s, s + 1) for s in range(stages - 1)) if edges is None else edges
-    found = {Link(*e) if isinstance(e, tuple) else Link(e.source, e.target, e.gradient) for e in given}
-    for e in found:
+    pairs: Edges = ((s, s + 1) for s in range(stages - 1)) if edges is None else edges
+    linked = {Link(*e) if isinstance(e, tuple) else Link(e.source, e.target, e.gradient) for e in pairs}
+    for e in linked:
         if not 0 <= e.source < e.target < stages:
             what = f"an edge from stage {e.source} to stage {e.target} of {stages}"
             raise ShardcError(what, where="edges", fix="an edge goes from a stage to a later one")
-    return tuple(sorted(found))
+    return tuple(sorted(linked))
 
 
 @dataclass(frozen=True)

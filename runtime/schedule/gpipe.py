@@ -14,10 +14,10 @@ def gpipe(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
     2211.05953).
     """
     each = range(microbatches)
-    made = []
+    orders = []
     for rank in range(ranks):
         mine = range(rank, stages, ranks)
-        made.append(
+        orders.append(
             [Action("F", s, m) for s in mine for m in each] + [Action("B", s, m) for s in reversed(mine) for m in each]
         )
-    return made
+    return orders

@@ -23,7 +23,7 @@ from shardc.runtime.schedule.actions import Action
 def one_f_one_b(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
     v = stages // ranks
     whole = -(-microbatches // ranks) * ranks if v > 1 else microbatches
-    made = []
+    orders = []
     for rank in range(ranks):
         warm = (v - 1) * ranks + 2 * (ranks - 1 - rank) if v > 1 else ranks - 1 - rank
         mine = range(rank, stages, ranks)
@@ -32,8 +32,8 @@ def one_f_one_b(stages: int, ranks: int, microbatches: int) -> list[list[Action]
         order = forward[:warm]
         for i, b in enumerate(backward):
             order += [*forward[warm + i : warm + i + 1], b]
-        made.append([a for a in order if a.microbatch < microbatches])
-    return made
+        orders.append([a for a in order if a.microbatch < microbatches])
+    return orders
 
 
 def _rounds(mine: range, size: int, microbatches: int) -> Iterator[tuple[int, int]]:

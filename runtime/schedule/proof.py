@@ -168,9 +168,9 @@ class _Prover:
         yield Action("F", stage, m)
         if self.training:
             b = Action("B", stage, m)
-            if (made := self.backward.get((stage, m))) is None:
+            if (backward := self.backward.get((stage, m))) is None:
                 yield Action("I", stage, m) if b._replace(kind="W") in self.at else b
-            elif made.kind == "I":
+            elif backward.kind == "I":
                 yield b._replace(kind="W")
 
     def order(self) -> None:
@@ -204,9 +204,9 @@ class _Prover:
         if link.gradient and self.training:
             self._over(self.backward[t, m], Action("SEND_B", t, m, s), Action("RECV_B", s, m, t), self.backward[s, m])
 
-    def _over(self, made: Action, send: Action, receive: Action, used: Action) -> None:
-        if self.at[made][0] == self.at[used][0]:
-            self._before(made, used)
+    def _over(self, producer: Action, send: Action, receive: Action, used: Action) -> None:
+        if self.at[producer][0] == self.at[used][0]:
+            self._before(producer, used)
             return
         for a in (send, receive):
             if self.explicit and a not in self.at:
@@ -217,7 +217,7 @@ class _Prover:
                     "add it",
                 )
         if send in self.at:
-            self._before(made, send)
+            self._before(producer, send)
         if receive in self.at:
             self._before(receive, used)
 
@@ -248,29 +248,29 @@ class _Prover:
     def deadlock(self) -> None:
         """Runs it without buffers; see the module's docstring."""
         s = self.schedule
-        at = [0] * s.ranks  # how far each rank is
+        progress = [0] * s.ranks  # how far each rank is
         needs = {} if self.explicit else self._needs()
         waiting = deque(range(s.ranks))
         waiters: dict[Action, list[int]] = {}
         while waiting:
             rank = waiting.popleft()
             mine = s.actions[rank]
-            while at[rank] < len(mine):
-                a = mine[at[rank]]
+            while progress[rank] < len(mine):
+                a = mine[progress[rank]]
                 if a.peer >= 0:
                     peer = s.placement[a.peer]
-                    if self.at[a.other_end()] != (peer, at[peer]):
+                    if self.at[a.other_end()] != (peer, progress[peer]):
                         break
-                    at[peer] += 1
+                    progress[peer] += 1
                     waiting.append(peer)
-                elif late := [n for n in needs.get(a, ()) if self.at[n][1] >= at[self.at[n][0]]]:
+                elif late := [n for n in needs.get(a, ()) if self.at[n][1] >= progress[self.at[n][0]]]:
                     waiters.setdefault(late[0], []).append(rank)
                     break
-                at[rank] += 1
+                progress[rank] += 1
                 waiting.extend(waiters.pop(a, ()))
-        stuck = [(r, s.actions[r][i]) for r, i in enumerate(at) if i < len(s.actions[r])]
+        stuck = [(r, s.actions[r][i]) for r, i in enumerate(progress) if i < len(s.actions[r])]
         if stuck:
-            self._report(dict(stuck), needs, at)
+            self._report(dict(stuck), needs, progress)
 
     def _needs(self) -> dict[Action, list[Action]]:
         """Of each action those of other ranks that it waits for."""
@@ -284,13 +284,13 @@ class _Prover:
                         needs.setdefault(self.backward[link.source, m], []).append(self.backward[link.target, m])
         return needs
 
-    def _report(self, stuck: dict[int, Action], needs: dict[Action, list[Action]], at: list[int]) -> None:
+    def _report(self, stuck: dict[int, Action], needs: dict[Action, list[Action]], progress: list[int]) -> None:
         """The circle of ranks that wait for each other."""
 
         def awaited(a: Action) -> Action:
             if a.peer >= 0:
                 return a.other_end()
-            return next(n for n in needs[a] if self.at[n][1] >= at[self.at[n][0]])
+            return next(n for n in needs[a] if self.at[n][1] >= progress[self.at[n][0]])
 
         path: list[int] = []
         rank = next(iter(stuck))

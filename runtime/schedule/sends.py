@@ -57,13 +57,13 @@ def _with_sends(schedule: Schedule, edges: Edges | None) -> tuple[tuple[Action, 
 def _with_reduce(actions: Sequence[Action]) -> tuple[Action, ...]:
     """Behind the last backward of each stage, and what that sends."""
     last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
-    made: list[Action] = []
+    ordered: list[Action] = []
     due: list[Action] = []
     for i, a in enumerate(actions):
         if a.kind not in SENDS:
-            made += due
+            ordered += due
             due = []
-        made.append(a)
+        ordered.append(a)
         if last.get(a.stage) == i:
             due.append(Action("REDUCE", a.stage))
-    return (*made, *due)
+    return (*ordered, *due)

@@ -36,15 +36,15 @@ def parse(text: str, file: str = "schedule") -> Schedule:
     errors = Errors()
     for n, line in enumerate(lines, 1):
         start = 0
-        if found := _RANK.match(line):
-            start = found.end()
-            if int(found[1]) != len(actions):
+        if header := _RANK.match(line):
+            start = header.end()
+            if int(header[1]) != len(actions):
                 errors.add(
-                    f"rank {found[1]} comes after {len(actions)} ranks",
+                    f"rank {header[1]} comes after {len(actions)} ranks",
                     where=f"{file}:{n}:1",
                     fix=f"write `rank {len(actions)}:` here",
                 )
-        if found or (not named and line.strip(" ,\t")):
+        if header or (not named and line.strip(" ,\t")):
             actions.append([])
             places.append([])
         for word in _WORD.finditer(line, start):
@@ -52,12 +52,12 @@ def parse(text: str, file: str = "schedule") -> Schedule:
             if not actions:
                 errors.add(f"{word[0]} comes before the first rank", where=where, fix="begin with `rank 0:`")
                 break
-            made = _action(word[0])
-            if isinstance(made, Action):
-                actions[-1].append(made)
+            action = _action(word[0])
+            if isinstance(action, Action):
+                actions[-1].append(action)
                 places[-1].append(where)
             else:
-                errors.add(f"{word[0]!r} is not an action", where=where, fix=made)
+                errors.add(f"{word[0]!r} is not an action", where=where, fix=action)
     if not any(actions):
         errors.add("the schedule has no actions", where=file, fix="write a line a rank: `rank 0: 0F0 0B0`")
     errors.raise_any()
@@ -67,21 +67,21 @@ def parse(text: str, file: str = "schedule") -> Schedule:
 
 def _action(word: str) -> Action | str:
     """An action, or what to write instead."""
-    found = _ACTION.fullmatch(word)
-    if found is None:
+    parts = _ACTION.fullmatch(word)
+    if parts is None:
         return "write stage, kind, microbatch: 2F0, 2B0, 2I0, 2W0, 1SEND_F0>2, 2RECV_F0<1; or 2REDUCE, STEP"
-    if found["stage"] is None:
+    if parts["stage"] is None:
         return Action("STEP")
-    stage = int(found["stage"])
-    if found["kind"] is None:
+    stage = int(parts["stage"])
+    if parts["kind"] is None:
         return Action("REDUCE", stage)
-    kind: Kind = found["kind"]  # type: ignore[assignment]  # one of the expression's
+    kind: Kind = parts["kind"]  # type: ignore[assignment]  # one of the expression's
     sign = ">" if kind in SENDS else "<" if kind in RECEIVES else None
-    if found["way"] != sign:
-        right = f"{stage}{kind}{found['microbatch']}"
+    if parts["way"] != sign:
+        right = f"{stage}{kind}{parts['microbatch']}"
         return (
             f"write {right}"
             if sign is None
             else f"write {right}{sign}N with the other stage N, or leave all sends and receives out"
         )
-    return Action(kind, stage, int(found["microbatch"]), int(found["peer"] or -1))
+    return Action(kind, stage, int(parts["microbatch"]), int(parts["peer"] or -1))

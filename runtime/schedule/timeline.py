@@ -103,8 +103,8 @@ def timeline(schedule: Schedule, costs: Costs | None = None, edges: Edges | None
                 break
             done.append(Slot(a, start, start + costs.of(a)))
             if a.kind != "W":
-                made = forward, a.stage, a.microbatch
-                ends[made] = done[-1].end
-                ready.extend(waiters.pop(made, ()))
+                result = forward, a.stage, a.microbatch
+                ends[result] = done[-1].end
+                ready.extend(waiters.pop(result, ()))
     assert all(len(d) == len(each) for d, each in zip(slots, mine, strict=True)), "prove the schedule first"
     return Timeline(schedule, tuple(map(tuple, slots)), tuple(map(live, schedule.actions)))

@@ -21,14 +21,14 @@ def zb_h1(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def _split(order: list[Action], behind: int) -> list[Action]:
-    made: list[Action] = []
+    ordered: list[Action] = []
     waiting: deque[Action] = deque()
     for a in order:
         if a.kind == "F":
-            made.append(a)
+            ordered.append(a)
             continue
-        made.append(a._replace(kind="I"))
+        ordered.append(a._replace(kind="I"))
         waiting.append(a._replace(kind="W"))
         if len(waiting) > behind:
-            made.append(waiting.popleft())
-    return [*made, *waiting]
+            ordered.append(waiting.popleft())
+    return [*ordered, *waiting]

@@ -49,15 +49,15 @@ class Recipe:
         ref = self.names[fqn]
         writers = [self.tape.entries[i] for i in self.tape.writers.get(ref.storage, ())]
         if 0 not in ref.shape and all(e.func is not None and e.func.overloadpacket in _EMPTY for e in writers):
-            made = next((str(e.line) for e in writers), "")
+            places = next((str(e.line) for e in writers), "")
             raise ShardcError(
-                f"{fqn} is never initialised" + (f" (made at {made})" if made else ""),
+                f"{fqn} is never initialised" + (f" (made at {places})" if places else ""),
                 where=fqn.rpartition(".")[0],
                 fix="initialise it where the model is built, or pass a real model instead of its builder",
             )
-        found = self.tape.replay([ref], seed, device)[0]
+        value = self.tape.replay([ref], seed, device)[0]
         return (
-            found.clone(memory_format=torch.contiguous_format) if ref.stride != found.contiguous().stride() else found
+            value.clone(memory_format=torch.contiguous_format) if ref.stride != value.contiguous().stride() else value
         )
 
 
@@ -124,8 +124,8 @@ def record_reset(model: nn.Module) -> Recipe:
                 for name, x in held.items():
                     if x is not None and x.untyped_storage().device.type == "meta":
                         empty = torch.empty(x.shape, dtype=x.dtype)
-                        made = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-                        held[name] = fresh.setdefault(id(x), made)  # type: ignore[assignment]
+                        cloned = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+                        held[name] = fresh.setdefault(id(x), cloned)  # type: ignore[assignment]
         changed = {id(x) for x in fresh.values()}
         for module in duplicate.modules():
             reset = _reset_of(module)
@@ -137,10 +137,10 @@ def record_reset(model: nn.Module) -> Recipe:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    found: Any = getattr(module, "reset_parameters", None) or getattr(
+    reset: Any = getattr(module, "reset_parameters", None) or getattr(
         module, "_reset_parameters", None
     )  # the latter: attention
-    return found if callable(found) else None
+    return reset if callable(reset) else None
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:

@@ -81,10 +81,10 @@ class Tape:
             if bound.get(storage, -1) >= before:
                 continue
             bound[storage] = before
-            for at in self.writers.get(storage, ()):
-                if at < before and at not in needed:
-                    needed.add(at)
-                    todo += [(s, at) for s in (*self.entries[at].reads, *self.entries[at].writes)]
+            for position in self.writers.get(storage, ()):
+                if position < before and position not in needed:
+                    needed.add(position)
+                    todo += [(s, position) for s in (*self.entries[position].reads, *self.entries[position].writes)]
         return sorted(needed)
 
     def replay(self, refs: Iterable[Ref], seed: int | None, device: torch.device | str = "cpu") -> list[Tensor]:
@@ -101,8 +101,8 @@ class Tape:
             )
 
         with torch.no_grad():
-            for at in self.closure(r.storage for r in wanted):
-                self._run(self.entries[at], memory, real, seed, torch.device(device))
+            for position in self.closure(r.storage for r in wanted):
+                self._run(self.entries[position], memory, real, seed, torch.device(device))
             return [real(r) for r in wanted]
 
     def _run(
@@ -185,10 +185,10 @@ class Recorder:
             with self._pause():
                 return self.tape.replay([ref], None)[0]
         except RandomValue as e:
-            at = source.of_call()
+            place = source.of_call()
             raise ShardcError(
-                f"building the model looks at the value of random numbers ({at.code or e.entry.name})",
-                where=at.line,
+                f"building the model looks at the value of random numbers ({place.code or e.entry.name})",
+                where=place.line,
                 fix="pass a real model instead of its builder",
             ) from e
 
@@ -233,7 +233,7 @@ class Recorder:
         name: str,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        made: tuple[Ref | None, ...],
+        outputs: tuple[Ref | None, ...],
         writes: set[int],
         reads: set[int],
         random: bool = False,
@@ -241,7 +241,7 @@ class Recorder:
         ordinal = self.tape.randoms if random else -1
         self.tape.randoms += random
         self.tape.add(
-            Entry(func, name, args, kwargs, made, frozenset(writes), frozenset(reads), source.of_call(), ordinal)
+            Entry(func, name, args, kwargs, outputs, frozenset(writes), frozenset(reads), source.of_call(), ordinal)
         )
 
     # --- ops
@@ -259,7 +259,7 @@ class Recorder:
         changed = [x for a, x in _by_name(func, args, kwargs) if a.alias_info is not None and a.alias_info.is_write]
         changed = _tensors(changed)
         args, kwargs = (
-            pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, given) for given in (args, kwargs)
+            pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, part) for part in (args, kwargs)
         )
         try:
             results = func(*pytree.tree_map(_on_meta, args), **pytree.tree_map(_on_meta, kwargs))
@@ -275,24 +275,28 @@ class Recorder:
 
     def _record(self, func: OpOverload, args: Any, kwargs: Any, changed: list[Tensor], results: Any) -> None:
         writes = {self.ref(x).storage for x in changed}
-        made: list[Ref | None] = []
+        outputs: list[Ref | None] = []
         for x in pytree.tree_flatten(results)[0]:
             new = isinstance(x, Tensor) and id(x.untyped_storage()) not in self._held
-            made.append(self.ref(x) if new else None)
-        writes |= {r.storage for r in made if r is not None}
+            outputs.append(self.ref(x) if new else None)
+        writes |= {r.storage for r in outputs if r is not None}
         if not writes:
             return  # a view
         args, kwargs = (
-            pytree.tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, given) for given in (args, kwargs)
+            pytree.tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, part) for part in (args, kwargs)
         )
         reads = {r.storage for r in pytree.tree_flatten((args, kwargs))[0] if isinstance(r, Ref)}
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            if made and made[0] is not None and any(a.name == "dtype" for a in func._schema.arguments[len(args) :]):
-                kwargs = {**kwargs, "dtype": made[0].dtype}  # the default dtype may be another one at replay
-            self._add(func, "", args, kwargs, tuple(made), writes, reads)
+            if (
+                outputs
+                and outputs[0] is not None
+                and any(a.name == "dtype" for a in func._schema.arguments[len(args) :])
+            ):
+                kwargs = {**kwargs, "dtype": outputs[0].dtype}  # the default dtype may be another one at replay
+            self._add(func, "", args, kwargs, tuple(outputs), writes, reads)
             return
         name, named = func.overloadpacket.__name__, {a.name: x for a, x in _by_name(func, args, kwargs)}
-        if not draw.known(name, named) or len(made) != 1:
+        if not draw.known(name, named) or len(outputs) != 1:
             raise ShardcError(
                 f"the random op {func} has no counter-based form",
                 where=source.of_call().line,
@@ -301,7 +305,7 @@ class Recorder:
                     " model"
                 ),
             )
-        self._add(func, name, (), named, tuple(made), writes, reads, random=True)
+        self._add(func, name, (), named, tuple(outputs), writes, reads, random=True)
 
     def _trunc_normal(
         self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
@@ -312,8 +316,8 @@ class Recorder:
         self._add(None, "trunc_normal_", (), named, (None,), {ref.storage}, set(), random=True)
         return tensor
 
-    def _values(self, given: Any) -> Any:
-        return pytree.tree_map(lambda x: self.value(x) if isinstance(x, Tensor) else x, given)
+    def _values(self, arguments: Any) -> Any:
+        return pytree.tree_map(lambda x: self.value(x) if isinstance(x, Tensor) else x, arguments)
 
 
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

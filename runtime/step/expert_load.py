@@ -58,19 +58,19 @@ class Loads:
         """The loads of all layers, in their order, on every rank."""
         if not self.layers:
             return ()
-        at = {name: i for i, (name, *_) in enumerate(self.layers)}
+        row = {name: i for i, (name, *_) in enumerate(self.layers)}
         width = max(experts for _, _, experts, _, _ in self.layers)
-        found = torch.zeros(
+        counts = torch.zeros(
             len(self.layers), width + 2, dtype=torch.float64
         )  # tokens of each expert, dropped, rows here
         for tag, tokens, dropped, rows in routings:
-            if tag in at:
-                found[at[tag], : tokens.numel()] += tokens.cpu()
-                found[at[tag], -2:] += torch.tensor([dropped, rows])
+            if tag in row:
+                counts[row[tag], : tokens.numel()] += tokens.cpu()
+                counts[row[tag], -2:] += torch.tensor([dropped, rows])
         names = self.mesh.layout.names
-        given = found.to(self.mesh.device)
-        total = self.mesh.all_reduce(given, names, direction="update", tag="routing").cpu()
-        most = self.mesh.all_reduce(given[:, -1].contiguous(), names, op="max", direction="update", tag="routing").cpu()
+        local = counts.to(self.mesh.device)
+        total = self.mesh.all_reduce(local, names, direction="update", tag="routing").cpu()
+        most = self.mesh.all_reduce(local[:, -1].contiguous(), names, op="max", direction="update", tag="routing").cpu()
         loads = []
         for i, (_, module, experts, same, having) in enumerate(self.layers):
             each, none, mean = total[i, :experts] / same, float(total[i, -2]) / same, float(total[i, -1]) / having
@@ -85,5 +85,5 @@ def _module(node: fx.Node) -> str:
 
 
 def _experts(node: fx.Node) -> int:
-    found: Any = node.args[3]
-    return int(found)
+    count: Any = node.args[3]
+    return int(count)

@@ -27,9 +27,9 @@ def first_not_finite(program: Program, mesh: Any, values: Sequence[Mapping[str, 
     (stage,) = program.stages
     nodes = list(stage.graph.nodes)
     first = len(nodes)
-    for given in values:
+    for microbatch in values:
         run = _Looking(fx.GraphModule(nn.Module(), stage.graph))
-        run.run(*(given[n.target] for n in nodes if n.op == "placeholder"))
+        run.run(*(microbatch[n.target] for n in nodes if n.op == "placeholder"))
         first = min(first, run.first)
     every = [0] * mesh.layout.world
     every[mesh.rank] = first

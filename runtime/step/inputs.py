@@ -43,19 +43,19 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
     local: the batch is this rank's own part already. Leaves that are no tensors were baked into the program and are not
     looked at. Raises ShardcError for every input that is missing, unknown or of another shape or dtype: its name, what
     came, what should."""
-    given = dict(leaves(batch))
+    by_path = dict(leaves(batch))
     errors = Errors()
-    for path, leaf in given.items():
+    for path, leaf in by_path.items():
         if isinstance(leaf, Tensor) and path not in {x.path for x in program.inputs}:
             near = difflib.get_close_matches(
-                name_of(path), [name_of(x.path) for x in program.inputs if x.path not in given], 1
+                name_of(path), [name_of(x.path) for x in program.inputs if x.path not in by_path], 1
             )
             errors.add(
                 f"the program was compiled without this input, {_type(leaf.dtype, leaf.shape)}",
                 where=name_of(path),
                 fix=f"name it {near[0]!r}" if near else "leave it out, or compile again with a batch that has it",
             )
-    found = []
+    parts = []
     for x in program.inputs:
         if local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
             what = f"its size {list(x.shape)} does not divide over the ranks, so no rank's part says what the whole is"
@@ -64,52 +64,52 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
             )
             continue
         want = x.layout.local_shape(x.shape, program.mesh) if local else x.shape
-        leaf = given.get(x.path)
+        leaf = by_path.get(x.path)
         if isinstance(leaf, Tensor) and tuple(leaf.shape) == want and leaf.dtype == x.dtype:
             part = leaf if local else x.layout.local(leaf, program.mesh, program.mesh.coords(mesh.rank), copies=True)
-            found.append(
+            parts.append(
                 part.detach().to(mesh.device, non_blocking=True).contiguous()
             )  # programs give inputs no gradient
         else:
-            errors.add(_mismatch(x, given, want, local), where=name_of(x.path), fix=_fix(x, leaf, local))
+            errors.add(_mismatch(x, by_path, want, local), where=name_of(x.path), fix=_fix(x, leaf, local))
     errors.raise_any()
-    return found
+    return parts
 
 
 def fewer_rows(program: Program, batch: Any) -> tuple[int, ...] | None:
     """The sizes of the batch dims of a whole batch that differs from what was compiled in having fewer rows; None: it
     is none.
     """
-    given, found, dims = dict(leaves(batch)), [], batch_dims(program)
+    by_path, sizes, dims = dict(leaves(batch)), [], batch_dims(program)
     for x in program.inputs:
-        leaf, d = given.get(x.path), dims[x.name]
+        leaf, d = by_path.get(x.path), dims[x.name]
         if not isinstance(leaf, Tensor) or leaf.dtype != x.dtype or leaf.dim() != len(x.shape):
             return None
         if any(n != m and i != d for i, (n, m) in enumerate(zip(leaf.shape, x.shape, strict=True))):
             return None
-        found.append((leaf.shape[d], x.shape[d]) if d is not None else (1, 1))
-    (rows, whole), *_ = [f for f in found if f[1] > 1] or [(1, 1)]
-    fewer = 0 < rows < whole and all(n * whole == m * rows for n, m in found if m > 1)
-    return tuple(n for n, _ in found) if fewer else None
+        sizes.append((leaf.shape[d], x.shape[d]) if d is not None else (1, 1))
+    (rows, whole), *_ = [f for f in sizes if f[1] > 1] or [(1, 1)]
+    fewer = 0 < rows < whole and all(n * whole == m * rows for n, m in sizes if m > 1)
+    return tuple(n for n, _ in sizes) if fewer else None
 
 
 def batch_dims(program: Program) -> dict[str, int | None]:
     """{input's name: its batch dim, None = it has none}, as the spec's `batch: {dims: ...}` says; 0 where it says
     nothing.
     """
-    given = program.spec.batch.dims if program.spec is not None else {}
+    patterns = program.spec.batch.dims if program.spec is not None else {}
 
     def dim(x: Input) -> int | None:
         name = name_of(x.path) if x.path else x.name
-        return next((d for pattern, d in given.items() if match(pattern, name)), 0) if x.shape else None
+        return next((d for pattern, d in patterns.items() if match(pattern, name)), 0) if x.shape else None
 
     return {x.name: dim(x) for x in program.inputs}
 
 
-def microbatches(program: Program, given: Sequence[Tensor]) -> list[list[Tensor]]:
+def microbatches(program: Program, parts: Sequence[Tensor]) -> list[list[Tensor]]:
     """What `take` gave, cut into the step's microbatches."""
-    found: list[list[Tensor]] = [[] for _ in range(program.microbatches)]
-    for x, part in zip(program.inputs, given, strict=True):
+    cut: list[list[Tensor]] = [[] for _ in range(program.microbatches)]
+    for x, part in zip(program.inputs, parts, strict=True):
         s = x.microbatch
         if s is None:
             pieces = [part] * program.microbatches
@@ -117,20 +117,22 @@ def microbatches(program: Program, given: Sequence[Tensor]) -> list[list[Tensor]
             if s.padding and not x.layout.shards(s.dim):  # else the other axes' shards have padded it
                 part = widen(part, s, copies=True)
             pieces = chunks(part, s, program.microbatches)
-        for into, piece in zip(found, pieces, strict=True):
+        for into, piece in zip(cut, pieces, strict=True):
             into.append(piece.contiguous())
-    return found
+    return cut
 
 
 def _type(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
 
 
-def _mismatch(x: Input, given: Mapping[Path, Any], want: Sequence[int], local: bool) -> str:
+def _mismatch(x: Input, by_path: Mapping[Path, Any], want: Sequence[int], local: bool) -> str:
     expected = f"the program was compiled for {_type(x.dtype, want)}{' on each rank' if local else ''}"
-    if x.path not in given:
-        return f"the batch does not have it (it has {', '.join(sorted(map(name_of, given))) or 'nothing'}); {expected}"
-    leaf = given[x.path]
+    if x.path not in by_path:
+        return (
+            f"the batch does not have it (it has {', '.join(sorted(map(name_of, by_path))) or 'nothing'}); {expected}"
+        )
+    leaf = by_path[x.path]
     got = _type(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
     return f"the batch gives {got}, but {expected}"
 

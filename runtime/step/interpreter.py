@@ -148,27 +148,27 @@ class Interpreter:
         takes a forward of all of them."""
         totals: list[Tensor] = []
         if self._count is not None:
-            for i, given in enumerate(values):
+            for i, microbatch in enumerate(values):
                 self.mesh.step.set_microbatch(i, len(values))
-                found, _ = self._count(*(given.get(n) for n in self._counted))  # of parameters it looks at none
-                totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else list(found)
+                sums, _ = self._count(*(microbatch.get(n) for n in self._counted))  # of parameters it looks at none
+                totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else list(sums)
         self.mesh.step.set_microbatch(0, len(values), totals)
         if self._sums:
-            found = self._summed(values)
+            sums = self._summed(values)
             none = torch.zeros((), device=self.mesh.device)  # of stages elsewhere
-            later = (found.get(i, none) for i in range(len(totals), self._sums))
+            later = (sums.get(i, none) for i in range(len(totals), self._sums))
             self.mesh.step.set_microbatch(0, len(values), (*totals, *later))
 
     @torch.no_grad()
     def _summed(self, values: Values) -> dict[int, Tensor]:
         """By number, what `ops.summed` of the stages here takes, added up over microbatches."""
-        found: dict[int, Tensor] = {}
-        self.mesh.step.sums = found
+        sums: dict[int, Tensor] = {}
+        self.mesh.step.sums = sums
         try:
             self._forward(values)
         finally:
             self.mesh.step.sums = None
-        return found
+        return sums
 
     def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward of all microbatches.
@@ -181,19 +181,19 @@ class Interpreter:
 
     def _spread(self, news: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The new values of the buffers that are here, from the ranks whose stages computed them."""
-        found, works = {}, []
+        received, works = {}, []
         for b in self.program.buffers if self.axis else ():
             home, others = self.program.broadcast_of(b)
             if self.at in others:
-                found[b.name] = self.empty(b.value)
-                works.append(self.mesh.start_receive(found[b.name], self.axis, home, tag=b.name))
+                received[b.name] = self.empty(b.value)
+                works.append(self.mesh.start_receive(received[b.name], self.axis, home, tag=b.name))
             elif b.name in news:
                 works += [
                     self.mesh.start_send(news[b.name], self.axis, c, direction="update", tag=b.name) for c in others
                 ]
         for work in works:
             work.wait()
-        return {**news, **found}
+        return {**news, **received}
 
     def empty(self, value: Value) -> Tensor:
         """Room for this rank's part of a value."""
@@ -317,14 +317,14 @@ class Run:
         else:
             with self.hooks.saving(key):
                 returned = stage.run(*args)
-        loss, news, made, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
+        loss, news, sent, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
         for name, new in zip(stage.updates, news, strict=True):
             self.news[name] = (
                 self.news[name] + new.detach() if name in self.news and name in self.on.adding else new.detach()
             )
         if loss is not None:
             self.losses.append(loss.detach())
-        out = dict(zip(stage.sends, made, strict=True))
+        out = dict(zip(stage.sends, sent, strict=True))
         if training:
             edges = {n: torch.autograd.graph.get_gradient_edge(x) for n, x in out.items() if x.requires_grad}
             begin = loss if loss is not None and loss.requires_grad else None
@@ -389,8 +389,8 @@ class Run:
             if edge.target == s:
                 theirs = {}
                 for name, value in edge.differentiable():
-                    found = grads.get(name)
-                    theirs[name] = found if found is not None else self.on.empty(value).zero_()
+                    grad = grads.get(name)
+                    theirs[name] = grad if grad is not None else self.on.empty(value).zero_()
                 self._deliver(edge, m, theirs, "backward")
 
     def reduce(self, action: Action) -> None:

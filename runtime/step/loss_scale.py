@@ -55,8 +55,8 @@ class LossScaler:
             bad = (~torch.stack(self._norms).isfinite()).any().float()
         self._norms = []
         axes = self.mesh.layout.merge(self.mesh.layout.names)
-        found = self.mesh.all_reduce(bad, axes, op="max", direction="update", tag="overflow") if axes else bad
-        self.overflow = bool(found > 0)
+        overflow = self.mesh.all_reduce(bad, axes, op="max", direction="update", tag="overflow") if axes else bad
+        self.overflow = bool(overflow > 0)
         self.skipped += self.overflow
         return self.overflow
 

@@ -19,23 +19,23 @@ _PAIRS = "pairs of a dict"  # JSON's keys are strings only
 
 def make(scheduler: SchedulerOf, optimizer: torch.optim.Optimizer) -> LRScheduler:
     """The user's scheduler. Raises ShardcError for what is none, or needs more than a count of steps."""
-    made: Any = scheduler(optimizer)
-    if isinstance(made, ReduceLROnPlateau):
+    schedule: Any = scheduler(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau):
         raise ShardcError(
             "ReduceLROnPlateau needs a measure of yours at every step",
             where="scheduler",
             fix="make it from engine.optimizer, and call its step(measure) in your own loop",
         )
-    if not isinstance(made, LRScheduler):
+    if not isinstance(schedule, LRScheduler):
         raise ShardcError(
-            f"scheduler(optimizer) returns a {type(made).__name__}",
+            f"scheduler(optimizer) returns a {type(schedule).__name__}",
             where="scheduler",
             fix=(
                 "return a scheduler of torch.optim.lr_scheduler, e.g. lambda optimizer: CosineAnnealingLR(optimizer,"
                 " 100)"
             ),
         )
-    return made
+    return schedule
 
 
 def state_dict(scheduler: LRScheduler) -> dict[str, Any]:
@@ -77,8 +77,8 @@ def _like(now: Any, saved: Any) -> Any:
     if isinstance(saved, Mapping):
         if saved.keys() == {_PAIRS}:
             pairs = dict(saved[_PAIRS])
-            made: Any = type(now)
-            return made(pairs) if isinstance(now, Mapping) else pairs
+            kind: Any = type(now)
+            return kind(pairs) if isinstance(now, Mapping) else pairs
         return {k: _like(now.get(k) if isinstance(now, Mapping) else None, v) for k, v in saved.items()}
     if isinstance(saved, list):
         each = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)

@@ -167,7 +167,7 @@ class ShardedModule(nn.Module):
         if r.check:
             facts = agreement.batch_facts(r.program, batch, local=True)
             agreement.check(r.mesh, [*facts, Fact("the number of steps done", hashed(r.rng.step))])
-        given = inputs.take(r.program, batch, r.mesh, local=True)
+        tensors = inputs.take(r.program, batch, r.mesh, local=True)
         r.buckets.reset()
         r.rng.training = self.training
         r.updates.carry_out()
@@ -176,7 +176,7 @@ class ShardedModule(nn.Module):
         ]
         buffers = [self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in r.program.buffers]
         with r.buckets.saving():
-            loss, news = r.run(r.mesh, r.rng, *params, *buffers, *given)
+            loss, news = r.run(r.mesh, r.rng, *params, *buffers, *tensors)
         if self.training:
             r.rng.step += 1
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=True):
@@ -219,7 +219,7 @@ def _home(root: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     for part in path:
         if part not in root._modules:
             root.add_module(part, nn.Module())
-        found = root._modules[part]
-        assert found is not None
-        root = found
+        child = root._modules[part]
+        assert child is not None
+        root = child
     return root, name

@@ -91,13 +91,13 @@ def groups(
             fix = "put it first, or leave it out"
             errors.add(f"earlier patterns match all of its parameters, such as {taken!r}", where=where, fix=fix)
     errors.raise_any()
-    made = []
+    settled = []
     for i, own in [*enumerate(dict(settings[g]) for g in globs), (-1, {})]:
         if i >= 0 or len(won) < len(known):
             members = [(name, p) for name, p in pairs if won.get(name, -1) == i]
             # an empty group must say that it is one with names: torch tells that from its members
-            made.append({**default, **own, "params": members, **({} if members else {"param_names": []})})
-    return made
+            settled.append({**default, **own, "params": members, **({} if members else {"param_names": []})})
+    return settled
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -91,22 +91,22 @@ class _Op:
     foreign: tuple[int, ...] = ()
     outside: tuple[tuple[_Region, tuple[int, ...]], ...] = ()
 
-    def __call__(self, given: Sequence[Any]) -> Any:
+    def __call__(self, values: Sequence[Any]) -> Any:
         return self.target(
-            *[_fill(a, given) for a in self.args], **{k: _fill(a, given) for k, a in self.kwargs.items()}
+            *[_fill(a, values) for a in self.args], **{k: _fill(a, values) for k, a in self.kwargs.items()}
         )
 
 
 def _mapped(a: Any, slots: Mapping[fx.Node, _Slot]) -> Any:
-    found: Any = fx.map_arg(a, slots.__getitem__)  # type: ignore[arg-type]
-    return found
+    mapped: Any = fx.map_arg(a, slots.__getitem__)  # type: ignore[arg-type]
+    return mapped
 
 
-def _fill(a: Any, given: Sequence[Any]) -> Any:
+def _fill(a: Any, values: Sequence[Any]) -> Any:
     if isinstance(a, _Slot):
-        return given[a.index]
+        return values[a.index]
     if isinstance(a, (tuple, list)):
-        return type(a)([_fill(x, given) for x in a])
+        return type(a)([_fill(x, values) for x in a])
     return a
 
 
@@ -139,14 +139,14 @@ class Regions:
             needed = {op for op, _ in wanted}
             for i in reversed(region.ops):
                 if i in needed:
-                    needed.update(at for at in self.ops[i].takes if at in region.inside)
+                    needed.update(node for node in self.ops[i].takes if node in region.inside)
             order = [i for i in region.ops if i in needed]
             last = {i: i for i in order}  # what nothing takes is gone at once
-            last |= {at: i for i in order for at in self.ops[i].takes}
+            last |= {node: i for i in order for node in self.ops[i].takes}
             gone: dict[int, list[int]] = {i: [] for i in order}
-            for at, i in last.items():
-                gone[i].append(at)
-            inputs = dict.fromkeys(at for i in order for at in self.ops[i].takes if at not in region.inside)
+            for node, i in last.items():
+                gone[i].append(node)
+            inputs = dict.fromkeys(node for i in order for node in self.ops[i].takes if node not in region.inside)
             region.plans[wanted] = _Plan(tuple((i, tuple(gone[i])) for i in order), tuple(inputs))
         return region.plans[wanted]
 
@@ -159,40 +159,40 @@ def taped(graph: fx.Graph, program: Program, offloaded: type[OffloadedTensor] = 
         return fx.GraphModule(nn.Module(), graph)
     regions: dict[str, _Region] = {}
     for r in program.regions:  # outer ones first
-        regions[r.name] = made = _Region(r.name, (), r.offload)
-        made.above = (made, *(regions[r.parent].above if r.parent else ()))
-    found: dict[int, _Op] = {}
+        regions[r.name] = inner = _Region(r.name, (), r.offload)
+        inner.above = (inner, *(regions[r.parent].above if r.parent else ()))
+    by_node: dict[int, _Op] = {}
     for n in tagged:
         slots = {u: _Slot(k) for k, u in enumerate(n.all_input_nodes)}
         args, kwargs = _mapped(n.args, slots), {k: _mapped(a, slots) for k, a in n.kwargs.items()}
-        op = found[index[n]] = _Op(
+        op = by_node[index[n]] = _Op(
             n.target, args, kwargs, tuple(index[u] for u in slots), regions[n.meta["region"]].above
         )
         for region in op.chain:
             region.ops.append(index[n])
             if region.name not in n.meta.get("kept", ()):
                 region.inside.add(index[n])
-    for op in found.values():
-        op.foreign = tuple(k for k, at in enumerate(op.takes) if at not in found)
-        op.outside = tuple((r, tuple(k for k, at in enumerate(op.takes) if at not in r.inside)) for r in op.chain)
+    for op in by_node.values():
+        op.foreign = tuple(k for k, node in enumerate(op.takes) if node not in by_node)
+        op.outside = tuple((r, tuple(k for k, node in enumerate(op.takes) if node not in r.inside)) for r in op.chain)
     for region in reversed(regions.values()):
         if region.ops:
-            found[region.ops[-1]].closes += (region,)
-    return _module(graph, Regions(found, _weights(graph, program, index), offloaded))
+            by_node[region.ops[-1]].closes += (region,)
+    return _module(graph, Regions(by_node, _weights(graph, program, index), offloaded))
 
 
 def _weights(graph: fx.Graph, program: Program, index: dict[fx.Node, int]) -> frozenset[int]:
     """What follows from parameters and buffers alone: it stays on the device anyway, or its parts do."""
     stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
-    found: set[fx.Node] = set()
+    weights: set[fx.Node] = set()
     for n in graph.nodes:
         if (
             n.name in stored
             if n.op == "placeholder"
-            else n.all_input_nodes and all(u in found for u in n.all_input_nodes)
+            else n.all_input_nodes and all(u in weights for u in n.all_input_nodes)
         ):
-            found.add(n)
-    return frozenset(index[n] for n in found)
+            weights.add(n)
+    return frozenset(index[n] for n in weights)
 
 
 def _module(graph: fx.Graph, regions: Regions) -> fx.GraphModule:
@@ -283,34 +283,36 @@ class _Frame:
 
     def recompute(self) -> None:
         """Compute what is wanted. It happens once: then all who want something have it."""
-        asked: dict[int, list[_Wanted]] = {}
+        wanted_of: dict[int, list[_Wanted]] = {}
         for w in self.wanted:
-            asked.setdefault(w.made[0], []).append(w)
+            wanted_of.setdefault(w.made[0], []).append(w)
         env: dict[int, Any] = {}
 
-        def value(at: int) -> Any:
-            if at not in env:  # an input: fetched or gathered as late as possible
-                x = self.inputs.pop(at)
-                env[at] = x.get() if isinstance(x, Saved) else x
-            return env[at]
+        def value(node: int) -> Any:
+            if node not in env:  # an input: fetched or gathered as late as possible
+                x = self.inputs.pop(node)
+                env[node] = x.get() if isinstance(x, Saved) else x
+            return env[node]
 
         self.wanted = []
         with torch.no_grad(), self.mesh.step.recompute(self.microbatch):
             for i, gone in self.plan.steps:
                 op = self.regions.ops[i]
-                given = [value(at) for at in op.takes]
-                wanted = asked.get(i, ())
-                env[i] = result = self._caught(i, given, wanted) if i in self.needs else op(given)
+                operands = [value(node) for node in op.takes]
+                wanted = wanted_of.get(i, ())
+                env[i] = result = self._caught(i, operands, wanted) if i in self.needs else op(operands)
                 for w in wanted:
                     if w.made[1] >= -1:
                         w.put(result if w.made[1] == -1 else result[w.made[1]])
-                for at in gone:
-                    del env[at]
+                for node in gone:
+                    del env[node]
 
-    def _caught(self, i: int, given: Sequence[Any], wanted: Sequence[_Wanted]) -> Any:
+    def _caught(self, i: int, operands: Sequence[Any], wanted: Sequence[_Wanted]) -> Any:
         """Run an op as autograd does, for what it saves of its own."""
         caught: list[Tensor] = []
-        needing = [g.detach().requires_grad_() if needs else g for g, needs in zip(given, self.needs[i], strict=True)]
+        needing = [
+            g.detach().requires_grad_() if needs else g for g, needs in zip(operands, self.needs[i], strict=True)
+        ]
         with torch.enable_grad(), saved_tensors_hooks(caught.append, _never):
             result = self.regions.ops[i](needing)
         for w in wanted:
@@ -348,23 +350,23 @@ class Tape:
         self._offloaded: dict[Any, OffloadedTensor] = {}
         self._copies: Any = None
 
-    def run(self, i: int, *given: Any) -> Any:
+    def run(self, i: int, *operands: Any) -> Any:
         """Run op i on the values of the nodes that it takes."""
         op = self.regions.ops[i]
         if not torch.is_grad_enabled():
-            return op(given)
+            return op(operands)
         for k in op.foreign:
-            self._note(op.takes[k], given[k])
+            self._note(op.takes[k], operands[k])
         for region, positions in op.outside:
             seen = self._frame(region).seen
             for k in positions:
-                seen[op.takes[k]] = given[k]
+                seen[op.takes[k]] = operands[k]
         pending: list[tuple[Saved, Tensor]] = []
         with saved_tensors_hooks(_Packing(pending), Saved.get):
-            result = op(given)
+            result = op(operands)
         self._note(i, result)
         for n, (saved, x) in enumerate(pending):
-            self._settle(i, n, saved, x, given)
+            self._settle(i, n, saved, x, operands)
         pending.clear()  # as in `_Frame._caught`
         for region in op.closes:
             self._close(self._frames.pop(region))
@@ -375,36 +377,36 @@ class Tape:
             self._frames[region] = _Frame(region, self)
         return self._frames[region]
 
-    def _note(self, at: int, result: Any) -> None:
+    def _note(self, node: int, result: Any) -> None:
         """A storage belongs to the first node that had it: views of it are views of that node's result."""
         if isinstance(result, Tensor):
             if result.layout is torch.strided:
-                self._where.setdefault(_storage(result), (at, -1))
+                self._where.setdefault(_storage(result), (node, -1))
         elif isinstance(result, (tuple, list)):
             for k, x in enumerate(result):
                 if isinstance(x, Tensor) and x.layout is torch.strided:
-                    self._where.setdefault(_storage(x), (at, k))
+                    self._where.setdefault(_storage(x), (node, k))
 
-    def _settle(self, i: int, n: int, saved: Saved, x: Tensor, given: Sequence[Any]) -> None:
+    def _settle(self, i: int, n: int, saved: Saved, x: Tensor, operands: Sequence[Any]) -> None:
         """The n-th tensor that op i saved: where it will come from."""
         op = self.regions.ops[i]
         own = i, -2 - n
-        made = self._where.get(_storage(x), own) if x.layout is torch.strided and x.numel() else own
-        frame = self._ask(() if made is own and op.target in BY_RANK else op.chain, op.chain, saved, made, x)
-        if frame is not None and made is own:
-            frame.needs[i] = tuple(isinstance(g, Tensor) and g.requires_grad for g in given)
+        origin = self._where.get(_storage(x), own) if x.layout is torch.strided and x.numel() else own
+        frame = self._ask(() if origin is own and op.target in BY_RANK else op.chain, op.chain, saved, origin, x)
+        if frame is not None and origin is own:
+            frame.needs[i] = tuple(isinstance(g, Tensor) and g.requires_grad for g in operands)
 
     def _ask(
-        self, askable: Sequence[_Region], chain: Sequence[_Region], saved: Saved, made: Made, x: Tensor
+        self, askable: Sequence[_Region], chain: Sequence[_Region], saved: Saved, origin: Made, x: Tensor
     ) -> _Frame | None:
         """Have the innermost region that computes it again compute it; hold it if there is none."""
         for region in askable:
-            if made[0] in region.inside:
+            if origin[0] in region.inside:
                 frame = saved.frame = self._frames[region]
-                frame.wanted.append(_Wanted(weakref.ref(saved), made, x.size(), x.stride(), x.storage_offset()))
+                frame.wanted.append(_Wanted(weakref.ref(saved), origin, x.size(), x.stride(), x.storage_offset()))
                 return frame
         offloaded = self.regions.offloaded
-        if any(r.offload for r in chain) and made[0] not in self.regions.weights and offloaded.useful(x):
+        if any(r.offload for r in chain) and origin[0] not in self.regions.weights and offloaded.useful(x):
             key = (_storage(x), x.size(), x.stride(), x.storage_offset())
             if key not in self._offloaded:
                 self._copies = self._copies or copy_stream(x.device)
@@ -421,13 +423,13 @@ class Tape:
         frame.wanted = [w for w in frame.wanted if w.saved() is not None]
         frame.plan = self.regions.plan(frame.region, frozenset(w.made for w in frame.wanted))
         chain = frame.region.above
-        for at in frame.plan.inputs:
-            x = frame.seen[at]
+        for node in frame.plan.inputs:
+            x = frame.seen[node]
             if isinstance(x, Tensor):
-                frame.inputs[at] = saved = Saved()
-                self._ask(chain[1:], chain, saved, (at, -1), x)
+                frame.inputs[node] = saved = Saved()
+                self._ask(chain[1:], chain, saved, (node, -1), x)
             else:
-                frame.inputs[at] = self._then if x is self.rng else x
+                frame.inputs[node] = self._then if x is self.rng else x
         frame.seen = {}
 
 

@@ -50,9 +50,9 @@ class Buckets:
         self.mesh = mesh
         self._offload = offload if offload is not None else Offload(OffloadPlaces(), mesh)
         self._gathered = Gathered()
-        at = mesh.coordinate(program.axis) if program.axis else 0
+        coordinate_here = mesh.coordinate(program.axis) if program.axis else 0
         here = (
-            {s for s, coordinate in enumerate(program.schedule.placement) if coordinate == at}
+            {s for s, coordinate in enumerate(program.schedule.placement) if coordinate == coordinate_here}
             if program.schedule is not None
             else {0}
         )
@@ -216,15 +216,15 @@ class Buckets:
 
 
 class _Wholes(Mapping[str, Tensor]):
-    def __init__(self, given: Mapping[str, Any], of: Mapping[str, ReplicatedBucket]) -> None:
-        self._given, self._of = given, of
+    def __init__(self, local: Mapping[str, Any], of: Mapping[str, ReplicatedBucket]) -> None:
+        self._given, self._of = local, of
         self._bucket: ReplicatedBucket | None = None
         self._there: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._of:
-            found: Tensor = self._given[name].detach()
-            return found
+            value: Tensor = self._given[name].detach()
+            return value
         if self._bucket is not self._of[name]:
             self._there = {}  # one bucket at a time
             self._bucket, self._there = self._of[name], self._of[name].wholes()

@@ -22,9 +22,9 @@ class GradNorm:
     def __init__(self, program: Program, params: Mapping[str, nn.Parameter], mesh: Any) -> None:
         self.params, self.mesh = params, mesh
         self._axes = {p.name: norm_axes(program, p.name) for p in program.params}
-        at = mesh.coordinate(program.axis) if program.axis else 0
+        here = mesh.coordinate(program.axis) if program.axis else 0
         self._mine = {
-            p.name for p in program.params if not program.axis or program.holders(p)[0] == at
+            p.name for p in program.params if not program.axis or program.holders(p)[0] == here
         }  # of copies, the first one counts
         self._dtypes: dict[
             tuple[str, ...], torch.dtype
@@ -55,8 +55,12 @@ class GradNorm:
         self.add([n for n in self._axes if n in self._todo])
         whole = torch.zeros((), device=self.mesh.device)
         for axes in sorted(self._squares):  # on all ranks alike, also where one has no gradient
-            found = self._squares[axes]
-            part = torch.stack(found).sum() if found else torch.zeros((), dtype=self._dtypes[axes], device=whole.device)
+            squares = self._squares[axes]
+            part = (
+                torch.stack(squares).sum()
+                if squares
+                else torch.zeros((), dtype=self._dtypes[axes], device=whole.device)
+            )
             whole = whole + (self.mesh.all_reduce(part, axes, direction="update", tag="grad_norm") if axes else part)
         return whole.sqrt()
 

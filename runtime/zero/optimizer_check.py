@@ -229,11 +229,11 @@ class TrialCopy:
         # parameters and their state are not copied: new ones take their place
         memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         memo |= {id(s): {} for s in optimizer.state.values()}
-        made = {
+        options = {
             k: v for k, v in optimizer.__dict__.items() if k != "step"
         }  # a scheduler's wrapper of the original's step
         self.optimizer: Optimizer = object.__new__(type(optimizer))
-        self.optimizer.__dict__.update(copy.deepcopy(made, memo))
+        self.optimizer.__dict__.update(copy.deepcopy(options, memo))
         self._made = optimizer.state  # by its constructor
 
     def data(self) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -271,9 +271,9 @@ class TrialCopy:
 
     def _begin(self, m: _Member, parts: Sequence[nn.Parameter], cut: bool) -> None:
         """State that the optimizer makes in its constructor, of the small shape."""
-        for key, made in self._made.get(m.like, {}).items():
-            alike = has_param_shape(key, made, m.like)
-            small = m.parts(made[tuple(slice(n) for n in m.shape)], cut=cut) if alike else [made] * len(parts)
+        for key, state in self._made.get(m.like, {}).items():
+            alike = has_param_shape(key, state, m.like)
+            small = m.parts(state[tuple(slice(n) for n in m.shape)], cut=cut) if alike else [state] * len(parts)
             for p, x in zip(parts, small, strict=True):
                 self.optimizer.state[p][key] = copy.deepcopy(x)
 

@@ -32,9 +32,9 @@ def trained_params(program: Program) -> frozenset[str]:
 def _gradients_of(node: fx.Node) -> list[fx.Node]:
     """What a node's gradient goes to: its operands; of an entry of a gathered bucket, that parameter alone."""
     if node.target is operator.getitem:
-        made, k = node.args
-        assert isinstance(made, fx.Node)
-        start = made.args[0] if made.target is gather_wait else made
+        result, k = node.args
+        assert isinstance(result, fx.Node)
+        start = result.args[0] if result.target is gather_wait else result
         if isinstance(start, fx.Node) and start.target in (gather_start, updated):
             return [start.args[0][k]]  # type: ignore[index, list-item]
     return node.all_input_nodes

@@ -51,8 +51,8 @@ def save(program: Program, folder: str | Path) -> None:
 
     Raises ShardcError for a folder that contains anything but an artifact. Constants are copied to the CPU.
     """
-    given, folder = folder, Path(folder).resolve()
-    _check_free(folder, str(given))
+    written, folder = folder, Path(folder).resolve()
+    _check_free(folder, str(written))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
         new, old = Path(work, "new"), Path(work, "old")
@@ -68,7 +68,7 @@ def save(program: Program, folder: str | Path) -> None:
             raise
 
 
-def _check_free(folder: Path, given: str) -> None:
+def _check_free(folder: Path, shown: str) -> None:
     """Raises ShardcError unless the folder is new, empty or an artifact, which may be replaced."""
     fix = "name a new or empty folder"
     if not folder.exists():
@@ -81,10 +81,10 @@ def _check_free(folder: Path, given: str) -> None:
             else set()
         )
     except (OSError, ValueError, KeyError, TypeError):
-        raise ShardcError(f"{given} exists and is not a shardc artifact", where=given, fix=fix) from None
+        raise ShardcError(f"{shown} exists and is not a shardc artifact", where=shown, fix=fix) from None
     if others := sorted(present - ours):
-        what = f"{given} would be replaced, but contains files that are not the artifact's: {', '.join(others[:5])}"
-        raise ShardcError(what, where=given, fix=f"move them, or {fix}")
+        what = f"{shown} would be replaced, but contains files that are not the artifact's: {', '.join(others[:5])}"
+        raise ShardcError(what, where=shown, fix=f"move them, or {fix}")
 
 
 def _write(program: Program, folder: Path) -> None:
@@ -249,9 +249,9 @@ def _manifest(folder: Path, trust: bool) -> dict[str, Any]:
             fix="compile again",
         )
     errors = Errors()
-    made, here = (".".join(str(v).split(".")[:2]) for v in (manifest["torch"], torch.__version__))
-    if made != here and not trust:
-        what = f"compiled with torch {made}, but this is torch {here}, whose ops may differ"
+    then, here = (".".join(str(v).split(".")[:2]) for v in (manifest["torch"], torch.__version__))
+    if then != here and not trust:
+        what = f"compiled with torch {then}, but this is torch {here}, whose ops may differ"
         errors.add(what, where=str(folder), fix="compile again, or load it with trust=True (--trust)")
     for name, expected in manifest["sha256"].items():
         file = folder / name
@@ -278,8 +278,8 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
         return {"name": x["name"], "shape": shape, "dtype": dtype, "layout": Layout.of(placements, mesh)}
 
     def dtype(text: str) -> torch.dtype:
-        found: torch.dtype = getattr(torch, text.removeprefix("torch."))
-        return found
+        actual: torch.dtype = getattr(torch, text.removeprefix("torch."))
+        return actual
 
     params = tuple(
         Param(

@@ -204,8 +204,8 @@ def region_head(r: Region) -> str:
     )
 
 
-def plural(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+def plural(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def plain(text: str) -> str:
@@ -243,11 +243,11 @@ def value_text(value: Value | tuple[Value, ...] | None) -> str:
 
 
 def comment(node: fx.Node) -> str:
-    found: Collective | None = node.meta.get("collective")
+    collective: Collective | None = node.meta.get("collective")
     parts = [value_text(node.meta["value"])]
     if "region" in node.meta:
         parts.append(region_text(node.meta["region"], node.meta.get("kept", ()), node.meta.get("again", 0)))
-    return " | ".join(parts if found is None else [*parts, collective_text(found)])
+    return " | ".join(parts if collective is None else [*parts, collective_text(collective)])
 
 
 def region_text(region: str, kept: Sequence[str], again: int) -> str:
@@ -308,7 +308,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
         for used in node.all_input_nodes:
             last[used] = node
     gone: dict[fx.Node, list[str]] = {}
-    for used, at in last.items():
-        if used.op == "call_function" and at.op != "output":
-            gone.setdefault(at, []).append(used.name)
+    for used, user in last.items():
+        if used.op == "call_function" and user.op != "output":
+            gone.setdefault(user, []).append(used.name)
     return gone

@@ -281,9 +281,9 @@ class _Reader:
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return -number
             case ast.Attribute(value=ast.Name(id="torch"), attr=name):
-                found = getattr(torch, name, None)
-                if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-                    return found
+                constant = getattr(torch, name, None)
+                if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
+                    return constant
             case ast.Call(
                 func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "-inf" | "nan" as text)], keywords=[]
             ):

@@ -113,8 +113,8 @@ class _Replay(fx.Interpreter):
     """Runs a traced graph on tensors that are being traced. Tensors that are no arguments get no gradient."""
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        found = super().get_attr(target, args, kwargs)
-        return found.detach() if isinstance(found, Tensor) and found.requires_grad else found
+        value = super().get_attr(target, args, kwargs)
+        return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 class _Call:
@@ -158,16 +158,16 @@ class _Call:
         function = getattr(
             function, "__wrapped__", function
         )  # without `once_differentiable`: it is differentiated here
-        given = function(ctx, *gs)
-        given = given if isinstance(given, tuple) else (given,)
-        by_id = {id(a): g for a, g in zip(self.args, given, strict=False) if isinstance(a, Tensor)}
-        found: list[Tensor | None] = []
+        returned = function(ctx, *gs)
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        by_id = {id(a): g for a, g in zip(self.args, returned, strict=False) if isinstance(a, Tensor)}
+        grads: list[Tensor | None] = []
         for x, need in zip(self.tensors, self.needs, strict=True):
             g = by_id.get(id(x)) if need else None
             if g is not None and g.shape != x.shape:
                 g = g.sum_to_size(x.shape) if g.dim() >= x.dim() else g.expand(x.shape)
-            found.append(g)
-        return found
+            grads.append(g)
+        return grads
 
     # --- looking at it, outside of the trace
 
@@ -215,13 +215,13 @@ class _Call:
             self.differentiable = [g is not None and g.requires_grad for g in grads]
             pairs = [(g, dx.to(g.dtype)) for g, dx in zip(grads, dxs, strict=True) if g is not None and g.requires_grad]
             wanted = [g for g, s in zip(leaves, smooth, strict=True) if s]
-            found = (
+            paths_back = (
                 torch.autograd.grad([g for g, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True)
                 if pairs
                 else ()
             )
-        given = iter(found)
-        paths = [next(given, None) if s else None for s in smooth]
+        each = iter(paths_back)
+        paths = [next(each, None) if s else None for s in smooth]
         return ys, paths, [None if g is None else g.detach() for g in grads]
 
     def is_derivative(self) -> bool:
@@ -258,13 +258,13 @@ class _Call:
             again = _tensors(forward(self.cls, self.fresh(), self.with_tensors(leaves)))
         pairs = [(y, g) for y, g in zip(again, gs, strict=True) if y.requires_grad]
         wanted = [x for x in leaves if x.requires_grad]
-        found = (
+        grads = (
             torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
             if pairs
             else ()
         )
-        given = iter(found)
-        return mine, [next(given, None) if x.requires_grad else None for x in leaves]
+        each = iter(grads)
+        return mine, [next(each, None) if x.requires_grad else None for x in leaves]
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

@@ -43,9 +43,9 @@ class Leaves:
 
 
 def _key(key: Any) -> str | int:
-    found = getattr(key, "key", getattr(key, "idx", getattr(key, "name", None)))
-    assert isinstance(found, (str, int)), f"unknown path element {key!r}"
-    return found
+    name = getattr(key, "key", getattr(key, "idx", getattr(key, "name", None)))
+    assert isinstance(name, (str, int)), f"unknown path element {key!r}"
+    return name
 
 
 def with_plain_dicts(batch: Any) -> Any:

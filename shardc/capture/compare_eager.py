@@ -84,10 +84,10 @@ def prove(
             if not real:
                 why = f"the model does not run on random numbers ({type(e).__name__}: {e})"
                 return (f"capture was checked statically only: {why}",)
-            at = source.of_exception(e)
+            place = source.of_exception(e)
             raise ShardcError(
                 f"the model's forward failed: {type(e).__name__}: {e}",
-                where=at.line,
+                where=place.line,
                 fix="check that model and batch run together in plain PyTorch",
             ) from e
         torch.manual_seed(0)
@@ -120,13 +120,13 @@ def _same_again(first: Tensor, second: Tensor, changed: Mapping[str, Source]) ->
     again = Errors()
     _compare(again, "the loss", "", first, second)
     if again.found:
-        at = next((at for at in changed.values() if at.line), Source())
-        code = f" ({at.code})" if at.code else ""
+        place = next((place for place in changed.values() if place.line), Source())
+        code = f" ({place.code})" if place.code else ""
         names = ", ".join(map(repr, changed))
         raise ShardcError(
             f"the model returns another loss when it is called again: its forward sets {names}, of which a program sees"
             f" the first value{code}",
-            where=at.line,
+            where=place.line,
             fix="make it a buffer (register_buffer) that forward changes in place, or set it outside of forward",
         )
 
@@ -158,20 +158,20 @@ def _grads(loss: Tensor, trained: dict[str, Tensor]) -> dict[str, Tensor]:
     """By `backward`, since reentrant checkpoints refuse `autograd.grad`; the tensors' `.grad` is left empty."""
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-    found = {
+    grads = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
         for name, p in trained.items()
     }
     for p in trained.values():
         p.grad = None
-    return found
+    return grads
 
 
 def _largest(x: Tensor) -> float:
     return x.detach().abs().nan_to_num(0, 0, 0).max().item() if x.numel() else 0.0
 
 
-def _compare(errors: Errors, what: str, where: str, want: Tensor, got: Tensor, floor: float = 0.0) -> None:
+def _compare(errors: Errors, name: str, where: str, want: Tensor, got: Tensor, floor: float = 0.0) -> None:
     bound = TOLERANCE.get(want.dtype.to_real() if want.dtype.is_complex else want.dtype, 0.0)
     wide = torch.promote_types(want.dtype, torch.float64)
     want, got = want.detach().to(wide), got.detach().to(wide)
@@ -179,7 +179,7 @@ def _compare(errors: Errors, what: str, where: str, want: Tensor, got: Tensor, f
     if not torch.allclose(got, want, rtol=0, atol=bound * scale + 1e-30, equal_nan=True):
         worst = (got - want).abs().max().item() / (scale or 1.0)
         errors.add(
-            f"{what} of the captured graph differs from the model's own by {worst:.1e} of its size",
+            f"{name} of the captured graph differs from the model's own by {worst:.1e} of its size",
             where=where,
             fix=(
                 "report it, with the model; a custom backward or Python state that changes between calls is the usual"

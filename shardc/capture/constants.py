@@ -43,14 +43,14 @@ def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor 
 def given_numbers(x: Tensor) -> set[fx.Node]:
     """The placeholders of which alone a traced tensor is made, if all of them hold whole numbers; else nothing."""
     node = traced_node(x)
-    given = {n for n in _family(node) if n.op == "placeholder"} if node is not None else set()
-    dtypes = [getattr(n.meta.get("val"), "dtype", torch.float32) for n in given]
-    return set() if any(d.is_floating_point or d.is_complex for d in dtypes) else given
+    inputs = {n for n in _family(node) if n.op == "placeholder"} if node is not None else set()
+    dtypes = [getattr(n.meta.get("val"), "dtype", torch.float32) for n in inputs]
+    return set() if any(d.is_floating_point or d.is_complex for d in dtypes) else inputs
 
 
-def _evaluate(node: fx.Node, family: set[fx.Node], given: Mapping[fx.Node, Tensor], drawn: float) -> Tensor:
+def _evaluate(node: fx.Node, family: set[fx.Node], constants: Mapping[fx.Node, Tensor], drawn: float) -> Tensor:
     """The value that a node has by now. family: see `_family`. drawn: what uniform random numbers are taken to be."""
-    known = {n: c.clone() for n, c in given.items()}
+    known = {n: c.clone() for n, c in constants.items()}
     for n in node.graph.nodes:
         if n in family and n not in known:
             args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: known[m])
@@ -64,15 +64,15 @@ def _family(node: fx.Node) -> set[fx.Node]:
     """What a node's value depends on: what it is computed of, and what is written into
     that, also through views of it.
     """
-    found: set[fx.Node] = set()
+    family: set[fx.Node] = set()
     todo = [node]
     while todo:
         n = todo.pop()
-        if n not in found:
-            found.add(n)
+        if n not in family:
+            family.add(n)
             todo += n.all_input_nodes
             todo += [user for user in n.users if _shares(user, n)]
-    return found
+    return family
 
 
 def _shares(user: fx.Node, node: fx.Node) -> bool:

@@ -84,14 +84,14 @@ class KnownSizes(TorchFunctionMode):
 
     def _places(self, index: Any) -> tuple[Any, ...]:
         """An index with a known mask replaced by the indices where it is true, and numbers as bounds of slices."""
-        found: list[Any] = []
+        places: list[Any] = []
         for i in index if isinstance(index, tuple) else (index,):
             if isinstance(i, slice):
-                found.append(slice(*map(self._number, (i.start, i.stop, i.step))))
+                places.append(slice(*map(self._number, (i.start, i.stop, i.step))))
             else:
                 value = self.known(i) if isinstance(i, Tensor) and hidden(i) else None
-                found += [i] if value is None else [torch.clone(n) for n in untraced(value.nonzero).unbind(1)]
-        return tuple(found)
+                places += [i] if value is None else [torch.clone(n) for n in untraced(value.nonzero).unbind(1)]
+        return tuple(places)
 
 
 def hidden(index: Any) -> bool:

@@ -58,10 +58,10 @@ class ValueReads:
         another one.
         """
         for name in sorted(self.buffers.keys() & set(buffers)):
-            at = self.buffers[name]
+            place = self.buffers[name]
             raise ShardcError(
-                f"the program depends on the value of the buffer {name!r}, which it changes ({at.code})",
-                where=at.line,
+                f"the program depends on the value of the buffer {name!r}, which it changes ({place.code})",
+                where=place.line,
                 fix="compute both branches and choose with torch.where(condition, a, b)",
             )
 
@@ -160,7 +160,7 @@ def _checks(code: CodeType) -> dict[int, bool]:
     except SyntaxError:  # a lambda in the middle of an expression
         return {}
     shift = max(first, 1) - 1
-    found: dict[int, bool] = {}
+    checks: dict[int, bool] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and all(isinstance(s, ast.Raise) for s in node.body):
             truths = needed(node.test, False)
@@ -176,8 +176,8 @@ def _checks(code: CodeType) -> dict[int, bool]:
             continue
         if len(truths) == 1:
             span = range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1)
-            found |= dict.fromkeys((line + shift for line in span), truths.pop())
-    return found
+            checks |= dict.fromkeys((line + shift for line in span), truths.pop())
+    return checks
 
 
 def _writes_where(test: ast.expr, statement: ast.stmt) -> bool:
@@ -205,7 +205,7 @@ def _clamps(branch: ast.If) -> bool:
         if (clamp := _clamp(s.value)) is None:
             return "finfo" in ast.unparse(s.value)
         x, *limits = clamp
-        large = all("finfo" in (text := ast.unparse(at)) or text.lstrip("-") in bounds for at in limits)
+        large = all("finfo" in (text := ast.unparse(limit)) or text.lstrip("-") in bounds for limit in limits)
         return bool(limits) and large and all(ast.unparse(t) == ast.unparse(x) for t in s.targets)
 
     return (

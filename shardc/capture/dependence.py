@@ -17,13 +17,13 @@ def uses(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """Does a value depend on the numbers (not just on the shapes) of any of the sources?"""
     todo, seen = [node], set()
     while todo:
-        at = todo.pop()
-        if at in sources:
+        n = todo.pop()
+        if n in sources:
             return True
-        if at not in seen:
-            seen.add(at)
-            if not _shape_only(at):
-                todo.extend(at.all_input_nodes)
+        if n not in seen:
+            seen.add(n)
+            if not _shape_only(n):
+                todo.extend(n.all_input_nodes)
     return False
 
 
@@ -51,8 +51,8 @@ class Zeros:
 
     def _look(self, node: fx.Node) -> bool:
         if node.op == "get_attr":
-            found = getattr(self.module, str(node.target), None)
-            return isinstance(found, Tensor) and not isinstance(found, FakeTensor) and not bool(found.any())
+            value = getattr(self.module, str(node.target), None)
+            return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not bool(value.any())
         if node.op != "call_function" or node.meta["value"] is None:
             return False
         name = values.op_name(node.target)
@@ -82,9 +82,9 @@ def made_only_for(paths: Sequence[fx.Node | None], ys: Sequence[fx.Node]) -> set
     def behind(nodes: Sequence[fx.Node | None]) -> set[fx.Node]:
         todo, seen = [n for n in nodes if n is not None], set[fx.Node]()
         while todo:
-            if (at := todo.pop()) not in seen:
-                seen.add(at)
-                todo.extend(at.all_input_nodes)
+            if (node := todo.pop()) not in seen:
+                seen.add(node)
+                todo.extend(node.all_input_nodes)
         return seen
 
     return behind(paths) - behind(ys)

@@ -104,28 +104,28 @@ def export(
     return exported, updated, tuple(dict.fromkeys(map(_unseen, reads.sources)))
 
 
-def _unseen(at: Source) -> str:
+def _unseen(place: Source) -> str:
     """The note on a line that reads a number from a tensor which nothing in the graph is made of."""
     return (
-        f"{at.line}: a tensor becomes a number that only Python sees ({at.code}): steps of the program do not run this"
-        " line"
+        f"{place.line}: a tensor becomes a number that only Python sees ({place.code}): steps of the program do"
+        " not run this line"
     )
 
 
 def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
     """{FQN of a buffer: its new value} of a functionalised program."""
     results: Any = exported.graph.output_node().args[0]
-    found: dict[str, fx.Node] = {}
+    mutated: dict[str, fx.Node] = {}
     for spec, node in zip(exported.graph_signature.output_specs, results, strict=True):
         if spec.kind == OutputKind.BUFFER_MUTATION:
-            found[str(spec.target)] = node
+            mutated[str(spec.target)] = node
         elif spec.kind == OutputKind.PARAMETER_MUTATION:
             raise ShardcError(
                 f"the forward pass writes to the parameter {str(spec.target).removeprefix('model.')!r}",
                 where=source.place(node),
                 fix="change parameters outside of forward, or make it a buffer",
             )
-    return found
+    return mutated
 
 
 def _check(graph: fx.Graph, read: list[str]) -> None:

@@ -88,10 +88,10 @@ def _region(
         return x
 
     env: dict[fx.Node, Any] = {}
-    given = iter(operands)
+    each = iter(operands)
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            env[node] = crossing(next(given), inner)
+            env[node] = crossing(next(each), inner)
         elif node.op == "get_attr":
             env[node] = node  # a nested region: looked up in its owner by name
         elif node.op == "output":
@@ -158,8 +158,8 @@ def drop_checks(graph: fx.Graph) -> None:
 
 def _where_inside(owner: torch.nn.Module, sub: fx.Node) -> source.Source | None:
     for node in getattr(owner, str(sub.target)).graph.nodes:
-        if node.op == "call_function" and (found := source.of_node(node)).line:
-            return found
+        if node.op == "call_function" and (place := source.of_node(node)).line:
+            return place
     return None
 
 
@@ -246,9 +246,9 @@ def remove_inplace(
     for node in inplace:
         written = _written(node)
         with graph.inserting_before(node):
-            made = _statistics(graph, node) if _updates_statistics(node) else [_functional(graph, node)]
-            *new, result = made if len(made) > 1 else [made[0], made[0]]
-            stored.update(made)
+            values = _statistics(graph, node) if _updates_statistics(node) else [_functional(graph, node)]
+            *new, result = values if len(values) > 1 else [values[0], values[0]]
+            stored.update(values)
             changed = dict(zip(written, new, strict=True))
             if node in shared:
                 part = _like(graph, aten.detach.default, (new[0],), {}, new[0]) if node in cut else new[0]
@@ -256,7 +256,7 @@ def remove_inplace(
                 base, value, result = view_writes.write(graph, written[0], part, node, order, aliased, _like)
                 changed = {base: value}
         if node in cut:
-            cut.update(made, changed.values())
+            cut.update(values, changed.values())
         stored.update(changed.values())
         for old, fresh in changed.items():
             order[fresh] = order[node]
@@ -284,13 +284,13 @@ def _aliased(node: fx.Node) -> fx.Node | None:
 
 def _with_gradient(graph: fx.Graph, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> set[fx.Node]:
     """The values through which a gradient flows to a parameter."""
-    found: set[fx.Node] = set()
+    smooth: set[fx.Node] = set()
     for node in graph.nodes:
         if node in params or (
-            node not in cut and node.target is not aten.detach.default and not found.isdisjoint(node.all_input_nodes)
+            node not in cut and node.target is not aten.detach.default and not smooth.isdisjoint(node.all_input_nodes)
         ):
-            found.add(node)
-    return found
+            smooth.add(node)
+    return smooth
 
 
 def _detached(x: fx.Node, grads: set[fx.Node]) -> bool:
@@ -312,11 +312,11 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return [node.args[0]]  # type: ignore[list-item]
 
 
-def _only_one_lives(x: fx.Node, at: fx.Node, family: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> bool:
-    """May `x` be replaced by a new tensor at `at`? Only if no other name of its memory is read from then on."""
+def _only_one_lives(x: fx.Node, write: fx.Node, family: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> bool:
+    """May `x` be replaced by a new tensor at `write`? Only if no other name of its memory is read from then on."""
 
     def read_later(node: fx.Node) -> bool:
-        return any(order[user] > order[at] for user in node.users)
+        return any(order[user] > order[write] for user in node.users)
 
     def same(node: fx.Node) -> bool:
         """Is `node` the whole of the same tensor: itself, or the result of earlier in-place ops on it?"""
@@ -329,7 +329,7 @@ def _only_one_lives(x: fx.Node, at: fx.Node, family: Sequence[fx.Node], order: M
         base = base.args[0]  # type: ignore[assignment]
     if _aliased(base) is not None and any(read_later(n) or n.op == "placeholder" for n in family if not same(n)):
         return False
-    return not any(read_later(n) for n in family if not same(n) and order[n] < order[at])
+    return not any(read_later(n) for n in family if not same(n) and order[n] < order[write])
 
 
 #: Functional twins that are called otherwise.
@@ -372,8 +372,8 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _dtype(twin: Any, node: fx.Node) -> torch.dtype:
     """The dtype of what the functional twin of `node` returns."""
-    given: set[torch.dtype] = {n.meta["val"].dtype for n in node.all_input_nodes}
-    if len(given) == 1 and (same := given.pop()).is_floating_point:  # the usual case, for which nothing has to be run
+    dtypes: set[torch.dtype] = {n.meta["val"].dtype for n in node.all_input_nodes}
+    if len(dtypes) == 1 and (same := dtypes.pop()).is_floating_point:  # the usual case, for which nothing has to be run
         return same
 
     def empty(n: fx.Node) -> torch.Tensor:
@@ -431,12 +431,12 @@ def _means_of_images(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
     space = list(range(2, x.meta["val"].dim()))
     data = call(aten.detach.default, x)
-    found = (
+    means = (
         call(aten.mean.dim, data, [0, *space]),
         call(aten.mean.dim, call(aten.var.correction, data, space, correction=1), [0]),
     )
     new = []
-    for old, now in zip(running, found, strict=True):
+    for old, now in zip(running, means, strict=True):
         assert isinstance(old, fx.Node)
         new.append(call(aten.lerp.Scalar, old, call(aten._to_copy.default, now, dtype=old.meta["val"].dtype), momentum))
     return [

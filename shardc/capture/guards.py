@@ -93,12 +93,12 @@ class Guards:
 
     def around(self) -> list[Guard]:
         """The guards in whose branches the calls now in progress are."""
-        found: list[Guard] = []
+        guards: list[Guard] = []
         frame: FrameType | None = sys._getframe(1) if self.open else None
         while frame is not None:
-            found += [g for g in self.open.values() if g.frame is frame and frame.f_lineno in g.body.lines]
+            guards += [g for g in self.open.values() if g.frame is frame and frame.f_lineno in g.body.lines]
             frame = frame.f_back
-        return found
+        return guards
 
     def allow(self, mask: fx.Node) -> bool:
         """May rows of a mask be written here?"""
@@ -150,7 +150,7 @@ def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
     except (OSError, SyntaxError):
         return {}
     shift = max(first, 1) - 1
-    found: dict[int, Body] = {}
+    by_line: dict[int, Body] = {}
     for node in ast.walk(tree):
         if loop and isinstance(node, ast.For) and not node.orelse:
             span, wanted, statements = node.iter, {True}, node.body
@@ -165,8 +165,8 @@ def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
             inside = range(statements[0].lineno + shift, (statements[-1].end_lineno or 0) + shift + 1)
             some = _some(node.test) if isinstance(node, ast.If) else None
             body = Body(wanted.pop(), some, inside, names, fits)
-            found |= dict.fromkeys(range(span.lineno + shift, (span.end_lineno or span.lineno) + shift + 1), body)
-    return found
+            by_line |= dict.fromkeys(range(span.lineno + shift, (span.end_lineno or span.lineno) + shift + 1), body)
+    return by_line
 
 
 def needed(test: ast.expr, wanted: bool) -> set[bool]:

@@ -67,30 +67,30 @@ def _engine(
     """What autograd's engine returns: the gradient of every input, None for those on which nothing depends."""
     if not any(isinstance(x, FakeTensor) for x in outputs):
         return original(outputs, *args, **kwargs)  # type: ignore[no-any-return]
-    at = source.of_call()
+    place = source.of_call()
     if kwargs.get("accumulate_grad"):
-        what = f"backward() is called inside forward ({at.code})"
+        what = f"backward() is called inside forward ({place.code})"
         raise ShardcError(
-            what, where=at.line, fix="torch.autograd.grad(y, x, create_graph=True) gives the gradient as a tensor"
+            what, where=place.line, fix="torch.autograd.grad(y, x, create_graph=True) gives the gradient as a tensor"
         )
     weights, _retain, differentiable, inputs, allow_unused = args
     sources = [traced_node(x) for x in outputs]
     if any(n is None for n in sources):
         raise ShardcError(
-            f"a gradient is computed inside a transform of torch.func ({at.code}), where tracing does not see it",
-            where=at.line,
+            f"a gradient is computed inside a transform of torch.func ({place.code}), where tracing does not see it",
+            where=place.line,
             fix="use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
         )
     above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
-        what = f"a gradient is taken with respect to a tensor that the result does not depend on ({at.code})"
+        what = f"a gradient is taken with respect to a tensor that the result does not depend on ({place.code})"
         raise ShardcError(
-            what, where=at.line, fix="differentiate a result of that very tensor, or pass allow_unused=True"
+            what, where=place.line, fix="differentiate a result of that very tensor, or pass allow_unused=True"
         )
     seeds = [torch.ones_like(y) if w is None else w for y, w in zip(outputs, weights, strict=True)]
-    found = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])
-    return tuple(next(found) if traced_node(x) in above else None for x in inputs)
+    grads = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])
+    return tuple(next(grads) if traced_node(x) in above else None for x in inputs)
 
 
 def _carries(node: fx.Node) -> bool:
@@ -111,10 +111,10 @@ def expand(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in list(graph.nodes):
         if node.target is GRADIENT:
             with graph.inserting_before(node):
-                found = _Backward(graph, node).run()
+                grads = _Backward(graph, node).run()
             for user in list(node.users):
                 assert user.target is operator.getitem
-                new_of[user] = found[int(user.args[1])]
+                new_of[user] = grads[int(user.args[1])]
                 user.replace_all_uses_with(new_of[user])
                 graph.erase_node(user)
             graph.erase_node(node)
@@ -174,11 +174,11 @@ class _Backward:
                 where=source.place(node),
                 fix="compute that part without the op, or under detach()",
             )
-        given = iter([*(seeds[i] for i in sorted(seeds)), *operands])
+        each = iter([*(seeds[i] for i in sorted(seeds)), *operands])
         env: dict[fx.Node, Any] = {}
         for n in module.graph.nodes:
             if n.op == "placeholder":
-                env[n] = next(given)
+                env[n] = next(each)
             elif n.op == "output":
                 for x, g in zip(wanted, n.args[0], strict=True):
                     if g is not None:
@@ -223,14 +223,14 @@ def _traced(
 
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*tensors: Tensor) -> list[Tensor | None]:
-            seeds, given = tensors[: len(results)], dict(zip(operands, tensors[len(results) :], strict=True))
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: given[n])
+            seeds, leaves = tensors[: len(results)], dict(zip(operands, tensors[len(results) :], strict=True))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: leaves[n])
             with sdpa_kernel(SDPBackend.MATH):
-                found = function(*_plain(args), **_plain(kwargs))
-            many = found if isinstance(found, (tuple, list)) else [found]
+                output = function(*_plain(args), **_plain(kwargs))
+            many = output if isinstance(output, (tuple, list)) else [output]
             return list(
                 torch.autograd.grad(
-                    [many[i] for i in results], [given[x] for x in wanted], seeds, create_graph=True, allow_unused=True
+                    [many[i] for i in results], [leaves[x] for x in wanted], seeds, create_graph=True, allow_unused=True
                 )
             )
 

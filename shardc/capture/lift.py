@@ -72,10 +72,10 @@ def lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: M
             env[exported_nodes[spec.arg.name]] = node
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             env[exported_nodes[spec.arg.name]] = by_fqn[str(spec.target).removeprefix("model.")]
-    given = iter(zip(leaves.paths, leaves.tensors, strict=True))
+    each = iter(zip(leaves.paths, leaves.tensors, strict=True))
     for spec in specs:
         if spec.kind == InputKind.USER_INPUT:
-            path, x = next(given)
+            path, x = next(each)
             named = path if path and isinstance(path[0], str) else ("input", *path)
             node = place("_".join(map(str, named)), values.of_tensor(x))
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
@@ -113,10 +113,10 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Any]]:
     """Names grouped by the identity of what they name: never by address, which is 0 for tensors without storage."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
+    by_id: dict[int, tuple[list[str], Tensor]] = {}
     for name, x in named:
-        found.setdefault(id(x), ([], x))[0].append(name)
-    return list(found.values())
+        by_id.setdefault(id(x), ([], x))[0].append(name)
+    return list(by_id.values())
 
 
 def _persistent(path: str, module: nn.Module) -> list[str]:

@@ -28,27 +28,27 @@ class LossOf(nn.Module):
         batch = self.leaves.batch(tensors)
         args, kwargs = arguments(self.model, batch, self.loss is not None)
         output = self.model(*args, **kwargs)
-        found = self.loss(output, batch) if self.loss is not None else default_loss(output)
-        if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
-            what = f"the loss is {_described(found)}, not a scalar"
+        scalar = self.loss(output, batch) if self.loss is not None else default_loss(output)
+        if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.is_floating_point():
+            what = f"the loss is {_described(scalar)}, not a scalar"
             raise ShardcError(what, fix="return one floating-point number, e.g. loss.mean()")
-        found = found.reshape(()) if found.dim() else found
-        return with_gradient_of(found.detach(), sum(self.side, found)) if self.side else found
+        scalar = scalar.reshape(()) if scalar.dim() else scalar
+        return with_gradient_of(scalar.detach(), sum(self.side, scalar)) if self.side else scalar
 
 
 def default_loss(output: Any) -> Any:
     """The loss in a model's output: the output itself, its `.loss`, its "loss", its first element or the only number in
     it: `(logits, loss)`.
     """
-    found = output
+    candidate = output
     if not isinstance(output, Tensor):
-        found = getattr(output, "loss", None)
-        if found is None and isinstance(output, Mapping):
-            found = output.get("loss")
-        elif found is None and isinstance(output, (tuple, list)) and output:
+        candidate = getattr(output, "loss", None)
+        if candidate is None and isinstance(output, Mapping):
+            candidate = output.get("loss")
+        elif candidate is None and isinstance(output, (tuple, list)) and output:
             numbers = [x for x in output if isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()]
-            found = output[0] if len(numbers) != 1 else numbers[0]
-    if not isinstance(found, Tensor) or found.numel() != 1:
+            candidate = output[0] if len(numbers) != 1 else numbers[0]
+    if not isinstance(candidate, Tensor) or candidate.numel() != 1:
         raise ShardcError(
             f"the model returns {_described(output)}: there is no scalar loss in it",
             fix=(
@@ -56,7 +56,7 @@ def default_loss(output: Any) -> Any:
                 "or give the model the labels with which it computes its loss itself"
             ),
         )
-    return found
+    return candidate
 
 
 def _described(x: Any) -> str:

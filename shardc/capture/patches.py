@@ -98,15 +98,15 @@ def export_patches(side: list[Tensor]) -> Iterator[None]:
     def packed(original: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         if not isinstance(x, FakeTensor):
             return original(x, *args)
-        at = source.of_call()  # here, and not where the recurrent layer then fails
-        raise ShardcError(f"{PACKED} ({at.code})", where=at.line, fix=PADDED)
+        place = source.of_call()  # here, and not where the recurrent layer then fails
+        raise ShardcError(f"{PACKED} ({place.code})", where=place.line, fix=PADDED)
 
     def switch(self: Tensor, requires_grad: bool = True) -> Tensor:
         if isinstance(self, FakeTensor) and not requires_grad and self.requires_grad and self.is_leaf:
-            at = source.of_call()
+            place = source.of_call()
             raise ShardcError(
-                f"the forward pass turns a parameter's gradient off, which tracing does not see ({at.code})",
-                where=at.line,
+                f"the forward pass turns a parameter's gradient off, which tracing does not see ({place.code})",
+                where=place.line,
                 fix=(
                     "run the module with detached weights: "
                     "torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, x)"

@@ -19,13 +19,13 @@ from shardc.torch_private import OpOverload
 
 def typed(node: fx.Node) -> Any:
     """Something with the shape and dtype of a node's result; None if it is no single tensor."""
-    found = node.meta["value"] if "value" in node.meta else node.meta.get("val")
-    return found if hasattr(found, "dtype") and hasattr(found, "shape") else None
+    value = node.meta["value"] if "value" in node.meta else node.meta.get("val")
+    return value if hasattr(value, "dtype") and hasattr(value, "shape") else None
 
 
 def leaves(roots: Sequence[fx.Node]) -> list[fx.Node]:
     """What is drawn: the first values, on the way back from `roots`, that are no function of whole numbers alone."""
-    found: dict[fx.Node, None] = {}
+    ends: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     todo = list(roots)
     while todo:
@@ -36,10 +36,10 @@ def leaves(roots: Sequence[fx.Node]) -> list[fx.Node]:
         maker = n.args[0] if n.target is operator.getitem else n
         assert isinstance(maker, fx.Node)
         if n.op == "placeholder" or any(_floats(x) and not _counted(x) for x in maker.all_input_nodes):
-            found[n] = None
+            ends[n] = None
         else:
             todo += n.all_input_nodes
-    return list(found)
+    return list(ends)
 
 
 def _floats(node: fx.Node) -> bool:
@@ -75,8 +75,8 @@ def unrepeated(node: fx.Node) -> bool:
     if node.target is not operator.getitem or _limit(node) is None:
         return False
     maker: Any = node.args[0]
-    at = 2 if values.op_name(maker.target) == "topk" else 1
-    dim = maker.args[at] if len(maker.args) > at else -1
+    position = 2 if values.op_name(maker.target) == "topk" else 1
+    dim = maker.args[position] if len(maker.args) > position else -1
     return values.op_name(maker.target) != "max" and dim in (-1, len(typed(node).shape) - 1)
 
 
@@ -146,10 +146,10 @@ class Draws:
         empty = 0
         for known in self._each(leaves([*condition, mask])):
             try:
-                *given, chosen = run([*condition, mask], known)
+                *numbers, chosen = run([*condition, mask], known)
             except (KeyError, RuntimeError, IndexError):
                 return False
-            if not holds(given):
+            if not holds(numbers):
                 empty += 1
                 if bool(chosen.any()):
                     return False

@@ -39,10 +39,10 @@ class Changes:
 
     def refuse_made(self) -> None:
         """Raise ShardcError for parameters, buffers and modules that exist only after the first forward."""
-        for name, at in self.made.items():
+        for name, place in self.made.items():
             what = f"the forward pass creates {name!r}, which does not exist before the first call"
             raise ShardcError(
-                what, where=at.line, fix="create it in __init__, or run the model once before you compile it"
+                what, where=place.line, fix="create it in __init__, or run the model once before you compile it"
             )
 
 
@@ -64,12 +64,12 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
         ):
             old.copy_(value)  # a traced `self.mean = 0.9 * self.mean + m`, which export would drop
             return
-        at = lines[id(self), name] = source.of_call()
+        place = lines[id(self), name] = source.of_call()
         held = any(name in self.__dict__.get(h, ()) for h in _HELD)
         if (
             id(self) in names and not held and self.__dict__.get(name, changes) is not value
         ):  # export itself may set it back
-            changes.set[_join(names[id(self)], name)] = at
+            changes.set[_join(names[id(self)], name)] = place
         original(self, name, value)
 
     try:
@@ -141,14 +141,14 @@ def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple
     """The user's line at which `state()` changes while `run()` runs, the innermost one, and its function. What `run`
     raises is ignored.
     """
-    found: list[tuple[Source, str]] = []
+    lines: list[tuple[Source, str]] = []
     last: dict[FrameType, int] = {}
     known = [state()]
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         if (now := state()) != known[0] and frame in last:
             known[0] = now
-            found.append((source.of_frame(frame, last[frame]), frame.f_code.co_name))
+            lines.append((source.of_frame(frame, last[frame]), frame.f_code.co_name))
         last[frame] = frame.f_lineno
         return local
 
@@ -163,7 +163,7 @@ def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple
         pass
     finally:
         sys.settrace(old)
-    return found[0] if found else (Source(), "")
+    return lines[0] if lines else (Source(), "")
 
 
 #: Functions of libraries that draw with numpy -> the way out.
@@ -174,15 +174,15 @@ KNOWN = {
 }
 
 
-def refuse_random(at: Source, function: str) -> ShardcError:
+def refuse_random(place: Source, function: str) -> ShardcError:
     """The error for a forward that draws random numbers of Python's or numpy's."""
-    code = f" ({at.code})" if at.code else ""
+    code = f" ({place.code})" if place.code else ""
     fix = KNOWN.get(
         function,
         "draw with torch (torch.rand, torch.randint, torch.randn), or in the data, and pass it in with the batch",
     )
     return ShardcError(
         f"the model draws random numbers from Python or numpy: every step would use the same{code}",
-        where=at.line,
+        where=place.line,
         fix=fix,
     )

@@ -43,10 +43,10 @@ def _data(self: Tensor) -> Tensor:
 
 def _set_data(self: Tensor, value: Tensor) -> None:
     if _by_user(self):
-        at = source.of_call()
+        place = source.of_call()
         raise ShardcError(
-            f"the forward pass replaces a tensor's .data ({at.code})",
-            where=at.line,
+            f"the forward pass replaces a tensor's .data ({place.code})",
+            where=place.line,
             fix="change a buffer in place (self.x.copy_(new)); change parameters outside of forward",
         )
     _DATA.__set__(self, value)  # type: ignore[attr-defined]
@@ -54,9 +54,9 @@ def _set_data(self: Tensor, value: Tensor) -> None:
 
 def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """torch aborts the process if a traced tensor is moved to a device that this machine does not have."""
-    given = next((a for a in (*args[:1], kwargs.get("device")) if isinstance(a, (str, int, torch.device))), None)
-    if isinstance(self, FakeTensor) and given is not None and not isinstance(given, bool):
-        device = torch.device(given)
+    target = next((a for a in (*args[:1], kwargs.get("device")) if isinstance(a, (str, int, torch.device))), None)
+    if isinstance(self, FakeTensor) and target is not None and not isinstance(target, bool):
+        device = torch.device(target)
         if device.type not in (self.device.type, "cpu", "meta") and not torch.get_device_module(device).is_available():
             raise RuntimeError(f"Invalid device {device}: not linked with support for it")  # as .cuda() does
     return _TO(self, *args, **kwargs)
@@ -64,8 +64,8 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _format(self: Tensor, spec: str) -> str:
     """A traced tensor has no number to show: f"{loss:.3f}" in a message."""
-    found: str = repr(self) if isinstance(self, FakeTensor) else _FORMAT(self, spec)
-    return found
+    text: str = repr(self) if isinstance(self, FakeTensor) else _FORMAT(self, spec)
+    return text
 
 
 def _random(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -42,9 +42,11 @@ _SAME_ORDER = {
 }
 
 
-def can_write(x: fx.Node, at: fx.Node, family: list[fx.Node], order: Mapping[fx.Node, int], aliased: Aliased) -> bool:
-    """Can a write to the view `x` at `at` be put back into the tensor that it is a view of, and into all its views that
-    are read later?
+def can_write(
+    x: fx.Node, writer: fx.Node, family: list[fx.Node], order: Mapping[fx.Node, int], aliased: Aliased
+) -> bool:
+    """Can a write to the view `x` at `writer` be put back into the tensor that it is a view of, and into all its views
+    that are read later?
     """
     node: fx.Node | None = x
     while node is not None and (parent := aliased(node)) is not None:
@@ -56,25 +58,27 @@ def can_write(x: fx.Node, at: fx.Node, family: list[fx.Node], order: Mapping[fx.
         ):
             return False
         node = parent
-    return all(_certain(n) for n in family if order[n] < order[at] and any(order[u] > order[at] for u in n.users))
+    return all(
+        _certain(n) for n in family if order[n] < order[writer] and any(order[u] > order[writer] for u in n.users)
+    )
 
 
 def write(
-    graph: fx.Graph, x: fx.Node, new: fx.Node, at: fx.Node, order: dict[fx.Node, int], aliased: Aliased, like: Like
+    graph: fx.Graph, x: fx.Node, new: fx.Node, writer: fx.Node, order: dict[fx.Node, int], aliased: Aliased, like: Like
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Put `new`, the value of the view `x` from `at` on, into what `x` is a view of. At the insertion point.
+    """Put `new`, the value of the view `x` from `writer` on, into what `x` is a view of. At the insertion point.
 
     Whatever reads the tensor or one of its views later reads the new value. Returns the tensor, its new value, and the
     view of that."""
 
     def now(*args: Any, **meta: Any) -> fx.Node:
-        made = like(*args, **meta)
-        order[made] = order[at]
-        return made
+        copy = like(*args, **meta)
+        order[copy] = order[writer]
+        return copy
 
     root, value = x, new
     while (whole := aliased(root)) is not None:
-        root, value = whole, _put_back(graph, root, whole, value, at, now)
+        root, value = whole, _put_back(graph, root, whole, value, writer, now)
     fresh = {root: value}
 
     def renewed(view: fx.Node) -> fx.Node:
@@ -86,12 +90,12 @@ def write(
         return fresh[view]
 
     for view in list(_family(root, aliased)):
-        later = [u for u in view.users if order.get(u, -1) > order[at]]
-        if order[view] < order[at] and later:
+        later = [u for u in view.users if order.get(u, -1) > order[writer]]
+        if order[view] < order[writer] and later:
             for user in later:
                 user.replace_input_with(view, renewed(view))
-    seen = renewed(x) if at.users else new
-    order.setdefault(value, order[at])
+    seen = renewed(x) if writer.users else new
+    order.setdefault(value, order[writer])
     return root, value, seen
 
 
@@ -103,47 +107,51 @@ def _family(root: fx.Node, aliased: Aliased) -> Iterator[fx.Node]:
             yield from _family(user, aliased)
 
 
-def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, at: fx.Node, like: Like) -> fx.Node:
+def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like) -> fx.Node:
     """The whole with a part of it replaced."""
     val = whole.meta["val"]
     if view.target in _PARTS and val.is_complex():
-        return _put_back_complex(graph, view, whole, part, at, like)
+        return _put_back_complex(graph, view, whole, part, writer, like)
     if view.target in _PARTS:
-        return like(graph, _PARTS[view.target], (whole, part, *view.args[1:]), dict(view.kwargs), at, val=val)
+        return like(graph, _PARTS[view.target], (whole, part, *view.args[1:]), dict(view.kwargs), writer, val=val)
     if (order := _transposed(view)) is not None:
-        return like(graph, aten.permute.default, (part, [order.index(d) for d in range(len(order))]), {}, at, val=val)
-    return like(graph, aten.reshape.default, (part, list(val.shape)), {}, at, val=val)
+        return like(
+            graph, aten.permute.default, (part, [order.index(d) for d in range(len(order))]), {}, writer, val=val
+        )
+    return like(graph, aten.reshape.default, (part, list(val.shape)), {}, writer, val=val)
 
 
 def _put_back_complex(
-    graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, at: fx.Node, like: Like
+    graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like
 ) -> fx.Node:
     """The same of complex numbers, as pairs of real ones: torch has no derivative of the ops that put back complex
     parts.
     """
     val = whole.meta["val"]
     names = [a.name for a in view.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, view.args, strict=False)) | view.kwargs
-    given |= {
-        n: int(given.get(n, default)) % val.dim() for n, default in (("dim", 0), ("dim1", 0), ("dim2", 1)) if n in names
+    arguments = dict(zip(names, view.args, strict=False)) | view.kwargs
+    arguments |= {
+        n: int(arguments.get(n, default)) % val.dim()
+        for n, default in (("dim", 0), ("dim1", 0), ("dim2", 1))
+        if n in names
     }
 
     def paired(x: fx.Node) -> fx.Node:
-        plain = like(graph, aten.resolve_conj.default, (x,), {}, at, val=x.meta["val"].resolve_conj())
-        return like(graph, aten.view_as_real.default, (plain,), {}, at, val=torch.view_as_real(plain.meta["val"]))
+        plain = like(graph, aten.resolve_conj.default, (x,), {}, writer, val=x.meta["val"].resolve_conj())
+        return like(graph, aten.view_as_real.default, (plain,), {}, writer, val=torch.view_as_real(plain.meta["val"]))
 
     real, pairs = paired(whole), paired(part)
     if view.target is aten.diagonal.default:  # a diagonal is the last dim of its view
-        pairs = like(graph, aten.transpose.int, (pairs, -2, -1), {}, at, val=pairs.meta["val"].transpose(-2, -1))
+        pairs = like(graph, aten.transpose.int, (pairs, -2, -1), {}, writer, val=pairs.meta["val"].transpose(-2, -1))
     put = like(
         graph,
         _PARTS[view.target],
-        (real, pairs, *(given[n] for n in names[1:] if n in given)),
+        (real, pairs, *(arguments[n] for n in names[1:] if n in arguments)),
         {},
-        at,
+        writer,
         val=real.meta["val"],
     )
-    return like(graph, aten.view_as_complex.default, (put,), {}, at, val=val)
+    return like(graph, aten.view_as_complex.default, (put,), {}, writer, val=val)
 
 
 def _transposed(view: fx.Node) -> list[int] | None:
@@ -195,8 +203,8 @@ def without_out(graph: fx.Graph, like: Like) -> bool:
         ):
             return False
         with graph.inserting_before(node):
-            made = like(graph, twin, node.args, {k: v for k, v in node.kwargs.items() if k not in outs}, node)
-            copied = like(graph, aten.copy_.default, (target, made), {}, node)
+            result = like(graph, twin, node.args, {k: v for k, v in node.kwargs.items() if k not in outs}, node)
+            copied = like(graph, aten.copy_.default, (target, result), {}, node)
         node.replace_all_uses_with(copied)
         graph.erase_node(node)
     return True
@@ -207,7 +215,7 @@ def _without_out(op: OpOverload) -> OpOverload | None:
     packet = op.overloadpacket
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     for name in packet.overloads():
-        found = getattr(packet, name)
-        if not found._schema.is_mutable and [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
-            return found  # type: ignore[no-any-return]
+        twin = getattr(packet, name)
+        if not twin._schema.is_mutable and [(a.name, str(a.type)) for a in twin._schema.arguments] == wanted:
+            return twin  # type: ignore[no-any-return]
     return None

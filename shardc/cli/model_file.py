@@ -150,18 +150,18 @@ def _users(path: Path, doing: str) -> Iterator[None]:
 
 
 def _function(module: ModuleType, path: Path, name: str, needed: str = "") -> Callable[..., Any] | None:
-    found = getattr(module, name, None)
-    if found is None and needed:
+    function = getattr(module, name, None)
+    if function is None and needed:
         near = difflib.get_close_matches(
             name, [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")], 1, 0.5
         )
         fix = f"define {name}(): it {needed}" + (f"; there is {near[0]}()" if near else "")
         raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
-    if found is not None and not callable(found):
+    if function is not None and not callable(function):
         raise ShardcError(
-            f"{name} is a {type(found).__name__}, not a function", where=str(path), fix=f"write `def {name}(...)`"
+            f"{name} is a {type(function).__name__}, not a function", where=str(path), fix=f"write `def {name}(...)`"
         )
-    return found
+    return function
 
 
 def _transformers(ref: str, batch: int, seq: int) -> ModelFile:

@@ -123,10 +123,10 @@ def _op(name: str) -> Any:
     """`aten.asinh.default` or `aten.asinh`: an op without a line of its own."""
     import torch
 
-    found: Any = torch.ops
+    op: Any = torch.ops
     for part in (*name.split("."), "default")[:3]:
-        found = getattr(found, part, None)
-    return found if hasattr(found, "_schema") else None
+        op = getattr(op, part, None)
+    return op if hasattr(op, "_schema") else None
 
 
 def _check(ops: Sequence[Any]) -> list[OpReport]:

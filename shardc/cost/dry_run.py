@@ -57,13 +57,13 @@ class DryRun:
 
 
 def dry_run(
-    program: Program, at: int = 0, optimizer: OptimizerOf | None = None, *, cpu: bool = False, **options: Any
+    program: Program, coordinate: int = 0, optimizer: OptimizerOf | None = None, *, cpu: bool = False, **options: Any
 ) -> DryRun:
     """The second step of a rank: the optimizer has its state. cpu: the device is one. options: of Engine."""
     ledger = Ledger()
     with fake_mode(), ledger:
         names = _OpNames(ledger)
-        mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, at), ledger)
+        mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, coordinate), ledger)
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _foreach(optimizer)
         offloaded = OffloadedTensor if cpu else host_memory.offloaded_tensor(ledger.host)
@@ -90,15 +90,17 @@ def dry_run(
         ledger.mark([p.grad for p in engine.params.values()], "gradients")
         _mark_rest(ledger, "optimizer")  # what is new after the first step, and stays
         resident = tuple(ledger.live())
-        before, after, update = _step(engine, recorded, batch, _affordable(program, at))
+        before, after, update = _step(engine, recorded, batch, _affordable(program, coordinate))
         _carry(first, before, update)
-        return DryRun(at, mesh.rank, resident, before, tuple(recorded.performed), after, update)
+        return DryRun(coordinate, mesh.rank, resident, before, tuple(recorded.performed), after, update)
 
 
-def _affordable(program: Program, at: int) -> int:
+def _affordable(program: Program, rank: int) -> int:
     """How many microbatches are run: all, unless they are many and large."""
     placement = program.schedule.placement if program.schedule is not None else (0,)
-    nodes = sum(len(s.graph.nodes) for s, coordinate in zip(program.stages, placement, strict=True) if coordinate == at)
+    nodes = sum(
+        len(s.graph.nodes) for s, coordinate in zip(program.stages, placement, strict=True) if coordinate == rank
+    )
     return max(min(program.microbatches, OPS // nodes), 3)
 
 
@@ -187,7 +189,7 @@ class _Recorded(Interpreter):
 
     def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor]]:
         names = {x.name for x in self.program.inputs}
-        self.ledger.mark((x for given in values for name, x in given.items() if name in names), "inputs")
+        self.ledger.mark((x for microbatch in values for name, x in microbatch.items() if name in names), "inputs")
         last = max((a.microbatch for a in self.actions), default=0)
         run = _Run(
             self,

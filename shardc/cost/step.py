@@ -84,7 +84,10 @@ class Cost:
 def cost(program: Program, device: Device, optimizer: OptimizerOf | None, **options: Any) -> Cost:
     """See `Program.cost`. options: of Engine."""
     schedule = program.schedule or schedules.alone(program.microbatches)
-    dry_runs = [dry_run(program, at, optimizer, cpu=device.kind == "cpu", **options) for at in range(schedule.ranks)]
+    dry_runs = [
+        dry_run(program, coordinate, optimizer, cpu=device.kind == "cpu", **options)
+        for coordinate in range(schedule.ranks)
+    ]
     return assemble(program, schedule, dry_runs, device)
 
 

@@ -98,7 +98,7 @@ def symbolic(program: Program, dry_runs: Sequence[DryRun], sizes: Mapping[str, i
     states = _states(program, symbols, lists, r.at)
     states["parameters"] = states["parameters"] + _repeated(casts, kept, weights, nodes, lists)
     flops = flops_by_layer(r, symbols, nodes)
-    comm = {at: sums.total(lists) for at, sums in bytes_by_collective(program, r, symbols, nodes).items()}
+    comm = {key: sums.total(lists) for key, sums in bytes_by_collective(program, r, symbols, nodes).items()}
     forms = partial(
         Symbolic, sizes=numbers, lists=lists, flops=flops.total(lists), layer_flops=flops.forms()[0], comm=comm
     )
@@ -125,13 +125,13 @@ def _kept(r: DryRun) -> list[Storage]:
 def _of_weights(program: Program) -> set[fx.Node]:
     """The nodes that depend on parameters alone."""
     params = {p.name for p in program.params}
-    found: set[fx.Node] = set()
+    weights: set[fx.Node] = set()
     for s in program.stages:
         for n in s.graph.nodes:
-            given = [x for x in n.all_input_nodes if x.meta.get("value") is not None]
-            if n.name in params or (n.op == "call_function" and given and all(x in found for x in given)):
-                found.add(n)
-    return found
+            operands = [x for x in n.all_input_nodes if x.meta.get("value") is not None]
+            if n.name in params or (n.op == "call_function" and operands and all(x in weights for x in operands)):
+                weights.add(n)
+    return weights
 
 
 def _as_papers(symbols: Symbols, x: Expr, node: fx.Node | None) -> Expr:
@@ -158,7 +158,7 @@ def _repeated(
     return sums.total(lists)
 
 
-def _states(program: Program, symbols: Symbols, lists: Mapping[str, Symbol], at: int) -> dict[str, Expr]:
+def _states(program: Program, symbols: Symbols, lists: Mapping[str, Symbol], coordinate: int) -> dict[str, Expr]:
     """Parameters, gradients and optimizer state (AdamW) between two steps, as the buckets keep them. narrow: copies in
     the compute dtype that are made when parameters are gathered.
     """
@@ -169,7 +169,7 @@ def _states(program: Program, symbols: Symbols, lists: Mapping[str, Symbol], at:
         sums["elements"].add(
             layer, reduce(lambda a, b: a * b, map(symbols.size, p.shape), Integer(1)) if whole else Integer(0)
         )
-        if program.axis and at not in program.holders(p):
+        if program.axis and coordinate not in program.holders(p):
             continue
         n = symbols.value(p.value)
         bucket = program.bucket(p)

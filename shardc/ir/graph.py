@@ -84,20 +84,20 @@ def users_of(node: fx.Node) -> list[fx.Node]:
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of a node, in the order of its arguments; a tensor used twice appears twice."""
-    found: list[fx.Node] = []
-    _collect(node.args, found)
+    operands: list[fx.Node] = []
+    _collect(node.args, operands)
     for name in sorted(node.kwargs):
-        _collect(node.kwargs[name], found)
-    return found
+        _collect(node.kwargs[name], operands)
+    return operands
 
 
-def _collect(x: Any, found: list[fx.Node]) -> None:  # placement calls it very often: fx's own map takes 5x as long
+def _collect(x: Any, operands: list[fx.Node]) -> None:  # placement calls it very often: fx's own map takes 5x as long
     if isinstance(x, fx.Node):
         if x.meta.get("value") is not None:
-            found.append(x)
+            operands.append(x)
     elif isinstance(x, (tuple, list)):
         for item in x:
-            _collect(item, found)
+            _collect(item, operands)
     elif isinstance(x, dict):
         for item in x.values():
-            _collect(item, found)
+            _collect(item, operands)

@@ -58,13 +58,13 @@ class Mesh:
 
     @cached_property
     def _digits(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
+        digits: dict[str, tuple[str, ...]] = {}
         for name in self.names:
             levels = name.split(".")
             for i in range(1, len(levels) + 1):
                 axis = ".".join(levels[:i])
-                found[axis] = (*found.get(axis, ()), name)
-        return found
+                digits[axis] = (*digits.get(axis, ()), name)
+        return digits
 
     @staticmethod
     def subaxis(axis: str, coordinates: Iterable[int]) -> str:
@@ -89,10 +89,10 @@ class Mesh:
 
     def merge(self, axes: Iterable[str]) -> tuple[str, ...]:
         """The same axes, in the mesh's order, with one name for those of which all digits are there."""
-        given = {part for a in axes for part in self.parts(a)}
-        whole = {n: n.partition(".")[0] for n in given}
-        names = {n: parent if set(self.parts(parent)) <= given else n for n, parent in whole.items()}
-        return tuple(dict.fromkeys(names[n] for n in self.names if n in given))
+        parts = {part for a in axes for part in self.parts(a)}
+        whole = {n: n.partition(".")[0] for n in parts}
+        names = {n: parent if set(self.parts(parent)) <= parts else n for n, parent in whole.items()}
+        return tuple(dict.fromkeys(names[n] for n in self.names if n in parts))
 
     def size(self, axis: str) -> int:
         sizes = dict(self.axes)
@@ -105,20 +105,21 @@ class Mesh:
         return self._strides[axis]
 
     def coords(self, rank: int) -> dict[str, int]:
-        found = []
+        coords = []
         for name, size in reversed(self.axes):
-            rank, at = divmod(rank, size)
-            found.append((name, at))
-        return dict(reversed(found))
+            rank, coordinate = divmod(rank, size)
+            coords.append((name, coordinate))
+        return dict(reversed(coords))
 
     def rank(self, coords: Mapping[str, int]) -> int:
         return sum(coords[name] * self.stride(name) for name in self.names)
 
     def on(self, rank: int, axes: Iterable[str]) -> bool:
         """Has the rank a place on all these axes?"""
-        at = self.coords(rank)
+        coords = self.coords(rank)
         return all(
-            at[whole] in members for whole, members in (self.coords_of(part) for a in axes for part in self.parts(a))
+            coords[whole] in members
+            for whole, members in (self.coords_of(part) for a in axes for part in self.parts(a))
         )
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
@@ -127,11 +128,11 @@ class Mesh:
         """
         wanted = dict(self.coords_of(part) for a in axes for part in self.parts(a))
         mine = self.coords(rank)
-        found = [rank - sum(mine[a] * self.stride(a) for a in wanted)]
+        ranks = [rank - sum(mine[a] * self.stride(a) for a in wanted)]
         for a in self.names:
             if a in wanted:
-                found = [r + i * self.stride(a) for r in found for i in wanted[a]]
-        return tuple(found)
+                ranks = [r + i * self.stride(a) for r in ranks for i in wanted[a]]
+        return tuple(ranks)
 
     def __str__(self) -> str:
         return " × ".join(f"{name}={size}" for name, size in self.axes) or "one device"

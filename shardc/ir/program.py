@@ -405,12 +405,12 @@ class Program:
     @property
     def edges(self) -> tuple[Edge, ...]:
         """What stages make for each other, by pair of stages."""
-        made = {name: i for i, stage in enumerate(self.stages) for name in stage.sends}
-        found: dict[tuple[int, int], dict[str, Value]] = {}
+        maker = {name: i for i, stage in enumerate(self.stages) for name in stage.sends}
+        crossing: dict[tuple[int, int], dict[str, Value]] = {}
         for i, stage in enumerate(self.stages):
             for name, value in stage.receives.items():
-                found.setdefault((made[name], i), {})[name] = value
-        return tuple(Edge(*pair, tuple(each), tuple(each.values())) for pair, each in sorted(found.items()))
+                crossing.setdefault((maker[name], i), {})[name] = value
+        return tuple(Edge(*pair, tuple(each), tuple(each.values())) for pair, each in sorted(crossing.items()))
 
     def holders(self, x: Param | Buffer) -> tuple[int, ...]:
         """The coordinates on the pipeline's axis whose ranks have a parameter or buffer,
@@ -422,8 +422,8 @@ class Program:
         """The axis (shardc.ir.mesh) over which several coordinates have copies of a parameter; "" if one has it, or all
         alike.
         """
-        at = self.holders(p)
-        return self.mesh.subaxis(self.axis, at) if len(at) > 1 else ""
+        coordinates = self.holders(p)
+        return self.mesh.subaxis(self.axis, coordinates) if len(coordinates) > 1 else ""
 
     def broadcast_of(self, b: Buffer) -> tuple[int, tuple[int, ...]]:
         """Which coordinate computes a buffer's new value, and which others have it too and get it after the step."""

@@ -80,14 +80,14 @@ def of_exception(error: BaseException) -> Source:
         chain.append(e)
         e = e.__cause__ or e.__context__
     for e in reversed(chain):
-        found = Source()
+        place = Source()
         tb = e.__traceback__
         while tb is not None:
             if is_users(tb.tb_frame.f_code.co_filename):
-                found = of_frame(tb.tb_frame, tb.tb_lineno)
+                place = of_frame(tb.tb_frame, tb.tb_lineno)
             tb = tb.tb_next
-        if found.line:
-            return found
+        if place.line:
+            return place
     return Source()
 
 
@@ -101,28 +101,28 @@ def loops_of_node(node: fx.Node) -> str:
 
 def loops_of_exception(error: BaseException) -> str:
     """The headers of the `for` statements around the lines of the user's on the way to an error, innermost first."""
-    found: list[str] = []
+    loops: list[str] = []
     tb = error.__traceback__
     while tb is not None:
         if is_users(name := tb.tb_frame.f_code.co_filename):
-            found.insert(0, _loops(name, tb.tb_lineno))
+            loops.insert(0, _loops(name, tb.tb_lineno))
         tb = tb.tb_next
-    return "\n".join(filter(None, found))
+    return "\n".join(filter(None, loops))
 
 
 def _loops(filename: str, line: int) -> str:
-    found: list[str] = []
+    headers: list[str] = []
     depth = len(text := linecache.getline(filename, line)) - len(text.lstrip())
-    for at in range(line, 0, -1):
-        text = linecache.getline(filename, at)
+    for number in range(line, 0, -1):
+        text = linecache.getline(filename, number)
         inside = len(text) - len(text.lstrip())
-        if text.strip() and (inside < depth or at == line):
+        if text.strip() and (inside < depth or number == line):
             depth = min(depth, inside)
             if re.match(r"\s*(async )?for\b", text):
-                found.append(text.strip())
+                headers.append(text.strip())
             elif re.match(r"\s*(def|class)\b", text):
                 break
-    return "\n".join(found)
+    return "\n".join(headers)
 
 
 def of_call() -> Source:

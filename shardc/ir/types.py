@@ -42,9 +42,9 @@ def carries_gradient(target: Any, args: Any, kwargs: Any) -> bool:
 
 def nodes_in(x: Any) -> Iterable[fx.Node]:
     """The graph nodes in nested arguments."""
-    found: list[fx.Node] = []
-    fx.map_arg(x, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(x, nodes.append)
+    return nodes
 
 
 def typed_key(x: Any) -> Any:
@@ -93,8 +93,8 @@ def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None
         same: Value = args[0].meta["value"]
         return replace(same, requires_grad=carries_gradient(target, args, kwargs))
     with torch.no_grad():
-        if (found := _pointwise(target, args, kwargs)) is not None:
-            return found
+        if (value := _pointwise(target, args, kwargs)) is not None:
+            return value
         return typed(target(*on_meta(args), **on_meta(kwargs)), target, args, kwargs)
 
 
@@ -111,8 +111,8 @@ def _pointwise(target: Any, args: Any, kwargs: Any) -> Value | None:
     """
     if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
         return None
-    given = [n.meta["value"] for n in nodes_in((args, kwargs))]
-    dtypes = {v.dtype if isinstance(v, Value) else None for v in given}
+    operands = [n.meta["value"] for n in nodes_in((args, kwargs))]
+    dtypes = {v.dtype if isinstance(v, Value) else None for v in operands}
     if not dtypes & _FLOATS or not dtypes <= _FLOATS | _OTHERS:
         return None
     a, k = fx.map_arg(
@@ -121,7 +121,7 @@ def _pointwise(target: Any, args: Any, kwargs: Any) -> Value | None:
     result = target(*a, **k)
     if not isinstance(result, Tensor):
         return None
-    shape: torch.Size = torch.broadcast_shapes(*(v.shape for v in given))  # type: ignore[no-untyped-call]
+    shape: torch.Size = torch.broadcast_shapes(*(v.shape for v in operands))  # type: ignore[no-untyped-call]
     return replace(of_tensor(result, carries_gradient(target, args, kwargs)), shape=tuple(shape))
 
 
@@ -129,11 +129,11 @@ def behind(roots: Iterable[fx.Node], further: Callable[[fx.Node], bool] = lambda
     """The nodes themselves and all that they are made of; what a node is made of for which `further` is False is left
     out.
     """
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     todo = list(roots)
     while todo:
-        if (node := todo.pop()) not in found:
-            found.add(node)
+        if (node := todo.pop()) not in reached:
+            reached.add(node)
             if further(node):
                 todo += node.all_input_nodes
-    return found
+    return reached

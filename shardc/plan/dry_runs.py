@@ -132,8 +132,8 @@ class Library:
         key = repr(({**spec, "pipeline": split, "mesh": mesh}, rows))
         if key not in self._pipelined:
             program = self._four(spec, rows, axis, split)
-            first, one, two, last = (self._stage(program, at) for at in range(4))
-            casts = [_casts(program, at) for at in range(4)]
+            first, one, two, last = (self._stage(program, coordinate) for coordinate in range(4))
+            casts = [_casts(program, coordinate) for coordinate in range(4)]
             casts_of = casts[0], casts[1], casts[3]
             self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, casts_of)
         return self._pipelined[key]
@@ -177,14 +177,14 @@ class Library:
             mixed = [lines(b, a, b, share) for a, b in ((base.one, full.one), (base.two, full.two))]
         else:  # regions are layers: what precedes and follows them stays as it is
             program = self._four(entries, choice.batch)
-            mixed = [self._stage(program, at) for at in (1, 2)]
+            mixed = [self._stage(program, coordinate) for coordinate in (1, 2)]
         one, two = mixed
         return replace(
             base, one=one, two=two, first=lines(base.first, one, base.one, 1), last=lines(base.last, one, base.one, 1)
         )
 
-    def _stage(self, program: Program, at: int) -> Stage:
-        return stage(dry_run(program, at, adamw, cpu=self.device.kind == "cpu"), self.device, program)
+    def _stage(self, program: Program, coordinate: int) -> Stage:
+        return stage(dry_run(program, coordinate, adamw, cpu=self.device.kind == "cpu"), self.device, program)
 
     def takes_microbatches(self) -> None:
         """Find out whether the model can be run in microbatches. Raises ShardcError if compile refuses it at all."""
@@ -205,9 +205,9 @@ class Library:
         return 3 * float(part_of(whole, "F", "middle")[FLOPS])
 
 
-def _casts(program: Program, at: int) -> float:
+def _casts(program: Program, coordinate: int) -> float:
     """Bytes of a stage's weights that were cast for products."""
-    graph = program.stages[at].graph
+    graph = program.stages[coordinate].graph
     total = 0.0
     for n in graph.nodes:
         if (

@@ -171,7 +171,7 @@ def _loads(core: Stages, c: Choice, library: Library, v: bool) -> tuple[tuple[Lo
         return (Load.of([whole], core.casts[0] + core.casts[2] + (units - 2) * core.casts[1]),), (layers.number,)
     counts = balanced(core, c.stages, layers.number)
     ranks = [0, c.pp // 2, c.pp - 1] if c.pp > 2 else [0, 1]
-    made = []
+    loads = []
     for r in ranks:
         mine = [r, c.stages - 1 - r] if v else list(range(r, c.stages, c.pp))
         cast = sum(core.casts[1] * counts[i] / layers.period for i in mine)
@@ -182,8 +182,8 @@ def _loads(core: Stages, c: Choice, library: Library, v: bool) -> tuple[tuple[Lo
             if c.stages - 1 in mine
             else None
         )
-        made.append(Load.of([core.at(i, c.stages, counts[i]) for i in mine], cast, end))
-    return tuple(made), counts
+        loads.append(Load.of([core.at(i, c.stages, counts[i]) for i in mine], cast, end))
+    return tuple(loads), counts
 
 
 def alive(c: Choice, first: bool) -> float:

@@ -79,8 +79,8 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     stages = library.pipelined(less, rows, p.axis)
     counts = counted(spec, stages, layers.number)
     schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
-    made = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
-    return _composed(library, made, schedule, spec.mesh, p.axis, batch, counts)
+    costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
+    return _composed(library, costs, schedule, spec.mesh, p.axis, batch, counts)
 
 
 def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
@@ -107,14 +107,14 @@ def balanced(stages: Stages, count: int, layers: int) -> tuple[int, ...]:
     extra = [0.0] * count
     extra[0] += seconds(stages.first) - one
     extra[-1] += seconds(stages.last) - one
-    found = [1] * count
-    found[0] += stages.before
-    for _ in range(layers - sum(found)):
+    counts = [1] * count
+    counts[0] += stages.before
+    for _ in range(layers - sum(counts)):
         i = min(
-            range(count), key=lambda i: (round((extra[i] / unit + found[i] - (stages.before if i == 0 else 0)), 6), -i)
+            range(count), key=lambda i: (round((extra[i] / unit + counts[i] - (stages.before if i == 0 else 0)), 6), -i)
         )
-        found[i] += 1
-    return tuple(found)
+        counts[i] += 1
+    return tuple(counts)
 
 
 def _composed(
@@ -132,7 +132,7 @@ def _composed(
         mine = schedule.stages_of(rank)
         peaks.append(_memory([stages[s] for s in mine], {s: stages[s] for s in mine}, schedule, rank))
         ends.append(np.sum([part_of(stages[s], kind, "")[CAUSES] for s in mine for kind in ENDS], 0))
-    at = max(range(len(peaks)), key=lambda r: peaks[r].sum())
+    fullest = max(range(len(peaks)), key=lambda r: peaks[r].sum())
     whole = [
         np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0) + ends[r]
         for r in range(schedule.ranks)
@@ -157,7 +157,9 @@ def _composed(
         )
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
-    return Priced(batch, step, {k: float(n) for k, n in zip(KINDS, peaks[at], strict=True) if n > 0}, spent, at, counts)
+    return Priced(
+        batch, step, {k: float(n) for k, n in zip(KINDS, peaks[fullest], strict=True) if n > 0}, spent, fullest, counts
+    )
 
 
 def _all(s: Stage, microbatches: int) -> Vector:
@@ -206,8 +208,10 @@ def _whole(library: Library, spec: Spec, batch: int) -> Priced:
     """A spec whose program is compiled as it is, each of its ranks rehearsed."""
     program = library.compiled(spec.to_dict(), batch)
     schedule = program.schedule or schedules.alone(program.microbatches)
-    each = [dry_run(program, at, adamw, cpu=library.device.kind == "cpu") for at in range(schedule.ranks)]
-    found = assemble(program, schedule, each, library.device)
+    each = [
+        dry_run(program, coordinate, adamw, cpu=library.device.kind == "cpu") for coordinate in range(schedule.ranks)
+    ]
+    cost = assemble(program, schedule, each, library.device)
     spent: list[dict[str, float]] = []
     for r in each:
         clock = meter(library.device, program, r.rank)
@@ -215,6 +219,6 @@ def _whole(library: Library, spec: Spec, batch: int) -> Priced:
             clock.run(part)
         spent.append(clock.spent)
     most = max(spent, key=lambda c: sum(c.values()))
-    shown = {w: most[w] for w in WHAT} | {"bubble": max(found.step_seconds - sum(most.values()), 0.0)}
-    peak = max(found.ranks, key=lambda r: r.memory.peak)
-    return Priced(batch, found.step_seconds, dict(peak.memory.kinds), shown, peak.at)
+    shown = {w: most[w] for w in WHAT} | {"bubble": max(cost.step_seconds - sum(most.values()), 0.0)}
+    peak = max(cost.ranks, key=lambda r: r.memory.peak)
+    return Priced(batch, cost.step_seconds, dict(peak.memory.kinds), shown, peak.at)

@@ -49,10 +49,10 @@ class Subject:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any, loss: Loss | None = None) -> Subject:
-        found = _repeated(model)
+        layers = _repeated(model)
         subject = cls(model, batch, loss)
-        if found is not None:
-            name, first, period, number = found
+        if layers is not None:
+            name, first, period, number = layers
             subject.layers = Layers(name, number, first, period)
             subject._short = _shortened(model, name, first + UNITS * period)
         return subject
@@ -60,16 +60,16 @@ class Subject:
     @property
     def rows(self) -> int:
         """The most common first dim of the inputs."""
-        found = Counter(x.shape[0] for x in _leaves(self.batch) if x.dim())
-        return found.most_common(1)[0][0]
+        lengths = Counter(x.shape[0] for x in _leaves(self.batch) if x.dim())
+        return lengths.most_common(1)[0][0]
 
     @property
     def sequence(self) -> int | None:
         """Of ids and masks [batch, sequence], and of features [batch, sequence, hidden]: numbers [batch, n] are n
         features of a row.
         """
-        found = {x.shape[1] for x in _leaves(self.batch) if x.dim() == (3 if x.is_floating_point() else 2)}
-        return found.pop() if len(found) == 1 else None
+        lengths = {x.shape[1] for x in _leaves(self.batch) if x.dim() == (3 if x.is_floating_point() else 2)}
+        return lengths.pop() if len(lengths) == 1 else None
 
     @property
     def carried(self) -> bool:
@@ -169,8 +169,8 @@ def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
     lists = [(name, m) for name, m in _lists(model, "") if len(m._modules) > 1]
     if len(lists) != 1:
         return None
-    name, found = lists[0]
-    signs = [_signature(m) for m in found.children()]
+    name, longest = lists[0]
+    signs = [_signature(m) for m in longest.children()]
     n = len(signs)
     short = sorted(
         (first + UNITS * period, first, period)
@@ -228,9 +228,9 @@ def _shortened(model: nn.Module, name: str, keep: int) -> nn.Module:
 
 
 def _leaves(batch: Any) -> list[Tensor]:
-    found = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
-    if not found or not any(x.dim() for x in found):
+    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    if not tensors or not any(x.dim() for x in tensors):
         raise ShardcError(
             "the batch has no tensor with rows", fix="give a dict (keyword arguments), a tuple or a tensor"
         )
-    return found
+    return tensors

@@ -103,29 +103,29 @@ class SpecTemplate:
 
 def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -> dict[str, Any]:
     """A choice as a spec. counts: layers of each stage."""
-    made: dict[str, Any] = {"shardc": 1, "mesh": choice.mesh}
+    document: dict[str, Any] = {"shardc": 1, "mesh": choice.mesh}
     batch: dict[str, Any] = {"dims": dict(template.dims)} if template.dims else {}
     if choice.microbatches > 1:
         batch["microbatches"] = choice.microbatches
-    made |= {"batch": batch} if batch else {}
+    document |= {"batch": batch} if batch else {}
     if choice.tp > 1:
-        made["shard"] = dict(template.shard)
+        document["shard"] = dict(template.shard)
     if choice.sequence_parallel:
-        made["activations"] = {name: {1: "tp"} for name in template.sequences}
+        document["activations"] = {name: {1: "tp"} for name in template.sequences}
     if choice.pp > 1:
-        made["pipeline"] = {
+        document["pipeline"] = {
             "axis": "pp",
             **({"balance": list(counts)} if counts else {"stages": choice.stages}),
             "schedule": choice.schedule,
         }
     if choice.zero and choice.dp > 1:
-        made["data"] = {"axis": "dp", "zero": choice.zero}
+        document["data"] = {"axis": "dp", "zero": choice.zero}
     if choice.ep > 1:
-        made["experts"] = [{"match": name, "axis": "ep"} for name in template.experts]
+        document["experts"] = [{"match": name, "axis": "ep"} for name in template.experts]
     if (how := CHECKPOINTS[choice.checkpoint]) is not None:
-        made["checkpoint"] = [{"match": name, **how} for name in template.regions]
-    made |= {"precision": dict(template.precision)} if template.precision else {}
-    return made
+        document["checkpoint"] = [{"match": name, **how} for name in template.regions]
+    document |= {"precision": dict(template.precision)} if template.precision else {}
+    return document
 
 
 def divisors(n: int) -> list[int]:

@@ -55,18 +55,18 @@ class Meter(Clock):
     def run(self, part: Part) -> float:
         begin = self.now
         for w in part.work:
-            at = self.now
+            before = self.now
             if isinstance(w, Op):
                 self.now += self.device.op_seconds(w.flops, w.traffic, w.dtype)
-                self.spent[self._what(w)] += self.now - at
+                self.spent[self._what(w)] += self.now - before
             elif isinstance(w, Waited):
                 self._until(self._ends.pop(w.key, self.now))
-                self.spent[self._axis.pop(w.key, "dp")] += self.now - at
+                self.spent[self._axis.pop(w.key, "dp")] += self.now - before
             else:
                 self._send(w)
                 if w.key is not None:
                     self._axis[w.key] = self._named(w)
-                self.spent[self._named(w)] += self.now - at
+                self.spent[self._named(w)] += self.now - before
         return self.now - begin
 
     def _what(self, w: Op) -> str:
@@ -78,8 +78,8 @@ class Meter(Clock):
         return "launch" if max(compute, traffic) < d.launch else "compute" if compute >= traffic else "memory"
 
     def _named(self, w: Sent) -> str:
-        found = {self.roles[a.partition("[")[0].partition(".")[0]] for a in w.record.axes}
-        return next(a for a in ("pp", "dp", "ep", "tp") if a in found)
+        roles = {self.roles[a.partition("[")[0].partition(".")[0]] for a in w.record.axes}
+        return next(a for a in ("pp", "dp", "ep", "tp") if a in roles)
 
 
 def meter(device: Device, program: Program, rank: int) -> Meter:
@@ -158,8 +158,8 @@ def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
 def part_of(s: Stage, kind: str, which: str) -> Vector:
     """A part, or the same of the most similar microbatch."""
     for w in (which, "middle", "last", "first"):
-        if (found := s.get((kind, w))) is not None:
-            return found
+        if (vector := s.get((kind, w))) is not None:
+            return vector
     return (
         part_of(s, "B", which) if kind == "I" else np.zeros(WIDTH)
     )  # a dry run with an undivided backward has W in it

@@ -204,12 +204,12 @@ def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
     time = [(k, n) for k, n in sorted(c.priced.spent.items(), key=lambda x: -x[1]) if n > 0]
     for i in range(max(len(memory), len(time))):
         row: list[RenderableType] = []
-        for found, whole, shown, colors in (
+        for entries, whole, shown, colors in (
             (memory, c.peak, gb, COLORS),
             (time, sum(c.priced.spent.values()), seconds, CAUSES),
         ):
-            if i < len(found):
-                name, n = found[i]
+            if i < len(entries):
+                name, n = entries[i]
                 row += [cause(name), shown(n), bar({name: n}, whole, {name: colors[name]}, plain=plain)]
             else:
                 row += ["", "", ""]

@@ -92,15 +92,15 @@ class Coverage:
         return {**asdict(self), "covered": self.covered}
 
 
-def _place(at: Line) -> str:
+def _place(place: Line) -> str:
     often = (
-        f" ({at.count}×, first in {at.module or 'the model'})"
-        if at.count > 1
-        else f" ({at.module})"
-        if at.module
+        f" ({place.count}×, first in {place.module or 'the model'})"
+        if place.count > 1
+        else f" ({place.module})"
+        if place.module
         else ""
     )
-    return f"{at.line}{often}: {at.code}" if at.code else f"{at.line}{often}"
+    return f"{place.line}{often}: {place.code}" if place.code else f"{place.line}{often}"
 
 
 def coverage(model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor] | None = None) -> Coverage:
@@ -113,18 +113,18 @@ def coverage(model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor]
 
 def of_program(captured: Program) -> Coverage:
     """The coverage of a captured program."""
-    found = rewritten(captured.graph)
+    canonical = rewritten(captured.graph)
     ops = [n.target for n in calls(captured.graph)]
     missing: list[tuple[str, str, Source, str]] = []
     roots = {p.name for p in captured.params} | {i.name for i in captured.inputs}
     dependent: set[fx.Node] = set()  # nodes that depend on a parameter or the batch
-    graph = found.graph if found.refused else with_experts(found.graph)
+    graph = canonical.graph if canonical.refused else with_experts(canonical.graph)
     for node in graph.nodes:
         if node.name in roots or any(n in dependent for n in node.all_input_nodes):
             dependent.add(node)
         if is_call(node):
             rule = registry.find(node.target)
-            why = found.refused[node].what if node in found.refused else ""
+            why = canonical.refused[node].what if node in canonical.refused else ""
             how = (
                 "refused"
                 if why
@@ -136,7 +136,7 @@ def of_program(captured: Program) -> Coverage:
             )
             if how:
                 missing.append((str(node.target), how, source_of(node), why))
-    missing += [(str(op), "decomposed", at, "") for op, at in found.decomposed]
+    missing += [(str(op), "decomposed", at, "") for op, at in canonical.decomposed]
     rows = sorted(_rows(missing), key=lambda r: (list(KINDS).index(r.how), -r.count, r.op))
     name = str(captured.meta.get("model", "the model"))
     return Coverage(name, len(ops), len(set(ops)), tuple(rows))

@@ -71,15 +71,15 @@ class Choices:
     @cached_property
     def partials(self) -> list[Strategy]:
         """One for every group of operands in which the op is linear."""
-        made = []
+        strategies = []
         for group in self.rule.groups(self.call):
             ins = tuple(
                 PARTIAL if i in group else PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE
                 for i, v in enumerate(self.call.operands)
             )
             if all(i < len(self.call.operands) for i in group):
-                made.append(Strategy("partial", ins, (PARTIAL,) * len(self.call.results)))
-        return made
+                strategies.append(Strategy("partial", ins, (PARTIAL,) * len(self.call.results)))
+        return strategies
 
     def split(
         self, factor: str, digit: int, n: int, sections: tuple[int, ...] = (), padding: int = 0, blocks: int = 1

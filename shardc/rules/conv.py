@@ -191,14 +191,14 @@ def sampled(call: Call) -> Signature:
     """grid_sampler: x[n, c, ...], grid[n, ..., 2] -> [n, c, ...]: every image is read at places of its own."""
     x, grid, y = (v.shape for v in (*call.operands, *call.results))
     read: tuple[Dim, ...] = tuple((f"x{i}",) for i in range(2, len(x)))
-    at: tuple[Dim, ...] = tuple((f"y{i}",) for i in range(2, len(y)))
+    pixels: tuple[Dim, ...] = tuple((f"y{i}",) for i in range(2, len(y)))
     sizes = (
         {"n": x[0], "c": x[1], "pair": grid[-1]}
         | {f"x{i}": x[i] for i in range(2, len(x))}
         | {f"y{i}": y[i] for i in range(2, len(y))}
     )
-    ins = ((("n",), ("c",), *read), (("n",), *at, ("pair",)))
-    return Signature(ins, ((("n",), ("c",), *at),), sizes, frozenset(), frozenset({"pair", *(f for (f,) in read)}))
+    ins = ((("n",), ("c",), *read), (("n",), *pixels, ("pair",)))
+    return Signature(ins, ((("n",), ("c",), *pixels),), sizes, frozenset(), frozenset({"pair", *(f for (f,) in read)}))
 
 
 for _op in (aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default):

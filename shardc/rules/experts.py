@@ -49,8 +49,8 @@ def experts(call: Call) -> Signature:
 
 def _bias(call: Call, position: int) -> int | None:
     """Which operand a bias is."""
-    found = call.arg(position, "")
-    return found.index if isinstance(found, Operand) else None
+    bias = call.arg(position, "")
+    return bias.index if isinstance(bias, Operand) else None
 
 
 def linear(call: Call) -> str:
@@ -104,7 +104,7 @@ def local(call: LocalCall) -> fx.Node:
     summed: dict[str, Placement] = {a: PARTIAL for a, p in call.outputs[0].items if isinstance(p, Partial)}
     every: dict[str, Placement] = {a: PARTIAL_GRAD for a in summed if needs_sum_grad(types[X])}
     rows = typed(t * k, h, dtype=types[X].dtype, layout=tokens | every, grad=types[X].requires_grad)
-    made = typed(t * k, h, dtype=types[X].dtype, layout=tokens | summed, grad=call.call.results[0].requires_grad)
+    results = typed(t * k, h, dtype=types[X].dtype, layout=tokens | summed, grad=call.call.results[0].requires_grad)
     pairs = typed(t * k, dtype=torch.int64, layout=dict(tokens))
     counts = typed(2, ranks, here, dtype=torch.int64, layout={})
 
@@ -121,10 +121,10 @@ def local(call: LocalCall) -> fx.Node:
     order, numbers = part(route, 0, pairs), part(route, 1, counts)
     sent = call.emit(ops.experts_send, (x, order, numbers, mesh, axes, k), {}, value=rows, collective=sends(rows))
     result = call.emit(
-        ops.experts_apply, (sent, numbers, up, down, up_bias, down_bias, activation, *rest), {}, value=made
+        ops.experts_apply, (sent, numbers, up, down, up_bias, down_bias, activation, *rest), {}, value=results
     )
     back = (
-        call.emit(ops.experts_return, (result, numbers, mesh, axes), {}, value=made, collective=sends(made))
+        call.emit(ops.experts_return, (result, numbers, mesh, axes), {}, value=results, collective=sends(results))
         if axes
         else result
     )

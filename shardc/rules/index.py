@@ -86,9 +86,9 @@ def index(call: Call) -> Signature:
     result.
     """
     x, where = call.operands[0].shape, call.arg(1, "indices")
-    at = [d for d, i in enumerate(where) if isinstance(i, Operand)]
-    picked = [call.operands[where[d].index].shape for d in at]
-    masks = any(call.operands[where[d].index].dtype == torch.bool for d in at)
+    indexed = [d for d, i in enumerate(where) if isinstance(i, Operand)]
+    picked = [call.operands[where[d].index].shape for d in indexed]
+    masks = any(call.operands[where[d].index].dtype == torch.bool for d in indexed)
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
     sizes = {f"d{i}": s for i, s in enumerate(x)}
     if masks:  # the result's size depends on data: nothing can be split
@@ -100,15 +100,15 @@ def index(call: Call) -> Signature:
     shape: tuple[int, ...] = torch.broadcast_shapes(*picked)  # type: ignore[no-untyped-call]
     sizes |= {f"i{i}": s for i, s in enumerate(shape)}
     inner: list[Dim] = [(f"i{i}",) if s != 1 else () for i, s in enumerate(shape)]
-    together = at == list(range(at[0], at[0] + len(at)))
-    rest_before = [names[d] for d in range(len(x)) if d not in at and (d < at[0] if together else False)]
-    rest_after = [names[d] for d in range(len(x)) if d not in at and not (d < at[0] if together else False)]
+    together = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
+    rest_before = [names[d] for d in range(len(x)) if d not in indexed and (d < indexed[0] if together else False)]
+    rest_after = [names[d] for d in range(len(x)) if d not in indexed and not (d < indexed[0] if together else False)]
     result: tuple[Dim, ...] = (*rest_before, *inner, *rest_after)
     operands: list[tuple[Dim, ...]] = [tuple(names)]
     for p in picked:
         skip = len(shape) - len(p)
         operands.append(tuple((f"i{skip + i}",) if s == shape[skip + i] and s != 1 else () for i, s in enumerate(p)))
-    return Signature(tuple(operands), (result,), sizes, frozenset(), frozenset(f"d{d}" for d in at))
+    return Signature(tuple(operands), (result,), sizes, frozenset(), frozenset(f"d{d}" for d in indexed))
 
 
 rule(aten.index.Tensor, index, linear="0")
@@ -129,17 +129,17 @@ def index_put(call: Call) -> Signature:
     Dims of x that are indexed stay whole. Values that are added up (accumulate) may be split: each rank then has a
     summand."""
     x, where, values = call.operands[0].shape, call.arg(1, "indices"), call.operands[-1].shape
-    at = [d for d, i in enumerate(where) if isinstance(i, Operand)]
-    picked = [call.operands[where[d].index].shape for d in at]
-    if any(call.operands[where[d].index].dtype == torch.bool for d in at):
+    indexed = [d for d, i in enumerate(where) if isinstance(i, Operand)]
+    picked = [call.operands[where[d].index].shape for d in indexed]
+    if any(call.operands[where[d].index].dtype == torch.bool for d in indexed):
         return all_whole(call)
     shape: tuple[int, ...] = torch.broadcast_shapes(*picked)  # type: ignore[no-untyped-call]
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {f"i{i}": s for i, s in enumerate(shape)}
     inner: list[Dim] = [(f"i{i}",) for i in range(len(shape))]
-    together = at == list(range(at[0], at[0] + len(at)))
-    before = [names[d] for d in range(at[0])] if together else []
-    full = [*before, *inner, *(names[d] for d in range(len(x)) if d not in at and names[d] not in before)]
+    together = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
+    before = [names[d] for d in range(indexed[0])] if together else []
+    full = [*before, *inner, *(names[d] for d in range(len(x)) if d not in indexed and names[d] not in before)]
 
     def own(dims: list[Dim], shape: tuple[int, ...]) -> tuple[Dim, ...]:
         """The last of `dims`, without those that are broadcast."""
@@ -152,7 +152,7 @@ def index_put(call: Call) -> Signature:
     # values that are broadcast would be added for padded entries too
     summed = {f for f in picks if call.arg(3, "accumulate", False) and (f,) in ins[-1]}
     return Signature(
-        ins, (tuple(names),), sizes, frozenset(summed), frozenset({f"d{d}" for d in at} | (picks - summed))
+        ins, (tuple(names),), sizes, frozenset(summed), frozenset({f"d{d}" for d in indexed} | (picks - summed))
     )
 
 
@@ -247,12 +247,12 @@ rule(aten.scatter_add.default, scatter_add, linear=_scatter_linear, added=(0,))
 
 def searchsorted(call: Call) -> Signature:
     """Where values[..., m] belong in sorted[..., n]; one row of sorted numbers serves all values."""
-    at = 0 if call.arg(0, "sorted_sequence") == Operand(0) else 1
-    row, x = call.operands[at].shape, call.operands[1 - at].shape if len(call.operands) > 1 else ()
+    position = 0 if call.arg(0, "sorted_sequence") == Operand(0) else 1
+    row, x = call.operands[position].shape, call.operands[1 - position].shape if len(call.operands) > 1 else ()
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {"n": row[-1]}
     ins = [(("n",),) if len(row) == 1 else (*names[:-1], ("n",)), names][: len(call.operands)]
-    return Signature(tuple(ins if at == 0 else reversed(ins)), (names,), sizes, frozenset(), frozenset({"n"}))
+    return Signature(tuple(ins if position == 0 else reversed(ins)), (names,), sizes, frozenset(), frozenset({"n"}))
 
 
 rule(aten.searchsorted.Tensor, searchsorted)

@@ -80,7 +80,7 @@ class Notation:
         self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], sizes: Mapping[str, int] | None = None
     ) -> Signature:
         """Fit the notation to shapes. sizes: known sizes of factors. Raises ValueError where they do not fit."""
-        found: dict[str, int] = {**self.literal, **(sizes or {})}
+        bound: dict[str, int] = {**self.literal, **(sizes or {})}
         if len(inputs) > len(self.inputs) or len(outputs) > len(self.outputs):
             had = f"{len(self.inputs)} and {len(self.outputs)}"
             raise ValueError(f"{len(inputs)} operands and {len(outputs)} results, but the rule has {had}")
@@ -101,10 +101,10 @@ class Notation:
         while todo:
             rest = []
             for dim, size in todo:
-                unknown = [f for f in dim if f not in found]
-                known = math.prod(found[f] for f in dim if f in found)
+                unknown = [f for f in dim if f not in bound]
+                known = math.prod(bound[f] for f in dim if f in bound)
                 if len(unknown) == 1 and size % known == 0:
-                    found[unknown[0]] = size // known
+                    bound[unknown[0]] = size // known
                 elif not unknown and known != size:
                     raise ValueError(f"dim {dim} has size {size}, not {known}")
                 elif unknown:
@@ -113,8 +113,8 @@ class Notation:
                 raise ValueError(f"the sizes of {rest} are ambiguous")
             todo = rest
         n = len(inputs)
-        whole = self.whole | {f for f in found if f.startswith("#")}
-        return Signature(tuple(ops[:n]), tuple(ops[n:]), found, self.summed, frozenset(whole))
+        whole = self.whole | {f for f in bound if f.startswith("#")}
+        return Signature(tuple(ops[:n]), tuple(ops[n:]), bound, self.summed, frozenset(whole))
 
 
 def _expand(operand: Operand, ndim: int, lead: int) -> Operand:
@@ -133,13 +133,13 @@ def _expand(operand: Operand, ndim: int, lead: int) -> Operand:
 def parse(text: str) -> Notation:
     """Parse a rule. Raises ValueError that shows the place."""
     tokens: list[str] = []
-    at = 0
-    while at < len(text.rstrip()):
-        m = _TOKEN.match(text, at)
+    position = 0
+    while position < len(text.rstrip()):
+        m = _TOKEN.match(text, position)
         if not m:
-            raise ValueError(f"rule {text!r}: cannot read {text[at:]!r}")
+            raise ValueError(f"rule {text!r}: cannot read {text[position:]!r}")
         tokens.append(m[1])
-        at = m.end()
+        position = m.end()
     if tokens.count("->") != 1:
         raise ValueError(f"rule {text!r}: needs exactly one '->'")
     summed: set[str] = set()

@@ -25,9 +25,9 @@ def recurrent(call: Call) -> Signature:
         sizes.update({f"{mark}{i}": s for i, s in enumerate(shape) if i != b})
         return tuple(("b",) if i == b else (f"{mark}{i}",) for i in range(len(shape)))
 
-    at = [0 if batch_first else 1, *[1] * (states - 1)]
-    ins = tuple(dims(v.shape, at[j] if j < states else None, f"x{j}_") for j, v in enumerate(call.operands))
-    outs = tuple(dims(v.shape, at[j], f"y{j}_") for j, v in enumerate(call.results))
+    batch_dims = [0 if batch_first else 1, *[1] * (states - 1)]
+    ins = tuple(dims(v.shape, batch_dims[j] if j < states else None, f"x{j}_") for j, v in enumerate(call.operands))
+    outs = tuple(dims(v.shape, batch_dims[j], f"y{j}_") for j, v in enumerate(call.results))
     return Signature(ins, outs, sizes, frozenset(), frozenset(sizes) - {"b"})
 
 

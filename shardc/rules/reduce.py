@@ -50,9 +50,9 @@ rule(aten.sum.default, reduced(9, "", summed=True, keep=(9, "")), linear="0")
 
 def reduction_of(call: Call) -> frozenset[str]:
     """The factors that a mean sums over."""
-    found = find(call.target)
-    assert found is not None
-    return found.signature(call).summed
+    rule = find(call.target)
+    assert rule is not None
+    return rule.signature(call).summed
 
 
 def local_mean(call: LocalCall) -> fx.Node:
@@ -136,14 +136,14 @@ def histc(call: Call) -> Signature:
     """Counts of elements, which add up where the range is given; without one it is that of the data."""
     names, x = tuple((f"d{i}",) for i in range(len(call.operands[0].shape))), call.operands[0].shape
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {"bins": call.results[0].shape[0]}
-    given = call.arg(2, "min", 0) != call.arg(3, "max", 0)
+    ranged = call.arg(2, "min", 0) != call.arg(3, "max", 0)
     each = frozenset(f for (f,) in names)
     return Signature(
         (names,),
         ((("bins",),),),
         sizes,
-        each if given else frozenset(),
-        frozenset({"bins"}) | (frozenset() if given else each),
+        each if ranged else frozenset(),
+        frozenset({"bins"}) | (frozenset() if ranged else each),
     )
 
 

@@ -56,7 +56,7 @@ def rule(
     rule."""
     where = registry.caller(__file__)
     overload = resolve_op(op, where)
-    given = [as_sample(s, where) for s in samples]
+    examples = [as_sample(s, where) for s in samples]
     _check(overload, notation, linear, added, where)
     old = next(
         (o for o in RULES if o == overload or str(o) == str(overload)), None
@@ -70,23 +70,23 @@ def rule(
     new = registry.rule(
         overload, notation, linear=linear, added=added, local=local, extra=extra, flops=flops, where=where
     )
-    SAMPLES[overload] = given
+    SAMPLES[overload] = examples
     return new
 
 
 def resolve_op(op: Any, where: str) -> OpOverload:
     """The overload that a user means by an op. Raises ShardcError for a Python function, and for an op that writes."""
-    found = overload_of(op)
-    if found is None:
+    overload = overload_of(op)
+    if overload is None:
         fix = (
             "give what torch.library.custom_op returned, or torch.ops.mylib.myop.default; Python functions are traced"
             " through, they need no rule"
         )
         raise ShardcError(f"{getattr(op, '__name__', op)!s} is not an op", where=where, fix=fix)
-    if found._schema.is_mutable:
+    if overload._schema.is_mutable:
         fix = "return what changed as a result, and copy it into the operand outside of the op"
-        raise ShardcError(f"{found} changes its operands", where=where, fix=fix)
-    return found
+        raise ShardcError(f"{overload} changes its operands", where=where, fix=fix)
+    return overload
 
 
 def _check(

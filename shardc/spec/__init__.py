@@ -332,8 +332,8 @@ def _resize(document: Document, axis: str, size: object) -> None:
 
 def _line(where: str) -> tuple[int, int]:
     """Line and column of a place; places without them come last."""
-    found = re.search(r":(\d+):(\d+)$", where)
-    return (int(found[1]), int(found[2])) if found else (sys.maxsize, 0)
+    position = re.search(r":(\d+):(\d+)$", where)
+    return (int(position[1]), int(position[2])) if position else (sys.maxsize, 0)
 
 
 def _text(source: object) -> str:

@@ -169,30 +169,30 @@ class Check:
         """One tensor's dims: every axis once, sections that divide and share their dim with no other axis."""
         seen: dict[str, int] = {}
         for dim, shards in dims.items():
-            at = (*path, dim)
+            place = (*path, dim)
             if len(shards) > 1 and any(s.sections for s in shards):
                 fix = "split a dim of sections over one axis only"
-                self.add(at, f"dim {dim} is split twice, and once by sections", fix, value=False)
+                self.add(place, f"dim {dim} is split twice, and once by sections", fix, value=False)
             for s in shards:
                 if s.axis in seen:
                     what = f"axis {s.axis!r} splits dim {seen[s.axis]} and dim {dim} of one tensor"
                     if seen[s.axis] == dim:
                         what = f"axis {s.axis!r} splits dim {dim} twice"
-                    self.add(at, what, "an axis splits one dim, once", value=False)
+                    self.add(place, what, "an axis splits one dim, once", value=False)
                 seen.setdefault(s.axis, dim)
                 if s.sections and s.split != 1:
                     fix = "split: n is for n equal parts, sections: [...] for unequal ones"
-                    self.add(at, f"dim {dim} has both split and sections", fix, value=False)
-                self.sections(at, s)
+                    self.add(place, f"dim {dim} has both split and sections", fix, value=False)
+                self.sections(place, s)
 
-    def sections(self, at: Path, s: DimShard) -> None:
+    def sections(self, place: Path, s: DimShard) -> None:
         size = self.mesh.size(s.axis) if self.mesh and s.axis in self.names else 1
         odd = [n for n in s.sections if n % size]
         if odd:
             common = math.gcd(*s.sections)
             fits = [str(n) for n in range(1, common + 1) if common % n == 0 and n <= 2 * size]
             fix = f"{s.axis}={' or '.join(fits[-2:])}, or change the sections"
-            self.add((*at, "sections"), f"the section of {odd[0]} does not divide by {s.axis}={size}", fix)
+            self.add((*place, "sections"), f"the section of {odd[0]} does not divide by {s.axis}={size}", fix)
 
     def jobs(self) -> None:
         """Pipeline stages run different programs, so their axis splits nothing else; an axis cannot split both batch

@@ -150,14 +150,14 @@ def _example(field: Field) -> str:
 
 def _grammar(loc: tuple[str | int, ...]) -> tuple[Field, type[BaseModel]]:
     """The field that an error's location leads to, and the section that holds what comes next."""
-    found: Field = ("", None)
+    field: Field = ("", None)
     section: type[BaseModel] = Form
     for part in loc:
         for name, info in section.model_fields.items():
             if part in (name, info.validation_alias):
-                found, section = (name, info), _section(info.annotation) or section
+                field, section = (name, info), _section(info.annotation) or section
                 break
-    return found, section
+    return field, section
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

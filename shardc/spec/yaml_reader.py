@@ -197,19 +197,19 @@ class _Reader:
             yield event
 
     def _mapping(self, path: Path, depth: int) -> dict[str | int, Any]:
-        found: dict[str | int, Any] = {}
+        mapping: dict[str | int, Any] = {}
         for event in self._until(yaml.MappingEndEvent):
-            key, wrong, fix = self._key(event, found, path)
+            key, wrong, fix = self._key(event, mapping, path)
             if wrong:
                 self._add(event, wrong, fix)
             spot = (*path, "\0" if wrong else key)  # a wrong entry is read all the same, for the mistakes inside it
             self.places.keys[spot] = self._at(event)
             value = self.node(next(self.events), spot, depth + 1)
             if not wrong:
-                found[key] = value
-        return found
+                mapping[key] = value
+        return mapping
 
-    def _key(self, event: yaml.Event, found: Mapping[str | int, Any], path: Path) -> tuple[str | int, str, str]:
+    def _key(self, event: yaml.Event, mapping: Mapping[str | int, Any], path: Path) -> tuple[str | int, str, str]:
         """The key, what is wrong with it ("" if nothing) and the fix."""
         if isinstance(event, yaml.AliasEvent):
             return (
@@ -230,7 +230,7 @@ class _Reader:
             return "", f"a key is text or a whole number, not {say(key)}", "quote it if it is text"
         if plain and key == "<<":
             return "", "YAML merge keys (<<) are not allowed", "write the entries out"
-        if key in found:
+        if key in mapping:
             line = re.search(r":(\d+):\d+$", self.places.keys[(*path, key)])
             return (
                 "",
@@ -294,20 +294,22 @@ def override(document: Document, setting: str, errors: Errors) -> None:
     """
     where = f"--set {setting}"
     path: list[str | int] = []
-    at = 0
-    while part := _PART.match(setting, at):
+    position = 0
+    while part := _PART.match(setting, position):
         quoted, single, bare = part.groups()
         path.append(int(bare) if bare and bare.isdecimal() else bare or single or quoted or "")
-        at = part.end()
-        if setting[at : at + 1] != "." or (bare and re.search(r"[*{}]", bare)):  # a pattern's dots are its own
+        position = part.end()
+        if setting[position : position + 1] != "." or (
+            bare and re.search(r"[*{}]", bare)
+        ):  # a pattern's dots are its own
             break
-        at += 1
-    if not path or setting[at : at + 1] != "=" or setting[at - 1] == ".":
+        position += 1
+    if not path or setting[position : position + 1] != "=" or setting[position - 1] == ".":
         example = 'section.key=value, e.g. data.zero=3; quote patterns: shard."*.o_proj"=row'
         errors.add("cannot read this override", where=where, fix=f"write {example}")
         return
     with errors.collect():
-        put(document, tuple(path), read_value(setting[at + 1 :], where, errors), where)
+        put(document, tuple(path), read_value(setting[position + 1 :], where, errors), where)
 
 
 def put(document: Document, path: Path, value: Any, where: str) -> None:

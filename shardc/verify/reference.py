@@ -24,13 +24,13 @@ def interpret(
     rng: a shardc.runtime.rng.Rng; needed by graphs with dropout or BatchNorm only.
     Returns (loss, {name of an updated buffer: its new value}); differentiable.
     """
-    given: list[Any] = [None, rng]
-    given += [params[p.name] if p.name in params else p.whole(params) for p in program.params]
-    given += [
+    arguments: list[Any] = [None, rng]
+    arguments += [params[p.name] if p.name in params else p.whole(params) for p in program.params]
+    arguments += [
         b.constant if b.constant is not None else _find(buffers, b.name, b.fqn, *b.aliases) for b in program.buffers
     ]
-    given += [_find(inputs, i.name) for i in program.inputs]
-    loss, news = fx.GraphModule(nn.Module(), graph or program.graph)(*given)
+    arguments += [_find(inputs, i.name) for i in program.inputs]
+    loss, news = fx.GraphModule(nn.Module(), graph or program.graph)(*arguments)
     return loss, dict(zip((b.name for b in program.buffers if b.updated), news, strict=True))
 
 

@@ -128,17 +128,17 @@ def _local(program: Program, p: Param, kept: dict[int, Tensor]) -> dict[int, Ten
     return {rank: torch.cat([kept[r] for r in mesh.group(rank, (bucket.shard,))]).view(shape) for rank in kept}
 
 
-def _join(program: Program, x: Param | Buffer, parts: dict[int, Tensor], what: str) -> Tensor:
+def _join(program: Program, x: Param | Buffer, parts: dict[int, Tensor], kind: str) -> Tensor:
     """The global tensor from {rank: its part}; every rank that has one must hold its part of it."""
     mesh = program.mesh
     stage = {program.axis: program.holders(x)[0]} if program.axis else {}
     whole = x.layout.join(lambda coords: parts[mesh.rank({**coords, **stage})], mesh)
     for rank, part in parts.items():
-        _check_replica(x.layout.local(whole, mesh, mesh.coords(rank)), part, f"{what}{x.fqn} on rank {rank}")
+        _check_replica(x.layout.local(whole, mesh, mesh.coords(rank)), part, f"{kind}{x.fqn} on rank {rank}")
     return whole
 
 
-def _check_replica(expected: Tensor, got: Tensor, what: str) -> None:
+def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
     if torch.equal(expected, got):
         return
     wide = torch.promote_types(expected.dtype, torch.float64)
@@ -148,16 +148,16 @@ def _check_replica(expected: Tensor, got: Tensor, what: str) -> None:
     size = max(float(one.abs().nan_to_num(0.0).max()), 1e-6)
     slack = SLACK.get(expected.dtype, 1e-1) * size if expected.is_floating_point() or expected.is_complex() else 0.0
     close = torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True)
-    assert close, f"{what} differs from its replica by {float((one - other).abs().max()):.1e}"
+    assert close, f"{name} differs from its replica by {float((one - other).abs().max()):.1e}"
 
 
 def _causes(program: Program) -> dict[str, str]:
     """Tag of a record -> why the program has that collective."""
-    found = {f"bucket{i}": f"gradients of {len(b.params)} parameters" for i, b in enumerate(program.buckets)}
-    found["grad_norm"] = "norm of the gradients"
+    causes = {f"bucket{i}": f"gradients of {len(b.params)} parameters" for i, b in enumerate(program.buckets)}
+    causes["grad_norm"] = "norm of the gradients"
     for stage in program.stages:
         for n in stage.graph.nodes:
             collective: Collective | None = n.meta.get("collective")
             if collective is not None:
-                found[n.name] = collective.cause
-    return found
+                causes[n.name] = collective.cause
+    return causes

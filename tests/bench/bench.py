@@ -46,13 +46,13 @@ def main(parts: list[str], rounds: int, steps: int, out: Path | None) -> int:
             result = results[part] = about(prepare(files, names), rounds, steps)
             result["contenders"], result["ratios"], losses = {}, [], {}
             for group in groups:
-                timed, found = take_turns(group.names, files, rounds, steps)
-                losses |= found["losses"]
+                timed, facts = take_turns(group.names, files, rounds, steps)
+                losses |= facts["losses"]
                 result["contenders"] |= {
                     n: {k: 1000 * middle(t for r in timed for t in r[n][k]) for k in ("wall", "cpu")}
                     for n in group.names
                 }
-                result["contenders"][group.ours]["overlap"] = found["overlap"]
+                result["contenders"][group.ours]["overlap"] = facts["overlap"]
                 result["ratios"] += [ratio(timed, group.ours, peer, group.target) for peer in group.peers]
             for name in names:
                 with World(name, files, frugal=True) as world:
@@ -133,15 +133,15 @@ def take_turns(names: tuple[str, ...], files: Path, rounds: int, steps: int) -> 
 
 
 def ratio(timed: list[Round], ours: str, peer: str, target: float) -> dict[str, Any]:
-    found = {k: sorted(middle(r[ours][k]) / middle(r[peer][k]) for r in timed) for k in ("wall", "cpu")}
-    middles = {k: middle(ratios) for k, ratios in found.items()}
+    ratios_by_clock = {k: sorted(middle(r[ours][k]) / middle(r[peer][k]) for r in timed) for k in ("wall", "cpu")}
+    middles = {k: middle(ratios) for k, ratios in ratios_by_clock.items()}
     return {
         "shardc": ours,
         "peer": peer,
         "target": target,
         **middles,
-        "low": found["wall"][0],
-        "high": found["wall"][-1],
+        "low": ratios_by_clock["wall"][0],
+        "high": ratios_by_clock["wall"][-1],
     }
 
 
@@ -205,13 +205,13 @@ def machine() -> str:
 
 def summary(kept: dict[str, Any]) -> str:
     """One line: the range of step-time ratios against each library."""
-    found: dict[str, list[float]] = {}
+    by_peer: dict[str, list[float]] = {}
     for part, result in kept.items():
         for x in result["ratios"] if result else ():
             library = x["peer"].partition(",")[0].split(" ")[0]
-            found.setdefault("pipelining" if part == "pipeline" else library, []).append(x["wall"])
+            by_peer.setdefault("pipelining" if part == "pipeline" else library, []).append(x["wall"])
     shown = [
-        f"{name} {min(r):.2f}" + (f"-{max(r):.2f}" if max(r) - min(r) > 0.005 else "") for name, r in found.items()
+        f"{name} {min(r):.2f}" + (f"-{max(r):.2f}" if max(r) - min(r) > 0.005 else "") for name, r in by_peer.items()
     ]
     ratios = ", ".join(shown)
     return f"Step time / peer's (CPU, [benchmarks](docs/benchmarks.md)): {ratios}."

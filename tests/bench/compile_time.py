@@ -52,11 +52,11 @@ WHOLE = {
 def builders() -> dict[str, Callable[[], zoo.Built]]:
     """Every model of docs/measured/models.md that is tried on several meshes, and the ordinary ones."""
     families = {name: (hf.FAMILIES | hf_more.FAMILIES)[name] for name in LISTED}
-    found: dict[str, Callable[[], zoo.Built]] = {
+    models: dict[str, Callable[[], zoo.Built]] = {
         n: lambda build=build: build(dtype=torch.float32) for n, build in zoo.ALL.items()
     }
-    found |= {n: lambda family=family: hf.build(family, torch.float32) for n, family in families.items()}
-    return found | {n: lambda build=build: build(dtype=torch.float32) for n, build in plain.ALL.items()}
+    models |= {n: lambda family=family: hf.build(family, torch.float32) for n, family in families.items()}
+    return models | {n: lambda build=build: build(dtype=torch.float32) for n, build in plain.ALL.items()}
 
 
 class Loss(nn.Module):
@@ -101,23 +101,23 @@ def main() -> None:
     options.add_argument("names", nargs="*")
     options.add_argument("--reps", type=int, default=2)
     options.add_argument("--over", type=float, default=0.0, help="print only models above this ratio")
-    given = options.parse_args()
+    arguments = options.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     measure("mlp", zoo.mlp, 1)
     every = builders()
     ratios = []
-    for name in given.names or every:
+    for name in arguments.names or every:
         try:
-            export, compile_, stages = measure(name, every[name], given.reps)
+            export, compile_, stages = measure(name, every[name], arguments.reps)
         except (
             Exception
         ) as e:  # torch.export alone takes fewer models than shardc; the tests tell what shardc does not take
             print(f"{name:24} {type(e).__name__}: {str(e).splitlines()[0][:100] if str(e) else ''}")
             continue
         ratios.append(compile_ / export)
-        if ratios[-1] >= given.over:
+        if ratios[-1] >= arguments.over:
             largest = sorted(stages.items(), key=lambda s: -s[1])[:5]
             print(
                 f"{name:24} {export:6.2f} {compile_:6.2f}  {ratios[-1]:4.2f}x "

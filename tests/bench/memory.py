@@ -144,8 +144,8 @@ def _of_layers(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
         "dp=2, zero 3, keep, 4 microbatches",
         {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.1, "keep": True}} | micro,
     )
-    for what, entries in _checkpoints(model, layers):
-        yield what, one | {"checkpoint": entries}
+    for label, entries in _checkpoints(model, layers):
+        yield label, one | {"checkpoint": entries}
     for name, spec in (("tp=2", tp), ("dp=2, zero 3", zero[3]), ("pp=2, 1f1b", pp["1f1b"]), ("pp=2, zb-v", pp["zb-v"])):
         yield f"{name}, checkpoint", spec | {"checkpoint": [{"match": layers}]}
         yield f"{name}, checkpoint, budget 0.5", spec | {"checkpoint": [{"match": layers, "budget": 0.5}]}
@@ -185,10 +185,10 @@ def _checkpoints(model: str, layers: str) -> Iterator[tuple[str, list[dict[str, 
 
 def rows(name: str, model: Any, batch: Any, captured: Any, setting: Setting) -> Iterator[tuple[float, str]]:
     """(difference, line) of each rank that differs."""
-    what, spec, options = setting
+    label, spec, options = setting
     program = shardc.compile(model, batch, {"shardc": 1, **spec}, captured=captured)
-    found, real = program.cost("h100-80g", **options), live_bytes.watched(program, model, batch, **options)
-    for r in found.ranks:
+    cost, real = program.cost("h100-80g", **options), live_bytes.watched(program, model, batch, **options)
+    for r in cost.ranks:
         here = [x for i, x in enumerate(real) if not program.axis or program.mesh.coords(i)[program.axis] == r.at]
         measured, outside = max(x.peak for x in here), max(x.outside_peak for x in here)
         off = r.memory.peak / measured - 1
@@ -196,8 +196,8 @@ def rows(name: str, model: Any, batch: Any, captured: Any, setting: Setting) -> 
             f"{k} {100 * n / r.memory.peak:.0f} %" for k, n in r.memory.kinds.items() if n > 0.005 * r.memory.peak
         )
         rank, host = f"pp={r.at}" if program.axis else "each", (f"{n or ''}" for n in (r.memory.host, outside))
-        at = f"{r.memory.part} {r.memory.op}"
-        cells = name, what, rank, str(r.memory.peak), str(measured), f"{100 * off:+.2f} %", *host, kinds, at
+        peak = f"{r.memory.part} {r.memory.op}"
+        cells = name, label, rank, str(r.memory.peak), str(measured), f"{100 * off:+.2f} %", *host, kinds, peak
         yield (
             max(abs(off), abs(r.memory.host / outside - 1) if outside else float(r.memory.host > 0)),
             f"| {' | '.join(cells)} |\n",
@@ -208,22 +208,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="one of the models")
     parser.add_argument("--setting", default="*", help="settings whose names match")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     lines, worst = [], 0.0
     for name, make in models():
-        if given.only not in (None, name):
+        if options.only not in (None, name):
             continue
         model, batch = make()
         captured = capture(model, batch, prove=False)
         for setting in settings(name):
-            if not fnmatch(setting[0], given.setting):
+            if not fnmatch(setting[0], options.setting):
                 continue
             for off, line in rows(name, model, batch, captured, setting):
                 worst = max(worst, off) if name != "mixtral" else worst
                 lines.append(line)
                 print(line, end="", flush=True)
-    if given.only is None and given.setting == "*":
+    if options.only is None and options.setting == "*":
         OUT.write_text(HEAD.format(count=len(lines), worst=100 * worst) + "".join(lines))
         print(f"{OUT.relative_to(ROOT)}: {len(lines)} rows")
     print(f"the worst is off by {100 * worst:.2f} %")

@@ -36,15 +36,15 @@ Made by `make table` from a run of the tests {tests}: {equal} of {all} rows equa
 
 def rows(report: Path) -> list[dict[str, Any]]:
     """The rows that tests left in a JUnit report, with "equal": did the test pass."""
-    found = []
+    table = []
     for case in ET.parse(report).iter("testcase"):
         passed = case.find("failure") is None and case.find("error") is None
-        found += [
+        table += [
             json.loads(p.attrib["value"]) | {"equal": passed}
             for p in case.iter("property")
             if p.attrib["name"] == "row"
         ]
-    return found
+    return table
 
 
 def line(row: dict[str, Any]) -> str:
@@ -68,17 +68,17 @@ def main(argv: list[str]) -> int:
             options = ["-q", "-n", "2", "--dist", "worksteal", "-o", "junit_family=xunit1", f"--junitxml={report}"]
             command = [sys.executable, "-m", "pytest", *options, *tests]
             status = subprocess.run(command, cwd=ROOT, check=False).returncode
-        found = rows(report)
-    equal = sum(r["equal"] for r in found)
+        table = rows(report)
+    equal = sum(r["equal"] for r in table)
     head = HEAD.format(
         tests=", ".join(Path(t).name for t in tests),
         equal=equal,
-        all=len(found),
-        models=len({r["model"] for r in found}),
+        all=len(table),
+        models=len({r["model"] for r in table}),
     )
     OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(head + "".join(map(line, found)), encoding="utf-8")
-    print(f"{OUT}: {equal} of {len(found)} rows equal")
+    OUT.write_text(head + "".join(map(line, table)), encoding="utf-8")
+    print(f"{OUT}: {equal} of {len(table)} rows equal")
     return status
 
 

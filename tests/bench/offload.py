@@ -89,8 +89,8 @@ def measure(**args: Any) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, __file__, "--one", json.dumps(args)], check=True, stdout=subprocess.PIPE, text=True
     )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def main() -> None:
@@ -99,18 +99,18 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dir", default="")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(one(**json.loads(given.one))))
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(**json.loads(options.one))))
         return
-    with tempfile.TemporaryDirectory(dir=given.dir or None) as folder:
-        sizes = {key: getattr(given, key) for key in ("width", "layers", "rows", "steps", "bucket_mb")}
-        found = {name: measure(**sizes, offload=offload) for name, offload in ways(folder).items()}
-    first = found["nothing"]
-    size = f"{first['params'] / MIB:.0f} MiB of float32 parameters, {given.rows} rows"
-    print(f"{size}, AdamW, one process x 1 thread, fastest of {given.steps} steps\n")
+    with tempfile.TemporaryDirectory(dir=options.dir or None) as folder:
+        sizes = {key: getattr(options, key) for key in ("width", "layers", "rows", "steps", "bucket_mb")}
+        results = {name: measure(**sizes, offload=offload) for name, offload in ways(folder).items()}
+    first = results["nothing"]
+    size = f"{first['params'] / MIB:.0f} MiB of float32 parameters, {options.rows} rows"
+    print(f"{size}, AdamW, one process x 1 thread, fastest of {options.steps} steps\n")
     print("| offloaded | peak memory, MiB | step, ms |\n|---|---:|---:|")
-    for name, x in found.items():
+    for name, x in results.items():
         assert x["loss"] == first["loss"], f"{name}: {x['loss']} is not {first['loss']}"
         print(f"| {name} | {x['peak'] / MIB:.0f} | {x['ms']:.0f} |")
 

@@ -39,11 +39,11 @@ class Calls(nn.Module):
         return {**tensors, "unused": torch.ones(2)}
 
     def forward(self, unused: Tensor, **tensors: Tensor) -> Tensor:
-        given = list(self.given)
+        leaves = list(self.given)
         for name, x in tensors.items():
             real = (x.is_floating_point() or x.is_complex()) and not self.plain
-            given[int(name[1:])] = x * self.one.to(x.dtype) if real else x
-        args, kwargs = pytree.tree_unflatten(given, self.form)
+            leaves[int(name[1:])] = x * self.one.to(x.dtype) if real else x
+        args, kwargs = pytree.tree_unflatten(leaves, self.form)
         total = self.one + unused.sum()
         for y in pytree.tree_leaves(self.function(*args, **kwargs)):
             if isinstance(y, Tensor):
@@ -68,7 +68,7 @@ def calls() -> Iterator[tuple[str, Calls]]:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found: dict[str, set[str]] = {}
+    by_problem: dict[str, set[str]] = {}
     count: set[str] = set()
     for name, model in calls():
         count.add(name)
@@ -80,9 +80,9 @@ def main() -> None:
         except Exception as e:  # what is no message of shardc's is what this looks for
             problems = [f"raises {type(e).__name__}: {(str(e).splitlines() or [''])[0][:120]}"]
         for p in problems:
-            found.setdefault(p, set()).add(name)
-    print(f"{len(count)} ops and modules, {len(count) - len(set().union(*found.values()))} without a finding")
-    for problem, names in sorted(found.items()):
+            by_problem.setdefault(p, set()).add(name)
+    print(f"{len(count)} ops and modules, {len(count) - len(set().union(*by_problem.values()))} without a finding")
+    for problem, names in sorted(by_problem.items()):
         print(f"{problem}: {' '.join(sorted(names))}")
 
 

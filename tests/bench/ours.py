@@ -44,10 +44,10 @@ class Contender:
         self._mesh.sent, self._steps = {kind: [] for kind in sent}, 0
         return {
             kind: {
-                "seconds": _covered((x.begun, x.ended) for x in found if x.ended) / steps,
-                "waited": sum(max(0.0, x.ended - x.asked) for x in found if x.ended) / steps,
+                "seconds": _covered((x.begun, x.ended) for x in collectives if x.ended) / steps,
+                "waited": sum(max(0.0, x.ended - x.asked) for x in collectives if x.ended) / steps,
             }
-            for kind, found in sent.items()
+            for kind, collectives in sent.items()
         }
 
 

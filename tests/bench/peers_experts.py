@@ -41,13 +41,13 @@ class _Contender:
 
 
 def _ddp(model: Any) -> Step:
-    made: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
 
     def make(params: Any) -> torch.optim.Optimizer:
-        made.append(llama.optimizer(params))
-        return made[0]
+        optimizers.append(llama.optimizer(params))
+        return optimizers[0]
 
-    return _Contender(peers_data.ddp(model, make), model, made[0])
+    return _Contender(peers_data.ddp(model, make), model, optimizers[0])
 
 
 class _Expert(nn.Module):

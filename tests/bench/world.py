@@ -76,8 +76,8 @@ def _work(rank: int, name: str, files: Path, meeting: Path, frugal: bool, orders
     import torch.distributed as dist
 
     if frugal:
-        for what in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            ctypes.CDLL(None).mallopt(what, 64 * 1024)
+        for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            ctypes.CDLL(None).mallopt(setting, 64 * 1024)
         os.environ["MALLOC_TRIM_THRESHOLD_"] = str(64 * 1024)  # ours leaves alone what is set
     os.environ |= {
         "RANK": str(rank),
@@ -148,9 +148,9 @@ class _Worker:
         import torch
         import torch.distributed as dist
 
-        found = torch.tensor(float(self._step.expert_bytes()))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found) / 2**20
+        most = torch.tensor(float(self._step.expert_bytes()))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most) / 2**20
 
     def peak(self, steps: int) -> float:
         """MiB: the largest over ranks of resident memory's peak during steps, less what was resident after imports."""
@@ -163,9 +163,9 @@ class _Worker:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: building is not stepping
         for i in range(steps):
             self._step(llama.batch(i))
-        found = torch.tensor(_resident("VmHWM") - before)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found) / 1024
+        kib = torch.tensor(_resident("VmHWM") - before)
+        dist.all_reduce(kib, dist.ReduceOp.MAX)
+        return float(kib) / 1024
 
 
 def _resident(key: str) -> float:

@@ -172,20 +172,20 @@ class Case:
 
         args, kwargs = fx.node.map_aggregate(arguments, leaf)
         try:
-            made = op(*args, **kwargs)
+            result = op(*args, **kwargs)
         except MISFIT as e:
             raise NoCallError(message_of(e)) from e
         node = graph.call_function(op, *fx.node.map_aggregate((args, kwargs), placed))
-        value = node.meta["value"] = typed(made, op, node.args, node.kwargs)
+        value = node.meta["value"] = typed(result, op, node.args, node.kwargs)
         for i, v in enumerate(value if isinstance(value, tuple) else ()):
             graph.call_function(operator.getitem, (node, i)).meta["value"] = v
-        found, call = rule or find(op), call_of(node)
-        assert found is not None, f"{op} has no rule"
+        proven, call = rule or find(op), call_of(node)
+        assert proven is not None, f"{op} has no rule"
         try:
-            signature = found.signature(call)
+            signature = proven.signature(call)
         except MISFIT as e:
             raise UnfitError(f"{message_of(e)} ({call_text(call)})") from e
-        results = list(made) if isinstance(made, tuple | list) else [made]
+        results = list(result) if isinstance(result, tuple | list) else [result]
         generator = torch.Generator().manual_seed(seed + 1)
         weights = [
             torch.randn(y.shape, dtype=y.dtype, generator=generator) if y.requires_grad else None for y in results
@@ -198,7 +198,7 @@ class Case:
         rtol = max((RTOL[x.dtype] for x in (*leaves, *results) if x.dtype in RTOL), default=0.0)
         return cls(
             node,
-            Choices(found, call, signature),
+            Choices(proven, call, signature),
             [x.detach() for x in leaves],
             [y.detach() for y in results],
             weights,
@@ -227,8 +227,10 @@ class Case:
 
         def one_rank(rank: int, runtime: Any) -> tuple[list[Tensor], list[Tensor | None]]:
             leaves = [h[rank].requires_grad_(g is not None) for h, g in zip(held, self.grads, strict=True)]
-            made = run_nodes(graph, (runtime, Rng(0), *leaves))
-            return [y.detach() for y in made], gradients(made, [w if w is None else w[rank] for w in weights], leaves)
+            results = run_nodes(graph, (runtime, Rng(0), *leaves))
+            return [y.detach() for y in results], gradients(
+                results, [w if w is None else w[rank] for w in weights], leaves
+            )
 
         try:
             graph = _OneOp(Program(mesh, self.node.graph, (), (), ()), mesh).write(self.node, ins)

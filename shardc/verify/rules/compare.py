@@ -77,27 +77,27 @@ def differs(
     """
     axes, padded = partial_axes(layout), not gradient and bool(layout.paddings())
     for rank in range(mesh.world):
-        found, *more = (parts[r] for r in mesh.group(rank, axes)) if axes else (parts[rank],)
-        if any(term.shape != found.shape for term in more):
+        value, *more = (parts[r] for r in mesh.group(rank, axes)) if axes else (parts[rank],)
+        if any(term.shape != value.shape for term in more):
             return f"rank {rank} and its group have parts of different shapes"
         for term in more:
-            found = found + term
+            value = value + term
         want = layout.local(expected, mesh, mesh.coords(rank)) if layout.items else expected
         if padded:  # a result's padding may be anything, a gradient's is zero
-            found = found.masked_fill(
+            value = value.masked_fill(
                 layout.local(torch.ones_like(expected, dtype=torch.bool), mesh, mesh.coords(rank)).logical_not(), 0
             )
-        if found.shape != want.shape or found.dtype != want.dtype:
-            return f"rank {rank} has {found.dtype}{list(found.shape)}, not {want.dtype}{list(want.shape)}"
-        if rtol is None or found.numel() == 0 or torch.equal(found, want):
+        if value.shape != want.shape or value.dtype != want.dtype:
+            return f"rank {rank} has {value.dtype}{list(value.shape)}, not {want.dtype}{list(want.shape)}"
+        if rtol is None or value.numel() == 0 or torch.equal(value, want):
             continue
-        if continuous(want) and bool((found - want).abs().max() <= rtol * want.abs().max().clamp(min=1.0)):
+        if continuous(want) and bool((value - want).abs().max() <= rtol * want.abs().max().clamp(min=1.0)):
             continue  # all are finite
         scale = float(want[want.isfinite()].abs().max()) if continuous(want) and bool(want.isfinite().any()) else 0.0
-        if not torch.allclose(found, want, rtol=0, atol=rtol * max(scale, 1.0), equal_nan=True):
+        if not torch.allclose(value, want, rtol=0, atol=rtol * max(scale, 1.0), equal_nan=True):
             return (
                 f"rank {rank} differs by"
-                f" {float((found - want if continuous(want) else found.double() - want.double()).abs().max()):.1e}"
+                f" {float((value - want if continuous(want) else value.double() - want.double()).abs().max()):.1e}"
             )
     return ""
 
@@ -110,17 +110,17 @@ def gradients(
     """
     terms = [(y, w) for y, w in zip(results, weights, strict=True) if w is not None and y.requires_grad]
     wanted = [x for x in leaves if x.requires_grad]
-    found: Sequence[Tensor | None] = [None] * len(wanted)
+    grads: Sequence[Tensor | None] = [None] * len(wanted)
     if terms and wanted:
-        found = torch.autograd.grad([y for y, _ in terms], wanted, [w for _, w in terms], allow_unused=True)
-    each = iter(found)
+        grads = torch.autograd.grad([y for y, _ in terms], wanted, [w for _, w in terms], allow_unused=True)
+    each = iter(grads)
     return [(torch.zeros_like(x) if (g := next(each)) is None else g) if x.requires_grad else None for x in leaves]
 
 
-def run_nodes(graph: fx.Graph, given: Iterable[Any]) -> tuple[Tensor, ...]:
+def run_nodes(graph: fx.Graph, arguments: Iterable[Any]) -> tuple[Tensor, ...]:
     """Run a graph node by node, as `fx.Interpreter` does, in a fifth of its time."""
     known: dict[fx.Node, Any] = {}
-    each = iter(given)
+    each = iter(arguments)
     for node in graph.nodes:
         if node.op == "placeholder":
             known[node] = next(each)

@@ -88,20 +88,20 @@ def too_strict(op: Any, sample: Sample, seed: int = 0, rule: Rule | None = None)
     case = Case.of(op, sample, seed, rule)
     call, sig = case.choices.call, case.choices.signature
     trials: list[tuple[str, list[tuple[int, Strategy | None]]]] = []
-    for what, factor, looser in loosened(sig):
+    for label, factor, looser in loosened(sig):
         choices = Choices(case.choices.rule, call, looser)
-        trials.append((what, [(n, choices.split(factor, 1, n)) for n in (2, 3)]))
-    for what, more in unlisted(case.choices):
-        trials.append((what, [(n, Choices(more, call, sig).partials[0]) for n in (2, 3)]))
+        trials.append((label, [(n, choices.split(factor, 1, n)) for n in (2, 3)]))
+    for label, more in unlisted(case.choices):
+        trials.append((label, [(n, Choices(more, call, sig).partials[0]) for n in (2, 3)]))
     findings = []
-    for what, each in trials:
+    for label, each in trials:
         tried = [(n, s) for n, s in each if s is not None and summable(s, case.choices)]
         if tried and not any(case.on_axis(n, s) for n, s in tried):
-            why = KNOWN.get((case.name, what), "")
+            why = KNOWN.get((case.name, label), "")
             findings.append(
                 Finding(
                     case.name,
-                    what,
+                    label,
                     max(n for n, _ in tried),
                     "comes out right, but the rule forbids it",
                     call_text(call),

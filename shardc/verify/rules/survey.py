@@ -56,9 +56,9 @@ def _check_op(op: Any, samples: Sequence[Sample], rule: Rule | None) -> OpReport
     report = OpReport(name_of(op))
     if not samples:
         report.wrong.append(Finding(report.op, "no call", 1, "there is no sample call to prove the rule on"))
-    for i, given in enumerate(samples):
+    for i, example in enumerate(samples):
         report.calls += 1
-        sample = given if report.op.startswith("aten.") else exact(op, given)
+        sample = example if report.op.startswith("aten.") else exact(op, example)
         try:
             case = Case.of(op, sample, rule=rule)
         except (NoCallError, UnfitError):
@@ -66,8 +66,8 @@ def _check_op(op: Any, samples: Sequence[Sample], rule: Rule | None) -> OpReport
             continue
         report.forward_only = report.forward_only or case.forward_only
         report.wrong += prove_case(case, *PARTS)
-        for what, other in variants(op, sample, case):
-            report.wrong += _variant(op, what, other, rule, report)
+        for label, other in variants(op, sample, case):
+            report.wrong += _variant(op, label, other, rule, report)
         if i < 2:  # every factor with every other; at all digits where a rule has code for them, or the op is large
             if case.choices.rule.local or case.choices.rule.extra or (case.choices.rule.flops and i == 0):
                 report.wrong += prove_pairs(op, sample, (2, 2), rule=rule)
@@ -78,16 +78,16 @@ def _check_op(op: Any, samples: Sequence[Sample], rule: Rule | None) -> OpReport
     return report
 
 
-def _variant(op: Any, what: str, sample: Sample, rule: Rule | None, report: OpReport) -> list[Finding]:
+def _variant(op: Any, label: str, sample: Sample, rule: Rule | None, report: OpReport) -> list[Finding]:
     """A variant on two ranks, splits at outer digits only: what inner digits do wrong shows in the sample itself."""
     try:
         case = Case.of(op, sample, rule=rule)
     except NoCallError:
         return []
     except UnfitError as e:
-        return [Finding(report.op, what, 1, f"the rule does not fit the call: {e}")]
+        return [Finding(report.op, label, 1, f"the rule does not fit the call: {e}")]
     report.calls += 1
-    return [Finding(f.op, f"{f.strategy}, {what}", f.ranks, f.what, f.call) for f in prove_case(case, 2, deep=False)]
+    return [Finding(f.op, f"{f.strategy}, {label}", f.ranks, f.what, f.call) for f in prove_case(case, 2, deep=False)]
 
 
 def check_ops(ops: Iterable[Any], started: Callable[[str], None] | None = None) -> Iterator[OpReport]:

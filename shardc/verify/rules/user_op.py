@@ -25,8 +25,8 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> list[Finding]:
     that is wrong."""
     where = registry.caller(__file__)
     overload = resolve_op(op, where)
-    found = registry.find(overload)
-    if found is None:
+    rule = registry.find(overload)
+    if rule is None:
         raise ShardcError(
             f"{overload} has no rule", where=where, fix=f"shardc.rule({overload}, ...) where the op is defined"
         )
@@ -37,7 +37,7 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> list[Finding]:
     errors = Errors()
     report = check_op(overload, samples)
     for f in report.wrong:
-        errors.add(str(f), where=found.where, fix=_fix(f))
+        errors.add(str(f), where=rule.where, fix=_fix(f))
     errors.raise_any()
     return report.strict
 

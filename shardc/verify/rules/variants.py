@@ -99,9 +99,9 @@ def exact(op: Any, sample: Sample) -> Sample:
 
 
 def tensors_of(sample: Sample) -> list[Tensor]:
-    found: list[Tensor] = []
-    changed(sample, lambda _, x: found.append(x) or x)(Tensors(0))  # type: ignore[func-returns-value]
-    return found
+    tensors: list[Tensor] = []
+    changed(sample, lambda _, x: tensors.append(x) or x)(Tensors(0))  # type: ignore[func-returns-value]
+    return tensors
 
 
 def rewritten(sample: Sample, position: int, name: str, value: Any) -> Sample:
@@ -134,14 +134,17 @@ def shapes(op: Any, case: Case, sample: Sample) -> Iterator[tuple[str, Sample]]:
         for d, size in enumerate(x.shape):
             if size > 1:
                 cuts.setdefault(((i, d),), f"dim {d} of operand {i} of size 1")
-    for places, what in cuts.items():
+    for places, label in cuts.items():
         which: dict[int, list[int]] = {}
         for i, d in places:
             which.setdefault(i, []).append(d)
         if which:
-            made = changed(sample, narrowed(which, index=False))
+            narrower = changed(sample, narrowed(which, index=False))
             indexed = any(x.dtype == torch.int64 for x in case.tensors)
-            yield what, changed(sample, narrowed(which, index=True)) if indexed and not runs(op, made) else made
+            yield (
+                label,
+                changed(sample, narrowed(which, index=True)) if indexed and not runs(op, narrower) else narrower,
+            )
 
 
 def runs(op: Any, sample: Sample) -> bool:
