@@ -1,0 +1,133 @@
+"""Every call by which a checkpoint reaches a disk, in one place: what is written is on the disk before it gets its
+name, and tests put a crash, a full disk or an I/O error into any of these calls.
+
+    write, read       bytes at a place in an open file, all of them
+    sync, sync_folder until the disk has them (fsync); of a folder, the names in it
+    rename, unlink    the two calls that change what a name means; a name appears and disappears at once
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def create(path: Path) -> int:
+    """A new file, open for writing; its descriptor. Raises FileExistsError where the name is taken."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write(descriptor: int, data: memoryview, place: int) -> None:
+    """All bytes of data, from `place` on. Raises OSError: a full disk, an I/O error."""
+    while data:
+        count = os.pwrite(descriptor, data, place)
+        data, place = data[count:], place + count
+
+
+def sync(descriptor: int) -> None:
+    """Until the disk has what was written."""
+    os.fsync(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Until the disk has the names in a folder."""
+    with _open(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        os.fsync(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """The name becomes another one, at once; a folder of that name has to be empty."""
+    os.rename(old, new)
+
+
+def unlink(path: Path) -> None:
+    """Remove a file."""
+    os.unlink(path)
+
+
+def make_folder(path: Path) -> None:
+    """A folder, with those above it that are missing."""
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def remove_folder(path: Path) -> None:
+    """A folder of files, and the files in it, which need not be there."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            unlink(path / name)
+        os.rmdir(path)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """A new file, on the disk when this returns."""
+    descriptor = create(path)
+    try:
+        write(descriptor, memoryview(data), 0)
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- reading: the files may be anybody's
+
+
+@contextlib.contextmanager
+def opened(path: Path, *, links: bool = False) -> Iterator[int]:
+    """A regular file, open for reading. links: follow a symbolic link, which may lead out of the folder. Raises OSError
+    for anything else, such as a pipe, which would be waited for.
+    """
+    with _open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)) as descriptor:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("not a regular file")
+        yield descriptor
+
+
+def read_into(descriptor: int, into: memoryview, place: int) -> None:
+    """Bytes from `place` on, as many as fit. Raises OSError where the file is shorter."""
+    while into:
+        count = os.preadv(descriptor, [into], place)
+        if not count:
+            raise OSError(f"the file ends at byte {place}")
+        into, place = into[count:], place + count
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """A whole regular file. Raises OSError for one of more than `limit` bytes, before it is read."""
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise OSError(f"the file has {size} bytes, more than {limit}")
+        data = bytearray(size)
+        read_into(descriptor, memoryview(data), 0)
+        return bytes(data)
+
+
+@contextlib.contextmanager
+def _open(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# --- one writer at a time
+
+
+class Lock:
+    """A lock on a folder, held by a process until it lets go or ends, however it ends. file: made if it is missing."""
+
+    def __init__(self, file: Path) -> None:
+        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def release(self) -> None:
+        os.close(self._descriptor)
