@@ -10,11 +10,11 @@ from typing import NamedTuple
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.annotate import Annotate
 from shardc.passes.base import Options, Pass
-from shardc.passes.buckets import GradientBuckets
 from shardc.passes.canonical import Canonical
 from shardc.passes.canonical.grouped_mm import GroupedMM
 from shardc.passes.checkpoint import Checkpoint
 from shardc.passes.expert_capacity import Capacity
+from shardc.passes.gradient_buckets import GradientBuckets
 from shardc.passes.match_layouts import MatchLayouts
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline

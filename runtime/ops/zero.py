@@ -1,4 +1,4 @@
-"""What a program calls to have the parameters of a bucket whole (shardc.ir.program.Bucket, shardc.passes.buckets)."""
+"""What a program calls to have the parameters of a bucket whole (shardc.passes.gradient_buckets puts it there)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
 from shardc.ir.program import Buffer, Param, Program
-from shardc.runtime.zero.flat import Run, elements
+from shardc.runtime.zero.rank_parts import Run, elements
 
 Runs = Mapping[str, Run]
 

@@ -28,7 +28,7 @@ from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.finite import NotFiniteError, first_not_finite
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
 from shardc.runtime.step.loss_scale import LossScaler
-from shardc.runtime.zero.buckets import Buckets
+from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.grad_norm import GradNorm, norm_axes
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
@@ -94,7 +94,7 @@ class Engine:
     .params, .buffers: this rank's parts by placeholder name: of parameters what it updates, that is, at ZeRO >= 1 a
     flat stretch of each, perhaps empty; gradients stand there, after the update in the dtype in which they were summed.
     .interpreter: what runs the program's stages; .buckets: what holds parameters and sums gradients
-    (shardc.runtime.zero.buckets).
+    (shardc.runtime.zero.bucket_launch).
     .grad_norm: 2-norm of the whole gradient in the last step, before clipping; 0-dim, on every rank; None before the
     first step, and without `norm` and `clip_norm`. .scaler: the loss scaling of `precision.loss_scale`
     (shardc.runtime.step.loss_scale), or None. A step whose gradients are not finite on some rank leaves parameters and

@@ -96,8 +96,8 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What the engine does around forward and backward: see `shardc.runtime.zero.buckets.Buckets`. scaled: the loss
-    that backward begins with.
+    """What the engine does around forward and backward: see `shardc.runtime.zero.bucket_launch.Buckets`. scaled: the
+    loss that backward begins with.
     """
 
     saving: Callable[..., Any]

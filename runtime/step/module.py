@@ -22,7 +22,7 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.step import inputs
 from shardc.runtime.step.engine import runtime_mesh
 from shardc.runtime.step.interpreter import runnable
-from shardc.runtime.zero.buckets import Buckets
+from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.grad_norm import GradNorm
 from shardc.torch_private import after_backward
 

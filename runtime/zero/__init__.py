@@ -7,9 +7,9 @@
     2       ShardedGradBucket      parameters                    optimizer state, gradients
     3       ShardedParamBucket                                   optimizer state, gradients, parameters
 
-    buckets            all buckets of a rank: when each begins its sum, and is waited for
+    bucket_launch      all buckets of a rank: when each begins its sum, and is waited for
     grad_norm          the norm of the whole gradient, for clipping
-    flat               where each parameter is in a bucket's flat buffer, and which part a rank owns
+    rank_parts         where each parameter is in a bucket's flat buffer, and which part a rank owns
     sharded_bucket     what ZeRO 1 to 3 share
     gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward
     optimizer          a user's optimizer on this rank's stretches of parameters

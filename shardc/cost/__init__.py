@@ -4,14 +4,14 @@ device        what a device does in a second; measure: this machine's numbers
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
               are parameters, gradients, optimizer state, activations
 ledger        counts the storages and ops of a dry run; flops: of one op
-replay        memory and time of the whole schedule from a dry run
+peak_memory   of the whole schedule, from a dry run; clock: its time, from the same
 step          all of it: `program.cost(device)`
 symbolic      closed forms in batch, sequence, hidden, layers and the mesh's sizes; symbols, symbolic_work: their parts
 extrapolate   models of many layers from models of few
 """
 
 from shardc.cost.device import Device, device, known_devices, names
-from shardc.cost.replay import Memory
+from shardc.cost.peak_memory import Memory
 from shardc.cost.step import Cost, RankCost
 
 __all__ = ["Cost", "Device", "Memory", "RankCost", "device", "known_devices", "names"]

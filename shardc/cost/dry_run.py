@@ -3,7 +3,7 @@ without data.
 
 So nothing is modelled a second time: what autograd keeps, what a checkpoint computes again, when buckets are gathered,
 filled and freed, and what a schedule keeps alive are as in training. Of many microbatches only the first ones and the
-last are run; all between are alike, so `shardc.cost.replay` assembles the whole schedule from these.
+last are run; all between are alike, so `shardc.cost.peak_memory` assembles the whole schedule from these.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.cost.replay import Memory
+from shardc.cost.peak_memory import Memory
 from shardc.cost.step import Cost, RankCost
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from shardc.cost.clock import Clock
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.ledger import Part
-from shardc.cost.replay import Clock, Memory, memory, parts
+from shardc.cost.peak_memory import Memory, memory, parts
 from shardc.cost.symbolic import Symbolic, symbolic
 from shardc.ir.program import Program
 from shardc.runtime import schedule as schedules

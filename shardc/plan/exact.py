@@ -16,7 +16,7 @@ import numpy as np
 
 from shardc.cost.dry_run import dry_run
 from shardc.cost.ledger import KINDS
-from shardc.cost.replay import parts
+from shardc.cost.peak_memory import parts
 from shardc.cost.step import assemble
 from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh

@@ -15,7 +15,7 @@ from shardc.errors import ShardcError
 from shardc.plan.dry_runs import Library
 from shardc.plan.estimate import Estimates
 from shardc.plan.exact import Priced, price
-from shardc.plan.space import CHECKPOINTS, Choice, Keep, choices, divisors, spec
+from shardc.plan.space import CHECKPOINTS, Choice, Keep, choices, divisors, spec, tensor_widths
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
@@ -58,7 +58,7 @@ class Search:
         node = self.library.device.node
         self.on("one microbatch", 0, 0)
         self.library.takes_microbatches()
-        widths = [t for t in divisors(devices) if t <= node or (wide and t <= 4 * node)]
+        widths = tensor_widths(devices, node, wide=wide)
         some = {1, 2, node, self.experts}
         experts = [e for e in divisors(devices) if e in some and self.experts % e == 0] if self.experts else [1]
         splits = [(t, e) for t in widths for e in experts if devices % (t * e) == 0]

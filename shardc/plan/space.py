@@ -133,6 +133,16 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
+def tensor_widths(devices: int, node: int, *, wide: bool = False) -> list[int]:
+    """Sizes of the tensor-parallel axis: groups that lie inside a node of so many devices; wide: also of up to 4 nodes.
+
+    >>> tensor_widths(24, 8), tensor_widths(24, 8, wide=True)
+    ([1, 2, 4, 8], [1, 2, 4, 8, 24])
+    """
+    whole_nodes = range(node, 4 * node + 1, node) if wide else ()
+    return [t for t in divisors(devices) if t in whole_nodes or (t <= node and (node % t == 0 or devices <= node))]
+
+
 def choices(
     cores: list[tuple[int, int, bool, Keep]], devices: int, batch: int, layers: int, most: int = 1 << 30
 ) -> Iterator[Choice]:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.cost.clock import Clock
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import KINDS, Op, Part, Sent, Waited
-from shardc.cost.replay import Clock
 from shardc.ir.program import Program
 from shardc.spec import Spec
 

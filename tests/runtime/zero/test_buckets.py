@@ -14,7 +14,7 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Bucket, Param, Program
 from shardc.runtime.mesh import RankMesh, Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.zero.buckets import Buckets
+from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.grad_norm import GradNorm
 from tests import example_program
 

@@ -2,9 +2,9 @@
 
 When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer; when a bucket
 is full, and all before it have started, its sum starts in the background. Which parameters share a bucket, of which
-size, in which order, is decided by the pass shardc.passes.buckets: the order in which backward finishes them, which the
-graph shows, so that no warm-up step measures it and all ranks agree. What ZeRO shards is a matter of each bucket:
-replicated_bucket.py, sharded_grad_bucket.py, sharded_param_bucket.py.
+size, in which order, is decided by the pass shardc.passes.gradient_buckets: the order in which backward finishes them,
+which the graph shows, so that no warm-up step measures it and all ranks agree. What ZeRO shards is a matter of each
+bucket: replicated_bucket.py, sharded_grad_bucket.py, sharded_param_bucket.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime.offload import Offload
-from shardc.runtime.zero.flat import Run
 from shardc.runtime.zero.gather import Gathered
+from shardc.runtime.zero.rank_parts import Run
 from shardc.runtime.zero.replicated_bucket import ReplicatedBucket
 from shardc.runtime.zero.sharded_grad_bucket import ShardedGradBucket
 from shardc.runtime.zero.sharded_param_bucket import ShardedParamBucket
