@@ -68,7 +68,12 @@ class Capacity(Pass):
         def keep(x: fx.Node, tokens: int) -> fx.Node:
             limit = capacity(entry, tokens, k, experts)
             return emit(
-                ops.experts_keep, x.meta["value"].shape, x, experts, limit, asked=f"{where} capacity {entry.capacity}"
+                ops.experts_keep,
+                x.meta["value"].shape,
+                x,
+                experts,
+                limit,
+                spec_line=f"{where} capacity {entry.capacity}",
             )
 
         if chunks == 1:

@@ -49,7 +49,7 @@ class Partition(Pass):
         writer = LocalProgram(program, program.mesh)
         graph = writer.run()
         if self.spec.strict:
-            refuse_unasked(graph)
+            refuse_implicit(graph)
         better = dict.fromkeys(
             how for axis in sorted(writer.gathered) if (how := fused_weights.suggest_split(program, axis))
         )
@@ -162,7 +162,7 @@ class LocalProgram:
                     node.meta.get("why", {}).get(part, "") for axis in collective.axes for part in self.mesh.parts(axis)
                 ]
                 cause = "; ".join(dict.fromkeys(filter(None, why)))
-                collective = replace(collective, cause=cause, asked=bool(cause))
+                collective = replace(collective, cause=cause, implicit=not cause)
             return self._emit(target, a, k, last if value is None else value, node, collective)
 
         split = any(s.kind not in ("replicate", "partial_grad", "partial") for s in strategies.values())
@@ -360,14 +360,14 @@ class LocalProgram:
             self.gathered.add(axes[0])
             self.notes.append(
                 f"{user.meta.get('source') or user.name}: {v} is gathered over {axes[0]}, because {needing(user)}"
-                f" needs it whole there, which nobody asked for{_in_parts(user, axes[0])}"
+                f" needs it whole there, which no annotation implies{_in_parts(user, axes[0])}"
             )
         whole = new if row.source is Shard else old  # the larger of the two
         nbytes = replace(v, layout=whole).nbytes(self.mesh)
         for s in old.paddings() or new.paddings():  # what is sent is padded
             if not whole.shards(s.dim):
                 nbytes = nbytes // v.shape[s.dim] * s.padded(v.shape[s.dim])
-        return Collective(forward, backward, axes, nbytes, why, bool(why))
+        return Collective(forward, backward, axes, nbytes, why, not why)
 
     def _padding(self, s: Shard, whole: Layout) -> tuple[int, int]:
         """The padding that a conversion puts on or takes off: none while another axis still splits the dim."""
@@ -375,7 +375,7 @@ class LocalProgram:
 
     def _why(self, row: Conversion, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
         """The annotations behind a conversion: for sums the producer's, for gathers the user's, for a pin its own."""
-        if line := user.meta.get("asked"):  # an op that the spec inserted
+        if line := user.meta.get("spec_line"):  # an op that the spec inserted
             return str(line)
         first, second = (producer, user) if row.source is Partial else (user, producer)
         causes: list[str] = []
@@ -415,18 +415,17 @@ def _in_parts(user: fx.Node, axis: str) -> str:
     )
 
 
-def refuse_unasked(graph: fx.Graph) -> None:
+def refuse_implicit(graph: fx.Graph) -> None:
     """Under `strict: true`: every collective without a cause is an error."""
     errors = Errors()
     for node in graph.nodes:
         c: Collective | None = node.meta.get("collective")
-        if c is not None and not c.asked:
+        if c is not None and c.implicit:
             runs = " and ".join(
                 f"{k} in {d}" for k, d in ((c.kind, "forward"), (c.backward, "backward")) if k != "none"
             )
             errors.add(
-                f"{runs} over {', '.join(c.axes)} of {node.meta['value']} was asked for by no annotation (strict:"
-                " true)",
+                f"{runs} over {', '.join(c.axes)} of {node.meta['value']} is implied by no annotation (strict: true)",
                 where=str(node.meta["source"]),
                 fix="annotate the value or the weights around it, or set `strict: false`",
             )

@@ -91,7 +91,7 @@ def collectives(sim: Simulation, direction: str, axis: str = "tp") -> dict[str, 
 
 
 def gathered(program: Program) -> list[str]:
-    """What the program gathers though nobody asked for it."""
+    """What the program gathers though no annotation implies it."""
     return [n for n in program.notes if "gathered" in n]
 
 
@@ -109,7 +109,7 @@ def unnoticed(program: Program) -> list[str]:
                 n == 1
                 or strategy is None
                 or strategy.kind not in ("replicate", "partial_grad")
-                or node.meta.get("asked")
+                or node.meta.get("spec_line")
             ):
                 continue
             split = [x for x in operands_of(node) if isinstance(_lies(x, axis), Shard)]

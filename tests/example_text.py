@@ -116,8 +116,8 @@ def _local(call: Call, at: dict[str, fx.Node]) -> Any:
         aten.sum.default,
         call("square", LOSS, "f64[8@dp, 4] grad", aten.pow.Tensor_Scalar, z, 2),
     )
-    asked = Collective("all_reduce", "none", ("dp",), 8, BATCH)
-    s = call("s_sum", LOSS, "f64[] grad", ops.all_reduce, s, mesh, ("dp",), collective=asked)
+    implied = Collective("all_reduce", "none", ("dp",), 8, BATCH)
+    s = call("s_sum", LOSS, "f64[] grad", ops.all_reduce, s, mesh, ("dp",), collective=implied)
     mean = call(
         "part",
         DOWN,
@@ -128,14 +128,14 @@ def _local(call: Call, at: dict[str, fx.Node]) -> Any:
         False,
         8,
     )
-    unasked = Collective("all_reduce", "none", ("dp",), 32, BATCH, asked=False)
-    mean = call("new", DOWN, "f64[4]", ops.all_reduce, mean, mesh, ("dp",), collective=unasked)
+    implicit = Collective("all_reduce", "none", ("dp",), 32, BATCH, implicit=True)
+    mean = call("new", DOWN, "f64[4]", ops.all_reduce, mean, mesh, ("dp",), collective=implicit)
     return call("loss", LOSS, "f64[] grad", aten.div.Tensor, s, at["count"]), (mean,)
 
 
 def program() -> Program:
     buckets = (Bucket(("dp",), torch.float64, ("up_weight", "scale")),)
-    notes = ("new: all_reduce that nobody asked for",)
+    notes = ("new: all_reduce that no annotation implies",)
     return Program(
         MESH,
         _graph(_single, layouts=False),

@@ -40,7 +40,7 @@ def test_ready_specs(name: str) -> None:
         program = shardc.compile(model, batch, specs.path(name), prove=False)
     assert program.mesh.world == 4
     assert ("reduce_scatter" in str(program)) == name.endswith("-sp")
-    assert not program.notes  # nothing is gathered that no annotation asked for
+    assert not program.notes  # nothing is gathered that no annotation implies
     report = program.verify()
     assert report.ok, report
 

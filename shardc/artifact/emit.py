@@ -6,8 +6,8 @@
     "spec.yaml:9:3 '*.proj': row" del proj, y
 
 A line is one op; its comment is the type of the result (shardc.ir.placement.show), `grad` where a gradient flows, and
-for collectives what runs forward/backward, the axes, bytes per rank and cause (`unasked` before it if no annotation
-asked for it). Before that stands the region of values that backward computes again, and `kept` with those that it does
+for collectives what runs forward/backward, the axes, bytes per rank and cause (`implicit` before it if no annotation
+implies it). Before that stands the region of values that backward computes again, and `kept` with those that it does
 not. `shardc.artifact.parser` reads it back: the text is the artifact, not a picture of it.
 """
 
@@ -263,7 +263,7 @@ def region_text(region: str, kept: Sequence[str], again: int) -> str:
 def collective_text(c: Collective) -> str:
     return (
         f"{c.kind}/{c.backward} {'+'.join(c.axes)} {c.bytes}"
-        f" {'' if c.asked else 'unasked '}{json.dumps(plain(c.cause), ensure_ascii=False)}"
+        f" {'implicit ' if c.implicit else ''}{json.dumps(plain(c.cause), ensure_ascii=False)}"
     )
 
 

@@ -24,7 +24,8 @@ from shardc.runtime.ops import torch_library  # noqa: F401 (it registers torch.o
 from shardc.torch_private import OpOverload
 
 _SOURCE = re.compile(r"# (.+?) \((.*?)\)(?:: (.*))?$")
-_COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d+) (unasked )?(\".*\")$")
+#: `unasked` is what earlier versions wrote for `implicit`.
+_COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d+) (implicit |unasked )?(\".*\")$")
 _NAME = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"'  # as JSON writes strings
 _REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d+))?(?: \| |$)")
 #: Ops that programs written by earlier versions call by another name.
@@ -192,7 +193,7 @@ class _Reader:
                 cause = json.loads(m[6])
             except json.JSONDecodeError as e:
                 raise self.wrong(line, f"cannot read the cause {m[6]}: {e.msg}") from None
-            node.meta["collective"] = Collective(m[1], m[2], tuple(m[3].split("+")), int(m[4]), cause, not m[5])
+            node.meta["collective"] = Collective(m[1], m[2], tuple(m[3].split("+")), int(m[4]), cause, bool(m[5]))
 
     def _region(self, node: fx.Node, text: str, line: int) -> str:
         """Read the region, who keeps the result, and how often it is repeated. Returns the rest of the text."""

@@ -24,7 +24,7 @@ Metadata: all keys of `node.meta` that passes may rely on
         "cause"       {axis: spec line that split the value}
         "strategies"  {axis: Strategy by which the op runs}
         "why"         {axis: why placement chose that strategy}
-        "asked"       the spec line that inserted the op
+        "spec_line"   the spec line that inserted the op
     in the graphs of stages
         "collective"  Collective, on nodes that communicate
         "region"      name of the innermost Region that the op is in
@@ -101,7 +101,7 @@ class Collective:
     kind: what forward runs: all_reduce | all_gather | reduce_scatter | all_to_all | none; backward: what its gradient
     runs.
     axes: mesh axes it runs over. bytes: per rank, of the whole (gathered or reduced) local tensor, per direction.
-    cause: the spec line that asked for it and why, e.g. "spec.yaml:9 '*.o_proj: row'".
+    cause: the spec line behind it and why, e.g. "spec.yaml:9 '*.o_proj: row'".
     """
 
     kind: str
@@ -109,7 +109,7 @@ class Collective:
     axes: tuple[str, ...]
     bytes: int
     cause: str = ""
-    asked: bool = True  # False: no annotation asked for it (a note; an error under `strict`)
+    implicit: bool = False  # no annotation implies it: a note, and an error under `strict`
 
 
 class Stored:
@@ -365,7 +365,7 @@ class Program:
     microbatches: int = 1
     prologue: Stage | None = None
     spec: Spec | None = None
-    notes: tuple[str, ...] = ()  # what a user should know: gathers nobody asked for, replicated ops, ...
+    notes: tuple[str, ...] = ()  # what a user should know: gathers that no annotation implies, replicated ops, ...
     #: JSON-able facts for people and reports: model name, versions, seconds. Nothing acts on them.
     meta: dict[str, Any] = field(default_factory=dict)
     axis: str = ""

@@ -10,7 +10,7 @@ from shardc.artifact.emit import human
 from shardc.ir.program import Program
 from shardc.runtime import ops
 
-UNASKED = "nobody asked for it"
+IMPLICIT = "no annotation implies it"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def comm_rows(program: Program) -> list[Row]:
 
     def add(axes: tuple[str, ...], kind: str, direction: str, cause: str, nbytes: int, times: int) -> None:
         if kind != "none" and times:
-            sizes_by_row.setdefault(("+".join(axes), direction, kind, cause or UNASKED), []).extend([nbytes] * times)
+            sizes_by_row.setdefault(("+".join(axes), direction, kind, cause or IMPLICIT), []).extend([nbytes] * times)
 
     m = program.microbatches
     rank_of = program.schedule.placement if program.schedule is not None else (0,)
@@ -110,5 +110,5 @@ def comm_table(program: Program) -> str:
     for line in lines:
         cells = [c.rjust(w) if i in (3, 4) else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False))]
         text.append("  ".join([*cells, line[5]]).rstrip())
-    notes = [f"note: {n}" for n in program.notes] if any(r.cause == UNASKED for r in rows) else []
+    notes = [f"note: {n}" for n in program.notes] if any(r.cause == IMPLICIT for r in rows) else []
     return "\n".join([text[0], "-" * len(text[0]), *text[1:], *notes])

@@ -364,7 +364,19 @@ def test_programs_that_call_ops_by_former_names_load(tmp_path: Path, old: str, n
     assert getattr(ops, new) in {n.target for n in stage.graph.nodes}
 
 
-def test_every_damaged_file_is_told_at_once(tmp_path: Path) -> None:
+def test_programs_that_mark_collectives_by_a_former_word_load(tmp_path: Path) -> None:
+    p = example_text.program()
+    p.save(tmp_path / "out")
+    damaged(tmp_path / "out", "stage0.py", " implicit ", " unasked ")
+    (stage,) = shardc.load(tmp_path / "out", trust=True).stages
+    collectives = [n.meta["collective"] for n in stage.graph.nodes if "collective" in n.meta]
+    assert [c.implicit for c in collectives] == [
+        n.meta["collective"].implicit for n in p.stages[0].graph.nodes if "collective" in n.meta
+    ]
+    assert any(c.implicit for c in collectives)
+
+
+def test_every_damaged_file_is_named_at_once(tmp_path: Path) -> None:
     program().save(tmp_path / "out")
     damaged(tmp_path / "out", "stage0.py", "aten", "atem")
     (tmp_path / "out" / "single.py").unlink()

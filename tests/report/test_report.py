@@ -86,7 +86,7 @@ def test_html_shows_what_the_program_holds() -> None:
     text = report.html(p)
     assert "<h1>&lt;MLP&gt; on dp=2 × tp=2</h1>" in text
     assert "<MLP>" not in text
-    assert "<li>new: all_reduce that nobody asked for</li>" in text
+    assert "<li>new: all_reduce that no annotation implies</li>" in text
     assert '<td>scale = tied.scale</td><td>f64[6] ~dp</td><td class="n">48 B</td><td>dp</td>' in text
     assert text.count('<span class="x">') == 4  # its collectives
     assert "<p>None.</p>" in report.html(replace(p, stages=(), buckets=()))

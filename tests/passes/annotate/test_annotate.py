@@ -188,7 +188,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
         "strict",
         {**TP, "strict": True, "shard": {"o.weight": {1: "tp"}}},
         "",
-        "asked for by no annotation (strict: true)",
+        "implied by no annotation (strict: true)",
         "annotate",
     ),
 ]

@@ -58,11 +58,9 @@ def compiled(how: str, kv: int, tp: int, qkv: dict[str, Any]) -> shardc.Program:
     ],
 )
 @pytest.mark.parametrize("asked", [{"qkv": "column"}, {"qkv.{weight,bias}": {0: "tp"}}])
-def test_gathers_that_nobody_asked_for_name_what_to_write(
-    how: str, kv: int, tp: int, written: Any, asked: dict[str, Any]
-) -> None:
+def test_implicit_gathers_name_what_to_write(how: str, kv: int, tp: int, written: Any, asked: dict[str, Any]) -> None:
     program = compiled(how, kv, tp, asked)
-    assert "needs it whole there, which nobody asked for" in program.notes[0]
+    assert "needs it whole there, which no annotation implies" in program.notes[0]
     found = re.fullmatch(
         "fused weights can be split by their parts: write (.*) before the entries that split them otherwise",
         program.notes[1],
@@ -74,7 +72,7 @@ def test_gathers_that_nobody_asked_for_name_what_to_write(
     better = compiled(how, kv, tp, entry)
     assert not better.notes
     assert "note" not in report.comm_table(better)
-    assert "nobody asked for it" not in report.comm_table(better)
+    assert "no annotation implies it" not in report.comm_table(better)
 
 
 def test_parts_that_the_ranks_do_not_divide_name_it_too() -> None:

@@ -182,8 +182,8 @@ def test_a_padded_batch_keeps_its_split_whatever_the_order_of_axes(axes: tuple[s
     }
     program = shardc.compile(model, batch, {**spec, "activations": {"before": {1: "tp"}}})
     text = (
-        f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there, which nobody"
-        " asked for"
+        f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there, which no"
+        " annotation implies"
     )
     assert [n.partition(": ")[2] for n in program.notes] == [text]
     sim = shardc.verify.simulate(program, model, batch)

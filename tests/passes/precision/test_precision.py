@@ -256,7 +256,7 @@ def test_zero_in_bf16(zero: int, mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet_bn"])
-def test_nothing_changes_unasked(name: str) -> None:
+def test_nothing_changes_without_precision(name: str) -> None:
     single = one(name)
     text = str(single.compile())
     assert str(single.compile(precision={})) == text
