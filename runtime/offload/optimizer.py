@@ -22,6 +22,7 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Home
 from shardc.runtime.offload.storage import room_of
 from shardc.runtime.zero.optimizer_check import group_settings, only_params, why_all_at_once
+from shardc.runtime.zero.optimizer_list import class_of
 
 
 class Paged:
@@ -154,7 +155,7 @@ def prove_apart(optimizer: Optimizer) -> None:
     """Raises ShardcError for an optimizer whose parameters' updates hang on one another."""
     why = why_all_at_once(optimizer)
     if why is not None:
-        kind = type(optimizer).__name__
+        kind = class_of(optimizer)
         raise ShardcError(
             f"{why}, but data.offload has only some of them on the device at once",
             where="data.offload",

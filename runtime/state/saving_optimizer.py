@@ -1,7 +1,8 @@
 """The optimizer in a checkpoint: tensors of its state lie like their parameters; all the rest of it stands in the
 manifest.
 
-"optimizer": {"class": "AdamW", "groups": [{"lr": 1e-3, ..., "params": [FQN, ...]}, ...], "numbers": {FQN: {"step": 3}}}
+"optimizer": {"class": "AdamW", "groups": [{"class": "AdamW", "lr": 1e-3, ..., "params": [FQN, ...]}, ...],
+              "numbers": {FQN: {"step": 3}}}
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Param, Program
 from shardc.runtime.state.saving_boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
 from shardc.runtime.state.sources import check_names
+from shardc.runtime.zero.optimizer_list import class_of, group_classes
 
 #: (parameter, name of a state of it, a tensor of its form) -> a tensor to fill
 Room = Callable[[Any, str, Tensor], Tensor]
@@ -70,12 +72,12 @@ def state_parts(
                     fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
                 )
     facts = []
-    for group, members in zip(optimizer.param_groups, groups, strict=True):
+    for group, kind, members in zip(optimizer.param_groups, group_classes(optimizer), groups, strict=True):
         hyper = {
             k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in ("params", "param_names")
         }
-        facts.append({**hyper, "params": [n for p in members for n in _named(p)]})
-    return parts, {"class": type(optimizer).__name__, "groups": facts, "numbers": numbers}
+        facts.append({**hyper, "class": kind, "params": [n for p in members for n in _named(p)]})
+    return parts, {"class": class_of(optimizer), "groups": facts, "numbers": numbers}
 
 
 def _named(p: Param) -> tuple[str, ...]:
@@ -125,12 +127,7 @@ def room_for(
     if facts is None:
         fix = "save it with its optimizer, or load it with optimizer=None"
         raise ShardcError("the checkpoint has no optimizer state", where=folder, fix=fix)
-    if facts["class"] != type(optimizer).__name__:
-        raise ShardcError(
-            f"the checkpoint is of the optimizer {facts['class']}, not {type(optimizer).__name__}",
-            where=folder,
-            fix=f"use {facts['class']}, or load it with optimizer=None",
-        )
+    _check_classes(program, params, optimizer, facts, folder)
     groups = _groups(program, params, optimizer)
     members = {p.fqn: p for group in groups for p in group}
     errors = Errors()
@@ -178,6 +175,22 @@ def room_for(
     return states
 
 
+def _check_classes(
+    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, facts: Mapping[str, Any], folder: str
+) -> None:
+    """Was every parameter stepped by the class that steps it now?"""
+    for kind, members in zip(group_classes(optimizer), _groups(program, params, optimizer), strict=True):
+        for name in (n for p in members for n in _named(p)):
+            saved = next((g.get("class", facts["class"]) for g in facts["groups"] if name in g["params"]), kind)
+            if saved != kind:
+                several = "" if class_of(optimizer) == kind and facts["class"] == saved else f" for {name}"
+                raise ShardcError(
+                    f"the checkpoint is of the optimizer {saved}, not {kind}{several}",
+                    where=folder,
+                    fix=f"use {saved}{several}, or load it with optimizer=None",
+                )
+
+
 def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[str, Any]], folder: str) -> None:
     """Have the parameters of a group the same settings in the checkpoint?"""
     first: tuple[str, dict[str, Any]] | None = None
@@ -207,14 +220,15 @@ def fill(
     """Through the optimizer's own load_state_dict, which knows where its state lies and in which dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
-    for i, (group, members) in enumerate(zip(optimizer.param_groups, _groups(program, params, optimizer), strict=True)):
+    of_class = zip(group_classes(optimizer), optimizer.param_groups, _groups(program, params, optimizer), strict=True)
+    for i, (kind, group, members) in enumerate(of_class):
         # by name; a group of which this rank has nothing, by number
         alike = (
             [g for g in facts["groups"] if _named(members[0])[0] in g["params"]]
             if members
-            else facts["groups"][i : i + 1]
+            else [g for g in facts["groups"][i : i + 1] if g.get("class", kind) == kind]
         )
-        hyper: dict[str, Any] = alike[0] if alike else {}
+        hyper = {k: x for k, x in alike[0].items() if k != "class"} if alike else {}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[p.fqn] for p in members), strict=True))
         settled = {k: _like(group.get(k), x) for k, x in hyper.items()}

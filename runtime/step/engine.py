@@ -5,6 +5,7 @@ global loss.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -33,8 +34,10 @@ from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.grad_norm import GradNorm, norm_axes
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_sharded
+from shardc.runtime.zero.optimizer_list import as_one
 
-OptimizerOf = Callable[[param_groups.NamedParameters], torch.optim.Optimizer]
+#: Returns a torch.optim.Optimizer, or a list of them
+OptimizerOf = Callable[[param_groups.NamedParameters], Any]
 
 
 def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
@@ -72,10 +75,11 @@ class Engine:
 
     model: where the weights come from: an nn.Module (not changed), a function that builds it, a state_dict or a file;
            see shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
-    optimizer: params -> torch optimizer; None: no update, for evaluation and gradients only. params: (name, parameter)
-        pairs, which
-               torch's optimizers take as they are; shardc.groups(params, ...) makes groups of them by pattern.
-    scheduler: optimizer -> learning-rate scheduler, stepped after every step that updates.
+    optimizer: params -> torch optimizer, or a list of them; None: no update, for evaluation and gradients only. params:
+        (name, parameter) pairs, which torch's optimizers take as they are; shardc.groups(params, ...) makes groups of
+        them by pattern. Of a list, each parameter is in one.
+    scheduler: what `optimizer` returned -> learning-rate scheduler, or a list of them, stepped after every step that
+        updates.
     seed: of dropout and of weights that are computed. clip_norm: gradients are scaled down to this global 2-norm.
     routing: note in every step how tokens are spread over experts, in `.loads`: one
     shardc.runtime.step.expert_load.Load a layer.
@@ -159,8 +163,10 @@ class Engine:
         self._paged = (
             Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
         )
-        self.scheduler = (
-            lr.make(scheduler, self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        self._schedulers = (
+            lr.Schedulers.make(scheduler, self.optimizer)
+            if scheduler is not None and self.optimizer is not None
+            else None
         )
         self.loaders = Loaders()
         self.loads: tuple[Load, ...] = ()
@@ -182,8 +188,18 @@ class Engine:
         trained = param_groups.NamedParameters.of(self.program, shown)
         if not trained:
             return None
-        optimizer = make(trained)
+        try:
+            returned = make(trained)
+        except ValueError as e:
+            if "empty parameter list" not in str(e):
+                raise
+            what = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
+            fix = "leave an optimizer out of the list where it would have none"
+            raise ShardcError(what, where="optimizer", fix=fix) from e
+        optimizer = as_one(returned)
         param_groups.check_optimizer(optimizer)
+        if left := param_groups.not_trained(optimizer, trained):
+            self._tell(f"the optimizer has none of {left}: nothing updates them")
         self._check_optimizer(optimizer, shown)
         if runs:
             replace_stand_ins(optimizer, shown, self.params, runs)
@@ -193,10 +209,20 @@ class Engine:
         """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters."""
         check_sharded(self.program, optimizer, params, self.buckets.runs)
 
+    def _tell(self, note: str) -> None:
+        """A line on the first rank's stderr."""
+        if self.mesh.rank == 0:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+
     @property
     def step_count(self) -> int:
         """Steps done."""
         return self.rng.step
+
+    @property
+    def scheduler(self) -> Any:
+        """What the user's function made: a scheduler or a list of them; None without one."""
+        return self._schedulers.returned if self._schedulers is not None else None
 
     @property
     def lr(self) -> float | None:
@@ -327,8 +353,8 @@ class Engine:
                 if self.optimizer is not None and not self._stepping:
                     (self._paged or self.optimizer).step()
                 self.buckets.publish()
-                if self.scheduler is not None:  # here: a step that is skipped is none for the schedule either
-                    self.scheduler.step()
+                if self._schedulers is not None:  # here: a step that is skipped is none for the schedule either
+                    self._schedulers.step()
         self.buckets.narrow()
         if self.scaler is not None:
             self.scaler.update()
@@ -387,8 +413,8 @@ class Engine:
         extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
         if self.scaler is not None:
             extra["loss_scale"] = self.scaler.state_dict()
-        if self.scheduler is not None:
-            extra["scheduler"] = lr.state_dict(self.scheduler)
+        if self._schedulers is not None:
+            extra["scheduler"] = self._schedulers.state_dict()
         extra["loaders"] = self.loaders.state_dict()
         with self._offload.at_home():
             state.save(
@@ -426,8 +452,8 @@ class Engine:
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])
-        if self.scheduler is not None and "scheduler" in extra:
-            lr.load_state_dict(self.scheduler, extra["scheduler"])
+        if self._schedulers is not None and "scheduler" in extra:
+            self._schedulers.load_state_dict(extra["scheduler"])
         self.loaders.load_state_dict(extra.get("loaders", {}))
         self._whole = True
 

@@ -4,7 +4,7 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,30 +12,61 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shardc.errors import ShardcError
+from shardc.runtime.zero.optimizer_list import OptimizerList
 
-SchedulerOf = Callable[[torch.optim.Optimizer], LRScheduler]
+#: What `optimizer=` returned (an optimizer, or a list of them) -> a scheduler, or a list of them.
+SchedulerOf = Callable[[Any], Any]
 _PAIRS = "pairs of a dict"  # JSON's keys are strings only
 
 
-def make(scheduler: SchedulerOf, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The user's scheduler. Raises ShardcError for what is none, or needs more than a count of steps."""
-    schedule: Any = scheduler(optimizer)
-    if isinstance(schedule, ReduceLROnPlateau):
-        raise ShardcError(
-            "ReduceLROnPlateau needs a measure of yours at every step",
-            where="scheduler",
-            fix="make it from engine.optimizer, and call its step(measure) in your own loop",
-        )
-    if not isinstance(schedule, LRScheduler):
-        raise ShardcError(
-            f"scheduler(optimizer) returns a {type(schedule).__name__}",
-            where="scheduler",
-            fix=(
-                "return a scheduler of torch.optim.lr_scheduler, e.g. lambda optimizer: CosineAnnealingLR(optimizer,"
-                " 100)"
-            ),
-        )
-    return schedule
+class Schedulers:
+    """The schedulers of an engine, stepped together. members: at least one. returned: by the user's function."""
+
+    def __init__(self, members: Sequence[LRScheduler], returned: Any) -> None:
+        self.members, self.returned = tuple(members), returned
+
+    @classmethod
+    def make(cls, scheduler: SchedulerOf, optimizer: torch.optim.Optimizer) -> Schedulers:
+        """The user's. Raises ShardcError for what is none, or needs more than a count of steps."""
+        returned = scheduler(optimizer.returned if isinstance(optimizer, OptimizerList) else optimizer)
+        several = isinstance(returned, (list, tuple, dict))
+        members = list(returned.values() if isinstance(returned, dict) else returned) if several else [returned]
+        for m in members:
+            if isinstance(m, ReduceLROnPlateau):
+                raise ShardcError(
+                    "ReduceLROnPlateau needs a measure of yours at every step",
+                    where="scheduler",
+                    fix="make it from engine.optimizer, and call its step(measure) in your own loop",
+                )
+        if wrong := [m for m in members if not isinstance(m, LRScheduler)] or ([] if members else [returned]):
+            kind = f"a {type(returned).__name__}" + (f" of {type(wrong[0]).__name__}" if several and members else "")
+            raise ShardcError(
+                f"scheduler(optimizer) returns {kind}",
+                where="scheduler",
+                fix=(
+                    "return a scheduler of torch.optim.lr_scheduler, e.g. lambda optimizer:"
+                    " CosineAnnealingLR(optimizer, 100); for a list of optimizers, a list of schedulers"
+                ),
+            )
+        return cls(members, returned)
+
+    def step(self) -> None:
+        for m in self.members:
+            m.step()
+
+    def state_dict(self) -> Any:
+        """Classes and states as JSON-able values: a list, if the user made one."""
+        states = [state_dict(m) for m in self.members]
+        return states[0] if isinstance(self.returned, LRScheduler) else states
+
+    def load_state_dict(self, saved: Any) -> None:
+        """The inverse of `state_dict`. Raises ShardcError where there were other schedulers, or more or fewer."""
+        states = saved if isinstance(saved, list) else [saved]
+        if len(states) != len(self.members):
+            what = f"the checkpoint is of {len(states)} schedulers, not {len(self.members)}"
+            raise ShardcError(what, where="scheduler", fix="make as many as then, in that order")
+        for m, state in zip(self.members, states, strict=True):
+            load_state_dict(m, state)
 
 
 def state_dict(scheduler: LRScheduler) -> dict[str, Any]:

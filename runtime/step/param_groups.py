@@ -17,6 +17,7 @@ from torch import nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir import patterns
 from shardc.ir.program import Program
+from shardc.runtime.zero.optimizer_list import members_of
 
 #: How alike an unknown setting must be to one of the optimizer's to be called a misspelling of it: optimizers may have
 #: settings of groups that stand in no defaults.
@@ -101,20 +102,34 @@ def groups(
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ShardcError for an optimizer that computes the loss itself, and for settings of groups that look like
-    misspelt ones of the optimizer's: torch would ignore them."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        what = (
-            f"{type(optimizer).__name__} computes the loss as often as it likes in a step, and the engine computes it"
-            " once"
-        )
-        fix = "use program.module(model) in a loop of your own, and optimizer.step(closure)"
-        raise ShardcError(what, where="optimizer", fix=fix)
-    errors = Errors()
-    for i, group in enumerate(optimizer.param_groups):
-        for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names"}:
-            if near := difflib.get_close_matches(key, optimizer.defaults, 1, _ALIKE):
-                what = f"{type(optimizer).__name__} has no setting {key!r}, and would ignore it"
-                errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near[0]!r}?")
+    """Raises ShardcError for an optimizer that computes the loss itself, for settings of groups that look like misspelt
+    ones of the optimizer's (torch would ignore them), and for a parameter that two optimizers have."""
+    errors, owner = Errors(), dict[int, str]()
+    for m in members_of(optimizer):
+        closure = inspect.signature(m.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            what = (
+                f"{type(m).__name__} computes the loss as often as it likes in a step, and the engine computes it once"
+            )
+            fix = "use program.module(model) in a loop of your own, and optimizer.step(closure)"
+            raise ShardcError(what, where="optimizer", fix=fix)
+        for i, group in enumerate(m.param_groups):
+            for key in group.keys() - m.defaults.keys() - {"params", "param_names"}:
+                if near := difflib.get_close_matches(key, m.defaults, 1, _ALIKE):
+                    what = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
+                    errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near[0]!r}?")
+            names = group.get("param_names", [])
+            for k, p in enumerate(group["params"]):
+                if id(p) in owner:
+                    name = names[k] if k < len(names) else f"a parameter of shape {list(p.shape)}"
+                    what = f"{name} is in {owner[id(p)]} and in {type(m).__name__}, which would both update it"
+                    errors.add(what, where="optimizer", fix="give it to one of the optimizers")
+                owner[id(p)] = type(m).__name__
     errors.raise_any()
+
+
+def not_trained(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
+    """The parameters that no group of the optimizer has, for people; "" where it has all."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in params if id(p) not in held]
+    return ", ".join(left[:5]) + (f" and {len(left) - 5} more parameters" if len(left) > 5 else "")

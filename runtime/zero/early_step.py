@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardc.runtime.zero.optimizer_check import group_settings, only_params, why_all_at_once
+from shardc.runtime.zero.optimizer_list import members_of
 from shardc.torch_private import step_hooks
 
 
@@ -31,7 +32,7 @@ class OverlappedStep:
         """May this step be done in parts? Not where the optimizer has hooks: they run once a step, with all parameters.
         If so, the step begins here."""
         self._settings = group_settings(self.optimizer)
-        return self._separable and not step_hooks(self.optimizer)
+        return self._separable and not any(map(step_hooks, members_of(self.optimizer)))
 
     def step(self, names: Sequence[str]) -> None:
         """Those of them that have gradients, by the optimizer's own step."""

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Param, Program
+from shardc.runtime.zero.optimizer_list import members_of
 from shardc.runtime.zero.rank_parts import Run
 
 _STEPS, _SIDE = 3, 4
@@ -64,10 +65,18 @@ def check_sharded(
 
     params: what it was made from, by name: whole local parts. runs: of which of them it will get a stretch.
     """
+    for member in members_of(optimizer):
+        _check_sharded(program, member, params, runs)
+
+
+def _check_sharded(
+    program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run]
+) -> None:
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     shardings: dict[Tensor, ParamSharding] = {
         params[p.name]: sharding
         for p in program.params
-        if p.name in params and (sharding := _sharding(program, p, runs)) is not None
+        if p.name in params and id(params[p.name]) in own and (sharding := _sharding(program, p, runs)) is not None
     }
     if not shardings and not program.axis:
         return
@@ -136,6 +145,10 @@ def why_all_at_once(optimizer: Optimizer) -> str | None:
     """Why an optimizer has to step all parameters at once; None if stepping one after the other comes to the same, bit
     by bit.
     """
+    return next(filter(None, map(_why_all_at_once, members_of(optimizer))), None)
+
+
+def _why_all_at_once(optimizer: Optimizer) -> str | None:
     kind = type(optimizer).__name__
     try:
         together, one_by_one = TrialCopy(optimizer, copies=2), _OneByOne(optimizer, copies=2)

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import torch
 
 from shardc.ir.program import Program
+from shardc.runtime.zero.optimizer_list import class_of
 
 #: Seconds between lines: a twentieth of the time so far, within these bounds.
 SOONEST, LATEST = 1.0, 10.0
@@ -56,7 +57,7 @@ def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
         return "no optimizer on this rank"
     rates = sorted({float(g["lr"]) for g in optimizer.param_groups})
     groups = f", {len(optimizer.param_groups)} groups" if len(optimizer.param_groups) > 1 else ""
-    return f"{type(optimizer).__name__}, lr {', '.join(f'{r:.3g}' for r in rates)}{groups}"
+    return f"{class_of(optimizer)}, lr {', '.join(f'{r:.3g}' for r in rates)}{groups}"
 
 
 class StepLines:
