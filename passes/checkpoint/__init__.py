@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.artifact.emit import human
 from shardc.errors import Errors
 from shardc.ir.graph import copy_graph, operands_of, source_of
 from shardc.ir.machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
 from shardc.ir.patterns import Selector, enclosing, select_modules
 from shardc.ir.program import Collective, Program, Region
 from shardc.ir.types import op_name
+from shardc.ir.units import size
 from shardc.passes.base import Pass
 from shardc.passes.checkpoint.autograd_saves import Saved, SavedOf
 from shardc.rules import registry
@@ -177,7 +177,7 @@ def _notes(regions: Sequence[Region]) -> Iterable[str]:
         which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
         repeats = f", repeats {again} {'collective' if again == 1 else 'collectives'}" if again else ""
         when = "while the region around it is in backward" if inner else "until backward"
-        yield f"{which}: keeps {human(kept)} {when}, computes {human(dropped)} again{repeats} ({cause})"
+        yield f"{which}: keeps {size(kept)} {when}, computes {size(dropped)} again{repeats} ({cause})"
 
 
 # --- what a region holds, and what it computes again ------------------------------------------------------------------

@@ -26,6 +26,7 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.placement import show
 from shardc.ir.program import Bucket, Buffer, Collective, Input, OffloadPlaces, Param, Program, Region, Source, Value
+from shardc.ir.units import plural, size
 from shardc.torch_private import OpOverload
 
 HEADER = """import torch
@@ -122,7 +123,7 @@ def _head(program: Program) -> Iterator[str]:
     whole = sum(p.value.nbytes() for p in program.params)
     mine = sum(p.value.nbytes(mesh) for p in program.params)
     count = sum(math.prod(p.shape) for p in program.params)
-    yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {human(whole)}; {human(mine)} a rank"
+    yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {size(whole)}; {size(mine)} a rank"
     yield from (f"# note: {plain(n)}" for n in program.notes)
     if program.meta.get("shard"):
         yield "# shard: what `use` came to, as entries of a spec"
@@ -139,8 +140,8 @@ def _head(program: Program) -> Iterator[str]:
     for i, b in enumerate(program.buckets):
         yield f"# bucket {i}: {bucket_text(b, program)}"
     for e in program.edges:
-        size = human(sum(v.nbytes(program.mesh) for v in e.values))
-        yield f"# stage{e.source} -> stage{e.target}: {', '.join(e.names)}, {size} a microbatch"
+        nbytes = size(sum(v.nbytes(program.mesh) for v in e.values))
+        yield f"# stage{e.source} -> stage{e.target}: {', '.join(e.names)}, {nbytes} a microbatch"
 
 
 def _offload(offload: OffloadPlaces) -> Iterator[str]:
@@ -172,11 +173,11 @@ def buffer_text(b: Buffer) -> str:
 
 
 def bucket_text(b: Bucket, program: Program) -> str:
-    size = human(sum(program.param(n).value.nbytes(program.mesh) for n in b.params))
+    nbytes = size(sum(program.param(n).value.nbytes(program.mesh) for n in b.params))
     if not b.zero:
         return (
-            f"all_reduce over {'+'.join(b.axes)} of {plural(len(b.params), 'gradient')}, {size}, from {b.params[0]} to"
-            f" {b.params[-1]}"
+            f"all_reduce over {'+'.join(b.axes)} of {plural(len(b.params), 'gradient')}, {nbytes}, from {b.params[0]}"
+            f" to {b.params[-1]}"
         )
     kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(
         " and ", ", ", b.zero - 2 if b.zero > 2 else 0
@@ -190,7 +191,7 @@ def bucket_text(b: Bucket, program: Program) -> str:
     often = "once a step" if b.keep else f"in forward and in backward, {plural(b.prefetch, 'bucket')} ahead"
     after = f"all_gather {often}" if b.zero == 3 else "all_gather after the update"
     return (
-        f"{kept} split over {b.shard}: {plural(len(b.params), 'parameter')}, {size}, from {b.params[0]} to"
+        f"{kept} split over {b.shard}: {plural(len(b.params), 'parameter')}, {nbytes}, from {b.params[0]} to"
         f" {b.params[-1]}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
     )
 
@@ -199,13 +200,9 @@ def region_head(r: Region) -> str:
     where = f"in {plain(r.parent)}, " if r.parent else ""
     repeats = f" and {plural(r.again, 'collective')}" if r.again else ""
     return (
-        f"{where}keeps {human(r.kept)}{' on the CPU' if r.offload else ''}, computes {human(r.dropped)}{repeats} again "
+        f"{where}keeps {size(r.kept)}{' on the CPU' if r.offload else ''}, computes {size(r.dropped)}{repeats} again "
         f" {plain(r.cause)}"
     )
-
-
-def plural(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def plain(text: str) -> str:
@@ -213,15 +210,6 @@ def plain(text: str) -> str:
     some readers.)
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
-
-
-def human(nbytes: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 # --- one line ---------------------------------------------------------------------------------------------------------

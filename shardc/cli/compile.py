@@ -62,7 +62,7 @@ def command(
 
 def _summary(program: Program) -> str:
     """Sizes, the entries of `shard:` that `use:` stands for, and notes."""
-    from shardc.artifact.emit import human
+    from shardc.ir.units import size
     from shardc.report import comm_rows
 
     total = sum(p.value.nbytes() for p in program.params)
@@ -71,7 +71,7 @@ def _summary(program: Program) -> str:
     lines = [
         f"{program.meta.get('model')} on {program.mesh}: {program.mesh.world} ranks, compiled in"
         f" {program.meta.get('compile_seconds')} s",
-        f"parameters {human(total)}, {human(per_rank)} a rank; collectives of {human(sent)} a step and rank",
+        f"parameters {size(total)}, {size(per_rank)} a rank; collectives of {size(sent)} a step and rank",
     ]
     if entries := program.meta.get("shard"):
         lines += ["shard:  # what `use` came to", *entries]

@@ -132,7 +132,8 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 def _print(plan: Plan, *, given: bool) -> None:
     """The table of candidates, or the parts of the one given, and the answers, on stdout."""
-    from shardc.plan.table import breakdown, gb, heading, table
+    from shardc.ir.units import size
+    from shardc.plan.table import breakdown, heading, table
 
     out = Console(highlight=False)
     plain = not out.is_terminal
@@ -149,7 +150,7 @@ def _print(plan: Plan, *, given: bool) -> None:
         elif not answer["value"]:
             out.print(f"{name}: nothing fits")
         else:
-            line = f"{name}: {answer['value']} {answer['what']}, peak {gb(answer['peak_bytes'])}"
+            line = f"{name}: {answer['value']} {answer['what']}, peak {size(answer['peak_bytes'])}"
             if answer.get("next_peak_bytes"):
-                line += f"; {answer['next']} would need {gb(answer['next_peak_bytes'])}"
+                line += f"; {answer['next']} would need {size(answer['next_peak_bytes'])}"
             out.print(line)

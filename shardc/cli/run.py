@@ -185,11 +185,11 @@ def _train(job: Job, folder: Path, program: Program, show: Show) -> int:
 
 
 def _summary(run: dict[str, Any], *, tied: bool) -> str:
+    from shardc.cli.step_lines import speed
+
     loss = f"loss {run['losses'][-1]:.4f}" if run["losses"] else "no steps"
     held_out = f", held-out loss {run['held_out']:.4f}" if run["held_out"] is not None else ""
-    lines = [
-        f"{run['steps']} steps in {run['seconds']:.1f} s, {run['tokens_per_second']:,.0f} tokens/s: {loss}{held_out}"
-    ]
+    lines = [f"{run['steps']} steps in {run['seconds']:.1f} s, {speed(run)}: {loss}{held_out}"]
     if run["saved"]:
         once = "; a tied weight is stored once, and load_state_dict alone misses its other names" if tied else ""
         lines += [

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import torch
 
 from shardc.ir.program import Program
+from shardc.ir.units import count, per_second, plural, size
 from shardc.runtime.zero.optimizer_list import class_of
 
 #: Seconds between lines: a twentieth of the time so far, within these bounds.
@@ -19,9 +20,9 @@ SOONEST, LATEST = 1.0, 10.0
 
 def header(program: Program, engine: Any, data: str, steps: int) -> str:
     """What runs: model, parameters, mesh, bytes of a rank, optimizer, precision, data; then the notes of compile."""
-    count = sum(_count(p.shape) for p in program.params)
+    numbers = sum(_count(p.shape) for p in program.params)
     trained = sum(_count(p.shape) for p in program.params if p.requires_grad)
-    frozen = f", {_amount(count - trained)} of them frozen" if trained < count else ""
+    frozen = f", {count(numbers - trained)} of them frozen" if trained < numbers else ""
     mesh = " x ".join(f"{a}={n}" for a, n in program.mesh.axes) or "one device"
     held = sum(p.nbytes for p in engine.params.values())
     spec = program.spec
@@ -31,9 +32,9 @@ def header(program: Program, engine: Any, data: str, steps: int) -> str:
     parts = f"{program.microbatches} microbatches a step, " if program.microbatches > 1 else ""
     begun = f"from step {engine.step_count} to {steps}" if engine.step_count else f"{steps} steps"
     lines = [
-        f"{program.meta.get('model', 'model')}: {_amount(count)} parameters{frozen}, {precision}",
-        f"mesh {mesh}: {program.mesh.world} rank{'s' * (program.mesh.world > 1)} on {engine.mesh.device.type},"
-        f" {held / 2**20:,.1f} MiB of parameters on rank 0",
+        f"{program.meta.get('model', 'model')}: {count(numbers)} parameters{frozen}, {precision}",
+        f"mesh {mesh}: {plural(program.mesh.world, 'rank')} on {engine.mesh.device.type},"
+        f" {size(held)} of parameters on rank 0",
         f"{_optimizer(engine.optimizer)}; {parts}{begun}",
         f"data: {data}",
         *(f"note: {note}" for note in program.notes),
@@ -43,13 +44,6 @@ def header(program: Program, engine: Any, data: str, steps: int) -> str:
 
 def _count(shape: Sequence[int]) -> int:
     return int(torch.Size(shape).numel())
-
-
-def _amount(n: int) -> str:
-    for size, word in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if n >= size:
-            return f"{n / size:.1f} {word}"
-    return str(n)
 
 
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
@@ -111,11 +105,31 @@ def text(line: dict[str, Any]) -> str:
     lr = f"lr {line['lr']:.2e}  " if line["lr"] is not None else ""
     return (
         f"step {line['step']:>5}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  {lr}"
-        f"{line['tokens_per_second']:>9,.0f} tokens/s  {line['memory_mb']:,.0f} MiB"
+        f"{speed(line):>18}  {size(line['memory_mb'] * 2**20)}"
         + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
         + (f"  held-out loss {line['held_out']:.4f}" if line.get("held_out") is not None else "")
         + _experts(line.get("experts", ()))
     )
+
+
+def speed(facts: dict[str, Any]) -> str:
+    """Of a step or a run: tokens a second, or samples a second where a sample is not made of tokens."""
+    unit = "tokens" if facts.get("tokens_per_second") is not None else "samples"
+    return per_second(facts[f"{unit}_per_second"], unit)
+
+
+def tokens_of(program: Program) -> int | None:
+    """Tokens in the batch: rows x positions of the whole numbers that an embedding looks up; None if there are none."""
+    for node in program.graph.nodes:
+        if node.target is not torch.ops.aten.embedding.default:
+            continue
+        ids = node.args[1]
+        while ids.op == "call_function" and len(ids.all_input_nodes) == 1:
+            ids = ids.all_input_nodes[0]  # reshaped, sliced, cast
+        read = next((x for x in program.inputs if x.name == ids.name and len(x.shape) > 1), None)
+        if read is not None:
+            return read.shape[0] * read.shape[1]
+    return None
 
 
 def _experts(layers: Sequence[dict[str, Any]]) -> str:

@@ -142,7 +142,7 @@ def run(job: Job) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "losses": losses,
         "held_out": training.held_out(),
-        "tokens_per_second": round(training.tokens * steps / seconds, 1),
+        **training.speed(steps / seconds),
         "peak_memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
         "saved": job.save or None,
     }
@@ -162,12 +162,20 @@ class _Training:
     lines: StepLines
     signals: _Signals
 
+    def speed(self, steps: float) -> dict[str, float]:
+        """At so many steps a second: samples, and tokens if the model has any."""
+        samples, tokens = self.sizes
+        return {"samples_per_second": round(samples * steps, 1)} | (
+            {"tokens_per_second": round(tokens * steps, 1)} if tokens is not None else {}
+        )
+
     @functools.cached_property
-    def tokens(self) -> int:
-        """Of a step: of inputs of whole numbers rows x positions, else rows."""
-        inputs = self.engine.program.inputs
-        ids = [x.shape[0] * x.shape[1] for x in inputs if len(x.shape) > 1 and not x.dtype.is_floating_point]
-        return ids[0] if ids else inputs[0].shape[0] if inputs and inputs[0].shape else 1
+    def sizes(self) -> tuple[int, int | None]:
+        """Samples and tokens of a step."""
+        from shardc.cli.step_lines import tokens_of
+
+        program = self.engine.program
+        return max((x.shape[0] for x in program.inputs if x.shape), default=1), tokens_of(program)
 
     def run(self) -> list[float]:
         """Train up to the last step. Returns the losses. Raises Interrupted, or what the user's code raised."""
@@ -223,7 +231,7 @@ class _Training:
             "loss": loss,
             "grad_norm": float(engine.grad_norm) if engine.grad_norm is not None else 0.0,
             "lr": lr,
-            "tokens_per_second": round(self.tokens / seconds, 1),
+            **self.speed(1 / seconds),
             "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
         }
         if engine.loads:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from shardc.ir.units import seconds, size
 from shardc.plan.result import Candidate, Plan
-from shardc.plan.table import gb, limit, microbatches, number, recompute, schedule, seconds
+from shardc.plan.table import limit, microbatches, rate, recompute, schedule
 
 
 def annotated(c: Candidate, plan: Plan) -> str:
     """The text of the file. It loads to an equal spec."""
     a = plan.target
-    rate = f"{number(c.tokens_per_second)} tokens/s" if c.tokens_per_second else f"{number(c.rows_per_second)} rows/s"
-    kinds = [f"{k} {gb(n)}" for k, n in sorted(c.memory.items(), key=lambda x: -x[1]) if n > 0.01 * c.peak]
+    kinds = [f"{k} {size(n)}" for k, n in sorted(c.memory.items(), key=lambda x: -x[1]) if n > 0.01 * c.peak]
     head = [
         f"{a.model} on {c.devices} × {a.device.name}, planned by `shardc plan`: a prediction, not a measurement",
         f"global batch of {c.priced.batch} rows" + (f" of {a.sequence} tokens" if a.sequence else ""),
-        f"step {seconds(c.step_seconds)}, {rate}, MFU {c.mfu:.1%}, limited by {limit(c)}",
-        f"peak {gb(c.peak)} of {gb(a.usable)}: {', '.join(kinds)}",
+        f"step {seconds(c.step_seconds)}, {rate(c)}, MFU {c.mfu:.1%}, limited by {limit(c)}",
+        f"peak {size(c.peak)} of {size(a.usable)}: {', '.join(kinds)}",
         *a.assumed,
     ]
     why = {**reasons(c, plan), **c.why}
@@ -64,13 +64,13 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
     if s.data.zero:
         state = sum(c.memory.get(k, 0) for k in ("parameters", "optimizer", "gradients"))
         reasons["data"] = (
-            f"ZeRO {s.data.zero}: parameters, gradients and optimizer state are {gb(state)} a rank at the peak"
+            f"ZeRO {s.data.zero}: parameters, gradients and optimizer state are {size(state)} a rank at the peak"
         )
     if s.checkpoint:
         less = [x for x in others if recompute(x) == "none" and not x.fits]
-        tried = f"; without, {gb(min(x.peak for x in less))} at least" if less else ""
+        tried = f"; without, {size(min(x.peak for x in less))} at least" if less else ""
         reasons["checkpoint"] = (
-            f"recompute {recompute(c)}: activations are {gb(c.memory.get('activations', 0))} at the peak{tried}"
+            f"recompute {recompute(c)}: activations are {size(c.memory.get('activations', 0))} at the peak{tried}"
         )
     reasons["experts"] = "experts over ranks: tokens are exchanged"
     reasons["precision"] = "products in the compute dtype, master weights and sums of gradients in the others"

@@ -11,6 +11,7 @@ import torch
 
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
+from shardc.ir.units import size
 from shardc.plan.exact import Priced
 from shardc.spec import Spec
 
@@ -147,7 +148,7 @@ class Plan:
         Path(path).write_text(self.spec(), encoding="utf-8")
 
     def lacking(self) -> ShardcError:
-        from shardc.plan.table import gb, named
+        from shardc.plan.table import named
 
         a = self.target
         if not self.candidates:
@@ -165,8 +166,8 @@ class Plan:
             "gathered": "more tensor parallelism",
         }.get(kind, "more devices, or another --precision")
         what = (
-            f"nothing fits into {gb(a.usable)} of {a.device.name}: the nearest ({named(near)}) needs {gb(near.peak)}, "
-            f"{gb(near.peak - a.usable)} more than that; {kind} are {gb(most)} of it"
+            f"nothing fits into {size(a.usable)} of {a.device.name}: the nearest ({named(near)}) needs"
+            f" {size(near.peak)}, {size(near.peak - a.usable)} more than that; {kind} are {size(most)} of it"
         )
         return ShardcError(what, where=a.model, fix=f"{way}; --fewest finds out how many devices it takes")
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardc.cost.ledger import KINDS
+from shardc.ir.units import count, per_second, seconds, si, size
 from shardc.plan.result import Candidate, Plan
 
 COLORS = dict(
@@ -48,23 +49,10 @@ LETTERS = {
 }
 
 
-def gb(nbytes: float) -> str:
-    """Decimal, as devices' memory is sold."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if abs(nbytes) >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes / 1e3:.1f} kB"
-
-
-def number(n: float) -> str:
-    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g}{unit}"
-    return f"{n:.3g}"
-
-
-def seconds(s: float) -> str:
-    return f"{s:.2f} s" if s >= 1 else f"{s * 1e3:.2f} ms" if s >= 1e-3 else f"{s * 1e6:.0f} µs"
+def rate(c: Candidate) -> str:
+    """Of all devices: tokens, where rows are sequences, else rows."""
+    per_token = c.tokens_per_second
+    return per_second(per_token, "tokens") if per_token else per_second(c.rows_per_second, "samples")
 
 
 def limit(c: Candidate) -> str:
@@ -129,11 +117,11 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
         ("recompute", "left"),
         ("microbatches", "right"),
         ("peak", "right"),
-        (f"of {gb(a.usable)}", "left"),
+        (f"of {size(a.usable)}", "left"),
         ("fits", "left"),
         ("step", "right"),
         ("MFU", "right"),
-        ("tokens/s" if a.sequence else "rows/s", "right"),
+        ("tokens/s" if a.sequence else "samples/s", "right"),
         ("time", "left"),
         ("limited by", "left"),
     ):
@@ -143,7 +131,6 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
     for i, c in enumerate(plan.candidates[:most], 1):
         s = c.spec
         mesh = " ".join(f"{axis}={n}" for axis, n in s.mesh.axes)
-        rate = c.tokens_per_second or c.rows_per_second
         rows.add_row(
             str(i),
             mesh,
@@ -152,12 +139,12 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
             schedule(c),
             recompute(c),
             microbatches(c),
-            gb(c.peak),
+            size(c.peak),
             bar(c.memory, max(a.usable, c.peak), COLORS, plain=plain),
             Text("yes", "green") if c.fits else Text("no", "red"),
             seconds(c.step_seconds),
             f"{c.mfu:.1%}",
-            number(rate),
+            count(c.tokens_per_second or c.rows_per_second),
             bar(c.shares, 1.0, CAUSES, plain=plain),
             limit(c),
         )
@@ -172,7 +159,7 @@ def cause(name: str) -> str:
 def heading(plan: Plan) -> Text:
     a = plan.target
     text = Text(f"{a.model} on {a.devices} × {a.device.name}: global batch of {a.batch} rows")
-    text.append(f" of {a.sequence} tokens" if a.sequence else "").append(f", {number(a.flops)}FLOP a row\n")
+    text.append(f" of {a.sequence} tokens" if a.sequence else "").append(f", {si(a.flops, 'FLOP')} a row\n")
     text.append("".join(f"assumed: {x}\n" for x in a.assumed), style="bright_black")
     return text
 
@@ -205,7 +192,7 @@ def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
     for i in range(max(len(memory), len(time))):
         row: list[RenderableType] = []
         for entries, whole, shown, colors in (
-            (memory, c.peak, gb, COLORS),
+            (memory, c.peak, size, COLORS),
             (time, sum(c.priced.spent.values()), seconds, CAUSES),
         ):
             if i < len(entries):
@@ -214,8 +201,7 @@ def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
             else:
                 row += ["", "", ""]
         rows.add_row(*row)
-    rate = f"{number(c.tokens_per_second)} tokens/s" if c.tokens_per_second else f"{number(c.rows_per_second)} rows/s"
     fits = Text("fits", "green") if c.fits else Text("does not fit", "red")
-    line = Text(f"{named(c)}\npeak {gb(c.peak)} of {gb(c.target.usable)}: ").append(fits)
-    line.append(f"; step {seconds(c.step_seconds)}, MFU {c.mfu:.1%}, {rate}, limited by {limit(c)}")
+    line = Text(f"{named(c)}\npeak {size(c.peak)} of {size(c.target.usable)}: ").append(fits)
+    line.append(f"; step {seconds(c.step_seconds)}, MFU {c.mfu:.1%}, {rate(c)}, limited by {limit(c)}")
     return Group(line, rows)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from shardc.artifact.emit import human
 from shardc.ir.program import Program
+from shardc.ir.units import size
 from shardc.runtime import ops
 
 IMPLICIT = "no annotation implies it"
@@ -55,9 +55,9 @@ def comm_rows(program: Program) -> list[Row]:
                 add(c.axes, c.kind, "forward", c.cause, c.bytes, 1 if b.keep else m)
                 add(c.axes, c.kind, "backward", c.cause, c.bytes, 0 if b.keep else m)
     for b in program.buckets:
-        size = sum(math.prod(program.param(n).value.local_shape(program.mesh)) for n in b.params)
+        numbers = sum(math.prod(program.param(n).value.local_shape(program.mesh)) for n in b.params)
         n = program.mesh.size(b.shard) if b.zero else 1
-        padded = -(-size // n) * n
+        padded = -(-numbers // n) * n
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
         ranks = len({rank_of[s] for s in b.stages})
         if b.zero and b.shard in b.axes:
@@ -101,10 +101,10 @@ def comm_table(program: Program) -> str:
         ("axis", "direction", "collective", "a step", "bytes, all stages" if program.axis else "bytes a rank", "cause")
     ]
     for r in rows:
-        lines.append((r.axes, r.direction, r.kind, str(r.count), human(r.bytes), r.cause))
+        lines.append((r.axes, r.direction, r.kind, str(r.count), size(r.bytes), r.cause))
     for axes in dict.fromkeys(r.axes for r in rows):
         same = [r for r in rows if r.axes == axes]
-        lines.append((axes, "", "in all", str(sum(r.count for r in same)), human(sum(r.bytes for r in same)), ""))
+        lines.append((axes, "", "in all", str(sum(r.count for r in same)), size(sum(r.bytes for r in same)), ""))
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     text = []
     for line in lines:

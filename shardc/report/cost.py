@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from shardc.artifact.emit import human
 from shardc.cost import Cost, Memory, RankCost
 from shardc.cost.ledger import KINDS
+from shardc.ir.units import size
 
 #: One colour a kind, from the bottom: kinds that stay between steps, those that grow, those that come and go.
 _FILLS = {
@@ -36,11 +36,11 @@ def table(cost: Cost) -> str:
     and the share of the device's memory; what is offloaded, in the machine's memory or in files, if anything is.
     """
     lines = [["", *(_name(cost, r) for r in cost.ranks)]]
-    lines += [[kind, *(human(r.memory[kind]) for r in cost.ranks)] for kind in _kinds(r.memory for r in cost.ranks)]
-    lines.append(["peak", *(human(r.memory.peak) for r in cost.ranks)])
+    lines += [[kind, *(size(r.memory[kind]) for r in cost.ranks)] for kind in _kinds(r.memory for r in cost.ranks)]
+    lines.append(["peak", *(size(r.memory.peak) for r in cost.ranks)])
     lines.append([f"of {cost.device.name}", *(f"{100 * r.memory.peak / cost.device.memory:.1f} %" for r in cost.ranks)])
     if any(r.memory.host for r in cost.ranks):
-        lines.append(["outside, at most", *(human(r.memory.host) for r in cost.ranks)])
+        lines.append(["outside, at most", *(size(r.memory.host) for r in cost.ranks)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(cost.ranks) + 1)]
     text = [
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
@@ -73,7 +73,7 @@ def svg(cost: Cost) -> str:
     top = max(r.memory.peak for r in cost.ranks) or 1
     kinds = _kinds(r.memory for r in cost.ranks)
     height = 46 + len(cost.ranks) * (high + gap) + 30
-    title = f"live memory of one step: {human(top)} at most"
+    title = f"live memory of one step: {size(top)} at most"
     made = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{height}"'
@@ -101,7 +101,7 @@ def _curve(cost: Cost, r: RankCost, kinds: list[str], left: int, y: int, width: 
     points = r.memory.curve
     made = [
         f'<text x="8" y="{y + 14}">{escape(_name(cost, r))}</text>',
-        f'<text x="8" y="{y + 30}" class="soft">{human(r.memory.peak)}</text>',
+        f'<text x="8" y="{y + 30}" class="soft">{size(r.memory.peak)}</text>',
     ]
     step = width / max(len(points), 1)
     below = [0] * len(points)
@@ -118,7 +118,7 @@ def _curve(cost: Cost, r: RankCost, kinds: list[str], left: int, y: int, width: 
         if at == len(points) or points[at].part != points[begin].part:
             x, wide, part = left + begin * step, (at - begin) * step, points[begin].part
             most = max(points[begin:at], key=lambda p: p.total)
-            title = f"{part}: {human(most.total)}{', ' + most.op if most.op else ''}"
+            title = f"{part}: {size(most.total)}{', ' + most.op if most.op else ''}"
             made.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}"'
                 f' class="part"><title>{escape(title)}</title></rect>'
@@ -138,7 +138,7 @@ def _scale(left: int, y: int, width: int, high: int, top: int) -> list[str]:
         at = y + high - n * high / top
         made.append(
             f'<path d="M{left - 4},{at:.1f}h{width + 4}" class="line"/><text x="{left - 8}" y="{at + 4:.1f}"'
-            f' class="tick">{human(n)}</text>'
+            f' class="tick">{size(n)}</text>'
         )
     return made
 
@@ -151,7 +151,7 @@ def _peak(m: Memory, left: int, y: int, width: int, high: int, top: int) -> list
     x, above = left + (at + 0.5) * width / len(m.curve), y + high * (1 - m.peak / top)
     side = "end" if at > len(m.curve) / 2 else "start"
     label = (
-        f'<text x="{x:.1f}" y="{y - 8}" style="text-anchor:{side}">peak {escape(human(m.peak))}:'
+        f'<text x="{x:.1f}" y="{y - 8}" style="text-anchor:{side}">peak {escape(size(m.peak))}:'
         f" {escape(_where(m))}</text>"
     )
     return [

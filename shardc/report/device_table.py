@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardc.cost.device import MEASURED, Device
+from shardc.ir.units import si, size
 
-HEAD = ("device", "memory", "bf16 flop/s", "memory/s", "link/s in node", "link/s between", "node", "source")
+HEAD = ("device", "memory", "bf16", "memory rate", "link in node", "link between", "node", "source")
 
 
 def device_table(devices: Iterable[Device]) -> str:
@@ -24,5 +25,5 @@ def device_table(devices: Iterable[Device]) -> str:
 
 def _cells(d: Device) -> tuple[str, ...]:
     flops = d.flops.get("bfloat16", min(d.flops.values()))
-    numbers = (f"{n / 1e9:,.4g} G" for n in (d.memory, flops, d.bandwidth, d.within.bandwidth, d.between.bandwidth))
-    return (d.name, *numbers, str(d.node), d.source)
+    rates = (f"{size(n)}/s" for n in (d.bandwidth, d.within.bandwidth, d.between.bandwidth))
+    return (d.name, size(d.memory), si(flops, "FLOP/s"), *rates, str(d.node), d.source)

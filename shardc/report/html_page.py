@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from shardc.artifact import emit
+from shardc.ir import units
 from shardc.ir.program import Program
 from shardc.report.comm import comm_rows
 from shardc.report.timeline import svg, timeline
@@ -39,7 +40,7 @@ def html(program: Program) -> str:
             "<h2>Collectives of one training step, on one rank</h2>",
             _comms(program),
             _schedule(program),
-            f"<details><summary>{emit.plural(len(program.params), 'parameter')}</summary>{_params(program)}</details>",
+            f"<details><summary>{units.plural(len(program.params), 'parameter')}</summary>{_params(program)}</details>",
             "<h2>Program</h2><pre>",
             "\n".join(map(_line, emit.text(program).splitlines())),
             "</pre></body></html>\n",
@@ -48,7 +49,7 @@ def html(program: Program) -> str:
 
 
 def _comms(program: Program) -> str:
-    rows = [(r.axes, r.direction, r.kind, str(r.count), emit.human(r.bytes), r.cause) for r in comm_rows(program)]
+    rows = [(r.axes, r.direction, r.kind, str(r.count), units.size(r.bytes), r.cause) for r in comm_rows(program)]
     return (
         _table(("axis", "direction", "collective", "a step", "bytes a rank", "cause"), rows, (3, 4))
         if rows
@@ -68,7 +69,7 @@ def _params(program: Program) -> str:
             (
                 " = ".join((p.fqn, *p.aliases)),
                 str(p.value),
-                emit.human(p.value.nbytes(program.mesh)),
+                units.size(p.value.nbytes(program.mesh)),
                 "+".join(p.reduce),
                 bucket,
             )

@@ -14,10 +14,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from shardc.artifact.emit import plural
 from shardc.ir.graph import values_of
 from shardc.ir.program import Program, Value
 from shardc.ir.types import OUTSIDE_DOMAIN
+from shardc.ir.units import plural, size
 from shardc.runtime.rng import Rng
 from shardc.verify.random_batch import random_inputs, random_state
 from shardc.verify.reference import interpret, reach
@@ -77,7 +77,7 @@ def verify(program: Program, *, seed: int = 0) -> Report:
     if need > there:
         finding = Finding(
             program.meta.get("model", "program"),
-            f"the check needs about {need / 2**30:.1f} GiB, this machine has {there / 2**30:.1f} free",
+            f"the check needs about {size(need)}, this machine has {size(there)} free",
             "verify a smaller batch or fewer layers of the same model: rules and spec are the same",
         )
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)

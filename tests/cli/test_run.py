@@ -185,7 +185,7 @@ def test_lines_come_by_time(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     lines = StepLines(1000, sys.stdout, None, append=False)
-    line = {"loss": 1.0, "grad_norm": 0.0, "lr": None, "tokens_per_second": 1.0, "memory_mb": 1.0}
+    line = {"loss": 1.0, "grad_norm": 0.0, "lr": None, "samples_per_second": 1.0, "memory_mb": 1.0}
     for step in range(1, 1001):
         clock[0] += 0.5
         lines.add({"step": step, **line})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import doctest
 
-from shardc.ir import layers, mesh
+from shardc.ir import layers, mesh, units
 
 
 def test_examples_of_the_docstrings() -> None:
-    for module in (layers, mesh):
+    for module in (layers, mesh, units):
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed

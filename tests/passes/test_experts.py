@@ -485,7 +485,7 @@ def test_step_line() -> None:
         "loss": 1.0,
         "grad_norm": 1.0,
         "lr": None,
-        "tokens_per_second": 1.0,
+        "samples_per_second": 1.0,
         "memory_mb": 1.0,
         "experts": [dataclasses.asdict(load)],
     }
