@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from shardc.folding import fold
+
 
 class ShardcError(Exception):
     """A mistake in the input, or several of them.
@@ -26,9 +28,13 @@ class ShardcError(Exception):
 
     def __str__(self) -> str:
         if self.errors != (self,):
-            return "\n".join(str(e) for e in self.errors)
+            return "\n".join(self.texts())
         head = f"{self.where}: {self.what}" if self.where else self.what
         return f"{head}\n  fix: {self.fix}" if self.fix else head
+
+    def texts(self) -> list[str]:
+        """The single errors as text, those that differ only in the numbers of layers as one."""
+        return fold(str(e) for e in self.errors) if self.errors != (self,) else [str(self)]
 
     def to_json(self) -> list[dict[str, str]]:
         """The single errors as plain values: where, what, fix."""

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
+from shardc.folding import note_lines
 from shardc.ir.graph import source_of
 from shardc.ir.placement import show
 from shardc.ir.program import Bucket, Buffer, Collective, Input, OffloadPlaces, Param, Program, Region, Source, Value
@@ -124,7 +125,7 @@ def _head(program: Program) -> Iterator[str]:
     mine = sum(p.value.nbytes(mesh) for p in program.params)
     count = sum(math.prod(p.shape) for p in program.params)
     yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {size(whole)}; {size(mine)} a rank"
-    yield from (f"# note: {plain(n)}" for n in program.notes)
+    yield from (f"# {line}" for line in note_lines(map(plain, program.notes)))
     if program.meta.get("shard"):
         yield "# shard: what `use` came to, as entries of a spec"
         yield from (f"# {plain(line)}" for line in program.meta["shard"])

@@ -60,8 +60,8 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
     except ShardcError as e:
         if debug:
             traceback.print_exc()
-        for one in e.errors:
-            print_error(one)
+        for text in e.texts():
+            print_error(text)
         if as_json:
             show(json.dumps({"errors": e.to_json()}))
         raise typer.Exit(2) from None
@@ -70,9 +70,9 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
         raise typer.Exit(130) from None
 
 
-def print_error(error: ShardcError) -> None:
+def print_error(text: str) -> None:
     console.print("[bold red]error[/] ", end="")
-    console.print(str(error), markup=False)
+    console.print(text, markup=False)
 
 
 def is_artifact(source: str) -> bool:

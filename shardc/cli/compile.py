@@ -62,6 +62,7 @@ def command(
 
 def _summary(program: Program) -> str:
     """Sizes, the entries of `shard:` that `use:` stands for, and notes."""
+    from shardc.folding import note_lines
     from shardc.ir.units import size
     from shardc.report import comm_rows
 
@@ -75,4 +76,4 @@ def _summary(program: Program) -> str:
     ]
     if entries := program.meta.get("shard"):
         lines += ["shard:  # what `use` came to", *entries]
-    return "\n".join([*lines, *(f"note: {n}" for n in program.notes)])
+    return "\n".join([*lines, *note_lines(program.notes)])

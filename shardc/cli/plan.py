@@ -95,7 +95,8 @@ def command(
             if output and fits:
                 show(f"written to {output}")
         if failure:
-            print_error(failure)
+            for text in failure.texts():
+                print_error(text)
     raise typer.Exit(0 if fits else 1)
 
 

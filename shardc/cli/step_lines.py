@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
+from shardc.folding import note_lines
 from shardc.ir.program import Program
 from shardc.ir.units import count, per_second, plural, size
 from shardc.runtime.zero.optimizer_list import class_of
@@ -37,7 +38,7 @@ def header(program: Program, engine: Any, data: str, steps: int) -> str:
         f" {size(held)} of parameters on rank 0",
         f"{_optimizer(engine.optimizer)}; {parts}{begun}",
         f"data: {data}",
-        *(f"note: {note}" for note in program.notes),
+        *note_lines(program.notes),
     ]
     return "\n".join(lines)
 

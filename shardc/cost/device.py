@@ -21,6 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardc.errors import Errors, ShardcError
+from shardc.ir.patterns import nearest
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -162,6 +163,12 @@ def device(name: str | Path | Device) -> Device:
         raise AssertionError from e
 
 
+def _did_you_mean(name: str) -> str:
+    """A name that goes on as this one does ("h100"), or else the nearest."""
+    close = next((n for n in names() if n.startswith(name.lower())), "") or nearest(name, names())
+    return f"did you mean {close!r}? " if close else ""
+
+
 def _text(name: str | Path) -> tuple[str, str]:
     """(the YAML text of a device, the file's name for errors)."""
     path = Path(name)
@@ -183,6 +190,6 @@ def _text(name: str | Path) -> tuple[str, str]:
         raise ShardcError(
             f"there is no device {str(name)!r}",
             where="device",
-            fix=f"name one of {', '.join([*names(), *MEASURED])}, or a YAML file",
+            fix=_did_you_mean(str(name)) + f"name one of {', '.join([*names(), *MEASURED])}, or a YAML file",
         )
     return resources.files("shardc.cost").joinpath("devices", f"{name}.yaml").read_text(), f"{name}.yaml"

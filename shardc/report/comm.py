@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from shardc.folding import note_lines
 from shardc.ir.program import Program
 from shardc.ir.units import size
 from shardc.runtime import ops
@@ -110,5 +111,5 @@ def comm_table(program: Program) -> str:
     for line in lines:
         cells = [c.rjust(w) if i in (3, 4) else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False))]
         text.append("  ".join([*cells, line[5]]).rstrip())
-    notes = [f"note: {n}" for n in program.notes] if any(r.cause == IMPLICIT for r in rows) else []
+    notes = note_lines(program.notes) if any(r.cause == IMPLICIT for r in rows) else []
     return "\n".join([text[0], "-" * len(text[0]), *text[1:], *notes])

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from shardc.errors import Errors
 from shardc.ir.patterns import nearest
 from shardc.spec.form import Form
+from shardc.spec.others import ours
 from shardc.spec.yaml_reader import Document, Path, dotted, flow, reach, say, scalar, without
 
 Details = Any  # pydantic_core.ErrorDetails: type, loc, msg, input, ctx
@@ -81,7 +82,11 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
     if kind == "extra_forbidden":
         known = [n for n, f in section.model_fields.items() if not f.validation_alias]
         inside = f" in `{dotted(path[:-1])}`" if len(path) > 1 else ""
-        return f"unknown {'key' if inside else 'section'} {say(path[-1])}{inside}", _did_you_mean(path[-1], known)
+        what = f"unknown {'key' if inside else 'section'} {say(path[-1])}{inside}"
+        homes = [name for name, f in Form.model_fields.items() if path[-1] in _keys(f.annotation)]
+        if homes and not nearest(str(path[-1]), known):
+            return what, f"it is a key of {' and of '.join(f'`{h}`' for h in homes)}"
+        return what, _did_you_mean(path[-1], known, key=True)
     if kind == "missing":
         missing = str(details["loc"][-1])
         if missing == "shardc":
@@ -134,8 +139,11 @@ def _typed(kind: str, got: Any, field: Field) -> str:
     return f"e.g. {_example(field)}"
 
 
-def _did_you_mean(got: object, known: list[str], also: str = "") -> str:
-    close = nearest(got, known) if isinstance(got, str) else ""
+def _did_you_mean(got: object, known: list[str], also: str = "", *, key: bool = False) -> str:
+    here = ours(got, key=key)
+    if " " in here:  # more than a word
+        return here if here.startswith("no") else f"here that is {here}"
+    close = here if here in known else nearest(got, known) if isinstance(got, str) else ""
     every = ", ".join(known) + (f", {also}" if also else "")
     if not close:
         return f"one of {every}"
@@ -158,6 +166,12 @@ def _grammar(loc: tuple[str | int, ...]) -> tuple[Field, type[BaseModel]]:
                 field, section = (name, info), _section(info.annotation) or section
                 break
     return field, section
+
+
+def _keys(annotation: Any) -> list[str]:
+    """The keys of a section."""
+    section = _section(annotation)
+    return [n for n, f in section.model_fields.items() if not f.validation_alias] if section else []
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

@@ -13,6 +13,8 @@ import pytest
 from shardc.errors import ShardcError
 from shardc.spec import Spec
 from shardc.spec.check import UNBUILT
+from shardc.spec.form import DTYPES, STYLES, Form
+from shardc.spec.others import KEYS, VALUES, ours
 from shardc.spec.yaml_reader import dotted
 
 HEAD = "shardc: 1\nmesh: {dp: 2, tp: 2}\n"  # wrong specs go on in line 3
@@ -344,3 +346,39 @@ def test_wrong_file(tmp_path: Path) -> None:
         Spec.load(tmp_path)
     with pytest.raises(ShardcError, match="a spec is a path, a dict or a Spec, not a int"):
         Spec.load(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("shard: {a: colwise}\n", "did you mean 'column'?"),
+        ("shard: {a: RowwiseParallel}\n", "did you mean 'row'?"),
+        ("shard: {a: VocabParallelEmbedding}\n", "did you mean 'vocab'?"),
+        ("shard: {a: sequence_parallel}\n", "activations:"),
+        ("sequence_parallel: true\n", "activations:"),
+        ("precision: {compute: float8}\n", "no format of 8 bits"),
+        ("precision: {compute: bf16}\n", "did you mean 'bfloat16'?"),
+        ("fp16: {enabled: true}\n", "precision:"),
+        ("zero_optimization: {stage: 3}\n", "`data: {zero: N}`"),
+        ("fsdp: full_shard\n", "`data: {zero: 3}`"),
+        ("tensor_model_parallel_size: 2\n", "`mesh: {tp: N}`"),
+        ("pipeline_parallel_degree: 2\n", "`pipeline: {axis: pp, stages: N}`"),
+        ("gradient_accumulation_steps: 2\n", "`batch: {microbatches: N}`"),
+        ("activation_checkpointing: full\n", "`checkpoint:"),
+        ("pipeline: {axis: dp, schedule: ZBVZeroBubble}\n", "did you mean 'zb-v'?"),
+        ("data: {stage: 3}\n", "`data: {zero: N}`"),
+        ("data: {microbatches: 3}\n", "it is a key of `batch`"),
+        ("zero: 3\n", "it is a key of `data`"),
+    ],
+)
+def test_words_of_other_libraries_get_a_hint_at_ours(text: str, fix: str) -> None:
+    assert fix in errors_of(HEAD + text)[0].fix
+
+
+def test_the_table_of_others_words_names_ours() -> None:
+    """No word of ours is in it as a foreign one, and what it says is ours can be read."""
+    for key, table in ((True, KEYS), (False, VALUES)):
+        for words in table:
+            assert all(ours(word.strip().replace(" ", "_"), key=key) for word in words.split(","))
+    assert not any(ours(name, key=True) for name in Form.model_fields if name not in ("precision",))
+    assert not any(ours(word, key=False) for word in (*STYLES, *DTYPES) if word not in ("float32", "float16"))
