@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.distributed.distributed_c10d import _world  # how many process groups there are: part of the next one's name
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -300,6 +301,13 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """
     real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
     return list(torch._foreach_norm(real, 2, dtype=dtype))
+
+
+def process_groups() -> int:
+    """How many process groups this process is in: torch makes the name of a group that only its own ranks make from
+    it, so that ranks which count differently would wait for each other under different names.
+    """
+    return len(_world.pg_names)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.agreement import Fact, check, hashed
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
+from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
+from shardc.torch_private import process_groups
 
 # torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,15 +26,15 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or di
 
 class TorchMesh(RankMesh):
     """A rank of torch.distributed's world. Process groups are made for every set of axes that a program names, on all
-    ranks alike.
+    ranks alike: one call for each set, however many groups it has.
 
     layout: the mesh; its size must be the world's. axes: the sets of axes to make groups for (single axes always are).
     lines: axes along which ranks send to each other. Each gets a group for either direction: NCCL carries out what two
     ranks send each other in one group one after the other, and both would wait if each sent first.
-    device: "cuda" (NCCL) or "cpu" (gloo); default: what the process group that exists already runs on, else cuda where
-    every process of this machine has a GPU of its own. Joins the world that torchrun (or `shardc run`) describes in the
-    environment, unless a process group exists already. Raises ShardcError if the world has another number of ranks than
-    the mesh.
+    device: "cuda" (NCCL), "cuda:1" or "cpu" (gloo); default: see shardc.runtime.mesh.local_device. timeout: after which
+    a collective that some rank does not join is an error; default: torch's, 10 minutes with NCCL, 30 with gloo. Joins
+    the world that torchrun (or `shardc run`) describes in the environment, unless a process group exists already.
+    Raises ShardcError if the world has another number of ranks than the mesh, or ranks would share a GPU.
     """
 
     def __init__(
@@ -41,54 +44,79 @@ class TorchMesh(RankMesh):
         *,
         lines: Iterable[str] = (),
         device: torch.device | str | None = None,
+        timeout: timedelta | None = None,
         record: bool = False,
     ) -> None:
-        kind = torch.device(device).type if device is not None else _device_type()
-        here = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
-        if kind == "cuda":
+        here = local_device(device)
+        if here.type == "cuda":
             torch.cuda.set_device(here)
         else:
             keep_freed()  # offloading, which is made later, sets it otherwise
         self.owner = False
         if not dist.is_initialized() and (layout.world > 1 or "RANK" in os.environ):
             _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=here if kind == "cuda" else None)
+            _join(here, timeout)
             self.owner = True
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         _check_world(layout, world)
         super().__init__(layout, rank, here, record)
+        self._timeout = timeout
         self._groups: dict[frozenset[str], Any] = {}
         self._made: set[frozenset[str]] = set()  # also those that this rank is not in
         # of gloo, also beside NCCL: what is agreed on the host does not wait for the device
-        self._host = dist.new_group(backend="gloo") if world > 1 and kind == "cuda" else None
+        separate_host = world > 1 and here.type == "cuda"
+        self._host = dist.new_group(backend="gloo", timeout=timeout, group_desc="host") if separate_host else None
         check(self, [Fact("the mesh", hashed(layout.axes), fix="start all ranks with the same spec and --mesh")])
         self.add_groups([layout.names, *((n,) for n in layout.names), *axes])
-        self._lines: dict[tuple[str, bool], Any] = {}
-        for axis in lines:
-            for upwards in (True, False):
-                for ranks in dict.fromkeys(layout.group(r, (axis,)) for r in range(layout.world)):
-                    group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-                    if rank in ranks:
-                        self._lines[axis, upwards] = group
+        self._lines = {
+            (axis, upwards): self._new_group(layout.groups((axis,)), f"{axis} {'up' if upwards else 'down'}")
+            for axis in lines
+            for upwards in (True, False)
+        }
 
     def add_groups(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make the process groups for more sets of axes. Collective where there are any to make."""
         wanted = {self._split(s) for s in axes} - self._made
         self._made |= wanted
         for names in sorted(wanted, key=sorted):
-            if names:
-                self._make(names)
+            if not names:
+                continue
+            ordered = [n for n in (*self.layout.names, *sorted(names)) if n in names]
+            group = self._new_group(self.layout.groups(names), "+".join(dict.fromkeys(ordered)))
+            if group is not None:
+                self._groups[names] = group
 
     def _split(self, axes: Iterable[str]) -> frozenset[str]:
         return frozenset(part for a in axes for part in self.layout.parts(a) if self.layout.size(part) > 1)
 
-    def _make(self, names: frozenset[str]) -> None:
-        # new_group is collective: every rank makes all groups, also those it is not in, in one order
-        sets = (self.layout.group(r, names) for r in range(self.layout.world) if self.layout.on(r, names))
-        for ranks in dict.fromkeys(sets):
-            group = dist.group.WORLD if len(ranks) == self.layout.world else dist.new_group(list(ranks))
-            if self.rank in ranks:
-                self._groups[names] = group
+    def _new_group(self, groups: list[tuple[int, ...]], name: str) -> Any:
+        """This rank's of `groups`, which are of one size and share no rank; None if it is in none, or alone.
+
+        name: what logs of NCCL and torch's flight recorder call it. NCCL splits its world once for all of them
+        (ncclCommSplit); with other backends only a group's own ranks meet.
+        Collective over the world.
+        """
+        if len(groups[0]) == self.layout.world:
+            return dist.group.WORLD
+        if len(groups[0]) == 1:
+            return None
+        mine = next((ranks for ranks in groups if self.rank in ranks), None)
+        world: Any = dist.group.WORLD
+        if self.device.type == "cuda" and world.bound_device_id is not None and backend_of("cuda") == "nccl":
+            lists = [list(ranks) for ranks in groups]
+            group = dist.split_group(split_ranks=lists, timeout=self._timeout, group_desc=name)
+        elif self._same_on_all_ranks(process_groups()):
+            # torch names the group after how many this process has: a rank that is in none makes one of itself
+            own = mine or (self.rank,)
+            group = dist.new_group(list(own), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
+        else:
+            made = [dist.new_group(list(ranks), timeout=self._timeout, group_desc=name) for ranks in groups]
+            group = next((g for g, ranks in zip(made, groups, strict=True) if ranks == mine), None)
+        return group if mine else None
+
+    def _same_on_all_ranks(self, number: int) -> bool:
+        total, squares = self.sum_on_host([number, number * number])
+        return self.layout.world * squares == total * total
 
     def _group(self, axes: Iterable[str]) -> Any:
         names = self._split(axes)
@@ -102,7 +130,8 @@ class TorchMesh(RankMesh):
 
     def _sum_on_host(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self._host)
-        return x
+        # a fake backend sends nothing: its ranks are all like this one
+        return x * self.layout.world if backend_of("cpu") == "fake" else x
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
         return Work(dist.all_reduce(flat, group=self._group(axes), async_op=True))
@@ -178,11 +207,19 @@ class TorchMesh(RankMesh):
             self.owner = False
 
 
-def _device_type() -> str:
-    if dist.is_initialized():
-        return "cuda" if "nccl" in dist.get_backend() else "cpu"
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return "cuda" if enough else "cpu"
+def _join(here: torch.device, timeout: timedelta | None) -> None:
+    """Enter the world that the environment describes. Raises ShardcError if another process of this machine has the
+    same GPU: NCCL would say so minutes later, or wait.
+    """
+    if here.type != "cuda":
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    store, rank, world = next(dist.rendezvous("env://"))
+    share_no_gpu(store, rank, here)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # whom others wait for goes first; splits too
+    dist.init_process_group(
+        "nccl", store=store, rank=rank, world_size=world, timeout=timeout, pg_options=options, device_id=here
+    )
 
 
 def _check_world(layout: Mesh, world: int) -> None:

@@ -1,0 +1,89 @@
+"""Which device of its machine a rank uses: the right one, or an error; never the CPU beside GPUs without a word."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from shardc.errors import ShardcError
+
+
+def local_device(device: torch.device | str | None = None) -> torch.device:
+    """The device of this process.
+
+    device: "cpu", "cuda" or "cuda:1"; None: CUDA where this process sees a GPU and its world, if it has joined one, can
+    use it; else the CPU. Which GPU: the one that is named; the only one that is visible (Slurm's --gpus-per-task=1
+    gives each task its own); else the one whose number is LOCAL_RANK. Raises ShardcError if there is no such GPU, if
+    this machine runs more ranks than it has GPUs, or if the process group cannot send tensors of the device.
+    """
+    wanted = torch.device(device) if device is not None else torch.device(_default_type())
+    if wanted.type == "cuda":
+        wanted = torch.device("cuda", _gpu(wanted.index))
+    if dist.is_initialized() and backend_of(wanted.type) == "":
+        raise ShardcError(
+            f"torch.distributed's process group has no backend for {wanted.type} tensors: it has {_backends()}",
+            fix='call init_process_group() without a backend, or with "cpu:gloo,cuda:nccl"',
+        )
+    return wanted
+
+
+def backend_of(device_type: str) -> str:
+    """The backend of torch.distributed's world for tensors of a device: "nccl", "gloo", "fake", ...; "" if none."""
+    return _backends().get(device_type, "")
+
+
+def share_no_gpu(store: dist.Store, rank: int, here: torch.device) -> None:
+    """Raises ShardcError if another process of this machine uses the GPU `here`, on all processes that do.
+
+    store: that all ranks of the world share. Each looks at the processes of its own machine only.
+    """
+    first = rank - int(os.environ.get("LOCAL_RANK", 0))
+    beside = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    mine = str(torch.cuda.get_device_properties(here).uuid)  # CUDA_VISIBLE_DEVICES may differ between ranks
+    store.set(f"shardc/gpu/{rank}", mine)
+    same = [r for r in beside if store.get(f"shardc/gpu/{r}").decode() == mine]
+    if len(same) > 1:
+        raise ShardcError(
+            f"ranks {', '.join(map(str, same))} use the same GPU ({here}, {mine})",
+            fix="start one process for each GPU: torchrun --nproc-per-node=gpu, srun --gpus-per-task=1",
+        )
+
+
+def _default_type() -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    if dist.is_initialized() and backend_of("cuda") in ("", "gloo"):
+        warnings.warn(
+            "shardc: CUDA is there but not used: the process group sends over gloo. For GPUs call"
+            " init_process_group() without a backend, or let shardc join the world",
+            stacklevel=4,
+        )
+        return "cpu"
+    return "cuda"
+
+
+def _gpu(index: int | None) -> int:
+    """Which of the visible GPUs."""
+    visible = torch.cuda.device_count()
+    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if index is None and visible > 1 and local_world > visible:
+        raise ShardcError(
+            f"this machine runs {local_world} ranks, but has {visible} GPUs",
+            fix=f"start {visible} processes here, or train on the CPU: CUDA_VISIBLE_DEVICES=''",
+        )
+    chosen = index if index is not None else 0 if visible == 1 else local_rank
+    if chosen >= visible:
+        raise ShardcError(
+            f"there is no GPU {chosen}: this process sees {visible or 'none'}",
+            fix="name a GPU that CUDA_VISIBLE_DEVICES leaves visible, or device='cpu'",
+        )
+    return chosen
+
+
+def _backends() -> dict[str, str]:
+    """{device type: backend} of the world, also where it was made without naming a backend."""
+    config = dist.get_backend_config()  # "cpu:gloo,cuda:nccl", or the name of one backend
+    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
