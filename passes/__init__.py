@@ -12,7 +12,6 @@ from shardc.passes.annotate import Annotate
 from shardc.passes.base import Options, Pass
 from shardc.passes.canonical import Canonical
 from shardc.passes.canonical.grouped_mm import GroupedMM
-from shardc.passes.checkpoint import Checkpoint
 from shardc.passes.expert_capacity import Capacity
 from shardc.passes.gradient_buckets import GradientBuckets
 from shardc.passes.match_layouts import MatchLayouts
@@ -20,6 +19,7 @@ from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
 from shardc.passes.place import Place
 from shardc.passes.precision import Precision
+from shardc.passes.recompute import Recompute
 from shardc.passes.stack_experts import StackExperts
 from shardc.passes.unknown_ops import UnknownOps
 from shardc.passes.unused_axes import UnusedAxes
@@ -54,7 +54,7 @@ PIPELINE = (
     Stage("partition", Partition, "conversions between placements become collectives, and sizes those of one rank"),
     Stage("accumulate", Accumulate, "microbatches are an axis up to here; what follows sees one microbatch"),
     Stage("pipeline", Pipeline, "cuts where few bytes cross, and these are known once sizes are local"),
-    Stage("checkpoint", Checkpoint, "a region is part of one stage, and its budget counts bytes of one rank"),
+    Stage("recompute", Recompute, "a region is part of one stage, and its budget counts bytes of one rank"),
     Stage("match_layouts", MatchLayouts, "gives the buckets that the next pass would otherwise make"),
     Stage("buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),
     Stage("unused_axes", UnusedAxes, "only now is every axis seen that something uses"),

@@ -38,13 +38,9 @@ FORMS = (
 )
 
 
-def _module(node: fx.Node) -> str:
-    return source_of(node).module
-
-
 def _enclosing(node: fx.Node) -> list[str]:
     """The modules that an op is in, the model ("") first."""
-    return ["", *enclosing(_module(node))]
+    return ["", *enclosing(source_of(node).module)]
 
 
 def _named(module: str) -> str:
@@ -105,7 +101,7 @@ class Experts:
                     if (i, str(size)) not in reported:
                         reported.add((i, str(size)))
                         errors.add(
-                            f"the {size} experts of {_named(_module(user))} do not divide by {entry.axis}={n}",
+                            f"the {size} experts of {_named(source_of(user).module)} do not divide by {entry.axis}={n}",
                             where=self.where(i, "axis"),
                             fix=f"{rank_counts(entry.axis, size, n)}, or set `uneven: pad`",
                         )
@@ -142,7 +138,7 @@ class Experts:
         aliases = self.program.module_aliases
         nodes = list(calls(self.program.graph))
         modules = list(dict.fromkeys(m for n in nodes for m in _enclosing(n)))
-        holding = {_module(n): _enclosing(n) for n in nodes if n.target is ops.experts}
+        holding = {source_of(n).module: _enclosing(n) for n in nodes if n.target is ops.experts}
         for i, e in enumerate(self.spec.experts):
             if i in used:
                 continue
@@ -150,8 +146,8 @@ class Experts:
             stacked = [n for j, n in self.ops() if j == i]
             if stacked:
                 what = (
-                    f"the experts of {_named(_module(stacked[0]))} are put together from several parameters, which"
-                    " cannot be spread"
+                    f"the experts of {_named(source_of(stacked[0]).module)} are put together from several"
+                    " parameters, which cannot be spread"
                 )
                 fix = "store them as one parameter [experts, m, hidden] and one [experts, hidden, i]"
             elif any(matches(e.match, m, aliases) for around in holding.values() for m in around):

@@ -156,8 +156,8 @@ def _story(group: SplitGroup) -> str:
     reads = (
         u for key in group.entries if needs_sum_grad(values_of(key[0])[key[1]]) for u, _ in uses(key) if u in group.ops
     )
-    ins = dict.fromkeys(_module(u) for u in reads)
-    outs = dict.fromkeys(_module(node) for node, _ in group.exits)
+    ins = dict.fromkeys(source_of(u).module or u.name for u in reads)
+    outs = dict.fromkeys(source_of(node).module or node.name for node, _ in group.exits)
     return f"{_few(ins, 'input')} -> {_few(outs, 'loss')}"
 
 
@@ -171,7 +171,3 @@ def _few(names: Iterable[str], none: str) -> str:
         last = lasts[0] if len(lasts) == 1 else "{" + ",".join(lasts) + "}"
         return (f"{parent}.{last}" if parent else last) + (", ..." if len(groups) > 1 else "")
     return none
-
-
-def _module(node: fx.Node) -> str:
-    return str(node.meta["source"].module or node.name)

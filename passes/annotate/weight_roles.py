@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from shardc.ir.graph import source_of
 from shardc.ir.placement import Shard
 from shardc.passes.annotate.propagate_split import uses
 from shardc.rules import registry
@@ -15,9 +16,16 @@ from shardc.rules.calls import call_of
 from shardc.rules.choices import Choices
 from shardc.rules.experts import DOWN
 from shardc.runtime import ops
+from shardc.spec import Style
 
 aten = torch.ops.aten
-ROLES = {"column": ("out", "bias"), "row": ("in", "rows"), "vocab": ("rows", "out", "bias")}
+#: The roles of a dim that a style splits: the first that the weight has.
+ROLES: dict[Style, tuple[str, ...]] = {
+    "column": ("out", "bias"),
+    "row": ("in", "rows"),
+    "vocab": ("rows", "out", "bias"),
+    "replicate": (),
+}
 
 
 def role_of(node: fx.Node, dim: int, module: str = "") -> str:
@@ -26,7 +34,7 @@ def role_of(node: fx.Node, dim: int, module: str = "") -> str:
     "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked
     up), or "". module: for a tied weight, the module whose op counts if there is one.
     """
-    for user, i in sorted(uses((node, 0)), key=lambda use: not module or _module(use[0]) != module):
+    for user, i in sorted(uses((node, 0)), key=lambda use: not module or source_of(use[0]).module != module):
         if user.op != "call_function" or registry.find(user.target) is None:
             continue
         rule = registry.find(user.target)
@@ -62,10 +70,6 @@ def role_of(node: fx.Node, dim: int, module: str = "") -> str:
     return ""
 
 
-def _module(user: fx.Node) -> str:
-    return str(getattr(user.meta.get("source"), "module", ""))
-
-
 def fused_parts(node: fx.Node, dim: int) -> int:
     """Into how many fused parts a parameter's dim falls that have to be split each: 2 for experts' gate and up."""
     for user, i in uses((node, 0)):
@@ -81,7 +85,7 @@ def fused_parts(node: fx.Node, dim: int) -> int:
     return 1
 
 
-def dim_for_style(node: fx.Node, style: str, module: str = "") -> int | None:
+def dim_for_style(node: fx.Node, style: Style, module: str = "") -> int | None:
     """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word has no meaning for
     it.
 

@@ -8,7 +8,9 @@ three forms in which programs call the ops:
     ops.all_gather(x, mesh, "tp", 0, 3, ())      one axis, and the digit of a dim that is cut or joined
 
 `dim`, `split`, `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding, blocks: what the whole
-dim lacks of its padded size (0 where another axis still splits it).
+dim lacks of its padded size (0 where another axis still splits it). Uneven parts are padded, so that collectives see
+equal ones: `widen` before a dim is cut, `trim` after it is joined. How much is decided at compile time
+(shardc.passes.annotate.padding); where padding would be counted, the program calls `ops.fill_padding` first.
 """
 
 from __future__ import annotations

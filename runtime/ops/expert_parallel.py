@@ -1,8 +1,8 @@
 """Experts: every token is sent to the few experts that a router chose for it, and gets the weighted sum of what they
-make
-    of it.
+make of it.
 
-    order, counts = experts_route(index, ...)       which (token, choice) pairs go where, sorted by rank and expert; counts are exchanged
+    order, counts = experts_route(index, ...)       which (token, choice) pairs go where, sorted by rank and expert;
+                                                    counts are exchanged
     rows = experts_send(x, order, counts, ...)      all_to_all of just these rows; they come sorted by expert
     made = experts_apply(rows, counts, up, ...)     grouped products over the experts that are here
     back = experts_return(made, counts, ...)        all_to_all back
@@ -13,15 +13,17 @@ it on one device. How many rows a rank gets depends on the router; nothing is pa
 is exact for any routing.
 
     x        f[t, h]            tokens
-    index    i64[t, k]          experts of each token, 0 .. e-1; a choice outside of that gives nothing (a dropped token)
+    index    i64[t, k]          experts of each token, 0 .. e-1; a choice outside of that gives nothing (a dropped
+                                token)
     weights  f[t, k]            of the choices
     up       f[e, m, h]         first product of each expert; transposed: f[e, h, m]. m: what the activation takes apart
     down     f[e, h, i]         second one; transposed: f[e, i, h]
     order    i64[n]             the pairs t * k + choice that go anywhere, sorted by where they go
-    counts   i64[2, ranks, e']  rows that are sent to, and received from, every rank, by the experts there / here; on the CPU
+    counts   i64[2, ranks, e']  rows that are sent to, and received from, every rank, by the experts there / here; on
+                                the CPU
 
 After Lepikhin et al. 2020, "GShard"; dropless as in Gale et al. 2022, "MegaBlocks".
-"""  # noqa: E501 (a table)
+"""
 
 from __future__ import annotations
 

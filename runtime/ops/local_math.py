@@ -195,3 +195,7 @@ def embedding_partial(
         weight, local.masked_fill(~here, 0), padding if mine and padding_idx >= 0 else -1
     )
     return result.masked_fill(~here.unsqueeze(-1), 0)
+
+
+#: Ops that give back their operand, or a view of it, on some ranks, and a new tensor on others.
+UNEQUAL = {fill_padding, select_partial}

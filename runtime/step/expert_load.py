@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.runtime.ops.expert_parallel import experts_route
 from shardc.runtime.step.context import Routing
@@ -52,7 +53,7 @@ class Loads:
                 having = program.mesh.world // (program.mesh.size(program.axis) if program.axis else 1)
                 split = [a for a, _ in index.meta["value"].layout.shards(0)]
                 same = having // math.prod(program.mesh.size(a) for a in split)
-                self.layers.append((node.name, _module(node), _experts(node), same, having))
+                self.layers.append((node.name, source_of(node).module, _experts(node), same, having))
 
     def __call__(self, routings: Sequence[Routing]) -> tuple[Load, ...]:
         """The loads of all layers, in their order, on every rank."""
@@ -77,11 +78,6 @@ class Loads:
             share = none / max(float(each.sum()) + none, 1)
             loads.append(Load(module, tuple(map(round, each.tolist())), share, float(most[i]) / mean if mean else 1.0))
         return tuple(loads)
-
-
-def _module(node: fx.Node) -> str:
-    source = node.meta.get("source")
-    return source.module if source is not None else ""
 
 
 def _experts(node: fx.Node) -> int:

@@ -1,6 +1,6 @@
 """Recomputation: values of a region are not kept for backward, but computed again when backward first needs one.
 
-The program says which ops are in which region, and whose results are kept all the same (shardc.passes.checkpoint). At
+The program says which ops are in which region, and whose results are kept all the same (shardc.passes.recompute). At
 run time autograd is the one who saves tensors; this file decides, tensor by tensor, what it really holds. A region
 
     h = linear(x, w1)      autograd saves x, w1
@@ -38,14 +38,16 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.program import Program
 from shardc.runtime import ops
+from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.runtime.step.activation_offload import OffloadedTensor, copy_stream
 from shardc.torch_private import outer_hooks
 
 #: Ops whose result may be their operand on some ranks and a new tensor on others: what they save must not start a
 #: recomputation on some ranks only. It is small, and kept.
-BY_RANK = frozenset({ops.fill_padding, ops.select_partial, ops.to_partial, ops.partial_grad_to_partial, ops.first_grad})
+BY_RANK = {getattr(ops, row.op) for row in CONVERSIONS if "first" in (row.forward, row.backward)} | UNEQUAL
 
 #: What was made by an op: (op, part). part -1: its result; 0, 1, ...: that one of several results; -2 - n: the n-th
 #: tensor that it saved for backward and made for itself.

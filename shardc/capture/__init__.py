@@ -19,8 +19,9 @@ from typing import Any
 from torch import nn
 
 from shardc.capture import causes, compare_eager, expert_loops, patches, side_effects
-from shardc.capture.batch import Leaves, keys_of_loss, with_plain_dicts
+from shardc.capture.batch import Leaves, with_plain_dicts
 from shardc.capture.export import export
+from shardc.capture.forward_arguments import keys_of_loss
 from shardc.capture.lift import lift
 from shardc.capture.loss import Loss, LossOf
 from shardc.capture.loss import default_loss as default_loss

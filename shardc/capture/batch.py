@@ -1,12 +1,11 @@
-"""A global batch: its tensors and their paths, and the arguments of forward that it is."""
+"""A global batch: its tensors and their paths. (Which arguments of forward it gives: forward_arguments.py.)"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from shardc.errors import ShardcError
 from shardc.torch_private import pytree
@@ -55,21 +54,3 @@ def with_plain_dicts(batch: Any) -> Any:
     if isinstance(batch, Mapping) and (type(batch) is dict or type(batch) not in pytree.SUPPORTED_NODES):
         return {k: with_plain_dicts(v) for k, v in batch.items()}
     return type(batch)(map(with_plain_dicts, batch)) if type(batch) in (list, tuple) else batch
-
-
-def keys_of_loss(model: nn.Module, batch: Any) -> set[Any]:
-    """The batch's keys that forward does not name: labels, when a function computes the loss."""
-    named = inspect.signature(model.forward).parameters
-    if not isinstance(batch, Mapping) or any(p.kind is p.VAR_KEYWORD for p in named.values()):
-        return set()
-    return {key for key in batch if key not in named}
-
-
-def arguments(model: nn.Module, batch: Any, own_loss: bool) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments of forward that a batch is. A loss is given the whole batch: keys that forward does not name are
-    for it alone.
-    """
-    if isinstance(batch, Mapping):
-        own = keys_of_loss(model, batch) if own_loss else set()
-        return (), {key: x for key, x in batch.items() if key not in own}
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

@@ -14,8 +14,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from shardc.capture import causes, functionalize, inner_autograd, patches, side_effects, transformers
-from shardc.capture.batch import Leaves, arguments
+from shardc.capture.batch import Leaves
 from shardc.capture.data_dependent_values import known_values
+from shardc.capture.forward_arguments import arguments, check_call
 from shardc.capture.loss import Loss, LossOf
 from shardc.capture.tensor_methods import traceable
 from shardc.errors import ShardcError
@@ -64,7 +65,7 @@ def export(
             Exception
         ) as e:  # tracing runs the user's Python, which may raise anything; raised again as what it means
             if isinstance(e, TypeError):
-                patches.check_call(model, *arguments(model, leaves.batch(leaves.tensors), loss is not None))
+                check_call(model, *arguments(model, leaves.batch(leaves.tensors), loss is not None))
             raise causes.of_error(e, leaves.named(reads.inputs)) from e
         if side_effects.random_state() != numbers:
             with mode:

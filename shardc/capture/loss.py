@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardc.capture.batch import Leaves, arguments
+from shardc.capture.batch import Leaves
+from shardc.capture.forward_arguments import arguments
 from shardc.errors import ShardcError
 from shardc.runtime.ops.torch_library import with_gradient_of
 from shardc.torch_private import traced_node

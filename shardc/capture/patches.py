@@ -5,8 +5,7 @@ Patches are context managers, undone when the capture ends, also when it fails.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -57,20 +56,6 @@ def _at(name: str, hooks: list[Callable[..., Any]]) -> str:
     """
     line = source.of_function(hooks[0]).line
     return f"{name} ({line})" if line else name
-
-
-def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise ShardcError, naming forward's line, if it does not take the batch."""
-    forward = inspect.signature(model.forward)
-    try:
-        forward.bind(*args, **kwargs)
-    except TypeError as e:
-        names, keys = ", ".join(forward.parameters), f" (its keys are {', '.join(kwargs)})" if kwargs else ""
-        raise ShardcError(
-            f"the batch does not fit the model's forward({names}): {e}{keys}",
-            where=source.of_function(model.forward).line,
-            fix="a dict gives forward's arguments by name, a tuple by position; a tensor is the first one",
-        ) from None
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def command(
     ] = False,
     diff: Annotated[
         str | None,
-        typer.Option(help="what a pass changed: canonical, annotate, place, partition, ...; any other word lists them"),
+        typer.Option(help="what a pass changed, by its name; `--diff list` lists the passes that ran"),
     ] = None,
     comm: Annotated[bool, typer.Option("--comm", help="collectives of a step by axis and cause")] = False,
     coverage: Annotated[

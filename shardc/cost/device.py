@@ -84,7 +84,8 @@ class Device(_Section):
         """Of one collective among ranks (numbers in the world; neighbours share a node).
 
         nbytes: of the whole tensor, as in shardc.runtime.mesh.CommRecord. The algorithm is a ring: each rank sends
-        (n - 1) / n of it, twice in an all_reduce."""
+        (n - 1) / n of it, twice in an all_reduce. (Placement weighs the same bytes without a device:
+        shardc.passes.place.transfer_cost.)"""
         n = len(ranks)
         if n <= 1:
             return 0.0

@@ -257,7 +257,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Region:
-    """Ops whose results are computed again in backward, so that they need not be kept (shardc.passes.checkpoint,
+    """Ops whose results are computed again in backward, so that they need not be kept (shardc.passes.recompute,
     shardc.runtime.step.recompute).
 
     name: the FQN of the module, with the number of its call after the first ("encoder.layer@2"). parent: name of the

@@ -25,7 +25,7 @@ from shardc.ir.program import Value
 from shardc.ir.types import typed_key
 from shardc.rules import notation, registry
 from shardc.rules.calls import Call, call_of
-from shardc.rules.index import all_whole
+from shardc.rules.forms import all_whole
 from shardc.rules.notation import Signature
 from shardc.rules.registry import Rule
 from shardc.rules.strategy import Strategy, needs_sum_grad

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from shardc.rules.calls import Call
+from shardc.rules.forms import bias_or_not
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.registry import LocalCall, LocalOf, rule
 
@@ -70,10 +71,6 @@ def _flops(call: Call) -> int:
     return 2 * math.prod(call.results[0].shape) * math.prod(call.operands[1].shape[1:])
 
 
-def _linear(call: Call) -> str:
-    return "0 2 | 1 2" if len(call.operands) == 3 else "0 | 1"
-
-
 for _op in (
     aten.conv1d.default,
     aten.conv2d.default,
@@ -82,10 +79,10 @@ for _op in (
     aten.conv2d.padding,
     aten.conv3d.padding,
 ):
-    rule(_op, conv, linear=_linear, added=(2,), flops=_flops, local=local_groups(6))
-rule(aten.convolution.default, conv_general, linear=_linear, added=(2,), flops=_flops, local=local_groups(8, 6))
+    rule(_op, conv, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups(6))
+rule(aten.convolution.default, conv_general, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups(8, 6))
 for _op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input):
-    rule(_op, conv_transpose, linear=_linear, added=(2,), flops=_flops, local=local_groups(6))
+    rule(_op, conv_transpose, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups(6))
 
 
 def pooled(call: Call) -> Signature:

@@ -12,6 +12,7 @@ from torch import fx
 
 from shardc.ir.placement import PARTIAL, REPLICATE, Placement, Shard
 from shardc.rules.calls import Call, Operand
+from shardc.rules.forms import all_whole
 from shardc.rules.notation import Dim, Signature, parse
 from shardc.rules.registry import LocalCall, rule
 from shardc.rules.strategy import Strategy
@@ -112,15 +113,6 @@ def index(call: Call) -> Signature:
 
 
 rule(aten.index.Tensor, index, linear="0")
-
-
-def all_whole(call: Call) -> Signature:
-    """Nothing may be split: every dim is a factor of its own that stays whole."""
-    ins = tuple(tuple((f"i{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands))
-    outs = tuple(tuple((f"o{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.results))
-    sides = (("i", call.operands), ("o", call.results))
-    sizes = {f"{k}{j}_{i}": s for k, vs in sides for j, v in enumerate(vs) for i, s in enumerate(v.shape)}
-    return Signature(ins, outs, sizes, frozenset(), frozenset(sizes))
 
 
 def index_put(call: Call) -> Signature:

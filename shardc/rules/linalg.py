@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from shardc.rules.calls import Call
-from shardc.rules.index import all_whole
+from shardc.rules.forms import all_whole
 from shardc.rules.notation import Dim, Operand, Signature
 from shardc.rules.registry import SignatureOf, rule
 

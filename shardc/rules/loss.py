@@ -13,7 +13,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Collective, Value
 from shardc.rules.calls import Call
-from shardc.rules.index import all_whole
+from shardc.rules.forms import all_whole
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.registry import LocalCall, rule
 from shardc.rules.strategy import Strategy

@@ -9,6 +9,7 @@ import math
 import torch
 
 from shardc.rules.calls import Call
+from shardc.rules.forms import bias_or_not
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.registry import rule
 
@@ -21,11 +22,6 @@ def _flops(call: Call) -> int:
 
 def _flops_bias_first(call: Call) -> int:
     return 2 * math.prod(call.results[0].shape) * call.operands[1].shape[-1]
-
-
-def bias_or_not(call: Call) -> str:
-    """Jointly in (input, bias), and in (weight, bias)."""
-    return "0 2 | 1 2" if len(call.operands) == 3 else "0 | 1"
 
 
 rule(aten.linear.default, "... k+, n k+, n -> ... n", linear=bias_or_not, added=(2,), flops=_flops)

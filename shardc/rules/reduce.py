@@ -10,10 +10,9 @@ import torch
 from torch import fx
 
 from shardc.rules.calls import Call
-from shardc.rules.index import all_whole
+from shardc.rules.forms import all_whole, every_operand, whole_dims
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.registry import LocalCall, find, rule
-from shardc.rules.views import every_operand, whole_dims
 from shardc.runtime import ops
 
 aten = torch.ops.aten

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.ir.placement import PARTIAL, Placement, Shard
 from shardc.rules.calls import Call
+from shardc.rules.forms import every_operand, names_of, signature_of, sizes_of, whole_dims
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.pointwise import local_size
 from shardc.rules.registry import LocalCall, rule
@@ -18,24 +18,6 @@ from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 
 aten = torch.ops.aten
-
-
-def _names(ndim: int, prefix: str = "d") -> list[Dim]:
-    return [(f"{prefix}{i}",) for i in range(ndim)]
-
-
-def _signature(
-    call: Call,
-    inputs: Sequence[Sequence[Dim]],
-    outputs: Sequence[Sequence[Dim]],
-    sizes: dict[str, int],
-    whole: Iterable[str] = (),
-) -> Signature:
-    return Signature(tuple(map(tuple, inputs)), tuple(map(tuple, outputs)), sizes, frozenset(), frozenset(whole))
-
-
-def _sizes(shape: Sequence[int]) -> dict[str, int]:
-    return {f"d{i}": s for i, s in enumerate(shape)}
 
 
 # --- reshape ----------------------------------------------------------------------------------------------------------
@@ -106,7 +88,7 @@ def walk(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim], 
 
 def reshape(call: Call) -> Signature:
     old, new, sizes, whole = walk(call.operands[0].shape, call.results[0].shape)
-    return _signature(call, [old], [new], sizes, whole)
+    return signature_of(call, [old], [new], sizes, whole)
 
 
 def local_reshape(call: LocalCall) -> fx.Node:
@@ -136,8 +118,8 @@ for _op in (
 
 def _permuted(call: Call, order: Sequence[int]) -> Signature:
     x = call.operands[0].shape
-    names = _names(len(x))
-    return _signature(call, [names], [[names[d] for d in order]], _sizes(x))
+    names = names_of(len(x))
+    return signature_of(call, [names], [[names[d] for d in order]], sizes_of(x))
 
 
 def permute(call: Call) -> Signature:
@@ -168,11 +150,11 @@ def expand(call: Call) -> Signature:
     """New and stretched dims are factors that the operand lacks."""
     x, out = call.operands[0].shape, call.results[0].shape
     skip = len(out) - len(x)
-    return _signature(
+    return signature_of(
         call,
         [[(f"d{skip + i}",) if s == out[skip + i] else () for i, s in enumerate(x)]],
-        [_names(len(out))],
-        _sizes(out),
+        [names_of(len(out))],
+        sizes_of(out),
     )
 
 
@@ -188,7 +170,7 @@ def repeat(call: Call) -> Signature:
     out = [
         tuple(f for f in ((f"r{i}",) if t > 1 else ()) + ((f"d{i}",) if i >= skip else ())) for i, t in enumerate(times)
     ]
-    return _signature(call, [_names(len(times))[skip:]], [out], sizes)
+    return signature_of(call, [names_of(len(times))[skip:]], [out], sizes)
 
 
 def local_repeat(call: LocalCall) -> fx.Node:
@@ -204,12 +186,12 @@ rule(aten.repeat.default, repeat, linear="0", local=local_repeat)
 def repeat_interleave(call: Call) -> Signature:
     x, dim = call.operands[0].shape, call.arg(2, "dim")
     if dim is None or not isinstance(call.arg(1, "repeats"), int):
-        return _signature(
-            call, [_names(len(x))], [[("o",)]], {**_sizes(x), "o": call.results[0].shape[0]}, {*_sizes(x), "o"}
+        return signature_of(
+            call, [names_of(len(x))], [[("o",)]], {**sizes_of(x), "o": call.results[0].shape[0]}, {*sizes_of(x), "o"}
         )
-    d, out = call.dim(dim), _names(len(x))
+    d, out = call.dim(dim), names_of(len(x))
     out[d] = (f"d{d}", "r")
-    return _signature(call, [_names(len(x))], [out], {**_sizes(x), "r": call.arg(1, "repeats")})
+    return signature_of(call, [names_of(len(x))], [out], {**sizes_of(x), "r": call.arg(1, "repeats")})
 
 
 def local_repeat_interleave(call: LocalCall) -> fx.Node:
@@ -225,34 +207,15 @@ rule(aten.repeat_interleave.self_int, repeat_interleave, linear="0", local=local
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def whole_dims(*dims_of: tuple[int, str, Any]) -> Any:
-    """A rule for one operand and results of the same rank, whose dims named by (position, name, default) stay whole."""
-
-    def some_dims_whole(call: Call) -> Signature:
-        x = call.operands[0].shape
-        whole: set[int] = set()
-        for position, name, default in dims_of if x else ():
-            d = call.arg(position, name, default)
-            whole |= {call.dim(i) for i in ([d] if isinstance(d, int) else d or range(len(x)))}
-        names = _names(len(x))
-        own = [(f"o{i}",) if i in whole else n for i, n in enumerate(names)]
-        sizes = _sizes(x) | {f"o{i}": call.results[0].shape[i] for i in whole}
-        return _signature(
-            call, [names], [own for _ in call.results], sizes, {f"d{i}" for i in whole} | {f"o{i}" for i in whole}
-        )
-
-    return some_dims_whole
-
-
 def cut(call: Call) -> Signature:
     """x[a:b:c] along a dim: whole, unless the slice takes everything."""
     x, d = call.operands[0].shape, call.dim(call.arg(1, "dim", 0))
-    names = _names(len(x))
+    names = names_of(len(x))
     if call.results[0].shape == x and call.arg(4, "step", 1) == 1:
-        return _signature(call, [names], [names], _sizes(x))
+        return signature_of(call, [names], [names], sizes_of(x))
     out = list(names)
     out[d] = ("o",)
-    return _signature(call, [names], [out], {**_sizes(x), "o": call.results[0].shape[d]}, {f"d{d}", "o"})
+    return signature_of(call, [names], [out], {**sizes_of(x), "o": call.results[0].shape[d]}, {f"d{d}", "o"})
 
 
 def local_cut(call: LocalCall) -> fx.Node:
@@ -269,8 +232,8 @@ rule(aten.roll.default, whole_dims((2, "dims", None)), linear="0")
 
 def select(call: Call) -> Signature:
     x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
-    names = _names(len(x))
-    return _signature(call, [names], [names[:d] + names[d + 1 :]], _sizes(x), {f"d{d}"})
+    names = names_of(len(x))
+    return signature_of(call, [names], [names[:d] + names[d + 1 :]], sizes_of(x), {f"d{d}"})
 
 
 def by_owner(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
@@ -302,8 +265,8 @@ def local_select(call: LocalCall) -> fx.Node:
 
 def unbind(call: Call) -> Signature:
     x, d = call.operands[0].shape, call.dim(call.arg(1, "dim", 0))
-    names = _names(len(x))
-    return _signature(call, [names], [names[:d] + names[d + 1 :] for _ in call.results], _sizes(x), {f"d{d}"})
+    names = names_of(len(x))
+    return signature_of(call, [names], [names[:d] + names[d + 1 :] for _ in call.results], sizes_of(x), {f"d{d}"})
 
 
 rule(aten.select.int, select, linear="0", local=local_select, extra=by_owner)
@@ -314,10 +277,10 @@ def pad(call: Call) -> Signature:
     x, amounts = call.operands[0].shape, call.arg(1, "pad")
     last = len(x) - 1
     touched = {last - i // 2 for i, a in enumerate(amounts) if a}
-    names = _names(len(x))
+    names = names_of(len(x))
     out = [(f"o{i}",) if i in touched else n for i, n in enumerate(names)]
-    sizes = _sizes(x) | {f"o{i}": call.results[0].shape[i] for i in touched}
-    return _signature(call, [names], [out], sizes, {f"{k}{i}" for i in touched for k in "do"})
+    sizes = sizes_of(x) | {f"o{i}": call.results[0].shape[i] for i in touched}
+    return signature_of(call, [names], [out], sizes, {f"{k}{i}" for i in touched for k in "do"})
 
 
 rule(aten.constant_pad_nd.default, pad, linear=lambda c: "0" if c.arg(2, "value", 0) == 0 else "")
@@ -327,15 +290,15 @@ rule(aten.pad.default, pad, linear=lambda c: "" if c.arg(3, "value") else "0")
 def split(call: Call) -> Signature:
     """Equal parts: the dim is (parts, part) and a digit inside a part survives. Unequal parts: see `by_sections`."""
     x, d = call.operands[0].shape, _split_dim(call)
-    names, parts = _names(len(x)), [r.shape[d] for r in call.results]
-    sizes = _sizes(x)
+    names, parts = names_of(len(x)), [r.shape[d] for r in call.results]
+    sizes = sizes_of(x)
     if len(set(parts)) == 1:
         sizes |= {"k": len(parts), "c": parts[0]}
         inside: list[Dim] = [*names[:d], ("k", "c"), *names[d + 1 :]]
-        return _signature(call, [inside], [[*names[:d], ("c",), *names[d + 1 :]] for _ in parts], sizes, {"k"})
+        return signature_of(call, [inside], [[*names[:d], ("c",), *names[d + 1 :]] for _ in parts], sizes, {"k"})
     sizes |= {f"c{i}": p for i, p in enumerate(parts)}
     outs = [[*names[:d], (f"c{i}",), *names[d + 1 :]] for i in range(len(parts))]
-    return _signature(call, [names], outs, sizes, {f"d{d}", *(f"c{i}" for i in range(len(parts)))})
+    return signature_of(call, [names], outs, sizes, {f"d{d}", *(f"c{i}" for i in range(len(parts)))})
 
 
 def _split_dim(call: Call) -> int:
@@ -371,12 +334,14 @@ def cat(call: Call) -> Signature:
         else call.arg(1, "dim", 0) % len(call.results[0].shape)
     )
     out = call.results[0].shape
-    names = _names(len(out))
+    names = names_of(len(out))
     parts = [v.shape[d] if len(v.shape) == len(out) else 0 for v in call.operands]
     full = [p for p in parts if p]
     same = len(set(full)) == 1
     sizes = (
-        _sizes(out) | ({"k": len(full), "c": full[0]} if same else {f"c{i}": p for i, p in enumerate(parts)}) | {"z": 0}
+        sizes_of(out)
+        | ({"k": len(full), "c": full[0]} if same else {f"c{i}": p for i, p in enumerate(parts)})
+        | {"z": 0}
     )
     own: list[Dim] = [("z",) if p == 0 else ("c",) if same else (f"c{i}",) for i, p in enumerate(parts)]
     ins = [
@@ -384,18 +349,14 @@ def cat(call: Call) -> Signature:
         for o, v in zip(own, call.operands, strict=True)
     ]
     result: list[Dim] = [*names[:d], ("k", "c") if same else (f"d{d}",), *names[d + 1 :]]
-    return _signature(call, ins, [result], sizes, {"k", "z"} if same else {f"d{d}", *(f for (f,) in own)})
+    return signature_of(call, ins, [result], sizes, {"k", "z"} if same else {f"d{d}", *(f for (f,) in own)})
 
 
 def stack(call: Call) -> Signature:
     out = call.results[0].shape
     d = call.arg(1, "dim", 0) % len(out)
-    names = _names(len(out))
-    return _signature(call, [names[:d] + names[d + 1 :] for _ in call.operands], [names], _sizes(out), {f"d{d}"})
-
-
-def every_operand(call: Call) -> str:
-    return " ".join(str(i) for i in range(len(call.operands)))
+    names = names_of(len(out))
+    return signature_of(call, [names[:d] + names[d + 1 :] for _ in call.operands], [names], sizes_of(out), {f"d{d}"})
 
 
 rule(aten.cat.default, cat, linear=every_operand)
@@ -404,7 +365,7 @@ rule(aten.stack.default, stack, linear=every_operand)
 
 def last_two_whole(call: Call) -> Signature:
     x = call.operands[0].shape
-    return _signature(call, [_names(len(x))], [_names(len(x))], _sizes(x), {f"d{len(x) - 1}", f"d{len(x) - 2}"})
+    return signature_of(call, [names_of(len(x))], [names_of(len(x))], sizes_of(x), {f"d{len(x) - 1}", f"d{len(x) - 2}"})
 
 
 rule(aten.tril.default, last_two_whole, linear="0")
@@ -415,9 +376,9 @@ def diagonal(call: Call) -> Signature:
     """x.diagonal(offset, dim1, dim2): both dims stay whole and become one, the last."""
     x, y = call.operands[0].shape, call.results[0].shape
     a, b = call.dim(call.arg(2, "dim1", 0)), call.dim(call.arg(3, "dim2", 1))
-    names = _names(len(x))
+    names = names_of(len(x))
     out = [*(n for i, n in enumerate(names) if i not in (a, b)), ("o",)]
-    return _signature(call, [names], [out], {**_sizes(x), "o": y[-1]}, {f"d{a}", f"d{b}", "o"})
+    return signature_of(call, [names], [out], {**sizes_of(x), "o": y[-1]}, {f"d{a}", f"d{b}", "o"})
 
 
 rule(aten.diagonal.default, diagonal, linear="0")
@@ -427,10 +388,10 @@ def diag_embed(call: Call) -> Signature:
     """The last dim becomes two, which stay whole."""
     x, y = call.operands[0].shape, call.results[0].shape
     a, b = (call.arg(i, n, d) % len(y) for i, n, d in ((2, "dim1", -2), (3, "dim2", -1)))
-    names, rest = _names(len(x)), iter(_names(len(x) - 1))
+    names, rest = names_of(len(x)), iter(names_of(len(x) - 1))
     out: list[Dim] = [(f"o{i}",) if i in (a, b) else next(rest) for i in range(len(y))]
-    sizes = _sizes(x) | {f"o{i}": y[i] for i in (a, b)}
-    return _signature(call, [names], [out], sizes, {f"d{len(x) - 1}", f"o{a}", f"o{b}"})
+    sizes = sizes_of(x) | {f"o{i}": y[i] for i in (a, b)}
+    return signature_of(call, [names], [out], sizes, {f"d{len(x) - 1}", f"o{a}", f"o{b}"})
 
 
 rule(aten.diag_embed.default, diag_embed, linear="0")
@@ -439,9 +400,9 @@ rule(aten.diag_embed.default, diag_embed, linear="0")
 def unfold(call: Call) -> Signature:
     """x.unfold(dim, size, step): windows along a dim, their elements in a new last dim."""
     x, y, d = call.operands[0].shape, call.results[0].shape, call.dim(call.arg(1, "dimension"))
-    names = _names(len(x))
+    names = names_of(len(x))
     out = [*names[:d], ("o",), *names[d + 1 :], ("w",)]
-    return _signature(call, [names], [out], {**_sizes(x), "o": y[d], "w": y[-1]}, {f"d{d}", "o", "w"})
+    return signature_of(call, [names], [out], {**sizes_of(x), "o": y[d], "w": y[-1]}, {f"d{d}", "o", "w"})
 
 
 rule(aten.unfold.default, unfold, linear="0")

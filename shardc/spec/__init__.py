@@ -21,7 +21,20 @@ from shardc.ir.patterns import nearest
 from shardc.spec import yaml_reader
 from shardc.spec.check import Check, data_axes, refuse_unbuilt, resolve_mesh
 from shardc.spec.explain import check_form
-from shardc.spec.form import Batch, Checkpoint, Data, DimShard, Expert, Form, Pipeline, Precision, Section, Sequence
+from shardc.spec.form import (
+    Batch,
+    Checkpoint,
+    Data,
+    DimShard,
+    Expert,
+    Form,
+    Pipeline,
+    Precision,
+    Section,
+    Sequence,
+    Style,
+    Use,
+)
 from shardc.spec.yaml_reader import Document, Places, say
 
 __all__ = [
@@ -36,9 +49,8 @@ __all__ = [
     "Sequence",
     "ShardRule",
     "Spec",
+    "Style",
 ]
-
-Style = Literal["column", "row", "vocab", "replicate"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ class Spec:
     mesh: Mesh
     batch: Batch = field(default_factory=Batch)
     shard: tuple[ShardRule, ...] = ()
-    shard_use: Literal["model", "structure"] | None = None
+    shard_use: Use | None = None
     shard_axis: str = "tp"
     activations: tuple[ActivationRule, ...] = ()
     sequence: Sequence | None = None

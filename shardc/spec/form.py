@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -28,9 +28,12 @@ from shardc.ir.patterns import faults
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.yaml_reader import say
 
-STYLES = ("column", "row", "vocab", "replicate")
+#: What a weight may be said to be; `shardc.passes.annotate.weight_roles` says which dim each of them splits.
+Style = Literal["column", "row", "vocab", "replicate"]
+STYLES = get_args(Style)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-USES = ("model", "structure")
+Use = Literal["model", "structure"]
+USES = get_args(Use)
 
 
 class Section(BaseModel):
@@ -214,7 +217,7 @@ def _rule(value: Any) -> Any:
 class RuleForm(Section):
     """How one pattern's weights are split: by a style word, or by dims. (No key of a spec begins with a space.)"""
 
-    style: Literal["column", "row", "vocab", "replicate"] | None = Field(default=None, examples=["column"])
+    style: Style | None = Field(default=None, examples=["column"])
     axis: Axis | None = Field(default=None, examples=["tp"])
     dims: Dims | None = Field(default=None, validation_alias=" dims")
 
@@ -248,7 +251,7 @@ def _use(value: Any) -> Any:
 class UseForm(Section):
     """Where the weights' splits come from: the plan that the model carries, or the structure of its graph."""
 
-    plan: Literal["model", "structure"] = Field(examples=["model"])
+    plan: Use = Field(examples=["model"])
     axis: Axis | None = Field(default=None, examples=["tp"])
 
 

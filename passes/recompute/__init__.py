@@ -1,4 +1,7 @@
-"""Checkpoint: which activations backward computes again instead of keeping them (`checkpoint:`), and which are kept.
+"""Recomputation: which activations backward computes again instead of keeping them, and which are kept.
+
+The spec calls it `checkpoint:`, as torch does (activation checkpointing). Checkpoints that are files are saved by
+shardc.runtime.state.
 
     before   h = layer_norm(x, w)            h.0.ln_1        autograd keeps x, w
              q = linear(h, w2)               h.0.attn.qkv    ... h, w2
@@ -34,9 +37,10 @@ from shardc.ir.program import Collective, Program, Region
 from shardc.ir.types import op_name
 from shardc.ir.units import size
 from shardc.passes.base import Pass
-from shardc.passes.checkpoint.autograd_saves import Saved, SavedOf
+from shardc.passes.recompute.autograd_saves import Saved, SavedOf
 from shardc.rules import registry
 from shardc.runtime import ops
+from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.spec import Checkpoint as Entry
 
 #: A mask takes hashing its indices: so many times its size in 32-bit numbers read and written.
@@ -75,7 +79,7 @@ def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Checkpoint(Pass):
+class Recompute(Pass):
     """Puts the regions of the spec's `checkpoint` into the stages' graphs."""
 
     def applies(self, program: Program) -> bool:
@@ -406,4 +410,4 @@ class _Choice:
     def _solid(self, n: fx.Node) -> bool:
         """Is an op's result always a tensor of its own, on every rank? Views are for free."""
         views = self.graph.saved[n].views if n in self.graph.saved else (0,)
-        return n.target not in (ops.fill_padding, ops.select_partial) and all(viewed < 0 for viewed in views)
+        return n.target not in UNEQUAL and all(viewed < 0 for viewed in views)

@@ -22,10 +22,12 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.program import Program, Value
 from shardc.rules.calls import Call, Operand, call_of
 from shardc.runtime import ops
+from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.torch_private import DATA_DEPENDENT, FakeTensorMode, OpOverload
 
 Stride = tuple[int, ...] | None
@@ -79,16 +81,7 @@ _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     ),
 }
 #: Those whose result is their operand, seen differently, on some rank at least.
-_VIEWS = (
-    ops.sum_grad,
-    ops.first_grad,
-    ops.shard,
-    ops.shard_partial_grad,
-    ops.to_partial,
-    ops.partial_grad_to_partial,
-    ops.fill_padding,
-    ops.select_partial,
-)
+_VIEWS = {getattr(ops, row.op) for row in CONVERSIONS if row.forward in ("slice", "first", "identity")} | UNEQUAL
 #: Those that are plain torch inside.
 _PLAIN = (ops.nll, ops.batch_stat, ops.partial_mean)
 
