@@ -162,7 +162,7 @@ def mlp(spec: str) -> str:
     with inside(ROOT):
         gpt = module("gpt")
         program = shardc.compile(gpt.model(), gpt.batch(), f"specs/{spec}.yaml", prove=False)
-    lines = str(program).splitlines()
+    lines = program.text(full=True).splitlines()
     begin = next(i for i, line in enumerate(lines) if "# blocks.0.norm2 " in line)
     end = next(i for i, line in enumerate(lines) if "# blocks.1" in line)
     kept = [line.strip() for line in lines[begin:end] if not line.strip().startswith(("#", "del "))]

@@ -190,4 +190,4 @@ def written(program: Program) -> None:
     assert program.cost().memory.peak > 0
     with tempfile.TemporaryDirectory() as folder:
         program.save(folder)
-        assert str(shardc.load(folder)) == str(program)
+        assert shardc.load(folder).text(full=True) == program.text(full=True)

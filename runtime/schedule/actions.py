@@ -124,6 +124,9 @@ class Schedule:
     def ranks(self) -> int:
         return len(self.actions)
 
+    def __repr__(self) -> str:
+        return f"<Schedule {self.name}: {self.sizes}>"
+
     @property
     def sizes(self) -> str:
         counts = (self.stages, "stage", "s"), (self.ranks, "rank", "s"), (self.microbatches, "microbatch", "es")

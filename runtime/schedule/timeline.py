@@ -54,6 +54,9 @@ class Timeline:
     slots: tuple[tuple[Slot, ...], ...]
     live: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return f"<Timeline of {self.schedule!r}: bubble {100 * self.bubble():.1f} %>"
+
     @property
     def end(self) -> float:
         return max((each[-1].end for each in self.slots if each), default=0.0)

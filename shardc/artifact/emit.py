@@ -16,12 +16,14 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardc.artifact.fold import NOTHING, Folded
 from shardc.errors import ShardcError
 from shardc.folding import note_lines
 from shardc.ir.graph import source_of
@@ -40,8 +42,12 @@ aten = torch.ops.aten
 RESERVED = {"ops", "aten"}
 
 
-def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
+def function(
+    graph: fx.Graph, program: Program, name: str = "forward", left_out: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """One graph as the text of a Python function.
+
+    left_out: nodes that are not shown, with the line in their place ("": none), as in `shardc.artifact.fold`.
 
     Raises ShardcError where a name of the model hides one that the text needs, TypeError for an argument with no
     written form."""
@@ -49,6 +55,9 @@ def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
     lines = [f"def {name}("]
     for node in graph.nodes:
         if node.op == "placeholder":
+            if node.name in left_out:
+                lines += _in_place(left_out[node.name], "    # ")
+                continue
             x = about.get(node.name)
             if node.name in RESERVED:
                 fix = "rename it in the model: programs call their ops by that name"
@@ -68,6 +77,8 @@ def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
     for node in graph.nodes:
         if node.op == "output":
             lines.append(f"    return {_arg(node.args[0])}")
+        elif node.name in left_out and node.op == "call_function":
+            lines += _in_place(left_out[node.name], "    # ")
         elif node.op == "call_function":
             source = source_of(node)
             if source != source_said:
@@ -79,6 +90,11 @@ def function(graph: fx.Graph, program: Program, name: str = "forward") -> str:
             if node in last:
                 lines.append(f"    del {', '.join(last[node])}")
     return "\n".join(lines) + "\n"
+
+
+def _in_place(note: str, indent: str = "# ") -> list[str]:
+    """The line for what is left out."""
+    return [f"{indent}{note}"] if note else []
 
 
 def what_is(x: Param | Buffer | Input) -> str:
@@ -93,18 +109,23 @@ def module(graph: fx.Graph, program: Program, doc: str) -> str:
     return f'"""{doc}"""\n\n{HEADER}\n\n{function(graph, program)}'
 
 
-def text(program: Program) -> str:
+def text(program: Program, folded: Folded = NOTHING) -> str:
     """The whole program: what it is, how everything is stored, what is reduced, and what every rank runs."""
-    lines = [*_head(program), ""]
+    lines = [*_head(program, folded), ""]
     if program.stages:
         often = f", {program.microbatches} times a step" if program.microbatches > 1 else ""
         if program.prologue is not None:
             lines += [f"# counts: what every rank adds up over the {program.microbatches} microbatches first"]
             lines += [function(program.prologue.graph, program, program.prologue.name)]
         for i, stage in enumerate(program.stages):
-            lines += [f"# {stage.name}: what {who(program, i)} runs{often}", function(stage.graph, program, stage.name)]
+            if i in folded.stages:
+                lines += [f"{line}\n" for line in _in_place(folded.stages[i])]
+                continue
+            code = function(stage.graph, program, stage.name, folded.nodes.get(stage.name, {}))
+            lines += [f"# {stage.name}: what {who(program, i)} runs{often}", code]
     else:
-        lines += ["# the model as one device runs it", function(program.graph, program, "single")]
+        code = function(program.graph, program, "single", folded.nodes.get("single", {}))
+        lines += ["# the model as one device runs it", code]
     return "\n".join(lines)
 
 
@@ -117,30 +138,37 @@ def who(program: Program, stage: int) -> str:
     )
 
 
-def _head(program: Program) -> Iterator[str]:
+def _head(program: Program, folded: Folded) -> Iterator[str]:
     mesh = program.mesh
     stages = f", {plural(len(program.stages), 'stage')}" if program.stages else ""
     yield f"# {program.meta.get('model', 'program')} on {mesh}: {plural(mesh.world, 'rank')}{stages}"
-    whole = sum(p.value.nbytes() for p in program.params)
-    mine = sum(p.value.nbytes(mesh) for p in program.params)
+    total = sum(p.value.nbytes() for p in program.params)
+    mine = f"{size(program.parameter_bytes())} {'on the rank with most' if program.axis else 'a rank'}"
     count = sum(math.prod(p.shape) for p in program.params)
-    yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {size(whole)}; {size(mine)} a rank"
+    yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {size(total)}; {mine}"
     yield from (f"# {line}" for line in note_lines(map(plain, program.notes)))
     if program.meta.get("shard"):
         yield "# shard: what `use` came to, as entries of a spec"
         yield from (f"# {plain(line)}" for line in program.meta["shard"])
     yield from _offload(program.offload)
     yield "# parameters: name, type, axes its gradient is summed over, bucket"
-    yield from (f"#   {param_text(p)}" for p in program.params)
+    for p in program.params:
+        yield from _in_place(folded.params[p.name], "#   ") if p.name in folded.params else [f"#   {param_text(p)}"]
     if program.buffers:
         yield "# buffers: name, type"
         yield from (f"#   {buffer_text(b)}" for b in program.buffers)
     yield "# inputs: place in the batch, type"
     yield from (f"#   {what_is(i)}  {i.value}" for i in program.inputs)
-    yield from (f"# region {plain(r.name)}: {region_head(r)}" for r in program.regions)
+    for i, r in enumerate(program.regions):
+        whole = [f"# region {plain(r.name)}: {region_head(r)}"]
+        yield from _in_place(folded.regions[i]) if i in folded.regions else whole
     for i, b in enumerate(program.buckets):
-        yield f"# bucket {i}: {bucket_text(b, program)}"
-    for e in program.edges:
+        whole = [f"# bucket {i}: {bucket_text(b, program)}"]
+        yield from _in_place(folded.buckets[i]) if i in folded.buckets else whole
+    for i, e in enumerate(program.edges):
+        if i in folded.edges:
+            yield from _in_place(folded.edges[i])
+            continue
         nbytes = size(sum(v.nbytes(program.mesh) for v in e.values))
         yield f"# stage{e.source} -> stage{e.target}: {', '.join(e.names)}, {nbytes} a microbatch"
 

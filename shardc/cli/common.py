@@ -36,6 +36,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on s
 BatchOption = Annotated[int | None, typer.Option(help="batch size of an hf: model's example batch")]
 SeqOption = Annotated[int | None, typer.Option(help="sequence length of an hf: model's example batch")]
 TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
+FullOption = Annotated[bool, typer.Option("--full", help="show every layer: those that are equal are folded")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
 Show = Callable[[str], None]

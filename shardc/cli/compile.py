@@ -11,6 +11,7 @@ import typer
 from shardc.cli.common import (
     BatchOption,
     DebugOption,
+    FullOption,
     JsonOption,
     MeshOption,
     SeqOption,
@@ -38,6 +39,7 @@ def command(
     ] = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
+    full: FullOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -57,22 +59,23 @@ def command(
         elif output:
             show(f"{_summary(program)}\nwritten to {output}")
         else:
-            show(str(program))
+            show(program.text(full=full))
 
 
 def _summary(program: Program) -> str:
     """Sizes, the entries of `shard:` that `use:` stands for, and notes."""
     from shardc.folding import note_lines
     from shardc.ir.units import size
-    from shardc.report import comm_rows
+    from shardc.report.comm import bytes_sent
 
     total = sum(p.value.nbytes() for p in program.params)
-    per_rank = sum(p.value.nbytes(program.mesh) for p in program.params)
-    sent = sum(r.bytes for r in comm_rows(program))
+    mine, sent = program.parameter_bytes(), bytes_sent(program)
+    a_rank = "on the rank with most" if program.axis else "a rank"
+    step = "a step on the rank with most" if program.axis else "a step and rank"
     lines = [
         f"{program.meta.get('model')} on {program.mesh}: {program.mesh.world} ranks, compiled in"
         f" {program.meta.get('compile_seconds')} s",
-        f"parameters {size(total)}, {size(per_rank)} a rank; collectives of {size(sent)} a step and rank",
+        f"parameters {size(total)}, {size(mine)} {a_rank}; collectives of {size(sent)} {step}",
     ]
     if entries := program.meta.get("shard"):
         lines += ["shard:  # what `use` came to", *entries]

@@ -13,6 +13,7 @@ import typer
 from shardc.cli.common import (
     BatchOption,
     DebugOption,
+    FullOption,
     JsonOption,
     MeshOption,
     SeqOption,
@@ -67,6 +68,7 @@ def command(
     batch: BatchOption = None,
     seq: SeqOption = None,
     trust: TrustOption = False,
+    full: FullOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -82,6 +84,7 @@ def command(
             return
         from shardc import report
         from shardc.artifact import emit
+        from shardc.artifact.fold import fold
 
         one_device = before and spec is None and not is_artifact(model)
         dump = Path(folder) if diff else None
@@ -92,7 +95,7 @@ def command(
             last = len(program.stages) - 1
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"name one of stages 0 to {last}")
         if html:
-            html.write_text(report.html(program))
+            html.write_text(report.html(program, full=full), encoding="utf-8")
         if schedule:
             _schedule(program, svg, as_json, show)
         elif memory:
@@ -102,15 +105,17 @@ def command(
         elif diff:
             show(_difference(Path(folder), diff, model))
         elif before:
-            show(report.before(program))
+            show(report.before(program, full=full))
         elif comm:
             show(report.comm_table(program))
         elif stage is not None:
-            show(emit.function(program.stages[stage].graph, program, program.stages[stage].name))
+            one = program.stages[stage]
+            left_out = {} if full else fold(program).nodes[one.name]
+            show(emit.function(one.graph, program, one.name, left_out))
         elif html:
             show(f"written to {html}")
         else:
-            show(str(program))
+            show(program.text(full=full))
 
 
 def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:

@@ -23,6 +23,7 @@ from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.ledger import Ledger, Part, Sent, Storage, Waited
 from shardc.ir.graph import copy_graph
 from shardc.ir.program import Buffer, Input, Param, Program, Stage
+from shardc.ir.units import plural
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action
 from shardc.runtime.step import param_groups
@@ -54,6 +55,9 @@ class DryRun:
     actions: tuple[tuple[Action, Part], ...]
     after: Part
     update: Part
+
+    def __repr__(self) -> str:
+        return f"<DryRun of rank {self.rank}: {plural(len(self.actions), 'action')}>"
 
 
 def dry_run(

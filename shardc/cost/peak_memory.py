@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from shardc.cost.dry_run import RESIDENT, DryRun
 from shardc.cost.ledger import HOST, KINDS, Part
+from shardc.ir.units import size
 from shardc.runtime.schedule import Action
 
 #: Points that a curve is drawn with, at most.
@@ -41,6 +42,10 @@ class Memory:
     resident: Mapping[str, int]
     curve: tuple[Point, ...] = field(repr=False, default=())
     host: int = 0
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{kind} {size(n)}" for kind, n in sorted(self.kinds.items(), key=lambda x: -x[1]))
+        return f"<Memory: peak {size(self.peak)} at {self.part}, {self.op}: {kinds}>"
 
     @property
     def peak(self) -> int:

@@ -15,6 +15,8 @@ from shardc.cost.ledger import Part
 from shardc.cost.peak_memory import Memory, memory, parts
 from shardc.cost.symbolic import Symbolic, symbolic
 from shardc.ir.program import Program
+from shardc.ir.units import seconds as duration
+from shardc.ir.units import si, size
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule
 from shardc.runtime.schedule.actions import COMPUTE
@@ -38,6 +40,10 @@ class RankCost:
     seconds: float
     waited: float
 
+    def __repr__(self) -> str:
+        work = f"{si(self.flops, 'FLOP')}, {duration(self.seconds)}"
+        return f"<RankCost of rank {self.rank}: peak {size(self.memory.peak)}, {work}>"
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -54,6 +60,11 @@ class Cost:
     bubble: float
     program: Program = field(repr=False)
     dry_runs: tuple[DryRun, ...] = field(repr=False, default=())
+
+    def __repr__(self) -> str:
+        peak = f"peak {size(self.memory.peak)} of {size(self.device.memory)}{'' if self.fits else ', does not fit'}"
+        ranks = "" if len(self.ranks) == 1 else f", {len(self.ranks)} different ranks"
+        return f"<Cost on {self.device.name}: {peak}; step {duration(self.step_seconds)}{ranks}>"
 
     @property
     def memory(self) -> Memory:

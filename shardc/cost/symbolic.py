@@ -61,6 +61,10 @@ class Symbolic:
     comm: Mapping[tuple[str, str], Expr]
     papers: Symbolic | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{symbol}={n}" for symbol, n in self.sizes.items())
+        return f"<Symbolic in {sizes}: .parameters .gradients .optimizer .activations .flops .comm>"
+
     @property
     def activations(self) -> Expr:
         """What a microbatch keeps for backward."""

@@ -1,10 +1,19 @@
-"""What a module's dotted name says of a repeated layer: "h.3.attn" is in layer 3 of the list "h"."""
+"""What a module's dotted name says of repeated layers: "h.3.attn" is in layer 3 of the list "h"."""
 
 from __future__ import annotations
 
 import re
 
-_LAYER = re.compile(r"(?:(.*?)\.)?(\d+)(?:\.|$)")
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+
+
+def layers_of(module: str) -> list[tuple[str, str]]:
+    """(list of layers, the layer's number) for every list that a module or a parameter is in, outermost first.
+
+    >>> layers_of("h.3.attn.2.weight"), layers_of("0.bias"), layers_of("head")
+    ([('h', '3'), ('h.3.attn', '2')], [('', '0')], [])
+    """
+    return [(module[: max(m.start() - 1, 0)], m[0]) for m in _NUMBER.finditer(module)]
 
 
 def layer_of(module: str) -> tuple[str, str] | None:
@@ -13,5 +22,4 @@ def layer_of(module: str) -> tuple[str, str] | None:
     >>> layer_of("h.3.attn.2.weight"), layer_of("0.bias"), layer_of("head")
     (('h', '3'), ('', '0'), None)
     """
-    m = _LAYER.match(module)
-    return (m[1] or "", m[2]) if m else None
+    return next(iter(layers_of(module)), None)

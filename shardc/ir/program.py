@@ -34,6 +34,7 @@ Metadata: all keys of `node.meta` that passes may rely on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +45,7 @@ from torch import fx
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard, show
+from shardc.ir.units import count, plural
 
 if TYPE_CHECKING:
     from shardc.cost import Cost, Device
@@ -286,6 +288,9 @@ class Stage:
     name: str = "stage0"
     updates: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<Stage {self.name}: {sum(n.op == 'call_function' for n in self.graph.nodes)} ops>"
+
     @property
     def takes(self) -> tuple[str, ...]:
         """The params, buffers and inputs among its placeholders."""
@@ -396,6 +401,16 @@ class Program:
                 return p
         raise KeyError(name)
 
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters that a rank stores, at ZeRO 3 its parts; of a pipeline, the rank that stores most."""
+
+        def part(p: Param) -> float:
+            b = self.bucket(p)
+            return p.value.nbytes(self.mesh) / (self.mesh.size(b.shard) if b is not None and b.zero == 3 else 1)
+
+        ranks = range(self.mesh.size(self.axis)) if self.axis else (0,)
+        return max(round(sum(part(p) for p in self.params if self.has(p, {self.axis: at}))) for at in ranks)
+
     def bucket(self, p: Param) -> Bucket | None:
         """The bucket that a parameter lies in."""
         return self.buckets[p.bucket] if 0 <= p.bucket < len(self.buckets) else None
@@ -466,11 +481,23 @@ class Program:
 
         return ShardedModule(self, model, seed, **options)
 
-    def __str__(self) -> str:
-        """Its typed text: how everything is stored, and what a rank runs, with every collective's cause and bytes."""
-        from shardc.artifact.emit import text
+    def text(self, *, full: bool = False) -> str:
+        """Its typed text: how everything is stored, and what a rank runs, with every collective's cause and bytes.
+        Layers that are equal are shown once, unless `full`.
+        """
+        from shardc.artifact import emit
+        from shardc.artifact.fold import NOTHING, fold
 
-        return text(self)
+        return emit.text(self, NOTHING if full else fold(self))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        stages = plural(len(self.stages), "stage") if self.stages else "captured"
+        numbers = sum(math.prod(p.shape) for p in self.params)
+        kept = f"{plural(len(self.params), 'parameter')} of {count(numbers)} numbers"
+        return f"<Program {self.meta.get('model', '')} on {self.mesh}: {stages}, {kept}; print it for its text>"
 
     def save(self, folder: str | Path) -> None:
         """Write the artifact: readable Python, layouts, manifest; no pickle. `shardc.load` reads it. See

@@ -11,7 +11,7 @@ import torch
 
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
-from shardc.ir.units import size
+from shardc.ir.units import seconds, size
 from shardc.plan.exact import Priced
 from shardc.spec import Spec
 
@@ -34,6 +34,10 @@ class Target:
     usable: float
     assumed: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        rows = f"{self.batch} rows" + (f" of {self.sequence} tokens" if self.sequence else "")
+        return f"<Target: {self.model} on {self.devices} x {self.device.name}, {rows}>"
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -43,6 +47,12 @@ class Candidate:
     priced: Priced
     target: Target
     why: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        from shardc.plan.table import named
+
+        fits = "fits" if self.fits else f"does not fit into {size(self.target.usable)}"
+        return f"<Candidate {named(self)}: step {seconds(self.step_seconds)}, peak {size(self.peak)}, {fits}>"
 
     @property
     def fits(self) -> bool:
@@ -127,6 +137,18 @@ class Plan:
     refused: Mapping[str, str] = field(default_factory=dict)
     answers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        a = self.target
+        best = repr(self.candidates[0]) if self.candidates and self.candidates[0].fits else "nothing fits"
+        priced = f"{self.considered} choices, {len(self.candidates)} priced"
+        return f"<Plan of {a.model} on {a.devices} x {a.device.name}: {priced}; best: {best}>"
+
+    def __str__(self) -> str:
+        """The table of `shardc plan`, without colours."""
+        from shardc.plan.table import plain_table
+
+        return plain_table(self)
 
     @property
     def best(self) -> Candidate:

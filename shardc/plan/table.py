@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -150,6 +151,14 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
         )
     parts: list[RenderableType] = [heading(plan), rows, keys(plan, plain=plain)]
     return Group(*parts)
+
+
+def plain_table(plan: Plan, width: int = 200) -> str:
+    """The table as text without colours."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(table(plan, plain=True))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def cause(name: str) -> str:

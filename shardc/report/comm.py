@@ -28,8 +28,11 @@ class Row:
     bytes: int
 
 
-def comm_rows(program: Program) -> list[Row]:
+def comm_rows(program: Program, at: int | None = None) -> list[Row]:
     """Rows by axes, direction and cause, of a step with all its microbatches; gradient buckets come last in backward.
+
+    at: of a pipeline, the coordinate of the one rank that is counted (what passes between stages counts where it is
+    received); None: one rank of each coordinate, added up.
 
     At ZeRO 3 every bucket is counted as gathered again for backward, which one of biases alone, say, is not.
     """
@@ -43,7 +46,7 @@ def comm_rows(program: Program) -> list[Row]:
     rank_of = program.schedule.placement if program.schedule is not None else (0,)
     sender = {name: rank_of[i] for i, stage in enumerate(program.stages) for name in stage.sends}
     for i, stage in enumerate(program.stages):
-        for node in stage.graph.nodes:
+        for node in stage.graph.nodes if at in (None, rank_of[i]) else ():
             c = node.meta.get("collective")
             if sender.get(node.name) == rank_of[i] and node.op == "placeholder":
                 continue  # from another stage of the same rank
@@ -60,9 +63,10 @@ def comm_rows(program: Program) -> list[Row]:
         n = program.mesh.size(b.shard) if b.zero else 1
         padded = -(-numbers // n) * n
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
-        ranks = len({rank_of[s] for s in b.stages})
+        mine = [s for s in b.stages if at in (None, rank_of[s])]
+        ranks = len({rank_of[s] for s in mine})
         if b.zero and b.shard in b.axes:
-            times = m * len(b.stages) if b.zero == 3 and not b.keep else ranks
+            times = m * len(mine) if b.zero == 3 and not b.keep else ranks
             add((b.shard,), "reduce_scatter", "backward", "gradients, in buckets", padded * b.dtype.itemsize, times)
         if rest:
             add(rest, "all_reduce", "backward", "gradients, in buckets", padded // n * b.dtype.itemsize, ranks)
@@ -72,18 +76,12 @@ def comm_rows(program: Program) -> list[Row]:
     if program.axis and program.mesh.size(program.axis) > 1:
         returned: Any = program.graph.output_node().args[0]
         nbytes = returned[0].meta["value"].dtype.itemsize
-        add(
-            (program.axis,), "all_reduce", "forward", "the loss, to every rank", nbytes, program.mesh.size(program.axis)
-        )
+        ranks = program.mesh.size(program.axis) if at is None else 1
+        add((program.axis,), "all_reduce", "forward", "the loss, to every rank", nbytes, ranks)
         for x in program.buffers:
-            add(
-                (program.axis,),
-                "send_recv",
-                "update",
-                "new values of buffers",
-                x.value.nbytes(program.mesh),
-                len(program.broadcast_of(x)[1]),
-            )
+            receivers = [to for to in program.broadcast_of(x)[1] if at in (None, to)]
+            nbytes = x.value.nbytes(program.mesh)
+            add((program.axis,), "send_recv", "update", "new values of buffers", nbytes, len(receivers))
     rank = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
     rows = [
         Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in sizes_by_row.items()
@@ -113,3 +111,9 @@ def comm_table(program: Program) -> str:
         text.append("  ".join([*cells, line[5]]).rstrip())
     notes = note_lines(program.notes) if any(r.cause == IMPLICIT for r in rows) else []
     return "\n".join([text[0], "-" * len(text[0]), *text[1:], *notes])
+
+
+def bytes_sent(program: Program) -> int:
+    """Bytes of the collectives of a step, of the rank that has most."""
+    ranks = range(program.mesh.size(program.axis)) if program.axis else (None,)
+    return max(sum(r.bytes for r in comm_rows(program, at)) for at in ranks)

@@ -73,6 +73,9 @@ class Coverage:
         """Whether every op can be compiled without `unknown_ops: replicate`."""
         return not any(r.how in ("refused", "no rule") for r in self.rows)
 
+    def __repr__(self) -> str:
+        return f"<Coverage {str(self).partition(chr(10))[0]}>"
+
     def __str__(self) -> str:
         missing = sum(r.how in ("refused", "no rule") for r in self.rows)
         lines = [

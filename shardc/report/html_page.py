@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from shardc.artifact import emit
 from shardc.ir import units
 from shardc.ir.program import Program
 from shardc.report.comm import comm_rows
@@ -28,7 +27,7 @@ th{color:var(--soft);font-size:13px;font-weight:500}.n{text-align:right}
 _COLLECTIVE = re.compile(r" \| \w+/\w+ ")
 
 
-def html(program: Program) -> str:
+def html(program: Program, *, full: bool = False) -> str:
     """The facts, the collectives of a step, how everything is stored, and the program with its collectives marked."""
     title = escape(f"{program.meta.get('model', 'program')} on {program.mesh}")
     notes = "".join(f"<li>{escape(n)}</li>" for n in program.notes)
@@ -42,7 +41,7 @@ def html(program: Program) -> str:
             _schedule(program),
             f"<details><summary>{units.plural(len(program.params), 'parameter')}</summary>{_params(program)}</details>",
             "<h2>Program</h2><pre>",
-            "\n".join(map(_line, emit.text(program).splitlines())),
+            "\n".join(map(_line, program.text(full=full).splitlines())),
             "</pre></body></html>\n",
         ]
     )

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from shardc.artifact import emit
 from shardc.ir.placement import show
 from shardc.ir.program import Program
 from shardc.report.comm import comm_rows
 
 
-def before(program: Program) -> str:
+def before(program: Program, *, full: bool = False) -> str:
     """The captured graph: the model as one device runs it, with every module's and line's name."""
-    return emit.text(replace(program, stages=(), buckets=()))
+    return replace(program, stages=(), buckets=()).text(full=full)
 
 
 def to_json(program: Program) -> dict[str, Any]:

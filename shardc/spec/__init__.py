@@ -261,6 +261,10 @@ class Spec:
         defaults = {n: _plain(Form.model_fields[n].default) for n in _SECTIONS} | {"shard": {}, "activations": {}}
         return out | {n: parts[n] for n in Form.model_fields if n in parts and parts[n] != defaults[n]}
 
+    def __repr__(self) -> str:
+        sections = ", ".join(line.partition(":")[0] for line in str(self).splitlines() if line[:1].isalpha())
+        return f"<Spec of {self.mesh}: {sections}>"
+
     def __str__(self) -> str:
         """YAML that loads to an equal spec."""
         parts: list[str] = []

@@ -55,6 +55,9 @@ class Report:
     def ok(self) -> bool:
         return not self.findings
 
+    def __repr__(self) -> str:
+        return f"<Report: {str(self).partition(chr(10))[0]}>"
+
     def __str__(self) -> str:
         if not self.ok and not self.checked:
             return "\n".join(["not compared with one device", *map(str, self.findings)])

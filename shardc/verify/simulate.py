@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.program import Buffer, Collective, Param, Program
+from shardc.ir.units import plural
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine, OptimizerOf, adamw
@@ -45,6 +46,10 @@ class Simulation:
     grads: dict[str, Tensor]
     state: dict[str, Tensor]
     comms: list[Comm]
+
+    def __repr__(self) -> str:
+        counts = plural(len(self.grads), "gradient"), plural(len(self.comms), "collective")
+        return f"<Simulation: loss {float(self.loss):.6g}, {', '.join(counts)}; .loss .grads .state .comms>"
 
 
 @dataclass

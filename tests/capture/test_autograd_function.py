@@ -331,4 +331,4 @@ def test_a_program_with_its_own_backward_is_kept_on_disk(tmp_path: Any) -> None:
     program.save(tmp_path)
     again = shardc.load(tmp_path)
     assert again.verify().ok
-    assert str(again) == str(program)
+    assert again.text(full=True) == program.text(full=True)

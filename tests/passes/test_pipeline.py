@@ -34,7 +34,11 @@ FULL = {
 def _state(program: Program) -> object:
     """All that a pass could change: the text, the tables, and what the nodes of the graphs carry."""
     graphs = [program.graph, *(stage.graph for stage in program.stages)]
-    return str(program), dict(vars(program)), [(n.name, sorted(n.meta)) for graph in graphs for n in graph.nodes]
+    return (
+        program.text(full=True),
+        dict(vars(program)),
+        [(n.name, sorted(n.meta)) for graph in graphs for n in graph.nodes],
+    )
 
 
 def test_no_pass_changes_the_program_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

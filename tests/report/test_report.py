@@ -11,6 +11,7 @@ from pathlib import Path
 import shardc
 from shardc import report
 from shardc.passes.dump import diff
+from shardc.report import comm
 from tests import example_text, zoo
 from tests.artifact.test_emit import program
 from tests.test_equal import spec_of
@@ -96,7 +97,7 @@ def test_a_difference_shows_what_a_pass_did() -> None:
     p = example_text.program()
     old = report.before(p)
     assert diff(old, old) == ""
-    found = diff(old, str(p)).splitlines()
+    found = diff(old, p.text(full=True)).splitlines()
     assert "-    pre = aten.mul.Tensor(x, scale)  # f64[8, 6] grad" in found
     assert "+    pre = aten.mul.Tensor(x, scale)  # f64[8@dp, 6] grad" in found
 
@@ -119,3 +120,21 @@ def test_dump_writes_a_text_for_every_pass_and_the_differences(tmp_path: Path) -
     assert [n for n in names if n.endswith(".diff")] == [n.replace("txt", "diff") for n in texts[1:]]
     assert "+    x" not in (tmp_path / "04-place.diff").read_text()
     assert "ops.all_reduce" in (tmp_path / "05-partition.txt").read_text()
+
+
+def test_bytes_of_a_rank() -> None:
+    """Of a pipeline: those of the rank that has most; rows of the ranks add up to those of all stages."""
+    spec = {"mesh": {"pp": 2, "dp": 2}, "pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}}
+    program = shardc.compile(*zoo.gpt(layers=3), {"shardc": 1, "data": {"zero": 1}, **spec}, prove=False)
+    held = [sum(p.value.nbytes() for p in program.params if at in program.holders(p)) for at in (0, 1)]
+    assert program.parameter_bytes() == max(held) < sum(p.value.nbytes() for p in program.params)
+    of_all, *of_each = (comm.comm_rows(program, at) for at in (None, 0, 1))
+    sums = [sum(r.bytes for r in rows) for rows in of_each]
+    assert sum(sums) == sum(r.bytes for r in of_all)
+    assert comm.bytes_sent(program) == max(sums)
+
+
+def test_bytes_of_a_rank_at_zero_3() -> None:
+    spec = {"shardc": 1, "mesh": {"dp": 4}, "data": {"zero": 3}}
+    program = shardc.compile(*zoo.gpt(), spec, prove=False)
+    assert program.parameter_bytes() == sum(p.value.nbytes() for p in program.params) // 4

@@ -353,7 +353,7 @@ def test_shared_weights_are_in_the_plan() -> None:
     )
     (bucket,) = [b for b in program.buckets if b.axes]
     assert (bucket.axes, bucket.params, bucket.late) == (("pp[0,3]",), ("wte_weight",), True)
-    assert "#   wte.weight = head.weight  f64[128, 64]  sum over pp[0,3], bucket 0" in str(program)
+    assert "#   wte.weight = head.weight  f64[128, 64]  sum over pp[0,3], bucket 0" in program.text(full=True)
     folded = one_device("gpt").compile(spec({"pp": 2}, schedule="zb-v"))
     assert not [b for b in folded.buckets if b.axes]
 
@@ -399,4 +399,4 @@ def test_batch_norm_needs_the_whole_batch() -> None:
 
 def test_the_program_shows_its_stages(golden: Callable[[str, str], None]) -> None:
     program = one_device("forked").compile(spec({"pp": 2}, 2, cut=["two"]))
-    golden("pipeline.txt", str(program))
+    golden("pipeline.txt", program.text(full=True))

@@ -329,7 +329,7 @@ def test_the_artifact_keeps_them(setting: str, tmp_path: Path) -> None:
     program.save(tmp_path / "out")
     back = shardc.load(tmp_path / "out")
     assert back.regions == program.regions
-    assert str(back) == str(program)
+    assert back.text(full=True) == program.text(full=True)
     for a, b in zip(program.stages[0].graph.nodes, back.stages[0].graph.nodes, strict=True):
         assert [a.meta.get(k) for k in ("region", "kept", "again")] == [
             b.meta.get(k) for k in ("region", "kept", "again")
@@ -354,7 +354,7 @@ def test_what_is_kept_is_said_with_its_cause(tmp_path: Path) -> None:
     )
     model, batch, graph = captured("gpt")
     program = shardc.compile(model, batch, tmp_path / "spec.yaml", captured=graph)
-    text = str(program)
+    text = program.text(full=True)
     cause = f"{tmp_path}/spec.yaml:4:5 checkpoint 'h.*'"
     assert program.notes[-1].startswith("h.0 and 1 more like it: keeps 288.0 KiB until backward, computes ")
     assert program.notes[-1].endswith(f" again ({cause})")
