@@ -212,7 +212,7 @@ class _Repetition:
         if x in self.index and y in self.index and self.index[y] - self.index[x] == self.length:
             return True
         if y in self.index and self.begin <= self.index[y] < self.begin + self.length and self._before(x):
-            return _type(x) == _type(y) and self.entering.setdefault(x, y) is y
+            return str(x.meta["value"]) == str(y.meta["value"]) and self.entering.setdefault(x, y) is y
         named = x.op == y.op == "placeholder" and _type(x) == _type(y)
         return named and _names(x.name.replace("_", " "), y.name.replace("_", " "), self.steps)
 

@@ -14,7 +14,8 @@ from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.ledger import Part
 from shardc.cost.peak_memory import Memory, memory, parts
 from shardc.cost.symbolic import Symbolic, symbolic
-from shardc.ir.program import Program
+from shardc.ir.graph import source_of
+from shardc.ir.program import Program, Source
 from shardc.ir.units import seconds as duration
 from shardc.ir.units import si, size
 from shardc.runtime import schedule as schedules
@@ -82,6 +83,12 @@ class Cost:
     def fits(self) -> bool:
         """Whether the peak fits into the device's memory."""
         return self.memory.peak <= self.device.memory
+
+    @cached_property
+    def sources(self) -> dict[str, Source]:
+        """The module and line of every op of the program, by its name."""
+        graphs = (s.graph for s in self.program.stages)
+        return {n.name: source_of(n) for graph in graphs for n in graph.nodes if n.op == "call_function"}
 
     @cached_property
     def symbolic(self) -> Symbolic:

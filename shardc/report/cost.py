@@ -4,18 +4,22 @@
 parameters    1.8 MiB
 activations   2.9 MiB
 ...
-peak         10.1 MiB   at 0B1, backward of linear_6
+peak         10.1 MiB   at backward of h.3.fc (model.py:31), microbatch 1
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from html import escape
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from shardc.cost import Cost, Memory, RankCost
 from shardc.cost.ledger import KINDS
+from shardc.cost.peak_memory import Point
 from shardc.ir.units import size
+from shardc.report.svg import ALARM, CHARACTER, LINE, Picture, cut, ticks
 
 #: One colour a kind, from the bottom: kinds that stay between steps, those that grow, those that come and go.
 _FILLS = {
@@ -38,7 +42,7 @@ def table(cost: Cost) -> str:
     lines = [["", *(_name(cost, r) for r in cost.ranks)]]
     lines += [[kind, *(size(r.memory[kind]) for r in cost.ranks)] for kind in _kinds(r.memory for r in cost.ranks)]
     lines.append(["peak", *(size(r.memory.peak) for r in cost.ranks)])
-    lines.append([f"of {cost.device.name}", *(f"{100 * r.memory.peak / cost.device.memory:.1f} %" for r in cost.ranks)])
+    lines.append([f"of {size(cost.device.memory)}", *(_share(cost, r) for r in cost.ranks)])
     if any(r.memory.host for r in cost.ranks):
         lines.append(["outside, at most", *(size(r.memory.host) for r in cost.ranks)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(cost.ranks) + 1)]
@@ -46,12 +50,53 @@ def table(cost: Cost) -> str:
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     ]
-    where = [f"{_name(cost, r)}: the peak is at {_where(r.memory)}" for r in cost.ranks]
-    return "\n".join(["live memory of one step, at the peak", text[0], "-" * len(text[0]), *text[1:], *where])
+    where = [f"{_name(cost, r)}: the peak is at {_where(cost, r.memory)}" for r in cost.ranks]
+    return "\n".join(
+        [f"live memory of one step on {cost.device.name}, at the peak", text[0], "-" * len(text[0]), *text[1:], *where]
+    )
 
 
-def _where(m: Memory) -> str:
-    return f"{m.part}, {m.op}" if m.op else m.part
+def _where(cost: Cost, m: Memory) -> str:
+    """The part of a step and the op at the peak, by module and line of the model."""
+    part, op = part_name(m.part, cost), _op(cost, m.op)
+    if op.startswith("backward of ") and part.startswith("backward"):
+        part = part.removeprefix("backward").removeprefix(" of ")
+        return ", ".join(filter(None, (op, part)))
+    return ", ".join(filter(None, (part, op)))
+
+
+_ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE)(\d*)")
+_WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward to inputs",
+    "W": "backward to weights",
+    "SEND_F": "send activations",
+    "RECV_F": "receive activations",
+    "SEND_B": "send gradients",
+    "RECV_B": "receive gradients",
+    "REDUCE": "sum of gradients",
+}
+
+
+def part_name(part: str, cost: Cost) -> str:
+    """A part of a step in words: `forward`; of several microbatches and stages `forward of microbatch 2, stage 3`."""
+    action = _ACTION.match(part)
+    if action is None:
+        return "optimizer" if part == "STEP" else part
+    stage, kind, microbatch = action.groups()
+    of = [f"microbatch {microbatch}"] if microbatch and cost.program.microbatches > 1 else []
+    of += [f"stage {stage}"] if len(cost.program.stages) > 1 else []
+    return _WORDS[kind] + (f" of {', '.join(of)}" if of else "")
+
+
+def _op(cost: Cost, op: str) -> str:
+    """An op by its module and the model's line: `backward of h.3.fc (model.py:31)`."""
+    source = cost.sources.get(op.removeprefix("backward of "))
+    if source is None or not source.line:
+        return op
+    place = f"{source.module or cost.program.meta.get('model', 'the model')} ({source.line})"
+    return f"backward of {place}" if op.startswith("backward of ") else place
 
 
 def _name(cost: Cost, r: RankCost) -> str:
@@ -65,117 +110,159 @@ def _kinds(memories: Iterable[Memory]) -> list[str]:
     return [k for k in KINDS if k in present]
 
 
+def _share(cost: Cost, r: RankCost) -> str:
+    share = f"{100 * r.memory.peak / cost.device.memory:.1f} %"
+    return share if r.memory.peak <= cost.device.memory else f"{share}: does not fit"
+
+
+# --- the picture
+
+
 def svg(cost: Cost) -> str:
-    """A complete SVG file, for light and dark: each rank's live bytes over the step, stacked by kind. Titles name what
-    runs at each point.
+    """A complete SVG file: live bytes over a step, stacked by kind, with the device's capacity and what runs at the
+    peak. Ranks that are equal share a panel. Titles name what runs at each point.
     """
-    left, width, high, gap = 150, 1080, 200, 52
-    top = max(r.memory.peak for r in cost.ranks) or 1
+    panels = _panels(cost)
+    columns = 1 if len(panels) <= 2 else 2 if len(panels) <= 4 else 4 if len(panels) <= 16 else 8
+    high = {1: 220, 2: 160, 4: 90, 8: 70}[columns]
+    top = _top(cost)
     kinds = _kinds(r.memory for r in cost.ranks)
-    height = 46 + len(cost.ranks) * (high + gap) + 30
-    title = f"live memory of one step: {size(top)} at most"
-    made = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{height}"'
-            ' font-family="system-ui, sans-serif" font-size="12"'
-            f' role="img"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        ),
-        f'<text x="8" y="18">{escape(title)}</text>',
-    ]
-    for i, r in enumerate(cost.ranks):
-        y = 46 + i * (high + gap)
-        made += _curve(cost, r, kinds, left, y, width, high, top)
-        made += _scale(left, y, width, high, top)
-        made += _peak(r.memory, left, y, width, high, top)
-    x, y = left, height - 22
-    for kind in kinds:
-        made.append(
-            f'<rect x="{x}" y="{y}" width="14" height="14" class="{kind}"/><text x="{x + 20}" y="{y + 12}"'
-            f' class="soft">{kind}</text>'
-        )
-        x += 40 + 7 * len(kind)
-    return "\n".join([*made, "</svg>\n"])
+    rows = -(-len(panels) // columns)
+    left, head, gap = 76, 64, 58 if columns <= 2 else 42
+    wide = (WIDTH - left - 20 - (columns - 1) * 24) / columns
+    picture = Picture(WIDTH, head + rows * (high + gap) + 70, "live memory of one step")
+    picture.text(12, 22, f"Live memory of one step on {cost.device.name}: {_verdict(cost)}", size=14, bold=True)
+    for i, (name, r) in enumerate(panels):
+        panel = _Panel(picture, left + i % columns * (wide + 24), head + i // columns * (high + gap), wide, high, top)
+        panel.draw(cost, name, r, kinds, scale=i % columns == 0, names=columns <= 2)
+    y = head + rows * (high + gap)
+    picture.text(left, y - 6, "ops of one step, in the order in which they run (not to scale with time) →", kind="soft")
+    end = picture.legend(left, y + 8, ((_FILLS[kind], kind) for kind in kinds))
+    picture.height = end + 8
+    return str(picture)
 
 
-def _curve(cost: Cost, r: RankCost, kinds: list[str], left: int, y: int, width: int, high: int, top: int) -> list[str]:
-    points = r.memory.curve
-    made = [
-        f'<text x="8" y="{y + 14}">{escape(_name(cost, r))}</text>',
-        f'<text x="8" y="{y + 30}" class="soft">{size(r.memory.peak)}</text>',
-    ]
-    step = width / max(len(points), 1)
-    below = [0] * len(points)
-    for kind in kinds:
-        above = [b + p.live.get(kind, 0) for b, p in zip(below, points, strict=True)]
-        if above != below:
-            made.append(
-                f'<path class="{kind}"'
-                f' d="{_area(below, above, left, y + high, step, high / top)}"><title>{kind}</title></path>'
-            )
-        below = above
+#: Pixels of a picture.
+WIDTH = 1100
+#: A device so many times larger than the peak is not drawn, as the curve would be flat.
+_FAR = 3
+
+
+def _verdict(cost: Cost) -> str:
+    peak, capacity = size(cost.memory.peak), size(cost.device.memory)
+    return f"{peak} of {capacity}, fits" if cost.fits else f"{peak} does not fit into {capacity}"
+
+
+def _top(cost: Cost) -> float:
+    """The highest number of bytes of the picture."""
+    peak, capacity = cost.memory.peak or 1, cost.device.memory
+    return 1.05 * (max(peak, capacity) if capacity < _FAR * peak else peak)
+
+
+def _panels(cost: Cost) -> list[tuple[str, RankCost]]:
+    """(names of the ranks, one of them) for ranks whose memory is the same but for the numbers of stages."""
+    alike: dict[object, list[RankCost]] = {}
+    for r in cost.ranks:
+        m = r.memory
+        key = tuple(sorted(m.kinds.items())), tuple(tuple(sorted(p.live.items())) for p in m.curve)
+        alike.setdefault(key, []).append(r)
+    return [(_names(cost, ranks), ranks[0]) for ranks in alike.values()]
+
+
+def _names(cost: Cost, ranks: list[RankCost]) -> str:
+    if not cost.program.axis:
+        return "each rank"
+    places = [r.at for r in ranks]
+    run = len(places) > 2 and places[-1] - places[0] == len(places) - 1
+    return f"{cost.program.axis}={f'{places[0]}-{places[-1]}' if run else ','.join(map(str, places))}"
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """The curve of one rank, or of several that are equal. top: bytes at its upper edge."""
+
+    picture: Picture
+    x: float
+    y: float
+    wide: float
+    high: float
+    top: float
+
+    def draw(self, cost: Cost, name: str, r: RankCost, kinds: list[str], *, scale: bool, names: bool) -> None:
+        """scale: with numbers at the left. names: with the names of the parts of a step."""
+        self._lines(scale)
+        self._areas(cost, r.memory, kinds)
+        self._parts(cost, r.memory, names)
+        self._capacity(cost, names)
+        self._peak(cost, name, r.memory)
+
+    def _at(self, nbytes: float) -> float:
+        return self.y + self.high * (1 - nbytes / self.top)
+
+    def _lines(self, scale: bool) -> None:
+        for n in ticks(self.top, 5 if self.high > 100 else 3, binary=True):
+            self.picture.line(self.x, self._at(n), self.x + self.wide, self._at(n))
+            if scale:
+                self.picture.text(self.x - 6, self._at(n) + 4, size(n), size=10, anchor="end", kind="soft")
+
+    def _areas(self, cost: Cost, m: Memory, kinds: list[str]) -> None:
+        step = self.wide / max(len(m.curve), 1)
+        below = [0] * len(m.curve)
+        for kind in kinds:
+            above = [b + p.live.get(kind, 0) for b, p in zip(below, m.curve, strict=True)]
+            if above != below:
+                self.picture.path(self._area(below, above, step), fill=_FILLS[kind], title=kind)
+            below = above
+
+    def _area(self, below: list[int], above: list[int], step: float) -> str:
+        """Between two staircases."""
+        there = "".join(f"V{self._at(n):.1f}H{self.x + (i + 1) * step:.1f}" for i, n in enumerate(above))
+        back = "".join(f"V{self._at(n):.1f}H{self.x + i * step:.1f}" for i, n in reversed(list(enumerate(below))))
+        return f"M{self.x:.1f},{self._at(0):.1f}{there}{back}Z"
+
+    def _parts(self, cost: Cost, m: Memory, names: bool) -> None:
+        """The parts of a step, with titles; and their names, where there is room."""
+        step = self.wide / max(len(m.curve), 1)
+        for begin, points in _stretches(m.curve):
+            x, wide = self.x + begin * step, len(points) * step
+            part = part_name(points[0].part, cost)
+            most = max(points, key=lambda p: p.total)
+            op = f", {_op(cost, most.op)}" if most.op else ""
+            self.picture.rect(x, self.y, wide, self.high, "none", stroke=LINE, title=f"{part}: {size(most.total)}{op}")
+            short = next((s for s in (part, part.partition(" of ")[0]) if CHARACTER * 0.84 * len(s) < wide), "")
+            if names and short:
+                y = self.y + self.high + 13
+                self.picture.text(x + wide / 2, y, short, size=10, anchor="middle", kind="soft")
+
+    def _capacity(self, cost: Cost, names: bool) -> None:
+        capacity = cost.device.memory
+        if capacity <= self.top:
+            y = self._at(capacity)
+            self.picture.line(self.x, y, self.x + self.wide, y, stroke=ALARM, dashed=True)
+            if names:
+                words = f"{cost.device.name} has {size(capacity)}"
+                self.picture.text(self.x + self.wide - 4, y - 4, words, size=11, anchor="end", fill=ALARM)
+
+    def _peak(self, cost: Cost, name: str, m: Memory) -> None:
+        """A mark at the peak, and what runs there."""
+        at = next((i for i, p in enumerate(m.curve) if p.total == m.peak), None)
+        words = f"{name}: {size(m.peak)}"
+        words += "" if m.peak <= cost.device.memory else ", does not fit"
+        full = f"{words}, at {_where(cost, m)}"
+        self.picture.text(self.x, self.y - 8, cut(full, self.wide), title=full)
+        if at is not None:
+            x = self.x + (at + 0.5) * self.wide / len(m.curve)
+            self.picture.line(x, self._at(m.peak), x, self.y + self.high, stroke=ALARM, dashed=True)
+            self.picture.rect(x - 3, self._at(m.peak) - 3, 6, 6, ALARM, round_=3)
+
+
+def _stretches(curve: tuple[Point, ...]) -> Iterator[tuple[int, list[Point]]]:
+    """(first point, points) of each part of a step."""
     begin = 0
-    for at in range(1, len(points) + 1):
-        if at == len(points) or points[at].part != points[begin].part:
-            x, wide, part = left + begin * step, (at - begin) * step, points[begin].part
-            most = max(points[begin:at], key=lambda p: p.total)
-            title = f"{part}: {size(most.total)}{', ' + most.op if most.op else ''}"
-            made.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}"'
-                f' class="part"><title>{escape(title)}</title></rect>'
-            )
-            if wide > 7 * len(part):
-                made.append(f'<text x="{x + wide / 2:.1f}" y="{y + high + 14}" class="in">{escape(part)}</text>')
-            begin = at
-    return made
-
-
-def _scale(left: int, y: int, width: int, high: int, top: int) -> list[str]:
-    """Lines at round numbers of bytes."""
-    each = 1 << max(top.bit_length() - 2, 0)
-    each = each // 2 if top < 3 * each else each
-    made = []
-    for n in range(0, top + 1, max(each, 1)):
-        at = y + high - n * high / top
-        made.append(
-            f'<path d="M{left - 4},{at:.1f}h{width + 4}" class="line"/><text x="{left - 8}" y="{at + 4:.1f}"'
-            f' class="tick">{size(n)}</text>'
-        )
-    return made
-
-
-def _peak(m: Memory, left: int, y: int, width: int, high: int, top: int) -> list[str]:
-    """A mark at the peak, and what runs there."""
-    at = next((i for i, p in enumerate(m.curve) if p.total == m.peak), None)
-    if at is None:
-        return []
-    x, above = left + (at + 0.5) * width / len(m.curve), y + high * (1 - m.peak / top)
-    side = "end" if at > len(m.curve) / 2 else "start"
-    label = (
-        f'<text x="{x:.1f}" y="{y - 8}" style="text-anchor:{side}">peak {escape(size(m.peak))}:'
-        f" {escape(_where(m))}</text>"
-    )
-    return [
-        (
-            f'<path d="M{x:.1f},{y - 4}V{y + high}" class="peak"/><circle cx="{x:.1f}" cy="{above:.1f}" r="3.5"'
-            ' class="dot"/>'
-        ),
-        label,
-    ]
-
-
-def _area(below: list[int], above: list[int], left: float, base: float, step: float, scale: float) -> str:
-    """Between two staircases."""
-    there = "".join(f"V{base - n * scale:.1f}H{left + (i + 1) * step:.1f}" for i, n in enumerate(above))
-    back = "".join(f"V{base - n * scale:.1f}H{left + i * step:.1f}" for i, n in reversed(list(enumerate(below))))
-    return f"M{left:.1f},{base:.1f}{there}{back}Z"
-
-
-_STYLE = (
-    "text{fill:#23241f}.soft{fill:#6d6e65}.in{fill:#6d6e65;text-anchor:middle;font-size:10px}.part{fill:#0000;stroke:#8885;stroke-width:.5}.tick{fill:#6d6e65;text-anchor:end;font-size:10px}.line{stroke:#8884;stroke-width:.5}.peak{stroke:#b3261e;stroke-dasharray:3"
-    " 3;fill:none}.dot{fill:#b3261e}"
-    + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in _FILLS.items())
-    + "@media(prefers-color-scheme:dark){text{fill:#e4e3db}.soft,.in,.tick{fill:#98998f}}"
-)
+    for _, points in itertools.groupby(curve, lambda p: p.part):
+        stretch = list(points)
+        yield begin, stretch
+        begin += len(stretch)
 
 
 def to_json(cost: Cost) -> dict[str, Any]:
@@ -190,6 +277,7 @@ def to_json(cost: Cost) -> dict[str, Any]:
             "kinds": dict(r.memory.kinds),
             "part": r.memory.part,
             "op": r.memory.op,
+            "at_peak": _where(cost, r.memory),
             "resident": dict(r.memory.resident),
             "host": r.memory.host,
             "flops": r.flops,
