@@ -194,7 +194,7 @@ class _Panel:
         self._areas(cost, r.memory, kinds)
         self._parts(cost, r.memory, names)
         self._capacity(cost, names)
-        self._peak(cost, name, r.memory)
+        self._peak(cost, name, r.memory, names)
 
     def _at(self, nbytes: float) -> float:
         return self.y + self.high * (1 - nbytes / self.top)
@@ -228,7 +228,9 @@ class _Panel:
             part = part_name(points[0].part, cost)
             most = max(points, key=lambda p: p.total)
             op = f", {_op(cost, most.op)}" if most.op else ""
-            self.picture.rect(x, self.y, wide, self.high, "none", stroke=LINE, title=f"{part}: {size(most.total)}{op}")
+            stroke = LINE if names else ""
+            title = f"{part}: {size(most.total)}{op}"
+            self.picture.rect(x, self.y, wide, self.high, "none", stroke=stroke, title=title)
             short = next((s for s in (part, part.partition(" of ")[0]) if CHARACTER * 0.84 * len(s) < wide), "")
             if names and short:
                 y = self.y + self.high + 13
@@ -243,13 +245,15 @@ class _Panel:
                 words = f"{cost.device.name} has {size(capacity)}"
                 self.picture.text(self.x + self.wide - 4, y - 4, words, size=11, anchor="end", fill=ALARM)
 
-    def _peak(self, cost: Cost, name: str, m: Memory) -> None:
+    def _peak(self, cost: Cost, name: str, m: Memory, names: bool) -> None:
         """A mark at the peak, and what runs there."""
         at = next((i for i, p in enumerate(m.curve) if p.total == m.peak), None)
         words = f"{name}: {size(m.peak)}"
-        words += "" if m.peak <= cost.device.memory else ", does not fit"
+        words += ", does not fit" if names and m.peak > cost.device.memory else ""
         full = f"{words}, at {_where(cost, m)}"
-        self.picture.text(self.x, self.y - 8, cut(full, self.wide), title=full)
+        self.picture.text(
+            self.x, self.y - 8, cut(full if names else words, self.wide), size=12 if names else 10, title=full
+        )
         if at is not None:
             x = self.x + (at + 0.5) * self.wide / len(m.curve)
             self.picture.line(x, self._at(m.peak), x, self.y + self.high, stroke=ALARM, dashed=True)
