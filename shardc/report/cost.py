@@ -252,7 +252,11 @@ class _Panel:
         words += ", does not fit" if names and m.peak > cost.device.memory else ""
         full = f"{words}, at {_where(cost, m)}"
         self.picture.text(
-            self.x, self.y - 8, cut(full if names else words, self.wide), size=12 if names else 10, title=full
+            self.x,
+            self.y - 8,
+            cut(full if names else words, self.wide, 12 if names else 10),
+            size=12 if names else 10,
+            title=full,
         )
         if at is not None:
             x = self.x + (at + 0.5) * self.wide / len(m.curve)
