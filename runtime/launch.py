@@ -34,8 +34,23 @@ GRACE = 1.0
 def in_world() -> bool:
     """Whether torchrun, or Slurm through `srun`, has started this process as one of a world."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        check_variables()
         return True
     return _slurm_tasks() > 1
+
+
+def check_variables() -> None:
+    """Raises ShardcError if the environment says that this process is a rank of a world, but not how to meet the
+    others.
+    """
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if "RANK" in os.environ and missing:
+        what = f"the environment has RANK={os.environ['RANK']}, but not {', '.join(missing)}"
+        fix = (
+            "it is left over from another job: `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`; or start the"
+            " processes with torchrun, which sets all of them"
+        )
+        raise ShardcError(what, where="RANK", fix=fix)
 
 
 def _slurm_tasks() -> int:
@@ -239,6 +254,12 @@ def _report(rank: int, code: int, mesh: Mesh, log: Path, doing: str) -> None:
             ),
             file=sys.stderr,
         )
+    if code == -signal.SIGKILL:
+        from shardc.runtime.step.failures import LESS_MEMORY
+
+        print(f"  fix: if nobody did, memory ran out (`dmesg` says so): {LESS_MEMORY}", file=sys.stderr)
+    elif code < 0:
+        print("  fix: native code crashed, of an op or an extension; see its last words", file=sys.stderr)
     print(log.read_text(errors="replace").rstrip(), file=sys.stderr)
     sys.stderr.flush()
 

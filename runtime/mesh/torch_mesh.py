@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.runtime.launch import check_variables
 from shardc.runtime.mesh.agreement import Fact, check, hashed
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
@@ -54,6 +55,7 @@ class TorchMesh(RankMesh):
             keep_freed()  # offloading, which is made later, sets it otherwise
         self.owner = False
         if not dist.is_initialized() and (layout.world > 1 or "RANK" in os.environ):
+            check_variables()
             _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))
             _join(here, timeout)
             self.owner = True

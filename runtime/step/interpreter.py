@@ -20,18 +20,21 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
+from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph
 from shardc.ir.program import Edge, Program, Stage, Value
 from shardc.runtime import ops, schedule
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops.local_math import summed
 from shardc.runtime.schedule import Action
+from shardc.runtime.step import failures
 from shardc.runtime.step.activation_offload import OffloadedTensor
 from shardc.runtime.step.recompute import taped
 from shardc.runtime.step.split_backward import SplitBackward, split_stage
@@ -234,6 +237,7 @@ class _Runnable:
         whole = (
             split_stage(stage, {p.name for p in program.params}, {x.name for x in program.inputs}) if divided else stage
         )
+        self.graph = whole.graph
         self.run = runnable(whole, device, program, offloaded)
         if not self.piped:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
@@ -252,6 +256,7 @@ _DOES = {
     "RECV_B": "post",
     "REDUCE": "reduce",
 }
+_SAYS = {"B": "backward", "I": "backward", "W": "backward", "F": "forward"}
 
 
 class Run:
@@ -295,7 +300,11 @@ class Run:
         try:
             if action.kind != "STEP":
                 getattr(self, _DOES[action.kind])(action)
+        except ShardcError:
+            raise
         except Exception as e:
+            if failures.no_memory(e):
+                raise failures.out_of_memory(e, _SAYS.get(action.kind, "a step")) from e
             if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
                 e.add_note(doing)
             raise
@@ -312,11 +321,8 @@ class Run:
         for name, x in self.inbox.pop(key, {}).items():
             leaves[name] = x.detach().requires_grad_(training and stage.receives[name].requires_grad)
         args = [leaves[n] if n in leaves else values[n] for n in stage.takes]
-        if self.hooks is None:
+        with failures.named(stage.graph), self.hooks.saving(key) if training else nullcontext():
             returned = stage.run(*args)
-        else:
-            with self.hooks.saving(key):
-                returned = stage.run(*args)
         loss, news, sent, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
         for name, new in zip(stage.updates, news, strict=True):
             self.news[name] = (

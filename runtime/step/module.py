@@ -19,7 +19,7 @@ from shardc.runtime import state
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import Fact, hashed
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import inputs
+from shardc.runtime.step import failures, inputs
 from shardc.runtime.step.engine import runtime_mesh
 from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.zero.bucket_launch import Buckets
@@ -175,7 +175,7 @@ class ShardedModule(nn.Module):
             r.buckets.given[p.name] if p.name in r.buckets.runs else self.get_parameter(p.fqn) for p in r.program.params
         ]
         buffers = [self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in r.program.buffers]
-        with r.buckets.saving():
+        with failures.named(r.program.stages[0].graph), r.buckets.saving():
             loss, news = r.run(r.mesh, r.rng, *params, *buffers, *tensors)
         if self.training:
             r.rng.step += 1

@@ -18,6 +18,7 @@ from shardc.capture import patches
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
 from shardc.ir.program import Program, Source
+from shardc.runtime.step import failures
 from shardc.torch_private import FakeTensor, pytree
 from shardc.verify.reference import interpret, reach
 
@@ -81,6 +82,9 @@ def prove(
         except ShardcError:
             raise
         except Exception as e:  # the user's own code; on random numbers it may fail where it would not on real ones
+            read = not any(_empty(reach(batch, i.path)) for i in program.inputs)
+            if isinstance(e, IndexError) and read and (outside := failures.eager_lookup_error(e, model, inputs)):
+                raise outside from e  # ids are the batch's own, not made up
             if not real:
                 why = f"the model does not run on random numbers ({type(e).__name__}: {e})"
                 return (f"capture was checked statically only: {why}",)

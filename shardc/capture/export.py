@@ -65,7 +65,9 @@ def export(
             Exception
         ) as e:  # tracing runs the user's Python, which may raise anything; raised again as what it means
             if isinstance(e, TypeError):
-                check_call(model, *arguments(model, leaves.batch(leaves.tensors), loss is not None))
+                check_call(
+                    model, *arguments(model, leaves.batch(leaves.tensors), loss is not None), own_loss=loss is not None
+                )
             raise causes.of_error(e, leaves.named(reads.inputs)) from e
         if side_effects.random_state() != numbers:
             with mode:

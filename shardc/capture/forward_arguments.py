@@ -6,6 +6,7 @@ of a dict that forward does not name are for the loss function alone, if there i
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -34,8 +35,8 @@ def arguments(model: nn.Module, batch: Any, own_loss: bool) -> tuple[tuple[Any, 
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
-def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise ShardcError, naming forward's line, if it does not take the batch."""
+def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], own_loss: bool = False) -> None:
+    """Raise ShardcError, naming forward's line, if it does not take the batch. own_loss: a function takes all of it."""
     forward = inspect.signature(model.forward)
     try:
         forward.bind(*args, **kwargs)
@@ -44,5 +45,29 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         raise ShardcError(
             f"the batch does not fit the model's forward({names}): {e}{keys}",
             where=source.of_function(model.forward).line,
-            fix="a dict gives forward's arguments by name, a tuple by position; a tensor is the first one",
+            fix=_fitting(forward, args, kwargs, own_loss),
         ) from None
+
+
+def _fitting(forward: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], own_loss: bool) -> str:
+    """How a batch would fit forward."""
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = [n for n, p in forward.parameters.items() if p.kind in plain]
+    if len(args) > len(names):
+        example = ", ".join(f'"{n}": ...' for n in (*names, "y"))
+        if own_loss:
+            return f"make the batch a dict, {{{example}}}: what forward does not name is for the loss alone"
+        return f"give forward the arguments {', '.join(names)} only; what a loss(output, batch) needs, in a dict"
+    lacking = [
+        n for n in names[len(args) :] if n not in kwargs and forward.parameters[n].default is inspect.Parameter.empty
+    ]
+    unknown = [n for n in kwargs if n not in names]
+    if lacking and unknown:
+        near = difflib.get_close_matches(lacking[0], unknown, 1, 0.0)[0] if len(unknown) > 1 else unknown[0]
+        return f"rename the batch's key {near!r} to {lacking[0]!r}"
+    if lacking:
+        return f"add {', '.join(map(repr, lacking))} to the batch"
+    if unknown:
+        fix = f"leave {', '.join(map(repr, unknown))} out of the batch"
+        return f"{fix}, or define loss(output, batch), which is given every key"
+    return "a dict gives forward's arguments by name, a tuple by position; a tensor is the first one"

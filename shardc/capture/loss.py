@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardc.capture.batch import Leaves
 from shardc.capture.forward_arguments import arguments
 from shardc.errors import ShardcError
+from shardc.ir.source import of_function
 from shardc.runtime.ops.torch_library import with_gradient_of
 from shardc.torch_private import traced_node
 
@@ -29,17 +30,22 @@ class LossOf(nn.Module):
         batch = self.leaves.batch(tensors)
         args, kwargs = arguments(self.model, batch, self.loss is not None)
         output = self.model(*args, **kwargs)
-        scalar = self.loss(output, batch) if self.loss is not None else default_loss(output)
+        scalar = (
+            self.loss(output, batch)
+            if self.loss is not None
+            else default_loss(output, of_function(self.model.forward).line)
+        )
         if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.is_floating_point():
             what = f"the loss is {_described(scalar)}, not a scalar"
-            raise ShardcError(what, fix="return one floating-point number, e.g. loss.mean()")
+            where = of_function(self.loss or self.model.forward).line
+            raise ShardcError(what, where=where, fix="return one floating-point number, e.g. loss.mean()")
         scalar = scalar.reshape(()) if scalar.dim() else scalar
         return with_gradient_of(scalar.detach(), sum(self.side, scalar)) if self.side else scalar
 
 
-def default_loss(output: Any) -> Any:
+def default_loss(output: Any, where: str = "") -> Any:
     """The loss in a model's output: the output itself, its `.loss`, its "loss", its first element or the only number in
-    it: `(logits, loss)`.
+    it: `(logits, loss)`. where: the model's line, for the error if there is none.
     """
     candidate = output
     if not isinstance(output, Tensor):
@@ -52,6 +58,7 @@ def default_loss(output: Any) -> Any:
     if not isinstance(candidate, Tensor) or candidate.numel() != 1:
         raise ShardcError(
             f"the model returns {_described(output)}: there is no scalar loss in it",
+            where=where,
             fix=(
                 "define loss(output, batch) in the model's file, in Python pass loss=lambda output, batch: ...; "
                 "or give the model the labels with which it computes its loss itself"

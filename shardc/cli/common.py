@@ -11,11 +11,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from shardc.cli.told_once import for_this_rank
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -33,13 +34,14 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="a setting instead of the spec's: data.bucket_mb=50")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on stdout, nothing else there")]
-BatchOption = Annotated[int | None, typer.Option(help="batch size of an hf: model's example batch")]
-SeqOption = Annotated[int | None, typer.Option(help="sequence length of an hf: model's example batch")]
+BatchOption = Annotated[int | None, typer.Option(min=1, help="batch size of an hf: model's example batch")]
+SeqOption = Annotated[int | None, typer.Option(min=1, help="sequence length of an hf: model's example batch")]
 TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
 FullOption = Annotated[bool, typer.Option("--full", help="show every layer: those that are equal are folded")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
 Show = Callable[[str], None]
+_ERROR = "error "
 
 
 @contextmanager
@@ -61,19 +63,32 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
     except ShardcError as e:
         if debug:
             traceback.print_exc()
-        for text in e.texts():
-            print_error(text)
-        if as_json:
-            show(json.dumps({"errors": e.to_json()}))
-        raise typer.Exit(2) from None
+        _end(e, show if as_json else None)
+    except OSError as e:
+        if debug or not e.filename or not e.strerror:
+            raise
+        error = ShardcError(e.strerror, where=str(e.filename), fix="name a file or folder that can be used so")
+        _end(error, show if as_json else None)
     except KeyboardInterrupt:
         console.print("stopped")
         raise typer.Exit(130) from None
 
 
+def _end(error: ShardcError, show_json: Show | None) -> NoReturn:
+    """Print an error, unless another rank prints the same, and end the process."""
+    told = for_this_rank("\n".join(f"{_ERROR}{text}" for text in error.texts()))
+    print_error(told)
+    if show_json is not None and told:
+        show_json(json.dumps({"errors": error.to_json()}))
+    raise typer.Exit(2) from None
+
+
 def print_error(text: str) -> None:
-    console.print("[bold red]error[/] ", end="")
-    console.print(text, markup=False)
+    """Text in which each error begins with the word."""
+    for line in text.splitlines():
+        if line.startswith(_ERROR):
+            console.print(f"[bold red]{_ERROR}[/]", end="")
+        console.print(line.removeprefix(_ERROR), markup=False)
 
 
 def is_artifact(source: str) -> bool:
@@ -96,11 +111,11 @@ def program_of(
 ) -> Program:
     """The program in a compiled folder, or one compiled now, with the running pass on stderr unless quiet."""
     if is_artifact(source):
-        if spec is not None or mesh or settings:
+        if spec is not None or mesh or settings or batch or seq:
             raise ShardcError(
-                "a compiled DIR already contains its spec",
+                "a compiled DIR already contains its spec and the sizes of its batch",
                 where=source,
-                fix="leave out the spec, --mesh and --set, or compile the model again",
+                fix="leave out the spec, --mesh, --set, --batch and --seq, or compile the model again",
             )
         from shardc.artifact import load
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -111,6 +112,11 @@ def _existing(
         )
         fix = f"did you mean {path.parent / near[0]}?" if near else f"name {wanted}"
         raise ShardcError(f"there is no {kind} {name}", where=ref, fix=fix)
+    if path.suffix in (".yaml", ".yml"):
+        fix = f"the model file comes first, then the spec: shardc ... model.py {path.name}"
+        raise ShardcError(f"this is a spec, where a {kind} is expected", where=ref, fix=fix)
+    if path.suffix != ".py":
+        raise ShardcError(f"a {kind} ends in .py", where=ref, fix=f"name {wanted}")
     return path
 
 
@@ -125,9 +131,10 @@ def _import(path: Path) -> ModuleType:
         try:
             spec.loader.exec_module(module)
         except SyntaxError as e:
-            raise ShardcError(
-                f"not Python: {e.msg}", where=f"{e.filename}:{e.lineno}:{e.offset}", fix="correct the syntax"
-            ) from None
+            file = str(path) if e.filename and Path(e.filename).resolve() == path.resolve() else e.filename
+            code = f" ({e.text.strip()})" if e.text and e.text.strip() else ""
+            where = f"{file}:{e.lineno}:{e.offset}" if e.lineno else str(file)
+            raise ShardcError(f"not Python: {e.msg}{code}", where=where, fix="correct that line") from None
         finally:
             sys.path.remove(str(path.parent.resolve()))
     return module
@@ -142,20 +149,30 @@ def _users(path: Path, doing: str) -> Iterator[None]:
         yield
     except ShardcError:
         raise
-    except Exception as e:  # of any kind, as it is the user's code; --debug shows the cause
+    except (Exception, SystemExit) as e:  # of any kind, as it is the user's code; --debug shows the cause
         frames = [f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).resolve() == path.resolve()]
         where = f"{path}:{frames[-1].lineno}" if frames else str(path)
-        what = f"{doing} raises {type(e).__name__}: {e}"
-        raise ShardcError(what, where=where, fix="make it run on its own: `python -i` on the file shows it") from e
+        code = f" ({frames[-1].line})" if frames and frames[-1].line else ""
+        fix = "correct what that line does; --debug shows the whole traceback"
+        if isinstance(e, ModuleNotFoundError):
+            fix = f"pip install {str(e.name).partition('.')[0]}, or put that module beside {path.name}"
+        elif isinstance(e, SystemExit):
+            fix = 'put what only a script does under `if __name__ == "__main__":`'
+        text = str(e).strip().splitlines()
+        what = f"{doing} raises {type(e).__name__}{': ' + text[0] if text else ''}{code}"
+        raise ShardcError(what, where=where, fix=fix) from e
 
 
 def _function(module: ModuleType, path: Path, name: str, needed: str = "") -> Callable[..., Any] | None:
     function = getattr(module, name, None)
     if function is None and needed:
-        near = difflib.get_close_matches(
-            name, [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")], 1, 0.5
-        )
-        fix = f"define {name}(): it {needed}" + (f"; there is {near[0]}()" if near else "")
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        near = difflib.get_close_matches(name, own, 1, 0.5)
+        fix = f"define {name}(): it {needed}"
+        if near:
+            fix += f"; there is {near[0]}()"
+        elif own and name != "batch":
+            fix += f"; or name what makes it, {path}:NAME, of {', '.join(own[:8])}"
         raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
     if function is not None and not callable(function):
         raise ShardcError(
@@ -171,18 +188,16 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
         import transformers
     except ImportError:
         raise ShardcError("hf: models need transformers", where=ref, fix="pip install transformers") from None
-    path = Path(file)
+    path = _config_file(file, ref)
     try:
-        values = json.loads(path.read_text())
-    except OSError as e:
-        raise ShardcError(
-            f"cannot read {file}: {e.strerror}", where=ref, fix="name a transformers config.json"
-        ) from None
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise ShardcError(f"cannot read {file}: {e}", where=ref, fix="name a transformers config.json") from None
     except json.JSONDecodeError as e:
         raise ShardcError(
             f"not JSON: {e.msg}", where=f"{file}:{e.lineno}:{e.colno}", fix="name a transformers config.json"
         ) from None
-    if "model_type" not in values:
+    if not isinstance(values, dict) or "model_type" not in values:
         raise ShardcError("the config has no model_type", where=file, fix='add "model_type": "llama", for example')
     if cls and not hasattr(transformers, cls):
         near = difflib.get_close_matches(cls, [n for n in dir(transformers) if n.startswith(cls[:3])], 1)
@@ -197,13 +212,42 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
         fix = "make it a config that this version of transformers reads"
         raise ShardcError(f"transformers refuses the config: {e}", where=file, fix=fix) from None
 
-    def build() -> nn.Module:
-        if cls:
-            return getattr(transformers, cls)(config)  # type: ignore[no-any-return]
-        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
+    words = getattr(config.get_text_config(), "vocab_size", None)
+    if words is None or not (cls or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
+        what = f"a model of type {values['model_type']!r} is not a causal language model, which is what hf: makes"
+        fix = "write a model.py: model() returns the transformers model, batch() its inputs and labels"
+        raise ShardcError(what, where=file, fix=fix)
 
-    ids = torch.randint(
-        0, config.get_text_config().vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0)
-    )
+    def build() -> nn.Module:
+        try:
+            if cls:
+                return getattr(transformers, cls)(config)  # type: ignore[no-any-return]
+            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
+            what = f"transformers cannot make the model: {type(e).__name__}: {e}"
+            raise ShardcError(what, where=file, fix="correct the sizes in the config; --debug shows more") from e
+
+    ids = torch.randint(0, words, (batch, seq), generator=torch.Generator().manual_seed(0))
     full = f"hf:{cls + ':' if cls else ''}{path.resolve()}"
     return ModelFile(full, build, {"input_ids": ids, "labels": ids.clone()})
+
+
+def _config_file(name: str, ref: str) -> Path:
+    """The config.json that an `hf:` reference names: a file, or that of a model of the hub in this machine's cache.
+    Nothing is downloaded.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        fix = f"name its config: hf:{path / 'config.json'}"
+        raise ShardcError(f"{name} is a folder", where=ref, fix=fix)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or path.suffix in (".json", ".yaml", ".py"):
+        raise ShardcError(f"there is no file {name}", where=ref, fix="name a transformers config.json")
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+        return Path(cached)
+    what = f"there is no file {name}, and no model of that name in this machine's cache of the hub"
+    fix = f"download its config once, `hf download {name} config.json --local-dir DIR`, and name hf:DIR/config.json"
+    raise ShardcError(what, where=ref, fix=fix)

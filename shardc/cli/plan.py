@@ -96,7 +96,7 @@ def command(
                 show(f"written to {output}")
         if failure:
             for text in failure.texts():
-                print_error(text)
+                print_error(f"error {text}")
     raise typer.Exit(0 if fits else 1)
 
 

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from shardc.cli.told_once import for_this_rank
 from shardc.errors import ShardcError
+from shardc.runtime.step.failures import OutOfMemoryError, no_memory, out_of_memory
 
 if TYPE_CHECKING:
     from shardc.cli.step_lines import StepLines
@@ -306,14 +308,14 @@ def main(file: str) -> None:
     try:
         summary = run(job)
     except ShardcError as e:
-        print(e, file=sys.stderr, flush=True)
-        _report_errors(job, e.to_json())
-        os._exit(2)
+        _refuse(job, e)
     except Interrupted as e:
         print(e, file=sys.stderr, flush=True)
         _report_errors(job, [{"where": "signal", "what": str(e), "fix": ""}])
         leave(128 + e.number)
     except BaseException as e:
+        if no_memory(e):
+            _refuse(job, out_of_memory(e, "weights, gradients and the optimizer's state, before or after a step"))
         traceback.print_exc()
         sys.stderr.flush()
         _report_errors(
@@ -325,6 +327,31 @@ def main(file: str) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def _refuse(job: Job, error: ShardcError) -> NoReturn:
+    """Say what is wrong, unless another rank says the same, and end."""
+    if isinstance(error, OutOfMemoryError):
+        error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
+    print(for_this_rank(str(error)) if job.joined else error, file=sys.stderr, flush=True)
+    _report_errors(job, error.to_json())
+    os._exit(2)
+
+
+def _expected(job: Job) -> str:
+    """What a step needs by calculation, where memory did not suffice."""
+    from shardc.artifact import load
+    from shardc.cost import device
+    from shardc.cost.device import measured_file
+    from shardc.ir.units import size
+
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    known = here if measured_file(here).is_file() else "h100-80g"
+    try:
+        memory = load(job.program, trust=job.trust).cost(device(known)).memory
+    except ShardcError as e:
+        return f"what a step needs cannot be calculated: {e.what}"
+    return f"by calculation a step holds {size(memory.peak)} on a rank at its peak, in {memory.part} at {memory.op}"
 
 
 def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:

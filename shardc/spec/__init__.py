@@ -358,6 +358,9 @@ def _text(source: object) -> str:
         kind = type(source).__name__
         raise ShardcError(f"a spec is a path, a dict or a Spec, not a {kind}", where="spec", fix='e.g. "spec.yaml"')
     file = Path(source)
+    if file.suffix == ".py":
+        fix = "give the path of a YAML file; on the command line the model comes first: shardc ... model.py spec.yaml"
+        raise ShardcError("a spec is YAML, not Python", where=str(source), fix=fix)
     try:
         return file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import shardc
 from shardc.cli import app
+from shardc.runtime.launch import free_port
 
 MODEL = """
 import torch
@@ -212,9 +214,15 @@ def net(forward: str, init: str = "self.a = nn.Linear(8, 8)") -> str:
 
 WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
     # name, file, where, what, fix
-    ("syntax", "def model(:\n", "model.py:1", "not Python", "correct the syntax"),
-    ("import", "import torchh\n", "model.py:1", "ModuleNotFoundError: No module named 'torchh'", "run on its own"),
-    ("raises on import", HEAD + "x = 1 / 0\n", "model.py:3", "ZeroDivisionError", "run on its own"),
+    ("syntax", "def model(:\n", "model.py:1", "not Python: invalid syntax (def model(:)", "correct that line"),
+    ("import", "import torchh\n", "model.py:1", "ModuleNotFoundError: No module named 'torchh'", "pip install torchh"),
+    (
+        "raises on import",
+        HEAD + "x = 1 / 0\n",
+        "model.py:3",
+        "ZeroDivisionError: division by zero (x = 1 / 0)",
+        "--debug shows",
+    ),
     ("no model", HEAD + BATCH, "model.py", "the file has no model()", "define model(): it returns the nn.Module"),
     ("misspelt model", HEAD + "def modle():\n    pass\n" + BATCH, "model.py", "no model()", "there is modle()"),
     ("no batch", HEAD + "def model():\n    return nn.Linear(2, 2)\n", "model.py", "no batch()", "define batch()"),
@@ -224,7 +232,7 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
         HEAD + "def model():\n    return nn.Linear(2, -2)\n" + BATCH,
         "model.py:4",
         "model() raises",
-        "run on its own",
+        "--debug shows the whole traceback",
     ),
     (
         "model returns no module",
@@ -238,7 +246,7 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
         HEAD + "def model():\n    pass\ndef batch():\n    return missing\n",
         "model.py:6",
         "batch() raises NameError",
-        "run on its own",
+        "--debug shows the whole traceback",
     ),
     (
         "batch returns text",
@@ -254,8 +262,52 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
         "no tensor in it",
         "give a dict",
     ),
-    ("loss is no scalar", net("        return self.a(x)"), "", "no scalar loss", "pass loss="),
-    ("wrong keyword", net("        return self.a(x).sum()").replace("{'x'", "{'y'"), "", "its keys are y", ""),
+    ("loss is no scalar", net("        return self.a(x)"), "model.py:7", "no scalar loss", "pass loss="),
+    (
+        "wrong keyword",
+        net("        return self.a(x).sum()").replace("{'x'", "{'y'"),
+        "model.py:7",
+        "its keys are y",
+        "rename the batch's key 'y' to 'x'",
+    ),
+    (
+        "a key too many",
+        net("        return self.a(x).sum()").replace("{'x'", "{'m': torch.ones(4), 'x'"),
+        "model.py:7",
+        "unexpected keyword argument 'm'",
+        "leave 'm' out of the batch, or define loss(output, batch)",
+    ),
+    (
+        "a key too few",
+        net("        return self.a(x).sum()").replace("forward(self, x)", "forward(self, x, mask)"),
+        "model.py:7",
+        "missing a required argument: 'mask'",
+        "add 'mask' to the batch",
+    ),
+    (
+        "a tuple and a loss",
+        net("        return self.a(x)").replace("{'x': torch.ones(4, 8)}", "torch.ones(4, 8), torch.ones(4, 8)")
+        + "def loss(output, batch):\n    return (output - batch[1]).square().mean()\n",
+        "model.py:7",
+        "too many positional arguments",
+        'make the batch a dict, {"x": ..., "y": ...}',
+    ),
+    ("a script", "raise SystemExit\n" + HEAD, "model.py:1", "raises SystemExit (raise SystemExit)", "__main__"),
+    (
+        "another builder",
+        HEAD + "def build():\n    return nn.Linear(2, 2)\n" + BATCH,
+        "model.py",
+        "no model()",
+        "or name what makes it, model.py:NAME, of build, batch",
+    ),
+    (
+        "flex_attention",
+        "from torch.nn.attention.flex_attention import flex_attention\n"
+        + net("        q = self.a(x).view(1, 1, 4, -1)\n        return flex_attention(q, q, q).sum()"),
+        "model.py:10",
+        "flex_attention is a kernel that torch.compile writes",
+        "scaled_dot_product_attention, with the mask as attn_mask",
+    ),
     ("shapes do not fit", net("        return self.a(x[:, :4]).sum()"), "model.py:8", "", ""),
     ("branch on values", net("        return self.a(x).sum() if x.sum() > 0 else x.sum()"), "model.py:8", "", ""),
     (
@@ -341,8 +393,8 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     (
         "memory of an unknown device",
         ["inspect", "model.py", "spec.yaml", "--memory", "--device", "h100"],
-        "there is no device",
-        "h100-80g",
+        "there is no device 'h100'",
+        "did you mean 'h100-80g'?",
     ),
     (
         "svg alone",
@@ -358,13 +410,33 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
         "--save",
     ),
     ("batch of a model file", ["compile", "model.py", "spec.yaml", "--batch", "3"], "belong to hf: models", "batch()"),
-    ("no such config", ["compile", "hf:gone.json", "spec.yaml"], "cannot read gone.json", "config.json"),
+    ("no such config", ["compile", "hf:gone.json", "spec.yaml"], "there is no file gone.json", "config.json"),
+    *(
+        (f"swapped, {verb}", [verb, "spec.yaml", "model.py"], "this is a spec, where a model file is", "comes first")
+        for verb in ("compile", "inspect", "verify", "run")
+    ),
+    ("a spec to plan", ["plan", "spec.yaml"], "this is a spec, where a model file is expected", "comes first"),
+    ("Python as a spec", ["compile", "model.py", "model.py"], "a spec is YAML, not Python", "path of a YAML file"),
+    ("JSON as a model", ["compile", "vit.json", "spec.yaml"], "a model file ends in .py", "hf:config.json"),
+    ("a name of the hub", ["compile", "hf:Org/A-1.5B", "spec.yaml"], "in this machine's cache", "hf download Org/A"),
+    ("a folder as a config", ["compile", "hf:.", "spec.yaml"], "is a folder", "name its config: hf:config.json"),
+    ("no language model", ["compile", "hf:vit.json", "spec.yaml"], "'vit' is not a causal lang", "write a model.py"),
+    ("a list as a config", ["compile", "hf:list.json", "spec.yaml"], "the config has no model_type", "model_type"),
+    ("sizes of an artifact", ["verify", ".", "--batch", "3"], "its spec and the sizes of its", "--batch and --seq"),
+    (
+        "a folder in a file",
+        ["compile", "model.py", "spec.yaml", "-o", "spec.yaml/out"],
+        "spec.yaml: File exists",
+        "name a file or folder that can be used so",
+    ),
     ("config is no JSON", ["compile", "hf:spec.yaml", "spec.yaml"], "not JSON", "config.json"),
 ]
 
 
 @pytest.mark.parametrize(("args", "what", "fix"), [pytest.param(*row[1:], id=row[0]) for row in WRONG_LINES])
 def test_wrong_command_lines(files: Path, args: list[str], what: str, fix: str) -> None:
+    (files / "vit.json").write_text('{"model_type": "vit", "hidden_size": 32, "num_attention_heads": 2}')
+    (files / "list.json").write_text("[1]")
     done = call(*args)
     assert done.exit_code == 2, done.output
     said = flat(done.stderr)
@@ -384,3 +456,23 @@ def test_several_mistakes_are_told_together(files: Path) -> None:
 
 def test_debug_shows_the_traceback(files: Path) -> None:
     assert "Traceback" in call("compile", "gone.py", "spec.yaml", "--debug").stderr
+
+
+def test_an_error_of_all_ranks_is_told_once(files: Path) -> None:
+    """Two ranks that fail before they have met: the first one speaks for both."""
+    (files / "spec.yaml").write_text(SPEC.replace("column", "colwise"))
+    world = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml"],
+            env={**world, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    first, second = (p.communicate()[1] for p in ranks)
+    assert [p.returncode for p in ranks] == [2, 2]
+    assert "unknown style 'colwise'" in first
+    assert "(the same on all 2 ranks)" in first
+    assert not second.strip()

@@ -1,0 +1,81 @@
+"""An error that all ranks of torchrun or Slurm have alike is printed once, by the first, with a count of the ranks.
+
+Ranks that fail before there is a process group have nothing in common yet but the address at which they would have
+met. They meet there now, for a moment, and say what they have to say; whoever cannot reach the others speaks for
+itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+#: Seconds that the first rank waits for others to fail too, and that those wait for it.
+COLLECT, WAIT = 2.0, 4.0
+_DONE, _READ = "shardc/errors/told", "shardc/errors/read"
+
+
+def for_this_rank(text: str) -> str:
+    """What this process is to print of an error: all of it, with the ranks that have it; "" if the first rank does."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world < 2 or "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        return text
+    try:
+        return _told(text, rank, world)
+    except (RuntimeError, OSError, ValueError):  # of the store: nobody is there, or no more
+        return text
+
+
+def _told(text: str, rank: int, world: int) -> str:
+    from torch.distributed import TCPStore
+
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent; else by the first rank
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(
+        *address,
+        world,
+        rank == 0 and not hosted,
+        timedelta(seconds=WAIT),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    store.set(_key(rank), text)
+    if rank:
+        told = json.loads(store.get(_DONE))
+        store.add(_READ, 1)
+        return "" if rank in told else text
+    texts = {0: text, **_collected(store, world)}
+    store.set(_DONE, json.dumps(list(texts)))
+    _wait(lambda: store.add(_READ, 0) >= len(texts) - 1, 1.0)
+    return "\n".join(_with_ranks(said, [r for r, t in texts.items() if t == said], world) for said in _kinds(texts))
+
+
+def _key(rank: int) -> str:
+    return f"shardc/errors/{rank}"
+
+
+def _collected(store: Any, world: int) -> dict[int, str]:
+    """What the other ranks have said."""
+    others = range(1, world)
+    _wait(lambda: all(store.check([_key(r)]) for r in others), COLLECT)
+    return {r: store.get(_key(r)).decode() for r in others if store.check([_key(r)])}
+
+
+def _wait(done: Any, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _kinds(texts: dict[int, str]) -> list[str]:
+    return list(dict.fromkeys(texts.values()))
+
+
+def _with_ranks(text: str, ranks: Sequence[int], world: int) -> str:
+    if len(ranks) == world:
+        return f"{text}\n(the same on all {world} ranks)"
+    return f"{text}\n(on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
