@@ -176,6 +176,8 @@ def test_worlds_that_others_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert launch.in_world()
 
 
