@@ -11,7 +11,7 @@ from html import escape
 from shardc.ir import units
 from shardc.ir.program import Program
 from shardc.report.comm import comm_rows
-from shardc.report.timeline import svg, timeline
+from shardc.report.timeline import SECONDS, svg, timeline
 
 _STYLE = """
 :root{color-scheme:light dark;--back:#fbfaf7;--ink:#23241f;--soft:#6d6e65;--line:#e2e0d8;--mark:#a3430f;--tint:#f6e7dc}
@@ -57,7 +57,11 @@ def _comms(program: Program) -> str:
 
 
 def _schedule(program: Program) -> str:
-    return f'<h2>Schedule</h2><div class="wide">{svg(timeline(program))}</div>' if program.schedule is not None else ""
+    return (
+        f'<h2>Schedule</h2><div class="wide">{svg(timeline(program), SECONDS)}</div>'
+        if program.schedule is not None
+        else ""
+    )
 
 
 def _params(program: Program) -> str:

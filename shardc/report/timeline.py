@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from html import escape
 from typing import Any
 
 from rich.text import Text
 from torch import fx
 
 from shardc.ir.graph import operands_of, values_of
-from shardc.ir.machine import MEMORY_BYTES_PER_NETWORK_BYTE, PEAK_FLOPS_PER_MEMORY_BYTE
+from shardc.ir.machine import MEMORY, MEMORY_BYTES_PER_NETWORK_BYTE, NETWORK, PEAK_FLOPS, PEAK_FLOPS_PER_MEMORY_BYTE
 from shardc.ir.program import Program
+from shardc.ir.units import si
+from shardc.report.svg import CHARACTER, INK, LINE, SOFT, Picture, cut, ticks
 from shardc.rules import registry
 from shardc.rules.calls import call_of
 from shardc.runtime import schedule as schedules
@@ -26,6 +27,10 @@ from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
 _INKS = {"F": "black on bright_blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow"}
 _FILLS = {"F": "#8db4e8", "B": "#8fc99a", "I": "#86cfd3", "W": "#e8ca7c"}
 _NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+
+
+#: Seconds of a unit of a program's costs: a byte of memory traffic.
+SECONDS = 1 / MEMORY
 
 
 def timeline(program: Program) -> Timeline:
@@ -113,52 +118,65 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
     return out
 
 
-def svg(t: Timeline) -> str:
-    """A complete SVG file, for light and dark. Titles show each action's name, start and end."""
+#: Pixels of the picture, and of what is beside the rows.
+WIDTH, _LEFT, _RIGHT = 1100, 130, 96
+#: What the costs of a program count as: see shardc.ir.machine.
+ASSUMED = (
+    f"an H100 at its peak: {si(PEAK_FLOPS, 'FLOP/s')}, memory {si(MEMORY, 'B/s')}, between stages {si(NETWORK, 'B/s')}"
+)
+
+
+def svg(t: Timeline, unit: float | None = None) -> str:
+    """A complete SVG file. Titles show each action's name, start and end.
+
+    unit: seconds of one unit of the timeline's costs, as those of a program (`SECONDS`); None: the axis counts units.
+    """
     s = t.schedule
-    scale = min(_scale(t, lambda slot: 8.0 * len(_name(s, slot)) + 6), 12000 / (t.end or 1))
-    left, row, top = 130, 26, 44
-    right = left + t.end * scale
-    made = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{right + 120:.0f}" height="{top + row * s.ranks + 40}"'
-            ' font-family="system-ui, sans-serif" font-size="12"'
-            f' role="img"><title>{escape(_title(t))}</title><style>{_STYLE}</style>'
-        ),
-        f'<text x="8" y="18">{escape(_title(t))}</text>',
-        f'<text x="{right + 10:.1f}" y="{top - 8}" class="soft">bubble, live</text>',
-    ]
+    row, top = 26, 52
+    scale = (WIDTH - _LEFT - _RIGHT) / (t.end or 1)
+    right = WIDTH - _RIGHT
+    picture = Picture(WIDTH, top + row * s.ranks + 78, _title(t))
+    picture.text(12, 22, _title(t), size=14, bold=True)
+    picture.text(right + 10, top - 8, "bubble, live", kind="soft")
     for rank, slots in enumerate(t.slots):
         y = top + row * rank
-        made.append(f'<text x="8" y="{y + 16}">rank {rank} <tspan class="soft">{_stages(s, rank)}</tspan></text>')
-        made.append(f'<rect x="{left}" y="{y}" width="{right - left:.1f}" height="{row - 4}" class="idle"/>')
+        picture.text(12, y + 15, f"rank {rank}")
+        picture.text(64, y + 15, cut(_stages(s, rank), _LEFT - 64), size=10, kind="soft")
+        picture.rect(_LEFT, y, right - _LEFT, row - 4, LINE, opacity=0.4)
         chunks = s.stages_of(rank)
         for slot in slots:
-            x, wide = left + slot.start * scale, (slot.end - slot.start) * scale
-            shade = 1 - 0.45 * chunks.index(slot.action.stage) / len(chunks)
-            name = _name(s, slot)
-            label = (
-                f'<text x="{x + wide / 2:.1f}" y="{y + 15}" class="in">{name}</text>' if wide >= 7 * len(name) else ""
-            )
-            made.append(
-                f'<g><title>{slot.action}: {slot.start:g} to {slot.end:g}</title><rect x="{x:.1f}" y="{y}"'
-                f' width="{max(wide - 1, 0.5):.1f}" height="{row - 4}" class="{slot.action.kind}"'
-                f' fill-opacity="{shade:.2f}"/>{label}</g>'
-            )
-        made.append(f'<text x="{right + 10:.1f}" y="{y + 16}">{100 * t.bubble(rank):.1f} %, {t.live[rank]}</text>')
-    y, x = top + row * s.ranks + 10, left
-    for kind in _kinds(t):
-        made.append(f'<rect x="{x}" y="{y}" width="14" height="14" class="{kind}"/>')
-        made.append(f'<text x="{x + 20}" y="{y + 12}" class="soft">{_NAMES[kind]}</text>')
-        x += 50 + 7 * len(_NAMES[kind])
-    return "\n".join([*made, "</svg>\n"])
+            _slot(picture, s, slot, y, row, scale, chunks.index(slot.action.stage) / len(chunks))
+        picture.text(right + 10, y + 15, f"{100 * t.bubble(rank):.1f} %, {t.live[rank]}")
+    _axis(picture, t, top + row * s.ranks, scale, unit)
+    picture.legend(_LEFT, top + row * s.ranks + 50, ((_FILLS[kind], _NAMES[kind]) for kind in _kinds(t)))
+    return str(picture)
 
 
-_STYLE = (
-    "text{fill:#23241f}.soft{fill:#6d6e65}.in{fill:#23241f;text-anchor:middle;font-size:11px}.idle{fill:#8884;fill-opacity:.25}"
-    + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in _FILLS.items())
-    + "@media(prefers-color-scheme:dark){text{fill:#e4e3db}.soft{fill:#98998f}}"
-)
+def _slot(picture: Picture, s: Schedule, slot: Slot, y: float, row: int, scale: float, later: float) -> None:
+    """later: the share of the rank's stages that come before: they are paler."""
+    x, wide, name = _LEFT + slot.start * scale, (slot.end - slot.start) * scale, _name(s, slot)
+    shown = next((n for n in (name, slot.action.kind) if CHARACTER * len(n) <= wide), "")
+    about = f"{slot.action}: {slot.start:g} to {slot.end:g}"
+    fill = _FILLS[slot.action.kind]
+    picture.rect(x, y, max(wide - 1, 0.5), row - 4, fill, opacity=1 - 0.45 * later, title=about, kind="slot")
+    if shown:
+        picture.text(x + wide / 2, y + 15, shown, size=11, anchor="middle", fill=INK)
+
+
+def _axis(picture: Picture, t: Timeline, y: float, scale: float, unit: float | None) -> None:
+    """Round times below the rows, and what they are times of."""
+    factor, name = 1.0, "units of the costs given"
+    if unit is not None:
+        factor, name = next(
+            (u, n) for u, n in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if t.end * unit * u >= 1 or u == 1e6
+        )
+        factor *= unit
+    for time in ticks(t.end * factor, 8):
+        x = _LEFT + time / factor * scale
+        picture.line(x, y, x, y + 5, stroke=SOFT)
+        picture.text(x, y + 17, f"{time:g}", size=10, anchor="middle", kind="soft")
+    on = f", on {ASSUMED}" if unit is not None else ""
+    picture.text(_LEFT, y + 36, f"time in {name}{on}", size=11, kind="soft")
 
 
 def to_json(t: Timeline) -> dict[str, Any]:

@@ -172,17 +172,30 @@ def test_kinds_have_colours_of_their_own() -> None:
     assert len(set(styles.values())) == 4
 
 
+SPACE = "{http://www.w3.org/2000/svg}"
+
+
 def test_svg() -> None:
     t = clock("zb-v", 3, 4, 2)
     root = ElementTree.fromstring(drawn.svg(t))
-    space = "{http://www.w3.org/2000/svg}"
-    titles = [g.findtext(f"{space}title") for g in root.iter(f"{space}g")]
+    slots = [r for r in root.iter(f"{SPACE}rect") if r.get("class") == "slot"]
+    titles = [r.findtext(f"{SPACE}title") for r in slots]
     assert titles == [f"{s.action}: {s.start:g} to {s.end:g}" for each in t.slots for s in each]
-    wide = [float(g.find(f"{space}rect").attrib["width"]) for g in root.iter(f"{space}g")]  # type: ignore[union-attr]
+    wide = [round(float(r.attrib["width"])) for r in slots]
     assert len(set(wide)) == 2  # B takes twice what F, I and W take
-    said = [x.text for x in root.iter(f"{space}text")]
-    assert f"{100 * t.bubble(1):.1f} %, {t.live[1]}" in said
-    assert "0F0" in said
+    texts = [x.text for x in root.iter(f"{SPACE}text")]
+    assert f"{100 * t.bubble(1):.1f} %, {t.live[1]}" in texts
+    assert "time in units of the costs given" in texts
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 4), (16, 16), (64, 64)])
+def test_svg_has_one_width_and_a_time_axis(stages: int, microbatches: int) -> None:
+    t = clock("1f1b", stages, microbatches)
+    root = ElementTree.fromstring(drawn.svg(t, drawn.SECONDS))
+    assert float(root.attrib["width"]) == drawn.WIDTH
+    for x in root.iter(f"{SPACE}rect"):
+        assert float(x.get("x", 0)) + float(x.attrib["width"]) <= drawn.WIDTH
+    assert any((x.text or "").startswith("time in µs, on an H100") for x in root.iter(f"{SPACE}text"))
 
 
 def test_json() -> None:
