@@ -16,7 +16,7 @@ from torch import fx
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.machine import MEMORY, MEMORY_BYTES_PER_NETWORK_BYTE, NETWORK, PEAK_FLOPS, PEAK_FLOPS_PER_MEMORY_BYTE
 from shardc.ir.program import Program
-from shardc.ir.units import si
+from shardc.ir.units import si, size
 from shardc.report.svg import CHARACTER, INK, LINE, SOFT, Picture, cut, ticks
 from shardc.rules import registry
 from shardc.rules.calls import call_of
@@ -121,9 +121,7 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
 #: Pixels of the picture, and of what is beside the rows.
 WIDTH, _LEFT, _RIGHT = 1100, 130, 96
 #: What the costs of a program count as: see shardc.ir.machine.
-ASSUMED = (
-    f"an H100 at its peak: {si(PEAK_FLOPS, 'FLOP/s')}, memory {si(MEMORY, 'B/s')}, between stages {si(NETWORK, 'B/s')}"
-)
+ASSUMED = f"an H100 at its peak: {si(PEAK_FLOPS, 'FLOP/s')}, memory {size(MEMORY)}/s, between stages {size(NETWORK)}/s"
 
 
 def svg(t: Timeline, unit: float | None = None) -> str:
@@ -174,7 +172,7 @@ def _axis(picture: Picture, t: Timeline, y: float, scale: float, unit: float | N
     for time in ticks(t.end * factor, 8):
         x = _LEFT + time / factor * scale
         picture.line(x, y, x, y + 5, stroke=SOFT)
-        picture.text(x, y + 17, f"{time:g}", size=10, anchor="middle", kind="soft")
+        picture.text(x, y + 17, f"{time:,.6g}", size=10, anchor="middle", kind="soft")
     on = f", on {ASSUMED}" if unit is not None else ""
     picture.text(_LEFT, y + 36, f"time in {name}{on}", size=11, kind="soft")
 
