@@ -1,0 +1,57 @@
+"""The launchers' lines of training.md, on real processes: torchrun runs `shardc run`, and a program of one's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs import generate
+from tests.docs.pages import ROOT, Page
+
+TRAINING = Page(ROOT / "docs" / "training.md")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    generate.example(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def launched(*words: str) -> str:
+    done = subprocess.run([*TORCHRUN, *words], capture_output=True, text=True, check=False, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def lines() -> list[list[str]]:
+    """The words after `torchrun` of every line that begins with it."""
+    text = "".join(block.text for block in TRAINING.blocks("console"))
+    return [shlex.split(x, comments=True) for x in re.findall(r"^\$ torchrun (.*)$", text, re.MULTILINE)]
+
+
+def test_torchrun_runs_the_command(example: Path) -> None:
+    """The first line that is complete on one machine, with fewer steps."""
+    words = next(w for w in lines() if "--nnodes" not in w and "--save" in w)
+    words[words.index("--steps") + 1] = "2"
+    assert "loss 0.2766" in launched(*words)
+    assert (example / "runs" / "a" / "model.safetensors").is_file()
+
+
+def test_torchrun_lines_start_commands() -> None:
+    assert len(lines()) >= 2
+    assert all("--no-python" in words for words in lines())
+
+
+def test_torchrun_runs_a_program_of_ones_own(example: Path) -> None:
+    (block,) = (b for b in TRAINING.blocks("python") if any(n.startswith("train.py") for n in b.notes))
+    (example / "train.py").write_text(block.text)
+    assert re.fullmatch(r"loss 0\.\d{4}\n", launched("--nproc-per-node", "4", "train.py"))
