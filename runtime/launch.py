@@ -54,7 +54,7 @@ def check_variables() -> None:
 
 
 def _slurm_tasks() -> int:
-    """Processes of this job step. Only `srun` says it: SLURM_NTASKS also stands in a batch script, which runs once."""
+    """Processes of this job step. Only `srun` says it: SLURM_NTASKS is set in a batch script too, which runs once."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) if "SLURM_PROCID" in os.environ else 1
 
 
@@ -123,7 +123,7 @@ class Progress:
 
 
 class Stopped(BaseException):
-    """The launcher was told to stop by a signal."""
+    """The launcher got a signal to stop."""
 
 
 def launch(

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardc.ir.placement import Shard, chunks, widen
+from shardc.ir.cut import chunks, widen
+from shardc.ir.placement import Shard
 
 Digits = Sequence[tuple[int, str, int, tuple[int, ...]]]
 Paddings = Sequence[tuple[int, int, int]]

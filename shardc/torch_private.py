@@ -136,7 +136,7 @@ def traced_constant(name: str) -> Tensor | None:
 
 
 def overload_of(op: Any) -> OpOverload | None:
-    """The overload that an op given in any form stands for: itself; `torch.ops.lib.op`'s default, or only one; a custom
+    """The overload that an op in any form means: itself; `torch.ops.lib.op`'s default, or only one; a custom
     op's; else None.
     """
     if isinstance(op, CustomOpDef):
@@ -311,7 +311,7 @@ def process_groups() -> int:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Does anybody want to be told of the optimizer's steps?"""
+    """Has anybody registered a hook of the optimizer's steps?"""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 

@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import Layout, parse
+from shardc.ir.placement import Layout
 from shardc.ir.program import Bucket, Buffer, Collective, Input, Param, Program, Source, Stage, Value
+from shardc.ir.type_text import parse
 from shardc.runtime import ops
 
 MESH = Mesh((("dp", 2), ("tp", 2)))

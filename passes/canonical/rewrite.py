@@ -16,8 +16,8 @@ from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import value_of
-from shardc.ir.placement import DTYPES
 from shardc.ir.program import Source, Value
+from shardc.ir.type_text import DTYPES
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 

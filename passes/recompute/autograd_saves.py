@@ -62,22 +62,18 @@ def _between(rows: int, x: Value, up: Value, down: Value) -> int:
 
 #: What the ops of programs keep; those that are not here keep nothing.
 _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
-    ops.dropout: lambda given, made: Saved(own=_elements(made[0])),  # a mask of bools
-    ops.masked: lambda given, made: Saved((1,)),
-    ops.nll_parts: lambda given, made: Saved(
-        own=given[0].nbytes() + 9 * _elements(given[1])
-    ),  # exponentials; indices; bools
-    ops.nll_join: lambda given, made: Saved((0,), own=_elements(made[0])),
-    ops.embedding_partial: lambda given, made: Saved(own=9 * _elements(given[1])),  # indices; bools
-    ops.experts_send: lambda given, made: Saved((1, 2)),
-    ops.experts_apply: lambda given, made: Saved(
-        (0, 1, 2, 3), own=_between(given[0].shape[0], given[0], given[2], given[3])
-    ),
-    ops.experts_return: lambda given, made: Saved((1,)),
-    ops.experts_combine: lambda given, made: Saved((1, 2), own=given[0].nbytes()),  # rows in the order of choices
-    ops.experts: lambda given, made: Saved(
+    ops.dropout: lambda ins, outs: Saved(own=_elements(outs[0])),  # a mask of bools
+    ops.masked: lambda ins, outs: Saved((1,)),
+    ops.nll_parts: lambda ins, outs: Saved(own=ins[0].nbytes() + 9 * _elements(ins[1])),  # exponentials; indices; bools
+    ops.nll_join: lambda ins, outs: Saved((0,), own=_elements(outs[0])),
+    ops.embedding_partial: lambda ins, outs: Saved(own=9 * _elements(ins[1])),  # indices; bools
+    ops.experts_send: lambda ins, outs: Saved((1, 2)),
+    ops.experts_apply: lambda ins, outs: Saved((0, 1, 2, 3), own=_between(ins[0].shape[0], ins[0], ins[2], ins[3])),
+    ops.experts_return: lambda ins, outs: Saved((1,)),
+    ops.experts_combine: lambda ins, outs: Saved((1, 2), own=ins[0].nbytes()),  # rows in the order of choices
+    ops.experts: lambda ins, outs: Saved(
         (2, 3, 4),
-        own=2 * given[0].nbytes() * given[1].shape[1] + _between(_elements(given[1]), given[0], given[3], given[4]),
+        own=2 * ins[0].nbytes() * ins[1].shape[1] + _between(_elements(ins[1]), ins[0], ins[3], ins[4]),
     ),
 }
 #: Those whose result is their operand, seen differently, on some rank at least.

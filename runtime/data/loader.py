@@ -107,7 +107,7 @@ class Loader:
             self.order.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: where it stands and what fixes the order."""
+        """JSON-able: its position and what fixes the order."""
         return self.order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ class Loader:
             layout.local(leaf, self.program.mesh, self._coords) if fits else leaf
         )  # what does not fit, the engine's step names
 
-    # --- what is asked for, and whether it can be
+    # --- options, and whether they go together
 
     @property
     def _coords(self) -> dict[str, int]:

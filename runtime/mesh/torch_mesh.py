@@ -112,8 +112,8 @@ class TorchMesh(RankMesh):
             own = mine or (self.rank,)
             group = dist.new_group(list(own), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
         else:
-            made = [dist.new_group(list(ranks), timeout=self._timeout, group_desc=name) for ranks in groups]
-            group = next((g for g, ranks in zip(made, groups, strict=True) if ranks == mine), None)
+            all_groups = [dist.new_group(list(ranks), timeout=self._timeout, group_desc=name) for ranks in groups]
+            group = next((g for g, ranks in zip(all_groups, groups, strict=True) if ranks == mine), None)
         return group if mine else None
 
     def _same_on_all_ranks(self, number: int) -> bool:

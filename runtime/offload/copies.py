@@ -28,7 +28,7 @@ def _in_place(x: Tensor, home: Tensor) -> bool:
 
 
 class Mover:
-    """One thread, which carries out what it is asked for in order: what is put is there for every fetch that comes
+    """One thread, which carries out requests in order: what is put is there for every fetch that comes
     after.
 
     On CUDA the copies run on a stream of their own. device: where tensors are worked with. .in_place: on the CPU

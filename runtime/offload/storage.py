@@ -1,7 +1,7 @@
 """Places outside of the device where tensors are kept: the machine's memory, or a file of a directory.
 
 A file is mapped into memory: its tensors are ordinary CPU tensors, which checkpoints and users read as any other. The
-system reads their pages when they are touched, or earlier if it is told (`Slot.ahead`), and writes them in the
+system reads their pages when they are touched, or earlier on request (`Slot.ahead`), and writes them in the
 background; what is not worked with is let go (`Slot.behind`): then it is not this process's memory, and the system's
 cache keeps it only as long as there is memory to spare."""
 

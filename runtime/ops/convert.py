@@ -24,7 +24,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardc.ir.conversions import BY_OP, Move
-from shardc.ir.placement import Shard, trim, widen
+from shardc.ir.cut import trim, widen
+from shardc.ir.placement import Shard
 from shardc.runtime.ops import digits
 
 Mesh = Any  # shardc.runtime.mesh's meshes; a protocol would only repeat their docstrings

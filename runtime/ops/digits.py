@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardc.ir.placement import Shard, chunks, unchunk
+from shardc.ir.cut import chunks, unchunk
+from shardc.ir.placement import Shard
 
 
 def _seen(x: Tensor, s: Shard, n: int) -> Tensor:

@@ -152,7 +152,7 @@ def _layout(digits: Digits, padding: int, blocks: int) -> Layout:
     return Layout(tuple((a, Shard(0, split, tuple(sections), padding, blocks)) for a, split, *sections in digits))
 
 
-# --- tensors without data (a rehearsal): every expert gets as much as any other ---------------------------------------
+# --- tensors without data (a dry run): every expert gets as much as any other ---------------------------------------
 
 
 def _sizes(

@@ -1,4 +1,4 @@
-"""`torch.ops.shardc.experts`: what stands for experts in a captured graph, until the canonical pass makes it
+"""`torch.ops.shardc.experts`: the op of experts in a captured graph, until the canonical pass makes it
 `ops.experts`.
 """
 

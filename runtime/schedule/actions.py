@@ -10,7 +10,7 @@
     STEP            tied weights' gradients are summed over the stages, norms taken, weights updated; every rank's last
 
 The letters are those of torch.distributed.pipelining and of "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241),
-whose B is I here. A send is started and not waited for; a receive is posted where it stands, and waited for by the
+whose B is I here. A send is started and not waited for; a receive is posted in its place, and waited for by the
 action that uses it."""
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.placement import Layout, trim, unchunk
+from shardc.ir.cut import trim, unchunk
+from shardc.ir.placement import Layout
 from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.state.saving import load, save
 from shardc.runtime.state.sources import Weights, check_names, weights

@@ -44,14 +44,14 @@ class Entry:
     """One op. name: of a random op or "constant", "trunc_normal_"; else "". args: with Refs for tensors; by schema name
     if random.
 
-    made: for each result, its Ref if the op made its storage. writes, reads: storages. line: the user's line.
+    created: for each result, its Ref if the op made its storage. writes, reads: storages. line: the user's line.
     """
 
     func: OpOverload | None
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    made: tuple[Ref | None, ...]
+    created: tuple[Ref | None, ...]
     writes: frozenset[int]
     reads: frozenset[int]
     line: source.Source
@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass
 class Tape:
-    """Entries in order. Positions in `writers` tell which entries make or change a storage."""
+    """Entries in order. Positions in `writers` are those of the entries that make or change a storage."""
 
     entries: list[Entry] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Tape:
         if e.random >= 0:
             if seed is None:
                 raise RandomValue(e)
-            (out,) = e.made
+            (out,) = e.created
             target = e.kwargs.get("self") if out is None else out
             assert isinstance(target, Ref)
             if out is not None:
@@ -130,7 +130,7 @@ class Tape:
             results: Any = e.args
         else:
             results = e.func(*pytree.tree_map(argument, e.args), **pytree.tree_map(argument, dict(e.kwargs)))
-        for ref, x in zip(e.made, pytree.tree_flatten(results)[0], strict=True):
+        for ref, x in zip(e.created, pytree.tree_flatten(results)[0], strict=True):
             if ref is not None:
                 if e.func is None or x.stride() != ref.stride or x.storage_offset() != ref.offset:
                     # a constant must not be written to; windows assume the strides of the recorded result
@@ -145,7 +145,7 @@ def _empty(ref: Ref, device: torch.device) -> Tensor:
 
 
 class RandomValue(Exception):
-    """A value that Python asked for depends on this random op."""
+    """A value that Python reads depends on this random op."""
 
     def __init__(self, entry: Entry) -> None:
         super().__init__(entry.name)
@@ -193,7 +193,7 @@ class Recorder:
             ) from e
 
     def _meta(self, x: Tensor) -> Tensor:
-        """x itself, or the meta tensor that stands for a real x (from outside, from numpy, a file, torch.tensor): a
+        """x itself, or the meta tensor in place of a real x (from outside, from numpy, a file, torch.tensor): a
         constant.
         """
         if x.layout is not torch.strided or x.is_quantized:

@@ -51,12 +51,12 @@ BY_RANK = {getattr(ops, row.op) for row in CONVERSIONS if "first" in (row.forwar
 
 #: What was made by an op: (op, part). part -1: its result; 0, 1, ...: that one of several results; -2 - n: the n-th
 #: tensor that it saved for backward and made for itself.
-Made = tuple[int, int]
+Origin = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands in an op's arguments for one of the nodes that it takes."""
+    """The place, in an op's arguments, of one of the nodes that it takes."""
 
     index: int
 
@@ -73,7 +73,7 @@ class _Region:
     offload: bool
     ops: list[int] = field(default_factory=list)
     inside: set[int] = field(default_factory=set)
-    plans: dict[frozenset[Made], _Plan] = field(default_factory=dict)
+    plans: dict[frozenset[Origin], _Plan] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ class Regions:
     def tape(self, mesh: Any, rng: Any) -> Tape:
         return Tape(self, mesh, rng)
 
-    def plan(self, region: _Region, wanted: frozenset[Made]) -> _Plan:
+    def plan(self, region: _Region, wanted: frozenset[Origin]) -> _Plan:
         """What has to run for the wanted values: found by walking back from them, to values that the region does not
         compute.
         """
@@ -254,7 +254,7 @@ class _Wanted:
     """A note of a frame: where to put which part of which op's results, and seen how."""
 
     saved: weakref.ref[Saved]
-    made: Made
+    origin: Origin
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
@@ -287,7 +287,7 @@ class _Frame:
         """Compute what is wanted. It happens once: then all who want something have it."""
         wanted_of: dict[int, list[_Wanted]] = {}
         for w in self.wanted:
-            wanted_of.setdefault(w.made[0], []).append(w)
+            wanted_of.setdefault(w.origin[0], []).append(w)
         env: dict[int, Any] = {}
 
         def value(node: int) -> Any:
@@ -304,8 +304,8 @@ class _Frame:
                 wanted = wanted_of.get(i, ())
                 env[i] = result = self._caught(i, operands, wanted) if i in self.needs else op(operands)
                 for w in wanted:
-                    if w.made[1] >= -1:
-                        w.put(result if w.made[1] == -1 else result[w.made[1]])
+                    if w.origin[1] >= -1:
+                        w.put(result if w.origin[1] == -1 else result[w.origin[1]])
                 for node in gone:
                     del env[node]
 
@@ -318,8 +318,8 @@ class _Frame:
         with torch.enable_grad(), saved_tensors_hooks(caught.append, _never):
             result = self.regions.ops[i](needing)
         for w in wanted:
-            if w.made[1] < -1:
-                w.put(caught[-2 - w.made[1]])
+            if w.origin[1] < -1:
+                w.put(caught[-2 - w.origin[1]])
         caught.clear()  # autograd holds the hook, the hook this list, and a result in it would hold autograd's graph
         return result.detach() if isinstance(result, Tensor) else type(result)(x.detach() for x in result)
 
@@ -348,7 +348,7 @@ class Tape:
         self.rng, self._then = rng, replace(rng)  # as it is now: someone's own loop may step it before backward
         self.outer = outer_hooks()
         self._frames: dict[_Region, _Frame] = {}
-        self._where: dict[_Storage, Made] = {}
+        self._where: dict[_Storage, Origin] = {}
         self._offloaded: dict[Any, OffloadedTensor] = {}
         self._copies: Any = None
 
@@ -399,7 +399,7 @@ class Tape:
             frame.needs[i] = tuple(isinstance(g, Tensor) and g.requires_grad for g in operands)
 
     def _ask(
-        self, askable: Sequence[_Region], chain: Sequence[_Region], saved: Saved, origin: Made, x: Tensor
+        self, askable: Sequence[_Region], chain: Sequence[_Region], saved: Saved, origin: Origin, x: Tensor
     ) -> _Frame | None:
         """Have the innermost region that computes it again compute it; hold it if there is none."""
         for region in askable:
@@ -423,7 +423,7 @@ class Tape:
     def _close(self, frame: _Frame) -> None:
         """Forward is through with the region: it holds just what it needs to compute what is wanted of it."""
         frame.wanted = [w for w in frame.wanted if w.saved() is not None]
-        frame.plan = self.regions.plan(frame.region, frozenset(w.made for w in frame.wanted))
+        frame.plan = self.regions.plan(frame.region, frozenset(w.origin for w in frame.wanted))
         chain = frame.region.above
         for node in frame.plan.inputs:
             x = frame.seen[node]

@@ -31,8 +31,9 @@ from shardc.artifact import emit
 from shardc.artifact.parser import graph_of
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import Layout, Shard, parse, show
+from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Bucket, Buffer, Input, OffloadPlaces, Param, Program, Region, Stage, Value
+from shardc.ir.type_text import parse, show
 from shardc.runtime import schedule
 from shardc.spec import Spec
 

@@ -1,13 +1,13 @@
-"""Print a program as Python that a person can read, and that runs as it stands.
+"""Print a program as Python that a person can read, and that runs as it is.
 
     # h.0.proj (gpt.py:31): x = x + self.proj(y)
     proj = aten.linear.default(y, h_0_proj_weight, None)  # f32[8, 16, 64] +tp ~dp grad
     proj_sum = ops.all_reduce(proj, mesh, ('tp',), tag='proj_sum')  # f32[8, 16, 64] grad | all_reduce/none tp 32768
     "spec.yaml:9:3 '*.proj': row" del proj, y
 
-A line is one op; its comment is the type of the result (shardc.ir.placement.show), `grad` where a gradient flows, and
+A line is one op; its comment is the type of the result (shardc.ir.type_text.show), `grad` where a gradient flows, and
 for collectives what runs forward/backward, the axes, bytes per rank and cause (`implicit` before it if no annotation
-implies it). Before that stands the region of values that backward computes again, and `kept` with those that it does
+implies it). Before that comes the region of values that backward computes again, and `kept` with those that it does
 not. `shardc.artifact.parser` reads it back: the text is the artifact, not a picture of it.
 """
 
@@ -27,8 +27,8 @@ from shardc.artifact.fold import NOTHING, Folded
 from shardc.errors import ShardcError
 from shardc.folding import note_lines
 from shardc.ir.graph import source_of
-from shardc.ir.placement import show
 from shardc.ir.program import Bucket, Buffer, Collective, Input, OffloadPlaces, Param, Program, Region, Source, Value
+from shardc.ir.type_text import show
 from shardc.ir.units import plural, size
 from shardc.torch_private import OpOverload
 
@@ -98,7 +98,7 @@ def _in_place(note: str, indent: str = "# ") -> list[str]:
 
 
 def what_is(x: Param | Buffer | Input) -> str:
-    """What a placeholder stands for: the model's name of it, or its place in the batch."""
+    """What a placeholder is: the model's name of it, or its place in the batch."""
     if isinstance(x, Input):
         return plain(f"input {'.'.join(map(str, x.path))}").rstrip()
     return plain(x.fqn) or "constant"
@@ -235,7 +235,7 @@ def region_head(r: Region) -> str:
 
 
 def plain(text: str) -> str:
-    """Text for a comment: on one line, whatever stands in it. (Form feeds and Unicode's line ends count as lines to
+    """Text for a comment: on one line, whatever is in it. (Form feeds and Unicode's line ends count as lines to
     some readers.)
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

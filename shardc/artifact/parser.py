@@ -17,8 +17,8 @@ from shardc.artifact.emit import HEADER, value_text
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
-from shardc.ir.placement import parse as parse_type
 from shardc.ir.program import Collective, Source, Value
+from shardc.ir.type_text import parse as parse_type
 from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers torch.ops.shardc.*)
 from shardc.torch_private import OpOverload

@@ -64,7 +64,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
             if rows or (sizes and not causes.of_values(e)):
                 raise (refused if rows and refused else e) from None
             refused = e
-    changes.refuse_made()
+    changes.refuse_created()
     program = lift(model, leaves, exported, updated)
     program.notes = notes
     if rows:

@@ -79,7 +79,7 @@ class Guards:
         keys: frozenset[Any] = frozenset(),
     ) -> Body | None:
         """Take the branch at a frame's line for granted; None if that would not do. truth: of the part of its condition
-        that is asked for, from the values of nodes."""
+        that Python reads, from the values of nodes."""
         body = bodies(frame.f_code, loop=loop).get(frame.f_lineno)
         if body is None or not body.fits:
             return None

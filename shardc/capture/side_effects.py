@@ -30,16 +30,16 @@ _HELD = ("_parameters", "_buffers", "_modules")
 
 @dataclass
 class Changes:
-    """Attributes that a forward set, by their full name, and where. made: parameters, buffers and modules that it
+    """Attributes that a forward set, by their full name, and where. created: parameters, buffers and modules that it
     added.
     """
 
     set: dict[str, Source] = field(default_factory=dict)
-    made: dict[str, Source] = field(default_factory=dict)
+    created: dict[str, Source] = field(default_factory=dict)
 
-    def refuse_made(self) -> None:
+    def refuse_created(self) -> None:
         """Raise ShardcError for parameters, buffers and modules that exist only after the first forward."""
-        for name, place in self.made.items():
+        for name, place in self.created.items():
             what = f"the forward pass creates {name!r}, which does not exist before the first call"
             raise ShardcError(
                 what, where=place.line, fix="create it in __init__, or run the model once before you compile it"
@@ -83,7 +83,7 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
                 now, then = module.__dict__.get(name, changes), attributes.get(name, changes)
                 if name in _HELD and inside is not None:
                     for key in module.__dict__[name].keys() - inside.keys():
-                        changes.made[_join(path, key)] = lines.get((id(module), key), Source())
+                        changes.created[_join(path, key)] = lines.get((id(module), key), Source())
                 elif not (
                     _same(now, then) if inside is None else type(now) is type(inside) and _same_items(now, inside)
                 ):

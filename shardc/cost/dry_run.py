@@ -138,7 +138,7 @@ class _OpNames:
 
 
 def _reporting(program: Program, names: _OpNames) -> Program:
-    """The program with stages that tell `names` which op runs."""
+    """The program with stages that write to `names` which op runs."""
     return replace(program, stages=tuple(replace(s, graph=_with_reports(s, names)) for s in program.stages))
 
 

@@ -1,19 +1,21 @@
-"""How one value lies on a mesh: the placements on each mesh axis, and the arithmetic of cutting and joining tensors.
+"""How one value lies on a mesh: the placements on each mesh axis, and which part of it each rank has.
 
 On every mesh axis a value is `Replicate`, `Shard`, `Partial` or `PartialGrad`; a `Layout` gives one for each axis.
 A shard is an *absolute digit*: the global dim is seen as [split, axis size, rest] and the middle digit is spread over
 the axis. Axes that share a dim must hold disjoint digits; then they can be cut and gathered in any order.
+
+Beside it: cut.py cuts tensors by a shard and joins them; type_text.py prints layouts as programs show them.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from shardc.ir.cut import chunks, trim, unchunk, widen
 from shardc.ir.mesh import Mesh
 
 
@@ -236,137 +238,3 @@ def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[tuple[tuple[int
     for head in runs[0]:
         for tail in _product(runs[1:]):
             yield (head, *tail)
-
-
-def widen(x: torch.Tensor, s: Shard, *, copies: bool = False) -> torch.Tensor:
-    """x with the padding of a shard: zeros, or copies of what each block begins with. x itself where there is none."""
-    if not s.padding:
-        return x
-    d, size = s.dim, x.shape[s.dim]
-    block = size // s.blocks
-    seen = x.reshape(*x.shape[:d], s.blocks, block, *x.shape[d + 1 :])
-    if copies:
-        wide = seen.index_select(d + 1, torch.arange(block + s.padding, device=x.device) % block)
-    else:
-        wide = torch.nn.functional.pad(seen, (*[0, 0] * (x.dim() - 1 - d), 0, s.padding))
-    return wide.reshape(*x.shape[:d], s.padded(size), *x.shape[d + 1 :])
-
-
-def trim(x: torch.Tensor, s: Shard) -> torch.Tensor:
-    """The inverse of `widen`."""
-    if not s.padding:
-        return x
-    d, block = s.dim, x.shape[s.dim] // s.blocks
-    seen = x.reshape(*x.shape[:d], s.blocks, block, *x.shape[d + 1 :]).narrow(d + 1, 0, block - s.padding)
-    return seen.reshape(*x.shape[:d], s.blocks * (block - s.padding), *x.shape[d + 1 :])
-
-
-def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
-    """Cut x, padded already, into the n parts of a shard: dim = [split, n, rest], part i keeps digit i. Views where
-    possible.
-    """
-    d = shard.dim
-    if n == 1:
-        return [x]
-    if shard.sections:
-        pieces = [p.chunk(n, d) for p in x.split_with_sizes(list(shard.sections), d)]
-        return [torch.cat([p[i] for p in pieces], d) for i in range(n)]
-    if shard.split == 1:
-        return list(x.chunk(n, d))
-    shape, size = x.shape, x.shape[d]
-    seen = x.reshape(*shape[:d], shard.split, n, size // (shard.split * n), *shape[d + 1 :])
-    return [seen.select(d + 1, i).reshape(*shape[:d], size // n, *shape[d + 1 :]) for i in range(n)]
-
-
-def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """The inverse of `chunks`: padding stays."""
-    d, n = shard.dim, len(parts)
-    if n == 1:
-        return parts[0]
-    if shard.sections:
-        cut = [p.split_with_sizes([s // n for s in shard.sections], d) for p in parts]
-        return torch.cat([c[i] for i in range(len(shard.sections)) for c in cut], d)
-    if shard.split == 1:
-        return torch.cat(list(parts), d)
-    shape = parts[0].shape
-    seen = [p.reshape(*shape[:d], shard.split, shape[d] // shard.split, *shape[d + 1 :]) for p in parts]
-    return torch.cat(seen, d + 1).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
-
-
-DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-    torch.float8_e4m3fn: "f8e4m3fn",
-    torch.float8_e5m2: "f8e5m2",
-    torch.uint16: "u16",
-    torch.uint32: "u32",
-    torch.uint64: "u64",
-}
-
-
-def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
-    """A value's type as programs print it: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3), `f32[8, 510+2@tp]`, `f32[8,
-    512] +tp ~dp`.
-    """
-    dims = []
-    for d, size in enumerate(shape):
-        # an axis with sections first: the sizes say what it splits; then by digit, and the first digit is said by the
-        # sizes too
-        axes = sorted(layout.shards(d), key=lambda item: (not item[1].sections, item[1].split))
-        text = str(size)
-        for i, (axis, s) in enumerate(axes):
-            if i == 0 and s.sections:
-                text = "|".join(map(str, s.sections))
-            elif i == 0 and s.padding:
-                text = (f"{s.blocks}·{size // s.blocks}" if s.blocks > 1 else str(size)) + f"+{s.padding}"
-                text += f"@{axis}/{s.split}" if s.split != s.blocks else f"@{axis}"
-                continue
-            elif i == 0 and s.split > 1:
-                text = f"{s.split}·{size // s.split}"
-            text += f"@{axis}" if i == 0 or s.split == 1 else f"@{axis}/{s.split}"
-        dims.append(text)
-    marks = [f"+{a}" if p == PARTIAL else f"+{p.op}:{a}" for a, p in layout.items if isinstance(p, Partial)]
-    marks += [f"~{a}" for a, p in layout.items if isinstance(p, PartialGrad)]
-    return " ".join([f"{DTYPES.get(dtype, str(dtype))}[{', '.join(dims)}]", *marks])
-
-
-_TYPE = re.compile(r"(\w+)\[(.*)\]((?: [+~]\S+)*)$")
-_DIM = re.compile(r"(?:(\d+)|([1-9]\d*)·(\d+)|(\d+(?:\|\d+)+))(?:\+([1-9]\d*))?((?:@[^@/\s]+(?:/[1-9]\d*)?)*)$")
-
-
-def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]]:
-    """The inverse of `show`: (global shape, dtype, placements by axis). Raises ValueError on anything else."""
-    match = _TYPE.match(text)
-    names = {v: k for k, v in DTYPES.items()}
-    if not match or match[1] not in names:
-        raise ValueError(f"not a type: {text!r}")
-    shape: list[int] = []
-    placements: list[tuple[str, Placement]] = []
-    for d, part in enumerate(match[2].split(", ") if match[2] else ()):
-        dim = _DIM.match(part)
-        if not dim:
-            raise ValueError(f"not a type: {text!r} (its dim {d})")
-        sections = tuple(int(x) for x in dim[4].split("|")) if dim[4] else ()
-        split = int(dim[2]) if dim[2] else 1
-        shape.append(sum(sections) if sections else split * int(dim[3]) if dim[3] else int(dim[1]))
-        pad = (int(dim[5]), split) if dim[5] else ()
-        for i, axis in enumerate(dim[6].split("@")[1:]):
-            name, _, at = axis.partition("/")
-            own = split if i == 0 and not at else int(at or 1)
-            placements.append((name, Shard(d, own, sections if i == 0 else (), *pad)))
-    for mark in match[3].split():
-        op, _, axis = mark[1:].rpartition(":")
-        placements.append((axis, PARTIAL_GRAD if mark[0] == "~" else Partial(op or "sum")))
-    if len({axis for axis, _ in placements}) < len(placements):
-        raise ValueError(f"not a type: {text!r} (an axis appears twice)")
-    return tuple(shape), names[match[1]], dict(placements)

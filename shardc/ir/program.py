@@ -44,7 +44,8 @@ import torch
 from torch import fx
 
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import Layout, Shard, show
+from shardc.ir.placement import Layout, Shard
+from shardc.ir.type_text import show
 from shardc.ir.units import count, plural
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Stored:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The global shape of what each name stands for."""
+        """The global shape of the tensor of each name."""
         return dict.fromkeys(self.names, self.shape[1:] if self.members else self.shape)
 
     def by_name(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -205,7 +205,7 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
 
 
 def _whole(library: Library, spec: Spec, batch: int) -> Priced:
-    """A spec whose program is compiled as it is, each of its ranks rehearsed."""
+    """A spec whose program is compiled as it is, with a dry run of each of its ranks."""
     program = library.compiled(spec.to_dict(), batch)
     schedule = program.schedule or schedules.alone(program.microbatches)
     each = [

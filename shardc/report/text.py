@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from shardc.ir.placement import show
 from shardc.ir.program import Program
+from shardc.ir.type_text import show
 from shardc.report.comm import comm_rows
 
 

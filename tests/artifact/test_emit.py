@@ -1,4 +1,4 @@
-"""A program's text prints, parses back to the same program, and runs as it stands."""
+"""A program's text prints, parses back to the same program, and runs as it is."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def main() -> None:
             export, compile_, stages = measure(name, every[name], arguments.reps)
         except (
             Exception
-        ) as e:  # torch.export alone takes fewer models than shardc; the tests tell what shardc does not take
+        ) as e:  # torch.export alone takes fewer models than shardc; the tests show what shardc does not take
             print(f"{name:24} {type(e).__name__}: {str(e).splitlines()[0][:100] if str(e) else ''}")
             continue
         ratios.append(compile_ / export)

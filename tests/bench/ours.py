@@ -18,7 +18,7 @@ from shardc.runtime.step.engine import groups_of
 
 
 class Contender:
-    """Call it with a global batch; `overlap()` then tells of the steps since it was last asked."""
+    """Call it with a global batch; `overlap()` then reports on the steps since its last call."""
 
     def __init__(self, artifact: Path, model: Any) -> None:
         program = load(artifact)
@@ -45,7 +45,7 @@ class Contender:
         return {
             kind: {
                 "seconds": _covered((x.begun, x.ended) for x in collectives if x.ended) / steps,
-                "waited": sum(max(0.0, x.ended - x.asked) for x in collectives if x.ended) / steps,
+                "waited": sum(max(0.0, x.ended - x.waited) for x in collectives if x.ended) / steps,
             }
             for kind, collectives in sent.items()
         }
@@ -53,10 +53,10 @@ class Contender:
 
 @dataclass
 class Sent:
-    """A collective in the background, in seconds of one clock: begun, asked for, ended (its tensor is ready)."""
+    """A collective in the background, in seconds of one clock: begun, waited for, ended (its tensor is ready)."""
 
     begun: float
-    asked: float = 0.0
+    waited: float = 0.0
     ended: float = 0.0
 
 
@@ -75,7 +75,7 @@ class _Timed(Work):
 
     def wait(self) -> None:
         if self._handle is not None:
-            more, self._sent.asked = self._then is not None, time.perf_counter()
+            more, self._sent.waited = self._then is not None, time.perf_counter()
             super().wait()
             self._sent.ended = self._came if self._came and not more else time.perf_counter()
 

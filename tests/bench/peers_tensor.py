@@ -64,7 +64,7 @@ def _build(model: Any, *, sequence: bool, loss: bool) -> Step:
     for layer in model.model.layers:
         parallelize_module(layer, mesh, block)
     optimizer = llama.optimizer(model.parameters())
-    # the embedding gives a rank its part of the sequence: positions have to be told
+    # the embedding gives a rank its part of the sequence: positions have to be given
     positions = {"position_ids": torch.arange(llama.SIZE.seq).unsqueeze(0)} if sequence else {}
 
     def step(batch: dict[str, Tensor]) -> float:

@@ -1,7 +1,7 @@
-"""Two processes that are one contender, and do what they are told, in turn with those of other contenders.
+"""Two processes that are one contender, and do as ordered, in turn with those of other contenders.
 
 No contender shares a process with another: what one does to its process (DeepSpeed replaces functions of torch) is no
-other's. Who is told nothing sleeps. Processes are forks of one that has imported what all need.
+other's. Who has no order sleeps. Processes are forks of one that has imported what all need.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for end, process in zip(self._ends, self._processes, strict=True):
-            end.close()  # nothing more will be told
+            end.close()  # no more orders come
             if error is not None:
                 process.kill()
         for process in self._processes:
@@ -139,7 +139,7 @@ class _Worker:
         return {"wall": wall, "cpu": total.tolist()}
 
     def overlap(self) -> dict[str, dict[str, float]] | None:
-        """Of all steps since it was last asked; see ours.Contender. None: not ours."""
+        """Of all steps since the last call; see ours.Contender. None: not ours."""
         ask = getattr(self._step, "overlap", None)
         return ask() if ask is not None else None  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""README's first example, typed as it stands there: its commands print what README shows. And its Python."""
+"""README's first example, typed as it is there: its commands print what README shows. And its Python."""
 
 from __future__ import annotations
 

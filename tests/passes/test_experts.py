@@ -407,7 +407,7 @@ def test_capacity(case: str) -> None:
     assert float(sim.loss) != pytest.approx(float(plain.loss), rel=1e-9)
     assert "capacity 1.0" in program.text(full=True)
     assert program.verify().ok
-    assert program.cost().memory.peak > 0  # rehearsed on tensors without data: no size may hang on a number
+    assert program.cost().memory.peak > 0  # a dry run on tensors without data: no size may hang on a number
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_keep() -> None:
 
 
 def test_cost() -> None:
-    """A rehearsal without data takes every expert to get as much as any other."""
+    """A dry run takes every expert to get as much as any other."""
     cost = one("switch").compile(spec("switch", mesh={"ep": 2})).cost()
     assert cost.memory
     assert cost.flops > 0

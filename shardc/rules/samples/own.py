@@ -32,8 +32,8 @@ def as_sample(given: Given, where: str = "") -> Sample:
                 return arguments(given(), where)
 
         return made
-    found = arguments(given, where)
-    return lambda _: found
+    fixed = arguments(given, where)
+    return lambda _: fixed
 
 
 def arguments(given: Any, where: str = "") -> Arguments:

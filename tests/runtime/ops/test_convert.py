@@ -14,17 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardc.ir.conversions import CONVERSIONS, Conversion
+from shardc.ir.cut import chunks, trim, unchunk, widen
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import (
-    Partial,
-    PartialGrad,
-    Placement,
-    Shard,
-    chunks,
-    trim,
-    unchunk,
-    widen,
-)
+from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
 from shardc.runtime import ops
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback

@@ -1,0 +1,88 @@
+"""Types of values as programs print them, and the parser of them: `f32[8, 512@tp] +dp`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, PartialGrad, Placement, Shard
+
+DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.float8_e4m3fn: "f8e4m3fn",
+    torch.float8_e5m2: "f8e5m2",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
+}
+
+
+def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
+    """A value's type as programs print it: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3), `f32[8, 510+2@tp]`, `f32[8,
+    512] +tp ~dp`.
+    """
+    dims = []
+    for d, size in enumerate(shape):
+        # an axis with sections first: the sizes say what it splits; then by digit, and the first digit is said by the
+        # sizes too
+        axes = sorted(layout.shards(d), key=lambda item: (not item[1].sections, item[1].split))
+        text = str(size)
+        for i, (axis, s) in enumerate(axes):
+            if i == 0 and s.sections:
+                text = "|".join(map(str, s.sections))
+            elif i == 0 and s.padding:
+                text = (f"{s.blocks}·{size // s.blocks}" if s.blocks > 1 else str(size)) + f"+{s.padding}"
+                text += f"@{axis}/{s.split}" if s.split != s.blocks else f"@{axis}"
+                continue
+            elif i == 0 and s.split > 1:
+                text = f"{s.split}·{size // s.split}"
+            text += f"@{axis}" if i == 0 or s.split == 1 else f"@{axis}/{s.split}"
+        dims.append(text)
+    marks = [f"+{a}" if p == PARTIAL else f"+{p.op}:{a}" for a, p in layout.items if isinstance(p, Partial)]
+    marks += [f"~{a}" for a, p in layout.items if isinstance(p, PartialGrad)]
+    return " ".join([f"{DTYPES.get(dtype, str(dtype))}[{', '.join(dims)}]", *marks])
+
+
+_TYPE = re.compile(r"(\w+)\[(.*)\]((?: [+~]\S+)*)$")
+_DIM = re.compile(r"(?:(\d+)|([1-9]\d*)·(\d+)|(\d+(?:\|\d+)+))(?:\+([1-9]\d*))?((?:@[^@/\s]+(?:/[1-9]\d*)?)*)$")
+
+
+def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]]:
+    """The inverse of `show`: (global shape, dtype, placements by axis). Raises ValueError on anything else."""
+    match = _TYPE.match(text)
+    names = {v: k for k, v in DTYPES.items()}
+    if not match or match[1] not in names:
+        raise ValueError(f"not a type: {text!r}")
+    shape: list[int] = []
+    placements: list[tuple[str, Placement]] = []
+    for d, part in enumerate(match[2].split(", ") if match[2] else ()):
+        dim = _DIM.match(part)
+        if not dim:
+            raise ValueError(f"not a type: {text!r} (its dim {d})")
+        sections = tuple(int(x) for x in dim[4].split("|")) if dim[4] else ()
+        split = int(dim[2]) if dim[2] else 1
+        shape.append(sum(sections) if sections else split * int(dim[3]) if dim[3] else int(dim[1]))
+        pad = (int(dim[5]), split) if dim[5] else ()
+        for i, axis in enumerate(dim[6].split("@")[1:]):
+            name, _, written = axis.partition("/")
+            own = split if i == 0 and not written else int(written or 1)
+            placements.append((name, Shard(d, own, sections if i == 0 else (), *pad)))
+    for mark in match[3].split():
+        op, _, axis = mark[1:].rpartition(":")
+        placements.append((axis, PARTIAL_GRAD if mark[0] == "~" else Partial(op or "sum")))
+    if len({axis for axis, _ in placements}) < len(placements):
+        raise ValueError(f"not a type: {text!r} (an axis appears twice)")
+    return tuple(shape), names[match[1]], dict(placements)
