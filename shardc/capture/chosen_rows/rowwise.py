@@ -1,0 +1,106 @@
+"""Is it done to each row by itself? Asked of the rules: rows are a factor that may be split."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.capture.chosen_rows.unfit import Unfit
+from shardc.ir import types as values
+from shardc.ir.graph import operands_of
+from shardc.ir.program import Source, Value
+from shardc.passes.canonical import rewritten
+from shardc.rules import registry
+from shardc.rules.calls import call_of
+from shardc.torch_private import OpOverload
+
+aten = torch.ops.aten
+
+
+def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, int | None]:
+    """Along which dim each of these calls has the rows that its operands have along theirs; None: it hangs on no rows.
+
+    Raises Unfit for an op that mixes rows, as the rule of its canonical form says: rows are one of the factors that may
+    be split, in every operand that has rows, in no other one, and in every result.
+    """
+    graph = fx.Graph()
+    for name in ("mesh", "rng"):
+        graph.placeholder(name).meta["value"] = None
+    env: dict[fx.Node, fx.Node] = {}
+    for n in new:
+        for x in n.all_input_nodes:
+            if x not in env and x not in new:
+                env[x] = graph.placeholder(f"given_{len(env)}")
+                env[x].meta = {"value": values.typed(x.meta.get("val"), None, (), {})}
+    dim_of = {env[n]: d for n, d in rows.items() if n in env}
+    results: list[fx.Node] = []
+    for n in new:
+        if n.op != "call_function":
+            if n.op == "get_attr":
+                env[n] = graph.placeholder(f"constant_{len(env)}")
+                env[n].meta = {"value": values.typed(n.meta.get("val"), None, (), {})}
+                continue
+            raise Unfit(f"{n.op} {n.target}")
+        copy = graph.node_copy(n, env.__getitem__)
+        copy.target = _functional(n.target)
+        copy.meta = {"source": Source(), "value": values.typed(n.meta.get("val"), copy.target, copy.args, {})}
+        env[n] = copy
+        if isinstance(copy.meta["value"], Value):
+            results.append(n)
+    graph.output(tuple(env[n] for n in results))
+    canonical = rewritten(graph)
+    if canonical.refused:
+        raise Unfit(str(next(iter(canonical.refused.values()))))
+    names = {n.name: d for n, d in dim_of.items()}
+    dims: dict[fx.Node, Any] = {}
+    for n in canonical.graph.nodes:
+        if n.op == "placeholder":
+            dims[n] = names.get(n.name)
+        elif n.target is operator.getitem:
+            many = dims[n.args[0]]
+            dims[n] = many[n.args[1]] if isinstance(many, tuple) else many
+        elif n.op == "call_function":
+            dims[n] = _through(n, dims)
+    output: Any = canonical.graph.output_node().args[0]
+    return {n: dims[out] for n, out in zip(results, output, strict=True)}
+
+
+def _functional(target: Any) -> Any:
+    """The op without its in-place mark."""
+    if isinstance(target, OpOverload) and target._schema.is_mutable:
+        name = target._schema.name.partition("::")[2].rstrip("_")
+        packet = getattr(aten, name, None)
+        plain = getattr(packet, target._overloadname, None)
+        if plain is None or name in ("copy", "index_add", "scatter_add"):
+            raise Unfit(f"{target} writes to them")
+        return plain
+    return target
+
+
+def _through(node: fx.Node, dims: dict[fx.Node, Any]) -> Any:
+    operands = operands_of(node)
+    mine = [dims[x] for x in operands]
+    if all(d is None for d in mine):
+        return None
+    rule = registry.find(node.target)
+    if rule is None:
+        raise Unfit(f"{node.target} has no rule")
+    sig = rule.signature(call_of(node))
+    factors = {sig.inputs[i][d] for i, d in enumerate(mine) if d is not None}
+    rows = next(iter(factors))
+    if len(factors) > 1 or not rows or set(rows) & (sig.summed | sig.whole):
+        raise Unfit(f"{node.target} mixes them")
+    for i, d in enumerate(mine):
+        if any(set(rows) & set(f) for other, f in enumerate(sig.inputs[i]) if other != d):
+            raise Unfit(f"{node.target} mixes them")
+    out_dims = []
+    for out in sig.outputs:
+        places = [d for d, f in enumerate(out) if f == rows]
+        if not places:
+            raise Unfit(f"{node.target} mixes them")
+        out_dims.append(places[0])
+    return tuple(out_dims) if isinstance(node.meta["value"], tuple) else out_dims[0]
