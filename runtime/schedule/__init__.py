@@ -27,14 +27,14 @@ from pathlib import Path
 
 from shardc.errors import ShardcError
 from shardc.runtime.schedule.actions import Action, Edges, Kind, Link, Schedule, links, live
-from shardc.runtime.schedule.gpipe import gpipe
-from shardc.runtime.schedule.one_f_one_b import one_f_one_b
+from shardc.runtime.schedule.gpipe import gpipe, gpipe_kept
+from shardc.runtime.schedule.one_f_one_b import one_f_one_b, one_f_one_b_idle, one_f_one_b_kept
 from shardc.runtime.schedule.proof import Proof, prove
 from shardc.runtime.schedule.sends import fill
 from shardc.runtime.schedule.text import parse
 from shardc.runtime.schedule.timeline import Costs, Slot, Timeline, timeline
-from shardc.runtime.schedule.zb_h1 import zb_h1
-from shardc.runtime.schedule.zb_v import zb_v
+from shardc.runtime.schedule.zb_h1 import zb_h1, zb_h1_idle
+from shardc.runtime.schedule.zb_v import zb_v, zb_v_idle, zb_v_kept
 
 __all__ = [
     "SCHEDULES",
@@ -62,29 +62,54 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Maker:
-    """How a schedule is made, and what a plan may try.
+    """How a schedule is made, what a plan may try, and what it expects of it before it prices a choice exactly.
 
     order: (stages, ranks, microbatches) -> F, B, I and W of each rank. per_rank: numbers of stages on a rank that a
-    plan tries, the first is what a spec gets that names none. only: the order exists for these numbers alone."""
+    plan tries, the first is what a spec gets that names none. only: the order exists for these numbers alone.
+
+    An expectation is of `ranks` with `per_rank` equal stages each; 1F1B's where a schedule has no better one.
+    kept: (ranks, per_rank, microbatches, first) -> how many microbatches a rank keeps activations of at once, all its
+    stages counted as one; of the first rank, or of the last. idle: (ranks, per_rank, microbatches, forward, backward)
+    -> seconds that a rank waits for others; forward, backward: seconds of a microbatch on all stages of a rank. There
+    are at least as many microbatches as ranks."""
 
     order: Callable[[int, int, int], list[list[Action]]]
     per_rank: tuple[int, ...] = (1,)
     only: bool = False
+    kept: Callable[[int, int, int, bool], float] = one_f_one_b_kept
+    idle: Callable[[int, int, int, float, float], float] = one_f_one_b_idle
+
+    @cached_property
+    def _small(self) -> list[list[Action]]:
+        """Of two ranks and two microbatches: it shows what kind of schedule it is."""
+        return self.order(2 * self.per_rank[0], 2, 2)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Do gradients of inputs (I) and of weights (W) come one after the other? Read off a small one."""
-        order = self.order(2 * self.per_rank[0], 2, 2)
-        return any(a.kind == "I" for each in order for a in each)
+        """Do gradients of inputs (I) and of weights (W) come one after the other?"""
+        return any(a.kind == "I" for each in self._small for a in each)
+
+    @cached_property
+    def folds(self) -> bool:
+        """Does the first rank have the last stage too, the second the one before, and so on?"""
+        last = 2 * self.per_rank[0] - 1
+        return any(a.stage == last for a in self._small[0])
+
+    @cached_property
+    def collects(self) -> bool:
+        """Does the last stage run all microbatches forward before it runs one backward?"""
+        last = 2 * self.per_rank[0] - 1
+        kinds = [a.kind for each in self._small for a in each if a.stage == last]
+        return kinds[:2] == ["F", "F"]
 
 
 #: By the name in a spec. 1f1b is interleaved with several stages a rank, and interleaved is 1f1b with one.
 SCHEDULES = {
-    "gpipe": Maker(gpipe),
+    "gpipe": Maker(gpipe, kept=gpipe_kept),
     "1f1b": Maker(one_f_one_b),
     "interleaved": Maker(one_f_one_b, per_rank=(2, 3, 4)),
-    "zb-h1": Maker(zb_h1),
-    "zb-v": Maker(zb_v, per_rank=(2,), only=True),
+    "zb-h1": Maker(zb_h1, idle=zb_h1_idle),
+    "zb-v": Maker(zb_v, per_rank=(2,), only=True, kept=zb_v_kept, idle=zb_v_idle),
 }
 
 

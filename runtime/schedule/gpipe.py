@@ -21,3 +21,8 @@ def gpipe(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
             [Action("F", s, m) for s in mine for m in each] + [Action("B", s, m) for s in reversed(mine) for m in each]
         )
     return orders
+
+
+def gpipe_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> float:
+    """See Maker.kept."""
+    return float(microbatches)

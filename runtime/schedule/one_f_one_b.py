@@ -36,6 +36,19 @@ def one_f_one_b(stages: int, ranks: int, microbatches: int) -> list[list[Action]
     return orders
 
 
+def one_f_one_b_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> float:
+    """See Maker.kept."""
+    p, v, m = ranks, per_rank, microbatches
+    if not first:
+        return float(min(1 if v == 1 else (v - 1) * p / v + 1, m))
+    return float(min(p, m)) if v == 1 else min((v - 1) * p + 2 * (p - 1) + 1, m * v) / v
+
+
+def one_f_one_b_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float) -> float:
+    """See Maker.idle. A rank waits while its first microbatch is on its way, and while its last one is."""
+    return (ranks - 1) * (forward + backward) / per_rank
+
+
 def _rounds(mine: range, size: int, microbatches: int) -> Iterator[tuple[int, int]]:
     for begin in range(0, microbatches, size):
         for stage in mine:

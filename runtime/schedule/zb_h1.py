@@ -20,6 +20,12 @@ def zb_h1(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
     return [_split(order, rank) for rank, order in enumerate(one_f_one_b(stages, ranks, microbatches))]
 
 
+def zb_h1_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float) -> float:
+    """See Maker.idle. Gradients of weights, half of a backward, fill the bubble."""
+    half = backward / 2
+    return max((ranks - 1) * (forward + half - half), 0.0)
+
+
 def _split(order: list[Action], behind: int) -> list[Action]:
     ordered: list[Action] = []
     waiting: deque[Action] = deque()

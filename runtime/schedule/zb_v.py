@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 
 from shardc.runtime.schedule.actions import Action, Kind
+from shardc.runtime.schedule.one_f_one_b import one_f_one_b_idle
 
 
 class _Order:
@@ -35,6 +36,18 @@ class _Order:
 def zb_v(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
     assert stages == 2 * ranks
     return [_rank(rank, ranks, microbatches) for rank in range(ranks)]
+
+
+def zb_v_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> float:
+    """See Maker.kept."""
+    return min(2 * ranks, 2 * microbatches) / 2
+
+
+def zb_v_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float) -> float:
+    """See Maker.idle. None with 2p-1 microbatches and a backward twice as long as forward."""
+    short = max(2 * ranks - 1 - microbatches, 0) / (2 * ranks - 1)
+    whole = one_f_one_b_idle(ranks, per_rank, microbatches, forward, backward)
+    return short * whole + (ranks - 1) * abs(backward - 2 * forward) / 4
 
 
 def _rank(rank: int, ranks: int, microbatches: int) -> list[Action]:

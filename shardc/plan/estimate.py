@@ -19,6 +19,7 @@ from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.exact import Priced, balanced, computing
 from shardc.plan.space import KEPT, Choice
 from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
+from shardc.runtime.schedule import SCHEDULES
 
 KIND = {k: i for i, k in enumerate(KINDS)}
 #: Kinds that grow with the rows of a microbatch.
@@ -90,11 +91,11 @@ class Estimates:
         )
 
     def _of(self, c: Choice) -> tuple[tuple[Load, ...], tuple[int, ...]]:
-        v = c.schedule == "zb-v"
-        key = c.core, c.pp, c.per_rank, v
+        folds = SCHEDULES[c.schedule].folds
+        key = c.core, c.pp, c.per_rank, folds
         if key not in self._loads:
             core = self.library.core(c)
-            self._loads[key] = _loads(core, c, self.library, v)
+            self._loads[key] = _loads(core, c, self.library, folds)
         return self._loads[key]
 
     def _rank(self, c: Choice, x: Load, first: bool) -> tuple[Vector, dict[str, float]]:
@@ -118,7 +119,7 @@ class Estimates:
         if not c.zero:
             kept[KIND["activations"]] += casts
         height = np.where(GROW, x.height * c.rows, 0)
-        ends = np.where(GROW, x.end * c.rows, 0) * (c.microbatches if c.schedule == "gpipe" else 1)
+        ends = np.where(GROW, x.end * c.rows, 0) * (c.microbatches if SCHEDULES[c.schedule].collects else 1)
         kinds = state + alive(c, first) * kept + ends + np.maximum(height, -kept - ends)
         # time
         scale = np.array([1 if w == "launch" else c.rows for w in WHAT])  # small ops take as long with more rows
@@ -159,7 +160,7 @@ class Estimates:
         return none + each * nbytes
 
 
-def _loads(core: Stages, c: Choice, library: Library, v: bool) -> tuple[tuple[Load, ...], tuple[int, ...]]:
+def _loads(core: Stages, c: Choice, library: Library, folds: bool) -> tuple[tuple[Load, ...], tuple[int, ...]]:
     layers = library.subject.layers
     if core.whole is not None or layers is None:
         assert core.whole is not None
@@ -173,7 +174,7 @@ def _loads(core: Stages, c: Choice, library: Library, v: bool) -> tuple[tuple[Lo
     ranks = [0, c.pp // 2, c.pp - 1] if c.pp > 2 else [0, 1]
     loads = []
     for r in ranks:
-        mine = [r, c.stages - 1 - r] if v else list(range(r, c.stages, c.pp))
+        mine = [r, c.stages - 1 - r] if folds else list(range(r, c.stages, c.pp))
         cast = sum(core.casts[1] * counts[i] / layers.period for i in mine)
         cast += core.casts[0] - core.casts[1] if 0 in mine else 0
         cast += core.casts[2] - core.casts[1] if c.stages - 1 in mine else 0
@@ -187,19 +188,8 @@ def _loads(core: Stages, c: Choice, library: Library, v: bool) -> tuple[tuple[Lo
 
 
 def alive(c: Choice, first: bool) -> float:
-    """How many microbatches a rank keeps at once, counting all its stages as one: the
-    first rank (most), or the last.
-    """
-    m, p, v = c.microbatches, c.pp, c.per_rank
-    if p == 1:
-        return 1.0
-    if c.schedule == "gpipe":
-        return float(m)
-    if c.schedule == "zb-v":
-        return min(2 * p, 2 * m) / 2
-    if not first:
-        return float(min(1 if v == 1 else (v - 1) * p / v + 1, m))
-    return float(min(p, m)) if v == 1 else min((v - 1) * p + 2 * (p - 1) + 1, m * v) / v
+    """How many microbatches a rank keeps at once, all its stages counted as one: the first rank (most), or the last."""
+    return 1.0 if c.pp == 1 else SCHEDULES[c.schedule].kept(c.pp, c.per_rank, c.microbatches, first)
 
 
 def bubble(c: Choice, forward: float, backward: float) -> float:
@@ -208,14 +198,6 @@ def bubble(c: Choice, forward: float, backward: float) -> float:
     """
     if c.pp == 1:
         return 0.0
-    both = (c.pp - 1) * (forward + backward)
     if c.microbatches < c.pp:  # too few to fill the pipeline: nothing helps
-        return both
-    both /= c.per_rank
-    half = backward / 2  # gradients of inputs, and of weights
-    if c.schedule == "zb-h1":
-        return max((c.pp - 1) * (forward + half - half), 0.0)
-    if c.schedule == "zb-v":
-        short = max(2 * c.pp - 1 - c.microbatches, 0) / (2 * c.pp - 1)
-        return short * both + (c.pp - 1) * abs(backward - 2 * forward) / 4
-    return both
+        return (c.pp - 1) * (forward + backward)
+    return SCHEDULES[c.schedule].idle(c.pp, c.per_rank, c.microbatches, forward, backward)
