@@ -3,7 +3,7 @@
 The spec is read, the model is captured as a global graph, and the passes of `shardc.passes.PIPELINE` turn it into the
 program of one rank. docs/architecture.md follows a linear layer through all of them.
 
-capture ► precision ► canonical ► annotate ► place ► partition ► accumulate ► pipeline ► checkpoint ► buckets
+capture ► precision ► canonical ► annotate ► place ► partition ► accumulate ► pipeline ► recompute ► buckets
 global graph of one device                 one rank's program
 """
 

@@ -45,6 +45,13 @@ def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
     return None if rows(x) == 1 < max(map(rows, program.inputs)) else named(x)
 
 
+def _axis_place(spec: Spec, axis: str) -> str:
+    """Where the spec says that an axis splits the batch: `batch: {axes: ...}`, else the mesh, by the axis's name."""
+    if axis == MICROBATCH:
+        return spec.where(("batch", "microbatches"))
+    return spec.where(("mesh", axis) if spec.batch.axes is None else ("batch", "axes"))
+
+
 def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[str, Layout]:
     errors = Errors()
     layouts: dict[str, Layout] = {}
@@ -74,7 +81,7 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
             layout, x.shape, mesh, f"input {name!r} (batch dim {dim})", spec.where(("batch", "dims")), errors
         ):
             layouts[x.name] = layout
-            nodes[x.name].meta["cause"] = dict.fromkeys(axes, f"{spec.where(('batch',))} batch dim {dim} of {name!r}")
+            nodes[x.name].meta["cause"] = {a: f"{_axis_place(spec, a)} batch dim {dim} of {name!r}" for a in axes}
     for (what, place, fix), alike in wrong.items():
         errors.add(f"input {', '.join(map(repr, alike))}: {what}", where=place, fix=fix)
     errors.raise_any()

@@ -226,8 +226,11 @@ def _join(here: torch.device, timeout: timedelta | None) -> None:
 
 def _check_world(layout: Mesh, world: int) -> None:
     if world != layout.world:
+        axes = dict.fromkeys(name.partition(".")[0] for name in layout.names)
+        sizes = Mesh.of({axis: layout.size(axis) for axis in axes}).fitting(world)
+        sizes = sizes or dict(zip(axes, (world, *[1] * len(axes)), strict=False))
         raise ShardcError(
             f"the mesh {layout} has {layout.world} ranks, but {world}"
             f" {'process runs' if world == 1 else 'processes run'}",
-            fix=f"start {layout.world} processes, or set one axis of the mesh to -1 and compile again",
+            fix=f"start {layout.world} processes, or compile with mesh={sizes}",
         )

@@ -13,6 +13,7 @@ The model is captured in the mode it is in: put it in train mode first. It may b
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import Any
 
@@ -46,9 +47,9 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     """
     started = time.perf_counter()
     if not isinstance(model, nn.Module):
-        raise ShardcError(
-            f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="pass an instance of the model"
-        )
+        kind = "function" if inspect.isroutine(model) else "class" if inspect.isclass(model) else type(model).__name__
+        fix = "pass what it returns: model()" if callable(model) else "pass an instance of the model"
+        raise ShardcError(f"the model is a {kind}, not a torch.nn.Module", fix=fix)
     patches.check_hooks(model)
     batch = with_plain_dicts(batch)
     leaves = Leaves(batch)

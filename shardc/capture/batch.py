@@ -19,6 +19,8 @@ class Leaves:
     """
 
     def __init__(self, batch: Any) -> None:
+        if callable(batch) and not isinstance(batch, Mapping):
+            raise ShardcError("the batch is a function, not a batch", fix="pass what it returns: batch()")
         flat, self.spec = pytree.tree_flatten_with_path(batch)
         self.flat = [x for _, x in flat]
         self.at = [i for i, x in enumerate(self.flat) if isinstance(x, Tensor)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 import json
 import re
 import sys
@@ -27,6 +28,15 @@ from torch.utils.data import Dataset
 
 from shardc.cli.training_data import seed_everything
 from shardc.errors import ShardcError
+
+#: What a model file may have besides model() and batch(), with the arguments that each is called with.
+OPTIONAL = {
+    "loss": ("output", "batch"),
+    "data": ("split",),
+    "collate": ("samples",),
+    "optimizer": ("params",),
+    "scheduler": ("optimizer",),
+}
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,7 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
     if not isinstance(example, (dict, tuple, list, Tensor)):
         what = f"batch() returns a {type(example).__name__}"
         raise ShardcError(what, where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
-    optional = {n: _function(module, path, n) for n in ("loss", "data", "collate", "optimizer", "scheduler")}
+    optional = {name: _function(module, path, name, *arguments) for name, arguments in OPTIONAL.items()}
     return ModelFile(f"{path.resolve()}{':' + builder if builder else ''}", checked, example, **optional)
 
 
@@ -163,7 +173,10 @@ def _users(path: Path, doing: str) -> Iterator[None]:
         raise ShardcError(what, where=where, fix=fix) from e
 
 
-def _function(module: ModuleType, path: Path, name: str, needed: str = "") -> Callable[..., Any] | None:
+def _function(
+    module: ModuleType, path: Path, name: str, *arguments: str, needed: str = ""
+) -> Callable[..., Any] | None:
+    """A function of the file, called with these arguments; None if it is missing and not `needed` for anything."""
     function = getattr(module, name, None)
     if function is None and needed:
         own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
@@ -178,6 +191,17 @@ def _function(module: ModuleType, path: Path, name: str, needed: str = "") -> Ca
         raise ShardcError(
             f"{name} is a {type(function).__name__}, not a function", where=str(path), fix=f"write `def {name}(...)`"
         )
+    if inspect.isfunction(function):  # a class, or an object that can be called, may have no signature to read
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*arguments)
+        except TypeError as e:
+            call = f"{name}({', '.join(arguments)})"
+            raise ShardcError(
+                f"{name}{signature} is called as {call}: {e}",
+                where=f"{path}:{function.__code__.co_firstlineno}",
+                fix=f"write `def {call}`",
+            ) from None
     return function
 
 

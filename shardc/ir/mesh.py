@@ -50,6 +50,18 @@ class Mesh:
     def world(self) -> int:
         return math.prod(size for _, size in self.axes)
 
+    def fitting(self, world: int) -> dict[str, int]:
+        """The sizes with one axis changed so that there are `world` ranks: the first that can be; {} if none can.
+
+        >>> Mesh((("dp", 2), ("tp", 4))).fitting(4)
+        {'dp': 1, 'tp': 4}
+        """
+        for axis, size in self.axes:
+            others = self.world // size
+            if world % others == 0:
+                return {**dict(self.axes), axis: world // others}
+        return {}
+
     def parts(self, axis: str) -> tuple[str, ...]:
         """The digits that a named axis consists of: itself, if it is seen whole. Raises KeyError on an unknown one."""
         if "[" in axis:

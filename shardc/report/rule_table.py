@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from shardc import errors
@@ -24,8 +25,8 @@ TAGGED = "\nand every other op that torch itself tags as elementwise: broadcasti
 class RuleRow:
     """One rule. notation, linear: as they were written, or `<name>` of the function of a call that makes them.
 
-    about: `<name>` -> what the function's docstring says, in a line. family: its file in shardc/rules, or "own".
-    extras: besides the notation: local | extra | flops. where: file:line that registered it. samples: how many
+    about: `<name>` -> the first paragraph of the function's docstring, in a line. family: its file in shardc/rules, or
+    "own". extras: besides the notation: local | extra | flops. where: file:line that registered it. samples: how many
     calls prove it."""
 
     op: str
@@ -45,7 +46,7 @@ def named(function: Callable[[Any], Any]) -> str:
 
 def row(op: Any, rule: Rule) -> RuleRow:
     functions = [f for f in (rule.notation, rule.linear_of) if f is not None and not isinstance(f, str)]
-    about = {named(f): (inspect.getdoc(f) or "").partition("\n")[0] for f in functions}
+    about = {named(f): " ".join((inspect.getdoc(f) or "").partition("\n\n")[0].split()) for f in functions}
     where = rule.where
     if not where:  # found by torch's tag
         where = f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
@@ -67,7 +68,9 @@ def rule_table(rows: Iterable[RuleRow]) -> str:
     }
     for family, mine in by_family.items():
         about = {name: text for r in mine for name, text in r.about.items() if text}
-        lines += [("",), (f"# {family}",), *((f"#   {name}: {text}",) for name, text in about.items())]
+        lines += [("",), (f"# {family}",)]
+        for name, text in about.items():
+            lines += [(x,) for x in wrap(f"{name}: {text}", 118, initial_indent="#   ", subsequent_indent="#     ")]
         lines += [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in mine]
     widths = [max(len(line[i]) for line in lines if len(line) > 1) for i in range(5)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)

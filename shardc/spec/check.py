@@ -35,7 +35,7 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
     if open_:
         where, axis = places.where(("mesh", open_[0]), value=True), open_[0]
         if world is None:
-            fix = f"write the size, or give it with --mesh {axis}=N"
+            fix = f"write the size, or give it: --mesh {axis}=N, in Python mesh={{{axis!r}: N}}"
             what = f"mesh size {axis}: -1 needs the world size, which is not known here"
             errors.add(what, where=where, fix=fix)
             return None
@@ -48,7 +48,7 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
             return None
         return Mesh.of({a: world // known if n == -1 else n for a, n in sizes.items()})
     if world is not None and world != known:
-        fits = [f"{a}={world * n // known}" for a, n in sizes.items() if world * n % known == 0 and world * n >= known]
+        fits = [f"{a}={n}" for a, n in Mesh.of(sizes).fitting(world).items() if n != sizes[a]]
         fix = f"run {known} ranks" + (f", or write --mesh {fits[0]}" if fits else "")
         what = f"the mesh has {known} ranks ({Mesh.of(sizes)}), and the world has {world}"
         errors.add(what, where=places.where(("mesh",)), fix=fix)

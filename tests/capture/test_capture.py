@@ -152,6 +152,10 @@ def test_batches() -> None:
     assert [i.name for i in capture(Any_(), (X, X)).inputs] == ["input_0", "input_1"]
     with pytest.raises(ShardcError, match="the batch has no tensor in it"):
         capture(Any_(), {"a": 1})
+    with pytest.raises(ShardcError, match="the batch is a function"):
+        capture(Any_(), lambda: X)
+    with pytest.raises(ShardcError, match=r"the model is a class, not a torch\.nn\.Module"):
+        capture(Any_, X)  # type: ignore[arg-type]
 
 
 def test_losses() -> None:

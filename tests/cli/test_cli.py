@@ -226,6 +226,13 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
     ("no model", HEAD + BATCH, "model.py", "the file has no model()", "define model(): it returns the nn.Module"),
     ("misspelt model", HEAD + "def modle():\n    pass\n" + BATCH, "model.py", "no model()", "there is modle()"),
     ("no batch", HEAD + "def model():\n    return nn.Linear(2, 2)\n", "model.py", "no batch()", "define batch()"),
+    (
+        "data takes no split",
+        HEAD + "def model():\n    pass\n" + BATCH + "def data():\n    pass\n",
+        "model.py:7",
+        "data() is called as data(split): too many positional arguments",
+        "write `def data(split)`",
+    ),
     ("model is no function", HEAD + "model = 3\n" + BATCH, "model.py", "model is a int, not a function", "def model"),
     (
         "model raises",
