@@ -27,7 +27,8 @@ from shardc.runtime import ops
 aten = torch.ops.aten
 
 
-@rewrite(
+#: All forms of batch norm that torch has.
+BATCH_NORMS = (
     "batch_norm",
     "native_batch_norm",
     "_native_batch_norm_legit",
@@ -37,6 +38,9 @@ aten = torch.ops.aten
     "_batch_norm_with_update_functional",
     "_batch_norm_no_update",
 )
+
+
+@rewrite(*BATCH_NORMS)
 def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
     """In training: mean and biased variance of the batch normalise; the unbiased variance goes into the running one.
 

@@ -6,6 +6,8 @@ Ops of no list follow their operands."""
 
 from __future__ import annotations
 
+from shardc.passes.canonical.norm import BATCH_NORMS
+
 #: Run in the compute dtype: products, and what is made of them.
 LOW = frozenset(
     {
@@ -164,14 +166,7 @@ WIDE = frozenset(
         "std",
         "var_mean",
         "std_mean",
-        "batch_norm",
-        "native_batch_norm",
-        "_native_batch_norm_legit",
-        "_native_batch_norm_legit_functional",
-        "_native_batch_norm_legit_no_training",
-        "_batch_norm_with_update",
-        "_batch_norm_with_update_functional",
-        "_batch_norm_no_update",
+        *BATCH_NORMS,
         "instance_norm",
         "adaptive_avg_pool1d",
         "adaptive_avg_pool2d",
@@ -249,14 +244,7 @@ NARROWED = frozenset(
         "_fused_rms_norm",
         "group_norm",
         "native_group_norm",
-        "batch_norm",
-        "native_batch_norm",
-        "_native_batch_norm_legit",
-        "_native_batch_norm_legit_functional",
-        "_native_batch_norm_legit_no_training",
-        "_batch_norm_with_update",
-        "_batch_norm_with_update_functional",
-        "_batch_norm_no_update",
+        *BATCH_NORMS,
         "instance_norm",
         "adaptive_avg_pool1d",
         "adaptive_avg_pool2d",

@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardc.cli.common import (
-    BatchOption,
-    DebugOption,
-    FullOption,
-    JsonOption,
-    MeshOption,
-    SeqOption,
-    SetOption,
-    Source,
-    SpecFile,
-    is_artifact,
-    program_of,
-    reporting,
-)
+from shardc.cli import common
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -29,27 +16,27 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Source,
-    spec: SpecFile = None,
+    model: common.Source,
+    spec: common.SpecFile = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="folder for the artifact")] = None,
-    mesh: MeshOption = None,
-    set_: SetOption = None,
+    mesh: common.MeshOption = None,
+    set_: common.SetOption = None,
     dump: Annotated[
         Path | None, typer.Option(help="folder for the text after every pass (one pass: inspect --diff)")
     ] = None,
-    batch: BatchOption = None,
-    seq: SeqOption = None,
-    full: FullOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    batch: common.BatchOption = None,
+    seq: common.SeqOption = None,
+    full: common.FullOption = False,
+    as_json: common.JsonOption = False,
+    debug: common.DebugOption = False,
 ) -> None:
     """Compile a model and a spec; write the artifact with -o, else print the program."""
-    with reporting(debug, as_json) as show:
-        if is_artifact(model):
+    with common.reporting(debug, as_json) as show:
+        if common.is_artifact(model):
             raise ShardcError(
                 f"{model} is a folder", where=model, fix="name a model file; `shardc inspect DIR` shows a compiled one"
             )
-        program = program_of(model, spec, mesh, set_, batch, seq, quiet=as_json, dump=dump)
+        program = common.program_of(model, spec, mesh, set_, batch, seq, quiet=as_json, dump=dump)
         if output:
             program.save(output)
         if as_json:

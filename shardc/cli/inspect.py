@@ -10,23 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardc.cli.common import (
-    BatchOption,
-    DebugOption,
-    FullOption,
-    JsonOption,
-    MeshOption,
-    SeqOption,
-    SetOption,
-    Show,
-    Source,
-    SpecFile,
-    TrustOption,
-    console,
-    is_artifact,
-    program_of,
-    reporting,
-)
+from shardc.cli import common
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -38,8 +22,8 @@ ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
 
 
 def command(
-    model: Source,
-    spec: SpecFile = None,
+    model: common.Source,
+    spec: common.SpecFile = None,
     stage: Annotated[int | None, typer.Option(help="only this stage")] = None,
     before: Annotated[
         bool, typer.Option("--before", help="the captured graph: the model as one device runs it; needs no spec")
@@ -63,17 +47,17 @@ def command(
         bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")
     ] = False,
     svg: Annotated[Path | None, typer.Option(help="with --schedule or --memory: write it to an SVG file")] = None,
-    mesh: MeshOption = None,
-    set_: SetOption = None,
-    batch: BatchOption = None,
-    seq: SeqOption = None,
-    trust: TrustOption = False,
-    full: FullOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    mesh: common.MeshOption = None,
+    set_: common.SetOption = None,
+    batch: common.BatchOption = None,
+    seq: common.SeqOption = None,
+    trust: common.TrustOption = False,
+    full: common.FullOption = False,
+    as_json: common.JsonOption = False,
+    debug: common.DebugOption = False,
 ) -> None:
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
-    with reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
+    with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
         if svg and schedule == memory:
             raise ShardcError(
                 "--svg draws either the schedule or the memory", where="--svg", fix="add --schedule or --memory"
@@ -86,9 +70,9 @@ def command(
         from shardc.artifact import emit
         from shardc.artifact.fold import fold
 
-        one_device = before and spec is None and not is_artifact(model)
+        one_device = before and spec is None and not common.is_artifact(model)
         dump = Path(folder) if diff else None
-        program = program_of(
+        program = common.program_of(
             model, ONE_DEVICE if one_device else spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, dump=dump
         )
         if stage is not None and not 0 <= stage < len(program.stages):
@@ -120,7 +104,7 @@ def command(
 
 def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
     """Which ops of a model file have no rule."""
-    if is_artifact(source):
+    if common.is_artifact(source):
         raise ShardcError(
             "every op of a compiled DIR has a rule",
             where=source,
@@ -130,11 +114,11 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
     from shardc.report import coverage
 
     file = model_file.load(source, batch=batch, seq=seq)
-    with console.status("capturing"):
+    with common.console.status("capturing"):
         return coverage(file.on_meta(), file.batch, loss=file.loss)
 
 
-def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show: Show) -> None:
+def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show: common.Show) -> None:
     from shardc.report import cost as cost_report
 
     cost = program.cost(device)
@@ -148,7 +132,7 @@ def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show
             show(f"written to {svg}")
 
 
-def _schedule(program: Program, svg: Path | None, as_json: bool, show: Show) -> None:
+def _schedule(program: Program, svg: Path | None, as_json: bool, show: common.Show) -> None:
     from rich.console import Console
 
     from shardc.report import timeline

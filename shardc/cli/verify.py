@@ -7,38 +7,25 @@ from typing import Annotated
 
 import typer
 
-from shardc.cli.common import (
-    BatchOption,
-    DebugOption,
-    JsonOption,
-    MeshOption,
-    SeqOption,
-    SetOption,
-    Source,
-    SpecFile,
-    TrustOption,
-    console,
-    program_of,
-    reporting,
-)
+from shardc.cli import common
 
 
 def command(
-    model: Source,
-    spec: SpecFile = None,
-    mesh: MeshOption = None,
-    set_: SetOption = None,
-    batch: BatchOption = None,
-    seq: SeqOption = None,
+    model: common.Source,
+    spec: common.SpecFile = None,
+    mesh: common.MeshOption = None,
+    set_: common.SetOption = None,
+    batch: common.BatchOption = None,
+    seq: common.SeqOption = None,
     seed: Annotated[int, typer.Option(help="of the random weights and inputs")] = 0,
-    trust: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    trust: common.TrustOption = False,
+    as_json: common.JsonOption = False,
+    debug: common.DebugOption = False,
 ) -> None:
     """Run one step on all ranks in this process, in float64, and compare loss and every gradient with one device."""
-    with reporting(debug, as_json) as show:
-        program = program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json)
-        with console.status(f"running {program.mesh.world} ranks in float64"):
+    with common.reporting(debug, as_json) as show:
+        program = common.program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json)
+        with common.console.status(f"running {program.mesh.world} ranks in float64"):
             report = program.verify(seed=seed)
         if as_json:
             document = {

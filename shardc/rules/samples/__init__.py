@@ -2,49 +2,12 @@
 makes a good one.
 """
 
-from shardc.rules.samples import (
-    attention,
-    conv,
-    create,
-    experts,
-    fourier,
-    index,
-    linalg,
-    loss,
-    matmul,
-    norm,
-    pointwise,
-    random,
-    recurrent,
-    reduce,
-    views,
-    writes,
-)
+from importlib import import_module
+
+from shardc.rules import FAMILIES
 from shardc.rules.samples.make import RNG, SAMPLES, Arguments, Sample, Tensors, call, sample, samples
 
-__all__ = [
-    "RNG",
-    "SAMPLES",
-    "Arguments",
-    "Sample",
-    "Tensors",
-    "attention",
-    "call",
-    "conv",
-    "create",
-    "experts",
-    "fourier",
-    "index",
-    "linalg",
-    "loss",
-    "matmul",
-    "norm",
-    "pointwise",
-    "random",
-    "recurrent",
-    "reduce",
-    "sample",
-    "samples",
-    "views",
-    "writes",
-]
+__all__ = ["RNG", "SAMPLES", "Arguments", "Sample", "Tensors", "call", "sample", "samples"]
+
+for _family in FAMILIES:
+    import_module(f"{__name__}.{_family}")
