@@ -47,9 +47,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     """
     started = time.perf_counter()
     if not isinstance(model, nn.Module):
-        kind = "function" if inspect.isroutine(model) else "class" if inspect.isclass(model) else type(model).__name__
-        fix = "pass what it returns: model()" if callable(model) else "pass an instance of the model"
-        raise ShardcError(f"the model is a {kind}, not a torch.nn.Module", fix=fix)
+        raise _no_module(model)
     patches.check_hooks(model)
     batch = with_plain_dicts(batch)
     leaves = Leaves(batch)
@@ -83,3 +81,9 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
                 program, model, batch, lambda b: LossOf(model, Leaves(b), loss)(*Leaves(b).tensors), changes.set
             )
     return program
+
+
+def _no_module(model: object) -> ShardcError:
+    kind = "function" if inspect.isroutine(model) else "class" if inspect.isclass(model) else type(model).__name__
+    fix = "pass what it returns: model()" if callable(model) else "pass an instance of the model"
+    return ShardcError(f"the model is a {kind}, not a torch.nn.Module", fix=fix)
