@@ -192,7 +192,14 @@ def index_copy(call: Call) -> Signature:
 
 
 rule(aten.index_copy.default, index_copy, linear="0 2")
-rule(aten.index_reduce.default, index_copy, linear=lambda c: "0 2" if c.arg(4, "reduce") == "mean" else "")
+
+
+def linear_mean(call: Call) -> str:
+    """In x and source together where it takes means; products, maxima and minima are not linear."""
+    return "0 2" if call.arg(4, "reduce") == "mean" else ""
+
+
+rule(aten.index_reduce.default, index_copy, linear=linear_mean)
 
 
 def scatter(call: Call) -> Signature:
