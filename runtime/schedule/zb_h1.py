@@ -21,9 +21,8 @@ def zb_h1(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def zb_h1_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float) -> float:
-    """See Maker.idle. Gradients of weights, half of a backward, fill the bubble."""
-    half = backward / 2
-    return max((ranks - 1) * (forward + half - half), 0.0)
+    """See Maker.idle. Of 1F1B's bubble gradients of weights, half of a backward, fill as much as the other half leaves."""
+    return (ranks - 1) * forward
 
 
 def _split(order: list[Action], behind: int) -> list[Action]:
