@@ -21,7 +21,7 @@ def zb_h1(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def zb_h1_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float) -> float:
-    """See Maker.idle. Of 1F1B's bubble gradients of weights, half of a backward, fill as much as the other half leaves."""
+    """See Maker.idle. F + I - W a rank, where I and W are halves of a backward: the Ws fill as much as the Is leave."""
     return (ranks - 1) * forward
 
 
