@@ -337,6 +337,21 @@ def _section(form: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any] | Non
     return None
 
 
+# --- pictures
+
+
+def pictures() -> dict[str, str]:
+    """{file of docs/pictures: SVG}: the first layer of examples/gpt.py, split over tp."""
+    import shardc
+    from shardc.report.layer_picture import draw
+
+    with inside(ROOT):
+        gpt = module("gpt")
+        spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
+        program = shardc.compile(gpt.model(), gpt.batch(), spec, prove=False)
+    return {"layer.svg": draw(program, "blocks.0")}
+
+
 #: page of docs/ -> what makes its blocks
 PAGES: dict[str, Callable[[], Blocks]] = {
     "architecture.md": architecture,
@@ -349,3 +364,6 @@ PAGES: dict[str, Callable[[], Blocks]] = {
 if __name__ == "__main__":
     for name in sys.argv[1:] or PAGES:
         write(DOCS / name, PAGES[name]())
+    if not sys.argv[1:]:
+        for name, svg in pictures().items():
+            (DOCS / "pictures" / name).write_text(svg)

@@ -46,7 +46,13 @@ def command(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")
     ] = False,
-    svg: Annotated[Path | None, typer.Option(help="with --schedule or --memory: write it to an SVG file")] = None,
+    draw: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE", help="a module's ops, split weights and collectives as a picture, with --svg"),
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="with --schedule, --memory or --draw: write it to an SVG file")
+    ] = None,
     mesh: common.MeshOption = None,
     set_: common.SetOption = None,
     batch: common.BatchOption = None,
@@ -58,10 +64,11 @@ def command(
 ) -> None:
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
     with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
-        if svg and schedule == memory:
-            raise ShardcError(
-                "--svg draws either the schedule or the memory", where="--svg", fix="add --schedule or --memory"
-            )
+        if svg and [schedule, memory, draw is not None].count(True) != 1:
+            what = "--svg draws one of the schedule, the memory, and a module"
+            raise ShardcError(what, where="--svg", fix="add --schedule, --memory or --draw MODULE")
+        if draw is not None and svg is None:
+            raise ShardcError("a picture needs a file", where="--draw", fix=f"--draw {draw} --svg layer.svg")
         if coverage:
             covered = _coverage(model, batch, seq)
             show(json.dumps(covered.to_json()) if as_json else str(covered))
@@ -80,7 +87,12 @@ def command(
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"name one of stages 0 to {last}")
         if html:
             html.write_text(report.html(program, full=full), encoding="utf-8")
-        if schedule:
+        if draw is not None and svg is not None:
+            from shardc.report import layer_picture
+
+            svg.write_text(layer_picture.draw(program, draw), encoding="utf-8")
+            show(json.dumps({"written": str(svg)}) if as_json else f"written to {svg}")
+        elif schedule:
             _schedule(program, svg, as_json, show)
         elif memory:
             _memory(program, device, svg, as_json, show)

@@ -20,6 +20,11 @@ def test_blocks(page: str) -> None:
     assert generate.fill(written, generate.PAGES[page]()) == written, "run `make table`, or python docs/generate.py"
 
 
+def test_pictures() -> None:
+    for name, svg in generate.pictures().items():
+        assert (ROOT / "docs" / "pictures" / name).read_text() == svg, "run python docs/generate.py"
+
+
 def test_every_block_is_made_by_something() -> None:
     """What `generate` does not fill, bench.py does, or a person."""
     others = {"bench"}
