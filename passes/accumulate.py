@@ -46,7 +46,7 @@ from shardc.errors import ShardcError
 from shardc.ir.conversions import CONVERSIONS, between
 from shardc.ir.graph import copy_graph, operands_of, placeholders, source_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, PartialGrad, Replicate, Shard
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
 from shardc.ir.program import Collective, Input, Program, Stage, Value
 from shardc.ir.types import behind
 from shardc.passes.base import Pass
@@ -96,15 +96,20 @@ class Accumulate(Pass):
         program = program.with_layouts(stripped)
         cut = {x.name: x.layout for x in stage_inputs(stage.graph, program)}
         inputs = tuple(replace(x, microbatch=_cut(cut[x.name], mesh)) for x in program.inputs)
-        updated = iter(writer.adding)
-        buffers = tuple(replace(b, adds=b.updated and next(updated)) for b in program.buffers)
+        adding = iter(writer.adding)
+        buffers = tuple(replace(b, adds=b.updated and next(adding)) for b in program.buffers)
+        outputs = tuple(
+            replace(o, layout=_without(o.layout), microbatch=_cut(o.layout, mesh), adds=next(adding))
+            for o in program.outputs
+        )
         return replace(
             program,
             mesh=rest,
             buffers=buffers,
             inputs=inputs,
+            outputs=outputs,
             microbatches=mesh.size(AXIS),
-            stages=(Stage(graph, stage.name),),
+            stages=(Stage(graph, stage.name, outputs=stage.outputs),),
             prologue=Stage(prologue, "counts") if prologue is not None else None,
             notes=(*program.notes, *writer.notes),
         )
@@ -417,9 +422,14 @@ class _Microbatch:
     def _output(self, node: fx.Node) -> None:
         returned: Any = node.args[0]
         loss, news = returned
-        self.adding = [new in self.summands for new in news]
+        self.adding = [new in self.summands or isinstance(self._placement(new), Partial) for new in news]
         if loss not in self.summands:
             node.args = ((self._once(node, loss), news),)
+
+    def _placement(self, node: fx.Node) -> Placement:
+        """Of a result of the step over its microbatches."""
+        value: Value = node.meta["value"]
+        return value.layout[AXIS]
 
     def _refuse(self, total: fx.Node, user: fx.Node) -> None:
         value, source = total.meta["value"], source_of(user)

@@ -25,8 +25,10 @@ from shardc.ir import conversions
 from shardc.ir.conversions import Conversion
 from shardc.ir.graph import operands_of, producer_of, source_of, values_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.outputs import Output
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Collective, Program, Stage, Value
+from shardc.passes import outputs
 from shardc.passes.annotate import fused_weights
 from shardc.passes.base import Pass
 from shardc.rules import registry
@@ -46,7 +48,7 @@ class Partition(Pass):
     """
 
     def run(self, program: Program) -> Program:
-        writer = LocalProgram(program, program.mesh)
+        writer = LocalProgram(program, program.mesh, outputs.batch_axes(self.spec, program.mesh))
         graph = writer.run()
         if self.spec.strict:
             refuse_implicit(graph)
@@ -57,7 +59,22 @@ class Partition(Pass):
             f"fused weights can be split by their parts: write {how} before the entries that split them otherwise"
             for how in better
         )
-        return replace(program, stages=(Stage(graph),), notes=(*program.notes, *writer.notes, *fused))
+        names = tuple(o.name for o in program.outputs)
+        return replace(
+            program,
+            stages=(Stage(graph, outputs=names),),
+            outputs=_typed(program, graph),
+            notes=(*program.notes, *writer.notes, *fused),
+        )
+
+
+def _typed(program: Program, graph: fx.Graph) -> tuple[Output, ...]:
+    """The outputs with the types and layouts that they have in a graph."""
+    returned: Any = graph.output_node().args[0]
+    values = [n.meta["value"] for n in returned[1][len(returned[1]) - len(program.outputs) :]]
+    return tuple(
+        replace(o, shape=v.shape, dtype=v.dtype, layout=v.layout) for o, v in zip(program.outputs, values, strict=True)
+    )
 
 
 @dataclass
@@ -79,6 +96,7 @@ class LocalProgram:
 
     program: Program
     mesh: Mesh
+    batch: frozenset[str] = frozenset()  # the axes that split it
     graph: fx.Graph = field(default_factory=fx.Graph)
     # (global node, result) -> layout -> local node; the first is the form in which the value is produced
     forms: dict[tuple[fx.Node, int], dict[Layout, fx.Node]] = field(default_factory=dict)
@@ -106,11 +124,17 @@ class LocalProgram:
         return self.graph
 
     def _output(self, node: fx.Node) -> None:
-        """The loss is whole on every rank; the new value of a buffer has the layout in which the buffer is stored."""
+        """The loss is whole on every rank; the new value of a buffer has the layout in which the buffer is stored; an
+        output that of shardc.passes.outputs.
+        """
         loss, *new_values = operands_of(node)
-        stored = [b.layout for b in self.program.buffers if b.updated]
-        buffers = tuple(self._get(value, layout, node) for value, layout in zip(new_values, stored, strict=True))
-        self.graph.output((self._get(loss, Layout(), node), buffers))
+        layouts = [b.layout for b in self.program.buffers if b.updated]
+        for value in new_values[len(layouts) :]:
+            op, i = producer_of(value)
+            produced = next(iter(self.forms[op, i]))
+            layouts.append(outputs.layout_of(values_of(op)[i], dict(produced.items), self.batch, self.mesh))
+        new = tuple(self._get(value, layout, node) for value, layout in zip(new_values, layouts, strict=True))
+        self.graph.output((self._get(loss, Layout(), node), new))
 
     def placeholder(self, node: fx.Node, layout: Layout) -> None:
         """A parameter, buffer or input as it is stored; `mesh` and `rng` have no layout."""
@@ -398,7 +422,7 @@ def needing(user: fx.Node) -> str:
     they are stored.
     """
     if user.op == "output":
-        return "the buffer that it is the new value of"
+        return "the buffer that it is the new value of, or who asked for it beside the loss,"
     target: Any = user.target
     return str(target) if isinstance(target, OpOverload) else str(target.__name__)
 

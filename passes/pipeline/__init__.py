@@ -76,7 +76,10 @@ class Pipeline(Pass):
         cause = f"{self.spec.where(('pipeline',))} pipeline"
         cut = _Cut(whole.graph, program, mesh, self.spec, cause)
         stages = cut.run()
-        program = replace(program, mesh=self._with_axis(mesh), stages=tuple(stages), axis=section.axis)
+        homes = {name: i for i, stage in enumerate(stages) for name in stage.outputs}
+        outputs = tuple(replace(o, stage=homes[o.name]) for o in program.outputs)
+        axis = section.axis
+        program = replace(program, mesh=self._with_axis(mesh), stages=tuple(stages), axis=axis, outputs=outputs)
         counted = _looked_at(program.prologue.graph) if program.prologue is not None else set()
         used: dict[str, list[int]] = {name: list(range(len(stages))) for name in counted}  # every rank counts
         for i, stage in enumerate(stages):
@@ -234,27 +237,29 @@ class _Cut:
         news: tuple[fx.Node, ...] = returned[1]
         updated = [b.name for b in self.program.buffers if b.updated]
         at_end = self.stage.get(loss, self.count - 1)
-        made_at = {name: self._home(new, name) for name, new in zip(updated, news, strict=True)}
+        homes = [self._home(new, name) for name, new in zip(updated, news, strict=False)]
+        homes += [self.stage.get(new, at_end) for new in news[len(updated) :]]
+        names = [*updated, *(o.name for o in self.program.outputs)]
         roots: list[list[fx.Node]] = [[] for _ in range(self.count)]
         for n, s in self.stage.items():
             roots[s].append(n)
         roots[at_end].append(loss)
-        for name, new in zip(updated, news, strict=True):
-            roots[made_at[name]].append(new)
+        for home, new in zip(homes, news, strict=True):
+            roots[home].append(new)
         needs = [self._behind(r, s) for s, r in enumerate(roots)]
         writers = [_Writer(self, s, needs[s]) for s in range(self.count)]
-        stages: list[Stage] = []
+        found: list[Stage] = []
         differentiated: set[fx.Node] = {loss}  # gradients come back for these: known from later stages first
         for s, writer in reversed(list(enumerate(writers))):
-            theirs = [name for name in updated if made_at[name] == s]
-            mine = [new for name, new in zip(updated, news, strict=True) if made_at[name] == s]
+            mine = [i for i, home in enumerate(homes) if home == s]
             sent = [n for n in self.main if self.stage[n] == s and any(n in other.received for other in writers)]
             returned = [n for n in (loss, *sent) if self.stage.get(n, at_end) == s]
             trained = self._trained([n for n in returned if n in differentiated], s)
             differentiated |= trained.intersection(writer.received)
-            graph = writer.write(loss if s == at_end else None, mine, sent, trained)
-            stages.append(Stage(graph, f"stage{s}", tuple(theirs)))
-        return stages[::-1]
+            graph = writer.write(loss if s == at_end else None, [news[i] for i in mine], sent, trained)
+            theirs = [[names[i] for i in mine if (i < len(updated)) == buffers] for buffers in (True, False)]
+            found.append(Stage(graph, f"stage{s}", *map(tuple, theirs)))
+        return found[::-1]
 
     def _trained(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
         """What gradients of these reach in a stage, and on its edge."""

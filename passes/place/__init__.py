@@ -18,8 +18,10 @@ from torch import fx
 from shardc.ir.graph import copy_graph, operands_of, producer_of, values_of
 from shardc.ir.machine import FLOPS_PER_LINK_BYTE
 from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
+from shardc.passes import outputs
 from shardc.passes.base import Pass
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
 from shardc.passes.place.transfer_cost import TOUCH, UNDO, transfer
@@ -68,6 +70,9 @@ class Axis:
     mesh: Mesh
     choices: dict[fx.Node, Choices]
     operands: dict[fx.Node, list[Key]]  # of every op and of the output, in order
+    splits_batch: bool = False
+    #: Outputs that are summed after the step, on this axis.
+    summed_after: set[fx.Node] = field(default_factory=set)
     #: The strategy of every op, in this sweep.
     chosen: dict[fx.Node, Strategy] = field(default_factory=dict)
     #: The placements in which a value exists in this sweep: as it is produced, then what users had it converted to.
@@ -107,7 +112,10 @@ class Axis:
     # --- preparation
 
     def _classify(self) -> None:
-        """How placeholders are stored, and which values are made of parameters alone."""
+        """How placeholders are stored, which values are made of parameters alone, and which are outputs."""
+        for node, i in self._outputs() if self.splits_batch else ():
+            if math.prod(values_of(node)[i].shape) <= SMALL and all(u.op == "output" for u in node.users):
+                self.summed_after.add(node)
         by_name = {p.name: p for p in self.program.stored}
         params, buffers = {p.name for p in self.program.params}, {b.name for b in self.program.buffers}
         constant: set[fx.Node] = set()
@@ -317,7 +325,8 @@ class Axis:
             for need in sorted(later, key=lambda p: p != REPLICATE):  # what is converted for one user serves the next
                 cost += min(transfer(v, p, need, self.n, nbytes) for p in forms)
                 forms.append(need)
-            if isinstance(out, Partial) and not later:  # handing a partial value on only puts its sum off
+            # handing a partial value on only puts its sum off; all outputs are summed together, at no cost of their own
+            if isinstance(out, Partial) and not later and node not in self.summed_after:
                 cost += transfer(v, out, REPLICATE, self.n, nbytes)
         return cost
 
@@ -342,8 +351,9 @@ class Axis:
         """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
         self.demands, self.known_costs = {}, {}
         output = self.program.graph.output_node()
-        loss, *_ = self.operands[output]  # new values of buffers may stay as they are produced: see `_hoist`
-        self.demands.setdefault(loss, {}).setdefault(REPLICATE, set()).add(output)
+        # new values of buffers may stay as they are produced: see `_hoist`; outputs on the batch's axes
+        for value in (self.operands[output][0], *([] if self.splits_batch else self._outputs())):
+            self.demands.setdefault(value, {}).setdefault(REPLICATE, set()).add(output)
         for node in reversed(list(self._nodes())):
             strategy = self.chosen[node]
             wanted = self.demands.get((node, 0), {})
@@ -351,6 +361,10 @@ class Axis:
                 strategy = self._serving(node, strategy, next(iter(wanted)))
             for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
                 self.demands.setdefault(operand, {}).setdefault(need, set()).add(node)
+
+    def _outputs(self) -> list[Key]:
+        returned = self.operands[self.program.graph.output_node()]
+        return returned[len(returned) - len(self.program.outputs) :]
 
     def _serving(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
         """The strategy that produces what users need, if that costs no more than a conversion; else the chosen one."""
@@ -439,7 +453,7 @@ class Axis:
         """Every buffer that the step updates, and its new value."""
         nodes = {n.name: n for n in self.stored}
         _, *news = self.operands[self.program.graph.output_node()]
-        return zip((nodes[b.name] for b in self.program.buffers if b.updated), news, strict=True)
+        return zip((nodes[b.name] for b in self.program.buffers if b.updated), news, strict=False)
 
     def _collides(self, node: fx.Node, placement: Shard) -> bool:
         layout = {p.name: p.layout for p in self.program.stored}[node.name]
@@ -491,11 +505,12 @@ class Place(Pass):
             node.meta["strategies"] = {}
         # the batch first: what other axes leave of a dim cannot be padded, and annotations split what the batch's axes
         # leave
+        splits_batch = outputs.batch_axes(self.spec, mesh)
         batch = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
         for axis, n in sorted(mesh.axes, key=lambda a: a[0] not in batch):
             if n == 1:
                 continue
-            one = Axis(program, axis, n, mesh, choices, operands)
+            one = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch)
             one.run()
             layouts = {p.name: p.layout for p in program.stored}
             program = program.with_layouts(

@@ -20,6 +20,7 @@ dtypes.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -124,13 +125,20 @@ class _Writer:
         return self.graph
 
     def _output(self, node: fx.Node) -> None:
-        """The loss at least in float32, new buffers in their own dtypes."""
+        """The loss, and single numbers beside it, at least in float32; new buffers in their own dtypes."""
         output: Any = node.args[0]
         loss, news = output
         dtypes = [b.dtype for b in self.program.buffers if b.updated]
-        new = self.held[loss].node
-        result = self._as(new, torch.promote_types(value_of(new).dtype, torch.float32)) if self.held[loss].live else new
-        self.graph.output((result, tuple(self._as(self.held[n].node, d) for n, d in zip(news, dtypes, strict=True))))
+        buffers = [self._as(self.held[n].node, d) for n, d in zip(news, dtypes, strict=False)]
+        outputs = [self._number(n) for n in news[len(dtypes) :]]
+        self.graph.output((self._number(loss), (*buffers, *outputs)))
+
+    def _number(self, old: fx.Node) -> fx.Node:
+        """A result of the step: single numbers that the compute dtype reaches in float32 or wider."""
+        held = self.held[old]
+        v = value_of(held.node)
+        narrow = held.live and math.prod(v.shape) == 1 and v.dtype.is_floating_point
+        return self._as(held.node, torch.promote_types(v.dtype, torch.float32)) if narrow else held.node
 
     # --- one op
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
+from shardc.ir.outputs import sum_axes
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
@@ -24,7 +25,7 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.ops.expert_parallel import experts_route
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import inputs, lr, param_groups
+from shardc.runtime.step import inputs, lr, outputs, param_groups
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.finite import NotFiniteError, first_not_finite
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
@@ -57,6 +58,8 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     found += [norm_axes(program, p.name) for p in program.params]
     for stage in program.stages:
         found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
+    found.append(sum_axes(program.outputs, program.mesh, program.axis))
+    found += [(a,) for o in program.outputs for a, _ in o.layout.shards()]
     if program.loss_scale is not None or any(
         s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
     ):
@@ -231,25 +234,27 @@ class Engine:
 
     # --- training
 
-    def step(self, batch: Any, *, local: bool = False) -> Tensor:
+    def step(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss,
-        0-dim, detached.
+        0-dim, detached; if the loss function names values beside it, (loss, {name: value}), detached.
 
+        Of these, single numbers and what else has no rows are the whole batch's, on every rank: sums and means over all
+        of its rows. What has rows, such as logits, is of this rank's rows; gather=True: of all rows, on every rank.
         A whole batch may have fewer rows than the program was compiled for, such as the last one of an epoch: the first
         time that so many come, every rank compiles for them (shardc.recompile).
         Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
         """
         self._stepping = self._overlapped is not None and self._overlapped.possible()
         try:
-            loss = self.backward(batch, local=local)
+            result = self.backward(batch, local=local, gather=gather)
             self.update()
         finally:
             self._stepping = False
-        return loss
+        return result
 
     @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
-    def backward(self, batch: Any, *, local: bool = False) -> Tensor:
-        """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns the global loss."""
+    def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
+        """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns what `step` does."""
         self._check()
         torch_modes.check("engine.step", self.mesh.device.type)
         self.buckets.reset(forward=True)
@@ -261,7 +266,7 @@ class Engine:
         scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
         hooks = StepHooks(self.buckets.saving, self.buckets.start, self.buckets.pause, self.buckets.reduce, scaled)
         self.mesh.step.routings = [] if self._loads is not None else None
-        total, news = interpreter.step(values, hooks)
+        total, news, beside = interpreter.step(values, hooks)
         self._skipping = self._nonfinite != "ignore" and self.scaler is None and not math.isfinite(float(total))
         if self._skipping and self._nonfinite == "stop":
             raise self._not_finite(total, interpreter, values)
@@ -277,7 +282,7 @@ class Engine:
             self.scaler.sync_overflow()
         if not self._skipping:
             self.buffers |= news
-        return total
+        return outputs.result(interpreter.program, self.mesh, total, beside, gather=gather)
 
     def _facts(self) -> list[Fact]:
         """What all ranks share between steps. Stages of a pipeline may have other parameter groups."""
@@ -372,15 +377,29 @@ class Engine:
                 fix="load a checkpoint into this engine, or make a new one",
             )
 
+    def evaluate(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
+        """What `step` returns, without dropout and with BatchNorm's running statistics; nothing changes."""
+        program, loss, beside = self._evaluate(batch, local=local)
+        return outputs.result(program, self.mesh, loss, beside, gather=gather)
+
+    def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
+        """{"loss": ..., name: ...} over all batches, of what `evaluate` gives: (sum, count) pairs by their sums, whole
+        numbers added up, other single numbers and the loss weighed by the batches' rows. {} without any batch.
+        """
+        means = outputs.Means()
+        for batch in batches:
+            program, loss, beside = self._evaluate(batch, local=local)
+            means.add(program, loss, beside, inputs.rows(program))
+        return means.values()
+
     @torch.no_grad()
-    def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
-        """The global loss without dropout and with BatchNorm's running statistics; nothing changes."""
+    def _evaluate(self, batch: Any, *, local: bool) -> tuple[Program, Tensor, outputs.Values]:
         self._check()
         torch_modes.check("engine.evaluate", self.mesh.device.type, training=False)
         self.buckets.reset(forward=True)
         self.rng.training = False
         interpreter, values = self._take(batch, local=local)
-        return interpreter.evaluate(values)
+        return interpreter.program, *interpreter.evaluate(values)
 
     # --- data
 

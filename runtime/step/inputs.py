@@ -107,6 +107,12 @@ def batch_dims(program: Program) -> dict[str, int | None]:
     return {x.name: dim(x) for x in program.inputs}
 
 
+def rows(program: Program) -> int:
+    """Rows of the global batch, the fewest if inputs differ; 1 if no input has any."""
+    dims = batch_dims(program)
+    return min((x.shape[d] for x in program.inputs if (d := dims[x.name]) is not None), default=1)
+
+
 def microbatches(program: Program, parts: Sequence[Tensor]) -> list[list[Tensor]]:
     """What `take` gave, cut into the step's microbatches."""
     cut: list[list[Tensor]] = [[] for _ in range(program.microbatches)]

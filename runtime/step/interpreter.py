@@ -34,7 +34,7 @@ from shardc.runtime import ops, schedule
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops.local_math import summed
 from shardc.runtime.schedule import Action
-from shardc.runtime.step import failures
+from shardc.runtime.step import failures, outputs
 from shardc.runtime.step.activation_offload import OffloadedTensor
 from shardc.runtime.step.recompute import taped
 from shardc.runtime.step.split_backward import SplitBackward, split_stage
@@ -168,19 +168,22 @@ class Interpreter:
         sums: dict[int, Tensor] = {}
         self.mesh.step.sums = sums
         try:
-            self._forward(values)
+            self._forward(values, keep_outputs=False)
         finally:
             self.mesh.step.sums = None
         return sums
 
-    def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor], outputs.Values]:
         """Forward and backward of all microbatches.
 
-        Returns (the global loss, 0-dim, on every rank; {buffer: its new value} of the stages here).
+        Returns (the global loss, 0-dim, on every rank; {buffer: its new value} of the stages here; {output: value}).
         """
         run = Run(self, values, self.actions, hooks)
         run.go()
-        return self._total(run.losses), self._spread(run.news)
+        return self._total(run.losses), self._spread(run.news), self._outputs(run.outputs)
+
+    def _outputs(self, parts: outputs.Parts) -> outputs.Values:
+        return outputs.combined(self.program, self.mesh, parts)
 
     def _spread(self, news: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The new values of the buffers that are here, from the ranks whose stages computed them."""
@@ -203,12 +206,15 @@ class Interpreter:
         return torch.empty(value.local_shape(self.program.mesh), dtype=value.dtype, device=self.mesh.device)
 
     @torch.no_grad()
-    def evaluate(self, values: Values) -> Tensor:
-        """The global loss alone."""
-        return self._total(self._forward(values).losses)
+    def evaluate(self, values: Values) -> tuple[Tensor, outputs.Values]:
+        """The global loss, and what stands beside it."""
+        run = self._forward(values)
+        return self._total(run.losses), self._outputs(run.outputs)
 
-    def _forward(self, values: Values) -> Run:
-        run = Run(self, values, schedule.forward_only(self.schedule, tuple(self.edges.values())).actions[self.at], None)
+    def _forward(self, values: Values, *, keep_outputs: bool = True) -> Run:
+        """keep_outputs: keep what stands beside the loss."""
+        actions = schedule.forward_only(self.schedule, tuple(self.edges.values())).actions[self.at]
+        run = Run(self, values, actions, None, keep_outputs=keep_outputs)
         run.go()
         return run
 
@@ -233,6 +239,7 @@ class _Runnable:
         stage = program.stages[index]
         self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
         self.receives, self.sends, self.updates = stage.receives, stage.sends, stage.updates
+        self.outputs, self.copied = stage.outputs, outputs.views(stage)
         self.piped = bool(program.axis)
         whole = (
             split_stage(stage, {p.name for p in program.params}, {x.name for x in program.inputs}) if divided else stage
@@ -263,11 +270,19 @@ class Run:
     """One step under way."""
 
     def __init__(
-        self, interpreter: Interpreter, values: Values, actions: Sequence[Action], hooks: StepHooks | None
+        self,
+        interpreter: Interpreter,
+        values: Values,
+        actions: Sequence[Action],
+        hooks: StepHooks | None,
+        *,
+        keep_outputs: bool = True,
     ) -> None:
         self.on, self.values, self.actions, self.hooks = interpreter, values, actions, hooks
         self.losses: list[Tensor] = []
         self.news: dict[str, Tensor] = {}
+        self.outputs: dict[str, dict[int, Tensor]] = {}  # by microbatch
+        self._keep_outputs = keep_outputs
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.inbox: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> values of other stages
         self.grads: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> gradients of what it made
@@ -324,7 +339,10 @@ class Run:
         with failures.named(stage.graph), self.hooks.saving(key) if training else nullcontext():
             returned = stage.run(*args)
         loss, news, sent, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
-        for name, new in zip(stage.updates, news, strict=True):
+        if self._keep_outputs:
+            for name, x in zip(stage.outputs, news[len(stage.updates) :], strict=True):
+                self.outputs.setdefault(name, {})[m] = x.detach().clone() if name in stage.copied else x.detach()
+        for name, new in zip(stage.updates, news, strict=False):
             self.news[name] = (
                 self.news[name] + new.detach() if name in self.news and name in self.on.adding else new.detach()
             )

@@ -4,6 +4,7 @@ by DDP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardc.runtime import state
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import Fact, hashed
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import failures, inputs
+from shardc.runtime.step import failures, inputs, outputs
 from shardc.runtime.step.engine import runtime_mesh
 from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.zero.bucket_launch import Buckets
@@ -159,8 +160,10 @@ class ShardedModule(nn.Module):
             check,
         )
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The global loss of this rank's part of a batch. Raises ShardcError for another part than was compiled."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The global loss of this rank's part of a batch; (loss, {name: value}) if the loss function names values
+        beside it, as Engine.step gives them. Raises ShardcError for another part than was compiled.
+        """
         r = self._running
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         batch = inputs.from_call(r.program, r.model, args, kwargs)
@@ -179,13 +182,23 @@ class ShardedModule(nn.Module):
             loss, news = r.run(r.mesh, r.rng, *params, *buffers, *tensors)
         if self.training:
             r.rng.step += 1
-            for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=True):
+            for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
                 self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
-        if not loss.requires_grad:
-            return loss  # type: ignore[no-any-return]
-        result: Tensor = _Start.apply(loss, r.buckets)  # type: ignore[no-untyped-call]
-        result.register_hook(r.updates.note)  # type: ignore[no-untyped-call]
-        return result
+        if loss.requires_grad:
+            loss = _Start.apply(loss, r.buckets)  # type: ignore[no-untyped-call]
+            loss.register_hook(r.updates.note)
+        beside = outputs.combined(r.program, r.mesh, self._outputs(news))
+        return outputs.result(r.program, r.mesh, loss, beside, gather=False)
+
+    def _outputs(self, news: Sequence[Tensor]) -> outputs.Parts:
+        """The last of the new values, by name; what may be a parameter's memory as a copy."""
+        program = self._running.program
+        copied = outputs.views(program.stages[0])
+        values = news[len(news) - len(program.outputs) :]
+        return {
+            o.name: {0: x.detach().clone() if o.name in copied else x.detach()}
+            for o, x in zip(program.outputs, values, strict=True)
+        }
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -31,6 +31,7 @@ from shardc.artifact import emit
 from shardc.artifact.parser import graph_of
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Bucket, Buffer, Input, OffloadPlaces, Param, Program, Region, Stage, Value
 from shardc.ir.type_text import parse, show
@@ -118,7 +119,7 @@ def _write(program: Program, folder: Path) -> None:
         "shardc": version("shardc"),
         "torch": str(torch.__version__),
         "mesh": dict(program.mesh.axes),
-        "stages": [{"name": s.name, "updates": s.updates} for s in program.stages],
+        "stages": [{"name": s.name, "updates": s.updates, "outputs": s.outputs} for s in program.stages],
         "axis": program.axis,
         "notes": list(program.notes),
         "shared_modules": program.shared_modules,
@@ -135,7 +136,7 @@ def _hash(file: Path) -> str:
 
 
 def _layouts(program: Program) -> dict[str, Any]:
-    def named(x: Param | Buffer | Input) -> dict[str, Any]:
+    def named(x: Param | Buffer | Input | Output) -> dict[str, Any]:
         return {"name": x.name, "type": show(x.shape, x.dtype, x.layout)}
 
     return {
@@ -168,6 +169,16 @@ def _layouts(program: Program) -> dict[str, Any]:
         ],
         "microbatches": program.microbatches,
         "inputs": [{**named(i), "path": i.path, "microbatch": _cut(i.microbatch)} for i in program.inputs],
+        "outputs": [
+            {
+                **named(o),
+                "microbatch": _cut(o.microbatch),
+                "adds": o.adds,
+                "divisor": o.divisor,
+                "stage": o.stage,
+            }
+            for o in program.outputs
+        ],
         "buckets": [
             {
                 "axes": b.axes,
@@ -198,7 +209,7 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
     manifest = _manifest(folder, trust)
     try:
         program = _tables(folder, manifest)
-        stages = [(str(s["name"]), tuple(s["updates"])) for s in manifest["stages"]]
+        stages = [(str(s["name"]), tuple(s["updates"]), tuple(s.get("outputs", ()))) for s in manifest["stages"]]
         program.axis = str(manifest["axis"])
     except (KeyError, TypeError, ValueError, AttributeError) as e:  # edited tables: shardc writes every entry
         what = f"the artifact's tables cannot be read: {type(e).__name__}: {e}"
@@ -215,8 +226,7 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
 
     program.graph = graph("single.py", whole)
     program.stages = tuple(
-        Stage(graph(f"stage{i}.py", local, piped=bool(program.axis)), name, updates)
-        for i, (name, updates) in enumerate(stages)
+        Stage(graph(f"stage{i}.py", local, piped=bool(program.axis)), *rest) for i, rest in enumerate(stages)
     )
     if program.axis:
         program.schedule = schedule.parse((folder / SCHEDULE).read_text(encoding="utf-8"), str(folder / SCHEDULE))
@@ -312,6 +322,16 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
     inputs = tuple(
         Input(**typed(i), path=tuple(i["path"]), microbatch=_shard(i["microbatch"])) for i in tables["inputs"]
     )
+    outputs = tuple(
+        Output(
+            **typed(o),
+            microbatch=_shard(o["microbatch"]),
+            adds=o["adds"],
+            divisor=o["divisor"],
+            stage=o["stage"],
+        )
+        for o in tables.get("outputs", ())
+    )
     buckets = tuple(
         Bucket(
             tuple(b["axes"]),
@@ -344,6 +364,7 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
         (),
         buckets,
         microbatches,
+        outputs=outputs,
         notes=notes,
         meta=meta,
         regions=regions,

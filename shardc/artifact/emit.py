@@ -27,6 +27,7 @@ from shardc.artifact.fold import NOTHING, Folded
 from shardc.errors import ShardcError
 from shardc.folding import note_lines
 from shardc.ir.graph import source_of
+from shardc.ir.outputs import Output
 from shardc.ir.program import Bucket, Buffer, Collective, Input, OffloadPlaces, Param, Program, Region, Source, Value
 from shardc.ir.type_text import show
 from shardc.ir.units import plural, size
@@ -159,6 +160,9 @@ def _head(program: Program, folded: Folded) -> Iterator[str]:
         yield from (f"#   {buffer_text(b)}" for b in program.buffers)
     yield "# inputs: place in the batch, type"
     yield from (f"#   {what_is(i)}  {i.value}" for i in program.inputs)
+    if program.outputs:
+        yield "# outputs beside the loss: name, type"
+        yield from (f"#   {output_text(o, program)}" for o in program.outputs)
     for i, r in enumerate(program.regions):
         whole = [f"# region {plain(r.name)}: {region_head(r)}"]
         yield from _in_place(folded.regions[i]) if i in folded.regions else whole
@@ -199,6 +203,14 @@ def buffer_text(b: Buffer) -> str:
     names = plain(" = ".join((b.fqn, *b.aliases))) if b.constant is None else f"constant {b.name}"
     updated = "  updated by the sum over microbatches" if b.adds else "  updated" if b.updated else ""
     return f"{names}  {b.value}{updated}{'' if b.persistent or b.constant is not None else '  not saved'}"
+
+
+def output_text(o: Output, program: Program) -> str:
+    """`accuracy  f32[] +dp  summed over microbatches, divided by 'accuracy (count)'`"""
+    adds = ["summed over microbatches"] if o.adds and program.microbatches > 1 else []
+    adds += [f"divided by {o.divisor!r}"] if o.divisor else []
+    adds += [f"made by stage{o.stage}"] if program.axis else []
+    return plain("  ".join([o.name, show(o.shape, o.dtype, o.layout), *([", ".join(adds)] if adds else [])]))
 
 
 def bucket_text(b: Bucket, program: Program) -> str:

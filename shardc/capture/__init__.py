@@ -37,8 +37,9 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     model: on any device, also meta; in train mode for training. Not changed.
     batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Other leaves are baked
     in.
-    loss:  `(output, batch) -> scalar`, given also the keys that forward does not name; default: the output itself, its
-           `.loss`, its "loss" or its first element.
+    loss:  `(output, batch) -> scalar` or `(scalar, {name: tensor})`, given also the keys that forward does not name;
+           default: the output itself, its `.loss`, its "loss" or its first element. What is named beside the loss is
+           kept, detached (shardc.ir.outputs).
     prove: compare loss, gradients and buffers with eager once, if the model is small enough to run here (see
         shardc/capture/compare_eager.py).
 
@@ -57,14 +58,14 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     for sizes, rows in ((False, False), (True, False), (True, True)):
         try:
             with side_effects.unchanged(model) as changes:
-                exported, updated, notes = export(model, leaves, loss, sizes=sizes, rows=rows)
+                exported, updated, beside, notes = export(model, leaves, loss, sizes=sizes, rows=rows)
             break
         except ShardcError as e:
             if rows or (sizes and not causes.of_values(e)):
                 raise (refused if rows and refused else e) from None
             refused = e
     changes.refuse_created()
-    program = lift(model, leaves, exported, updated)
+    program = lift(model, leaves, exported, updated, beside)
     program.notes = notes
     if rows:
         program = expert_loops.with_experts(program)

@@ -20,7 +20,7 @@ from shardc.ir import source
 from shardc.ir.program import Program, Source
 from shardc.runtime.step import failures
 from shardc.torch_private import FakeTensor, pytree
-from shardc.verify.reference import interpret, reach
+from shardc.verify.reference import interpret_all, reach
 
 #: Models up to so many multiply-adds (parameters × tokens) are run; larger ones only pass the static checks.
 LIMIT_WORK = 2e11
@@ -69,7 +69,7 @@ def prove(
         torch.manual_seed(0)
         try:
             with patches.swapped(model, tensors):  # backward too: a reentrant checkpoint runs the model again
-                want = eager(whole)
+                want, *beside = eager(whole)
                 want_grads = _grads(want, trained)
                 after = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
             if changed:
@@ -78,7 +78,7 @@ def prove(
                         buffer.copy_(before[name])
                 torch.manual_seed(0)
                 with patches.swapped(model, tensors):
-                    _same_again(want, eager(whole), changed)
+                    _same_again(want, eager(whole)[0], changed)
         except ShardcError:
             raise
         except Exception as e:  # the user's own code; on random numbers it may fail where it would not on real ones
@@ -95,7 +95,7 @@ def prove(
                 fix="check that model and batch run together in plain PyTorch",
             ) from e
         torch.manual_seed(0)
-        got, news = interpret(program, params, before, inputs)
+        got, news, outputs = interpret_all(program, params, before, inputs)
         got_grads = _grads(got, trained)
     errors = Errors()
     _compare(errors, "the loss", "", want, got)
@@ -115,6 +115,8 @@ def prove(
                 where=b.fqn,
                 fix="update it with an in-place op in forward",
             )
+    for o, value in zip(program.outputs, beside, strict=True):
+        _compare(errors, "the output", o.name, value, outputs[o.name])
     errors.raise_any()
     return ()
 

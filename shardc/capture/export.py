@@ -37,9 +37,9 @@ from shardc.torch_private import (
 
 def export(
     model: nn.Module, leaves: Leaves, loss: Loss | None, *, sizes: bool = False, rows: bool = False
-) -> tuple[ExportedProgram, dict[str, fx.Node], tuple[str, ...]]:
-    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, and notes. sizes,
-    rows: see known_values.
+) -> tuple[ExportedProgram, dict[str, fx.Node], dict[str, str], tuple[str, ...]]:
+    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, {name of what stands
+    beside the loss: name of what it is divided by, or ""}, and notes. sizes, rows: see known_values.
     """
     mode, tensors = patches.fakes(model)
     inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # one each: export merges inputs that are one object
@@ -104,7 +104,7 @@ def export(
         replaced = inner_autograd.expand(exported.graph_module.graph)
         updated = {name: replaced.get(node, node) for name, node in updated.items()}
     reads.refuse_changed(n.removeprefix("model.") for n in updated)
-    return exported, updated, tuple(dict.fromkeys(map(_unseen, reads.sources)))
+    return exported, updated, wrapper.beside.divisors, tuple(dict.fromkeys(map(_unseen, reads.sources)))
 
 
 def _unseen(place: Source) -> str:

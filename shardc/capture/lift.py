@@ -19,11 +19,18 @@ from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import placeholders, source_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.outputs import Output
 from shardc.ir.program import Buffer, Input, Param, Program, Source, Value
 
 
-def lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: Mapping[str, fx.Node]) -> Program:
-    """Put an exported graph into the form that program.py describes."""
+def lift(
+    model: nn.Module,
+    leaves: Leaves,
+    exported: ExportedProgram,
+    updated: Mapping[str, fx.Node],
+    beside: Mapping[str, str],
+) -> Program:
+    """Put an exported graph into the form that program.py describes. beside: {output's name: its divisor's name}."""
     graph = fx.Graph()
     for name in ("mesh", "rng"):
         graph.placeholder(name).meta["value"] = None
@@ -81,7 +88,7 @@ def lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: M
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
             env[exported_nodes[spec.arg.name]] = node
 
-    loss = _copy(exported.graph, graph, env)
+    loss, *values_beside = _copy(exported.graph, graph, env)[-1 - len(beside) :]
     owners = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
     news = {owners[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
     with_news = tuple(_detached(graph, news[b.name]) for b in buffers if b.updated)
@@ -89,10 +96,24 @@ def lift(model: nn.Module, leaves: Leaves, exported: ExportedProgram, updated: M
         what = "the loss depends on no trainable parameter"
         fix = "check that nothing between the parameters and the loss is detached, or computed under no_grad"
         raise ShardcError(what, where=source.where(source_of(loss)), fix=fix)
-    graph.output((loss, with_news))
+    kept = tuple(_detached(graph, n) for n in values_beside)
+    outputs = tuple(
+        Output(name, v.shape, v.dtype, divisor=divisor)
+        for (name, divisor), v in zip(beside.items(), (n.meta["value"] for n in kept), strict=True)
+    )
+    graph.output((loss, (*with_news, *kept)))
     graph.lint()
     meta, shared = {"model": type(model).__name__}, _shared_modules(model)
-    return Program(Mesh(()), graph, tuple(params), tuple(buffers), tuple(inputs), meta=meta, shared_modules=shared)
+    return Program(
+        Mesh(()),
+        graph,
+        tuple(params),
+        tuple(buffers),
+        tuple(inputs),
+        outputs=outputs,
+        meta=meta,
+        shared_modules=shared,
+    )
 
 
 def _shared_modules(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -124,8 +145,8 @@ def _persistent(path: str, module: nn.Module) -> list[str]:
     return [f"{path}.{n}" if path else n for n in module._buffers if n not in lost]
 
 
-def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> Any:
-    """Copy the calls of `old` with typed metadata; returns the loss's node."""
+def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """Copy the calls of `old` with typed metadata; returns the nodes of its results, where they are copied."""
     for node in old.nodes:
         if node.op == "call_function":
             copy = new.node_copy(node, lambda n: env[n])
@@ -138,7 +159,7 @@ def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> Any:
             copy.meta["value"] = values.typed(node.meta.get("val"), copy.target, copy.args, copy.kwargs)
             env[node] = copy
         elif node.op == "output":
-            return env[node.args[0][-1]]
+            return [env[n] for n in node.args[0] if n in env]
         else:
             assert node.op == "placeholder", f"{node.format_node()} in an exported graph"
     raise AssertionError("a graph without output")

@@ -1,4 +1,4 @@
-"""What is captured of a model: the loss alone, of its output or by a function of the user's."""
+"""What is captured of a model: the loss, of its output or by a function of the user's, and named values beside it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,88 @@ from shardc.ir.source import of_function
 from shardc.runtime.ops.torch_library import with_gradient_of
 from shardc.torch_private import traced_node
 
-Loss = Callable[[Any, Any], Tensor]
+Loss = Callable[[Any, Any], Any]
+CONTRACT = "return (loss, {name: real tensor}); a mean may also be (sum, count), both tensors of one element"
+
+
+class Names:
+    """{name of a value beside the loss: name of the one that it is divided by, or ""}. An object of its own: export
+    puts the attributes of a module back.
+    """
+
+    def __init__(self) -> None:
+        self.divisors: dict[str, str] = {}
 
 
 class LossOf(nn.Module):
-    """Takes the batch's tensors, returns only the scalar loss: caches, output classes and logits die in the graph."""
+    """Takes the batch's tensors, returns the scalar loss and what stands beside it; all else that the model returns,
+    such as caches, dies in the graph.
+
+    .beside: after a call, the names of what it returned behind the loss.
+    """
 
     def __init__(self, model: nn.Module, leaves: Leaves, loss: Loss | None) -> None:
         super().__init__()
         self.model, self.leaves, self.loss = model, leaves, loss
         self.side: list[Tensor] = []  # terms of the loss of which only the gradient counts
+        self.beside = Names()
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.leaves.nodes = list(map(traced_node, tensors))
         batch = self.leaves.batch(tensors)
         args, kwargs = arguments(self.model, batch, self.loss is not None)
         output = self.model(*args, **kwargs)
-        scalar = (
-            self.loss(output, batch)
-            if self.loss is not None
-            else default_loss(output, of_function(self.model.forward).line)
-        )
-        if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.is_floating_point():
-            what = f"the loss is {_described(scalar)}, not a scalar"
-            where = of_function(self.loss or self.model.forward).line
-            raise ShardcError(what, where=where, fix="return one floating-point number, e.g. loss.mean()")
-        scalar = scalar.reshape(()) if scalar.dim() else scalar
-        return with_gradient_of(scalar.detach(), sum(self.side, scalar)) if self.side else scalar
+        line = of_function(self.loss or self.model.forward).line
+        loss, beside = _of_function(self.loss(output, batch)) if self.loss is not None else _of_model(output, line)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            what = f"the loss is {_described(loss)}, not a scalar"
+            raise ShardcError(what, where=line, fix="return one floating-point number, e.g. loss.mean()")
+        loss = loss.reshape(()) if loss.dim() else loss
+        values = self._flat(beside, line)
+        return (with_gradient_of(loss.detach(), sum(self.side, loss)) if self.side else loss, *values)
+
+    def _flat(self, beside: Mapping[str, Any], line: str) -> list[Tensor]:
+        values: dict[str, Tensor] = {}
+        divisors = {name: f"{name} (count)" for name, value in beside.items() if _is_ratio(value)}
+        for name, value in beside.items():
+            if name in divisors:
+                values |= {name: value[0].reshape(()), divisors[name]: value[1].reshape(())}
+            elif not isinstance(value, Tensor) or value.is_complex():
+                raise ShardcError(f"the output {name!r} is {_described(value)}", where=line, fix=CONTRACT)
+            else:
+                values[name] = value
+        self.beside.divisors = {name: divisors.get(name, "") for name in values}
+        return [x.detach() for x in values.values()]
+
+
+def _of_function(returned: Any) -> tuple[Any, Mapping[str, Any]]:
+    """(loss, what stands beside it) of what the user's loss returns."""
+    if isinstance(returned, Mapping) and "loss" in returned:
+        return returned["loss"], {k: x for k, x in returned.items() if k != "loss" and x is not None}
+    return (returned[0], returned[1]) if _is_pair(returned) else (returned, {})
+
+
+def _of_model(output: Any, line: str) -> tuple[Any, Mapping[str, Any]]:
+    """(loss, what stands beside it) of what the model returns: of a plain dict, its other scalars."""
+    if _is_pair(output) and all(isinstance(x, Tensor) or _is_ratio(x) for x in output[1].values()):
+        return output[0], output[1]
+    loss = default_loss(output, line)
+    plain = output if type(output) is dict else {}
+    return loss, {k: x for k, x in plain.items() if k != "loss" and isinstance(k, str) and _is_number(x)}
+
+
+def _is_pair(x: Any) -> bool:
+    """Is it (scalar, {name: ...})?"""
+    pair = isinstance(x, (tuple, list)) and len(x) == 2 and _is_number(x[0]) and type(x[1]) is dict
+    return pair and all(isinstance(k, str) for k in x[1])
+
+
+def _is_ratio(x: Any) -> bool:
+    return isinstance(x, (tuple, list)) and len(x) == 2 and all(map(_is_number, x))
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() == 1
 
 
 def default_loss(output: Any, where: str = "") -> Any:

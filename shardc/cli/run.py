@@ -189,6 +189,7 @@ def _summary(run: dict[str, Any], *, tied: bool) -> str:
 
     loss = f"loss {run['losses'][-1]:.4f}" if run["losses"] else "no steps"
     held_out = f", held-out loss {run['held_out']:.4f}" if run["held_out"] is not None else ""
+    held_out += "".join(f", {name} {x:.4g}" for name, x in run["held_out_outputs"].items())
     lines = [f"{run['steps']} steps in {run['seconds']:.1f} s, {speed(run)}: {loss}{held_out}"]
     if run["saved"]:
         once = "; a tied weight is stored once, and load_state_dict alone misses its other names" if tied else ""

@@ -105,10 +105,12 @@ def text(line: dict[str, Any]) -> str:
     """The line of a step, as people read it."""
     lr = f"lr {line['lr']:.2e}  " if line["lr"] is not None else ""
     return (
-        f"step {line['step']:>5}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  {lr}"
+        f"step {line['step']:>5}  loss {line['loss']:.4f}  {numbers(line.get('outputs', {}))}"
+        f"grad norm {line['grad_norm']:.3f}  {lr}"
         f"{speed(line):>18}  {size(line['memory_mb'] * 2**20)}"
         + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
         + (f"  held-out loss {line['held_out']:.4f}" if line.get("held_out") is not None else "")
+        + f"  {numbers(line.get('held_out_outputs', {}))}".rstrip()
         + _experts(line.get("experts", ()))
     )
 
@@ -131,6 +133,11 @@ def tokens_of(program: Program) -> int | None:
         if read is not None:
             return read.shape[0] * read.shape[1]
     return None
+
+
+def numbers(beside: dict[str, float]) -> str:
+    """`accuracy 0.8125  right 13  `: what the loss function names beside the loss."""
+    return "".join(f"{name} {x:.4g}  " if isinstance(x, float) else f"{name} {x}  " for name, x in beside.items())
 
 
 def _experts(layers: Sequence[dict[str, Any]]) -> str:

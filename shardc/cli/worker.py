@@ -136,6 +136,7 @@ def run(job: Job) -> dict[str, Any]:
         training.save()
         training.export()
     steps = engine.step_count - begun
+    held_out = training.held_out()
     summary = {
         "model": program.meta.get("model"),
         "mesh": dict(program.mesh.axes),
@@ -143,7 +144,8 @@ def run(job: Job) -> dict[str, Any]:
         "step": engine.step_count,
         "seconds": round(seconds, 3),
         "losses": losses,
-        "held_out": training.held_out(),
+        "held_out": held_out.pop("loss", None),
+        "held_out_outputs": held_out,
         **training.speed(steps / seconds),
         "peak_memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
         "saved": job.save or None,
@@ -191,12 +193,14 @@ class _Training:
             batch = self._next(stream)
             start, lr = time.perf_counter(), self.engine.lr
             try:
-                loss = float(self.engine.step(batch, local=self.train.local))
+                result = self.engine.step(batch, local=self.train.local)
             except NotFiniteError as e:
                 saved = self._saved_beside(f"step-{self.engine.step_count + 1}-not-finite")
                 raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
-            losses.append(loss)
-            self._report(loss, lr, time.perf_counter() - start)
+            loss, beside = result if self.engine.program.outputs else (result, {})
+            losses.append(float(loss))
+            numbers = {name: x.item() for name, x in beside.items() if x.numel() == 1}
+            self._report(losses[-1], numbers, lr, time.perf_counter() - start)
             if self.job.save and self.job.save_every and self.engine.step_count % self.job.save_every == 0:
                 self.save()
         return losses
@@ -226,7 +230,8 @@ class _Training:
             raise ShardcError(f"data() failed on rank {ranks}; {saved}", where="data", fix="see the error of that rank")
         return batch
 
-    def _report(self, loss: float, lr: float | None, seconds: float) -> None:
+    def _report(self, loss: float, beside: dict[str, float], lr: float | None, seconds: float) -> None:
+        """beside: the single numbers that the loss function names beside the loss."""
         engine = self.engine
         line = {
             "step": engine.step_count,
@@ -236,21 +241,24 @@ class _Training:
             **self.speed(1 / seconds),
             "memory_mb": round(_memory(engine.mesh.device) / 2**20, 1),
         }
+        if beside:
+            line["outputs"] = beside
         if engine.loads:
             line["experts"] = [dataclasses.asdict(x) for x in engine.loads]
         if engine.scaler is not None:
             line |= {"loss_scale": engine.scaler.factor, "skipped": engine.scaler.skipped}
         evaluate = self.job.eval_every and engine.step_count % self.job.eval_every == 0
-        if evaluate and (held_out := self.held_out()) is not None:
-            line["held_out"] = held_out
+        if evaluate and (held_out := self.held_out()):
+            line["held_out"] = held_out.pop("loss")
+            line |= {"held_out_outputs": held_out} if held_out else {}
         self.lines.add(line, always="held_out" in line)
 
-    def held_out(self) -> float | None:
-        """Mean loss over the held-out batches, each weighing the same; None without any."""
+    def held_out(self) -> dict[str, float]:
+        """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
         if self.valid is None:
-            return None
-        losses = [float(self.engine.evaluate(b, local=self.valid.local)) for b in self.valid.one_epoch()]
-        return sum(losses) / len(losses) if losses else None
+            return {}
+        values: dict[str, float] = self.engine.evaluate_all(self.valid.one_epoch(), local=self.valid.local)
+        return values
 
     def save(self) -> None:
         self.engine.save(Path(self.job.save) / "checkpoint")

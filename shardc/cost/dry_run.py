@@ -191,7 +191,7 @@ class _Recorded(Interpreter):
     buckets: Any
     microbatches: int
 
-    def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         names = {x.name for x in self.program.inputs}
         self.ledger.mark((x for microbatch in values for name, x in microbatch.items() if name in names), "inputs")
         last = max((a.microbatch for a in self.actions), default=0)
@@ -204,9 +204,9 @@ class _Recorded(Interpreter):
         run.go()
         self.performed = run.performed
         self.begin("sums")
-        losses, news = run.losses, run.news
+        losses, news, outputs = run.losses, run.news, run.outputs
         del run
-        return self._total(losses), self._spread(news)
+        return self._total(losses), self._spread(news), self._outputs(outputs)
 
     def begin(self, name: str) -> Part:
         """The next part of the step begins."""

@@ -49,7 +49,8 @@ def with_layers(captured: Program, count: int) -> Program:
     output = copy.output_node()
     returned: Any = output.args[0]
     loss, news, *rest = returned
-    output.args = ((loss, tuple(x for x, b in zip(news, updated, strict=True) if b not in gone), *rest),)
+    kept = tuple(x for x, b in zip(news, updated, strict=False) if b not in gone)
+    output.args = ((loss, (*kept, *news[len(updated) :]), *rest),)
     for node in reversed(list(copy.nodes)):
         if node.name in gone if node.op == "placeholder" else _layer(node) in dropped:
             if node.users:

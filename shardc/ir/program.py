@@ -10,8 +10,9 @@ Conventions of both graphs
                    those that they use, and after them the values of other stages: placeholders with a `collective`.
     call_function  every other op: `torch.ops.*` overloads, `operator.getitem`, or functions of `shardc.runtime.ops`,
                    which take `mesh` / `rng` explicitly. Nothing in a graph depends on a global.
-    output         `(loss, (new value of every buffer with updated=True, in order))`; of a pipeline's stage
-                   `(loss or None, (new values of the buffers in its .updates), (what other stages take))`
+    output         `(loss, (new value of every buffer with updated=True, in order, then every output))`; of a pipeline's
+                   stage `(loss or None, (new values of the buffers in its .updates, then its .outputs), (what other
+                   stages take))`
 
 Metadata: all keys of `node.meta` that passes may rely on
     in every graph
@@ -44,6 +45,7 @@ import torch
 from torch import fx
 
 from shardc.ir.mesh import Mesh
+from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.type_text import show
 from shardc.ir.units import count, plural
@@ -282,12 +284,14 @@ class Region:
 class Stage:
     """What one rank runs. graph: local sizes, explicit collectives; see the module's docstring for its conventions.
 
-    updates: the buffers of which a pipeline's stage computes the new value.
+    updates: the buffers of which a pipeline's stage computes the new value; outputs: the program's outputs that it
+    computes.
     """
 
     graph: fx.Graph
     name: str = "stage0"
     updates: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Stage {self.name}: {sum(n.op == 'call_function' for n in self.graph.nodes)} ops>"
@@ -358,6 +362,7 @@ class Program:
     gradients up.
     prologue: what runs on all microbatches first; output `(summands, ())`, whose sums over microbatches are
     `ops.total(mesh, i)`.
+    outputs: what a step gives beside the loss (shardc.ir.outputs).
     axis: mesh axis over which the stages are spread; "" = there is one stage, on every rank. schedule: who runs which
     of them when."""
 
@@ -370,6 +375,7 @@ class Program:
     buckets: tuple[Bucket, ...] = ()
     microbatches: int = 1
     prologue: Stage | None = None
+    outputs: tuple[Output, ...] = ()
     spec: Spec | None = None
     notes: tuple[str, ...] = ()  # what a user should know: gathers that no annotation implies, replicated ops, ...
     #: JSON-able facts for people and reports: model name, versions, seconds. Nothing acts on them.

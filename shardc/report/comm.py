@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardc.folding import note_lines
-from shardc.ir.program import Program
+from shardc.ir.outputs import sum_axes, summed
+from shardc.ir.program import Program, Value
 from shardc.ir.units import size
 from shardc.runtime import ops
 
@@ -73,6 +74,16 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
         if b.zero in (1, 2):
             dtype = b.compute or program.param(b.params[0]).dtype
             add((b.shard,), "all_gather", "update", "updated parameters", padded * dtype.itemsize, ranks)
+    stages = program.mesh.size(program.axis) if program.axis else 1
+    if axes := sum_axes(program.outputs, program.mesh, program.axis):
+        nbytes = 8 * sum(math.prod(o.shape) for o in summed(program.outputs, program.axis))
+        add(axes, "all_reduce", "forward", "outputs beside the loss", nbytes, stages if at is None else 1)
+    for o in program.outputs if program.axis else ():
+        if not o.small:
+            nbytes = Value(o.shape, o.dtype, False, o.layout).nbytes(program.mesh)
+            receivers = [c for c in range(stages) if c != rank_of[o.stage] and at in (None, c)]
+            cause = f"output {o.name!r}, to every stage"
+            add((program.axis,), "send_recv", "forward", cause, nbytes, len(receivers))
     if program.axis and program.mesh.size(program.axis) > 1:
         returned: Any = program.graph.output_node().args[0]
         nbytes = returned[0].meta["value"].dtype.itemsize

@@ -24,6 +24,18 @@ def interpret(
     rng: a shardc.runtime.rng.Rng; needed by graphs with dropout or BatchNorm only.
     Returns (loss, {name of an updated buffer: its new value}); differentiable.
     """
+    return interpret_all(program, params, buffers, inputs, rng, graph)[:2]
+
+
+def interpret_all(
+    program: Program,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    rng: Any = None,
+    graph: fx.Graph | None = None,
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """As `interpret`; returns {name of an output: its value} as well."""
     arguments: list[Any] = [None, rng]
     arguments += [params[p.name] if p.name in params else p.whole(params) for p in program.params]
     arguments += [
@@ -31,7 +43,9 @@ def interpret(
     ]
     arguments += [_find(inputs, i.name) for i in program.inputs]
     loss, news = fx.GraphModule(nn.Module(), graph or program.graph)(*arguments)
-    return loss, dict(zip((b.name for b in program.buffers if b.updated), news, strict=True))
+    updated = [b.name for b in program.buffers if b.updated]
+    outputs = dict(zip((o.name for o in program.outputs), news[len(updated) :], strict=True))
+    return loss, dict(zip(updated, news, strict=False)), outputs
 
 
 def _find(tensors: Mapping[str, Tensor], *names: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,9 +36,9 @@ class Comm:
 class Simulation:
     """What all ranks together computed, put together again.
 
-    loss: 0-dim, global, of the last step. grads: {fqn: global tensor}, of the last step, before the optimizer; without
-    parameters that no gradient reaches. state: {fqn: global tensor}, parameters and buffers after the last step; tied
-    ones under every name.
+    loss: 0-dim, global, of the last step; outputs: what its function names beside it, of all rows.
+    grads: {fqn: global tensor}, of the last step, before the optimizer; without parameters that no gradient reaches.
+    state: {fqn: global tensor}, parameters and buffers after the last step; tied ones under every name.
     comms: the collectives of the last step, in order.
     """
 
@@ -46,6 +46,7 @@ class Simulation:
     grads: dict[str, Tensor]
     state: dict[str, Tensor]
     comms: list[Comm]
+    outputs: dict[str, Tensor] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         counts = plural(len(self.grads), "gradient"), plural(len(self.comms), "collective")
@@ -62,6 +63,7 @@ class _Rank:
     wholes: dict[str, Tensor]  # whole local parts, as ops see them
     buffers: dict[str, Tensor]
     records: list[CommRecord]
+    outputs: dict[str, Tensor]
 
 
 def simulate(
@@ -82,7 +84,7 @@ def simulate(
         engine = Engine(program, model, make, seed, mesh=mesh, check=False)  # one process: all have the same
         for step in range(steps):
             mesh.records.clear()
-            loss = engine.backward(batch)
+            result = engine.backward(batch, gather=True)
             last = step == steps - 1
             grads = (
                 {n: p.grad.clone() if p.grad is not None else None for n, p in engine.params.items()} if last else {}
@@ -90,7 +92,9 @@ def simulate(
             engine.update()
         records = list(mesh.records)
         wholes = {n: x.clone() for n, x in engine.wholes().items()}
-        return _Rank(loss, grads, {n: p.detach() for n, p in engine.params.items()}, wholes, engine.buffers, records)
+        loss, outputs = result if program.outputs else (result, {})
+        params = {n: p.detach() for n, p in engine.params.items()}
+        return _Rank(loss, grads, params, wholes, engine.buffers, records, outputs)
 
     ranks = loopback(program.mesh, work)
     grads: dict[str, Tensor] = {}
@@ -119,9 +123,11 @@ def simulate(
         state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, held, ""))
     for rank, r in enumerate(ranks):
         _check_replica(ranks[0].loss, r.loss, f"the loss of rank {rank}")
+        for name, x in r.outputs.items():
+            _check_replica(ranks[0].outputs[name], x, f"the output {name!r} on rank {rank}")
     causes = _causes(program)
     comms = [Comm(c.kind, c.axis, c.bytes, c.direction, causes.get(c.tag, c.tag)) for c in ranks[0].records]
-    return Simulation(ranks[0].loss, grads, state, comms)
+    return Simulation(ranks[0].loss, grads, state, comms, ranks[0].outputs)
 
 
 def _local(program: Program, p: Param, kept: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -47,5 +47,6 @@ def widen(program: Program) -> Program:
         params=tuple(map(typed, program.params)),
         buffers=tuple(map(buffer, program.buffers)),
         inputs=tuple(map(typed, program.inputs)),
+        outputs=tuple(map(typed, program.outputs)),
         buckets=tuple(replace(typed(b), compute=None) for b in program.buckets),
     )

@@ -1,0 +1,34 @@
+"""Where a step's outputs lie: split like the batch, summed over the batch's axes later, else whole on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.outputs import SMALL
+from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
+from shardc.ir.program import Value
+from shardc.spec import Spec
+
+
+def batch_axes(spec: Spec, mesh: Mesh) -> frozenset[str]:
+    """The axes, or digits of axes, that split the batch; microbatches among them."""
+    names = {n.partition(".")[0] for n in mesh.names}
+    return frozenset(part for a in (*spec.data_axes, MICROBATCH) if a in names for part in mesh.parts(a))
+
+
+def layout_of(value: Value, placements: Mapping[str, Placement], batch: frozenset[str], mesh: Mesh) -> Layout:
+    """What ranks get of an output that is produced in these placements: rows stay on their ranks, and so do summands of
+    what is small, or of microbatches; all else is made whole.
+    """
+    elements = 1
+    for n in value.shape:
+        elements *= n
+    small = elements <= SMALL and not any(isinstance(p, Shard) for p in placements.values())
+
+    def kept(axis: str, p: Placement) -> bool:
+        if isinstance(p, Partial):
+            return p.op == "sum" and (small or axis == MICROBATCH)
+        return isinstance(p, Shard) and axis in batch
+
+    return Layout.of({a: p if kept(a, p) else REPLICATE for a, p in placements.items()}, mesh)

@@ -1,0 +1,191 @@
+"""What a step gives beside its loss, put together: over microbatches, over ranks, over the batches of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir import outputs
+from shardc.ir.graph import operands_of
+from shardc.ir.outputs import Output
+from shardc.ir.placement import Layout, Shard, trim, unchunk
+from shardc.ir.program import Program, Stage
+
+Values = dict[str, Tensor]
+#: {output: {microbatch: its value there}}, of the stages of this rank
+Parts = Mapping[str, Mapping[int, Tensor]]
+
+
+def views(stage: Stage) -> frozenset[str]:
+    """The outputs of a stage that may be the batch's or a parameter's memory: they are made of one value by ops of one
+    operand, down to a placeholder. They are copied, since that memory is written to later.
+    """
+    returned: Any = stage.graph.output_node().args[0]
+    nodes = returned[1][len(returned[1]) - len(stage.outputs) :]
+    return frozenset(name for name, n in zip(stage.outputs, nodes, strict=True) if _root(n).op == "placeholder")
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and len(operands := operands_of(node)) == 1:
+        node = operands[0]
+    return node
+
+
+@torch.no_grad()
+def combined(program: Program, mesh: Any, parts: Parts) -> Values:
+    """A step's outputs: sums over all ranks; of rows, those of this rank, with what pads them. All ranks together."""
+    here = {o.name: _joined(o, parts[o.name]) for o in program.outputs if o.name in parts}
+    found = here | _summed(program, mesh, here)
+    if program.schedule is not None:
+        found |= _spread(program, mesh, here)
+    return {o.name: found[o.name] for o in program.outputs}
+
+
+def _joined(o: Output, parts: Mapping[int, Tensor]) -> Tensor:
+    """One value of those of the microbatches."""
+    values = [parts[m] for m in sorted(parts)]
+    if o.adds:
+        return torch.stack(values).sum(0) if len(values) > 1 else values[0]
+    if o.microbatch is None:
+        return values[-1]
+    whole = unchunk(values, o.microbatch)
+    return trim(whole, o.microbatch) if not o.layout.shards(o.microbatch.dim) else whole
+
+
+def _summed(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
+    """Single numbers, summed over the ranks that have summands, and from the stage that makes them to all: one
+    collective, in float64, which holds counts up to 2^53 and every narrower number.
+    """
+    taking_part = outputs.summed(program.outputs, program.axis)
+    axes = outputs.sum_axes(program.outputs, program.mesh, program.axis)
+    if not taking_part or mesh.members(axes) == 1:
+        return {}
+    over = {part for axis in axes for part in program.mesh.parts(axis)}
+    flat: list[Tensor] = []
+    for o in taking_part:
+        alike = over - set(o.summed_over) - {program.axis}  # one rank of these brings it
+        mine = o.name in here and not any(mesh.coordinate(axis) for axis in alike)
+        size = int(torch.Size(o.shape).numel())
+        value = here[o.name].reshape(-1).double() if mine else torch.zeros(size, dtype=torch.float64)
+        flat.append(value.to(mesh.device))
+    totals = mesh.all_reduce(torch.cat(flat), axes, tag="outputs").split([x.numel() for x in flat])
+    return {o.name: x.view(o.shape).to(o.dtype) for o, x in zip(taking_part, totals, strict=True)}
+
+
+def _spread(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
+    """Rows, from the ranks of the stage that makes them to those of the others."""
+    assert program.schedule is not None
+    at, placement = mesh.coordinate(program.axis), program.schedule.placement
+    found, works = {}, []
+    for o in program.outputs:
+        if o.small:
+            continue
+        home = placement[o.stage]
+        if at == home:
+            sent = here[o.name]
+            sent = sent.to(torch.uint8) if sent.dtype == torch.bool else sent
+            others = (c for c in range(program.mesh.size(program.axis)) if c != home)
+            works += [mesh.start_send(sent, program.axis, c, direction="forward", tag=o.name) for c in others]
+        else:
+            dtype = torch.uint8 if o.dtype == torch.bool else o.dtype
+            shape = o.layout.local_shape(o.shape, program.mesh)
+            found[o.name] = torch.empty(shape, dtype=dtype, device=mesh.device)
+            works.append(mesh.start_receive(found[o.name], program.axis, home, tag=o.name))
+    for work in works:
+        work.wait()
+    dtypes = {o.name: o.dtype for o in program.outputs}
+    return {name: x.to(dtypes[name]) for name, x in found.items()}
+
+
+@torch.no_grad()
+def gathered(program: Program, mesh: Any, values: Values) -> Values:
+    """Rows of all ranks, in the order of the batch, on every rank. All ranks together."""
+    whole = dict(values)
+    for o in program.outputs:
+        x = whole[o.name]
+        x = x.to(torch.uint8) if x.dtype == torch.bool and o.layout.shards() else x
+        for axis, s in sorted(o.layout.shards(), key=lambda item: item[1].split):
+            x = unchunk(list(mesh.all_gather(x, axis, tag=o.name).unbind(0)), s)
+        for s in o.layout.paddings():
+            x = trim(x, s)
+        whole[o.name] = x.to(o.dtype)
+    return whole
+
+
+def own_rows(program: Program, mesh: Any, values: Values) -> Values:
+    """Rows of this rank, without what pads them."""
+    coords = program.mesh.coords(mesh.rank)
+    own = dict(values)
+    for o in program.outputs:
+        for s in o.layout.paddings():
+            rows = list(_places(o.layout, s.dim, o.shape[s.dim], program, coords))
+            own[o.name] = own[o.name].index_select(s.dim, torch.cat(rows).to(own[o.name].device))
+    return own
+
+
+def _places(layout: Layout, dim: int, size: int, program: Program, coords: Mapping[str, int]) -> Iterator[Tensor]:
+    """Where the elements of a padded dim that are no padding stand in this rank's part."""
+    alone = Layout(tuple((a, Shard(0, s.split, s.sections, s.padding, s.blocks)) for a, s in layout.shards(dim)))
+    yield torch.empty(0, dtype=torch.int64)  # a rank may have padding alone
+    for ((start, _, length),) in alone.boxes((size,), program.mesh, coords):
+        yield torch.arange(start, start + length)
+
+
+def divided(program: Program, values: Values) -> Values:
+    """What the user named: sums divided by their counts, without the counts."""
+    counts = outputs.divisors(program.outputs)
+    return {
+        o.name: values[o.name] / values[o.divisor] if o.divisor else values[o.name]
+        for o in program.outputs
+        if o.name not in counts
+    }
+
+
+def result(program: Program, mesh: Any, loss: Tensor, values: Values, *, gather: bool) -> Any:
+    """What a step returns: the loss, or (the loss, {name: value}) if there are outputs. gather: all rows, not this
+    rank's.
+    """
+    if not program.outputs:
+        return loss
+    values = gathered(program, mesh, values) if gather else own_rows(program, mesh, values)
+    return loss, divided(program, values)
+
+
+class Means:
+    """Of several batches: sums by their counts, whole numbers added up, all other single numbers, the loss too, weighed
+    by the rows of a batch. What is more than one number is left out.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, program: Program, loss: Tensor, values: Values, rows: int) -> None:
+        """values: of one batch, of `rows` rows, undivided."""
+        self._add("loss", float(loss) * rows, rows)
+        counts = outputs.divisors(program.outputs)
+        for o in program.outputs:
+            if o.name in counts or values[o.name].numel() != 1:
+                continue
+            number = values[o.name].item()
+            if o.divisor:
+                self._add(o.name, number, values[o.divisor].item())
+            elif o.dtype.is_floating_point or o.dtype == torch.bool:
+                self._add(o.name, number * rows, rows)
+            else:
+                self._sums[o.name] = self._sums.get(o.name, 0) + number
+
+    def _add(self, name: str, number: float, weight: float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + number
+        self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def values(self) -> dict[str, float]:
+        """{"loss": mean, name: mean or sum}; {} without any batch."""
+        return {name: self._mean(name) if name in self._weights else x for name, x in self._sums.items()}
+
+    def _mean(self, name: str) -> float:
+        weight = self._weights[name]
+        return self._sums[name] / weight if weight else float("nan")
