@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardc.errors import ShardcError
@@ -21,7 +20,7 @@ from shardc.ir.program import Program
 from shardc.runtime.step import inputs
 
 Build = Callable[[], nn.Module | None]
-Loss = Callable[[Any, Any], torch.Tensor]
+Loss = Callable[[Any, Any], Any]
 Compile = Callable[..., Program]
 
 

@@ -8,6 +8,7 @@ inputs                a user's batch -> this rank's inputs
 recompute             computes values again in backward; activation_offload: keeps them on the CPU meanwhile
 split_backward        backward in two halves, for zero-bubble schedules
 loss_scale            loss scaling for float16, on all ranks alike
+outputs               what a step gives beside its loss, over microbatches, ranks and batches
 param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers
 expert_load           how tokens were spread over experts
 """

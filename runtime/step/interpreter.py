@@ -336,7 +336,7 @@ class Run:
         for name, x in self.inbox.pop(key, {}).items():
             leaves[name] = x.detach().requires_grad_(training and stage.receives[name].requires_grad)
         args = [leaves[n] if n in leaves else values[n] for n in stage.takes]
-        with failures.named(stage.graph), self.hooks.saving(key) if training else nullcontext():
+        with failures.named(stage.graph), self.hooks.saving(key) if self.hooks is not None else nullcontext():
             returned = stage.run(*args)
         loss, news, sent, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
         if self._keep_outputs:

@@ -30,6 +30,7 @@ from shardc.runtime.step import param_groups
 from shardc.runtime.step.activation_offload import OffloadedTensor
 from shardc.runtime.step.engine import Engine, OptimizerOf
 from shardc.runtime.step.interpreter import Interpreter, Run, StepHooks, Values
+from shardc.runtime.zero.optimizer_list import as_one
 from shardc.torch_private import fake_mode, sequence_number
 
 #: Kinds of what stays from step to step.
@@ -160,9 +161,9 @@ def _weights(program: Program) -> dict[str, Tensor]:
 def _foreach(make: OptimizerOf) -> OptimizerOf:
     """As on a GPU, where torch's optimizers update all parameters at once by default; on a CPU one after the other."""
 
-    def foreach(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
+    def foreach(params: param_groups.NamedParameters) -> Any:
         optimizer = make(params)
-        for group in optimizer.param_groups:
+        for group in as_one(optimizer).param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
         return optimizer

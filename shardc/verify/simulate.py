@@ -123,8 +123,8 @@ def simulate(
         state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, held, ""))
     for rank, r in enumerate(ranks):
         _check_replica(ranks[0].loss, r.loss, f"the loss of rank {rank}")
-        for name, x in r.outputs.items():
-            _check_replica(ranks[0].outputs[name], x, f"the output {name!r} on rank {rank}")
+        for name, value in r.outputs.items():
+            _check_replica(ranks[0].outputs[name], value, f"the output {name!r} on rank {rank}")
     causes = _causes(program)
     comms = [Comm(c.kind, c.axis, c.bytes, c.direction, causes.get(c.tag, c.tag)) for c in ranks[0].records]
     return Simulation(ranks[0].loss, grads, state, comms, ranks[0].outputs)
