@@ -49,7 +49,8 @@ def compile(
     batch: one *global* batch, as a single device would get it: dict (keyword arguments), tuple or tensor, real or fake.
     spec: path, dict or Spec. mesh: sizes that override the spec's; overrides: dotted settings such as "data.zero=0".
     world: number of ranks, where known: it fills in an axis of size -1, and has to be what the mesh needs.
-    loss: (model's output, batch) -> scalar, or (scalar, {name: tensor}) (docs/training.md); default: the output itself, its `.loss`, or its first element.
+    loss: (model's output, batch) -> scalar, or (scalar, {name: tensor}) to keep values beside it (docs/training.md);
+        default: the output itself, its `.loss`, or its first element.
     prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture`
         made of the same model and batch, for trying several specs. compatible_with: a program of the same model and
         spec for another batch, whose parameters and buckets this one is to run on (shardc.passes.match_layouts).
