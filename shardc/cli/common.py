@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -41,6 +42,8 @@ FullOption = Annotated[bool, typer.Option("--full", help="show every layer: thos
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
 Show = Callable[[str], None]
+#: Seconds between lines of progress, where there is no bar.
+EVERY = 5.0
 _ERROR = "error "
 
 
@@ -89,6 +92,37 @@ def print_error(text: str) -> None:
         if line.startswith(_ERROR):
             console.print(f"[bold red]{_ERROR}[/]", end="")
         console.print(line.removeprefix(_ERROR), markup=False)
+
+
+@contextmanager
+def progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """What takes a while: a bar on stderr that names what is being done; where stderr is not a terminal, a line every
+    few seconds. Yields the function to call: (doing what, done, of how many; 0: not known).
+    """
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(30),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(doing, total=None)
+        started = printed = time.monotonic()
+
+        def on(doing: str, done: int, total: int) -> None:
+            nonlocal printed
+            bar.update(task, description=doing, completed=done, total=total or None)
+            now = time.monotonic()
+            if not quiet and not console.is_terminal and now - printed >= EVERY:
+                printed = now
+                count = f" ({done + 1} of {total})" if total else ""
+                console.print(f"{now - started:3.0f} s: {doing}{count}", markup=False)
+
+        yield on
 
 
 def is_artifact(source: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from shardc.cli.common import DebugOption, JsonOption, console, reporting
+from shardc.cli.common import DebugOption, JsonOption, console, progress, reporting
 from shardc.errors import ShardcError
 
 
@@ -34,8 +34,8 @@ def command(
     with reporting(debug, as_json) as show:
         name: str | Path | None = which
         if measure:
-            with console.status("measuring") as status:
-                name = _measure(which, output, lambda what: status.update(f"measuring {what}"))
+            with progress("measuring", quiet=as_json) as told:
+                name = _measure(which, output, lambda what: told(f"measuring {what}", 0, 0))
             console.print(f"written to {name}")
         elif output:
             raise ShardcError("-o names the file that --measure writes", where="-o", fix="add --measure")

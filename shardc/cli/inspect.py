@@ -133,7 +133,10 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
 def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show: common.Show) -> None:
     from shardc.report import cost as cost_report
 
-    cost = program.cost(device)
+    with common.progress("running a step without data", quiet=as_json) as told:
+        cost = program.cost(
+            device, on=lambda rank, done, total: told(f"running a step of {rank} without data", done, total)
+        )
     if svg:
         svg.write_text(cost_report.svg(cost), encoding="utf-8")
     if as_json:

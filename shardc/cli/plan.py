@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +14,9 @@ from shardc.cli.common import (
     DebugOption,
     JsonOption,
     SeqOption,
-    console,
     is_artifact,
     print_error,
+    progress,
     reporting,
 )
 from shardc.errors import ShardcError
@@ -30,8 +26,6 @@ if TYPE_CHECKING:
 
 #: Columns of a table that goes to a file.
 WIDE = 200
-#: Seconds between lines of progress.
-EVERY = 5.0
 #: What happens before anything is priced.
 PREPARING = ("loading the model", "capturing")
 
@@ -43,6 +37,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")
     ] = None,
+    svg: Annotated[Path | None, typer.Option(help="draw the priced specs by time and memory, with the limit")] = None,
     given: Annotated[Path | None, typer.Option(help="price this spec, and search for no other")] = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", help="rows of a step (default: those that batch() gives)")
@@ -63,7 +58,11 @@ def command(
         if is_artifact(model):
             fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
             raise ShardcError("a compiled DIR already has its spec", where=model, fix=fix)
-        with _progress(quiet=as_json) as on:
+        with progress("loading the model", quiet=as_json) as told:
+
+            def on(subject: str, done: int, total: int) -> None:
+                told(subject if subject in PREPARING else f"pricing {subject}", done, total)
+
             from shardc.cli import model_file
             from shardc.plan import plan
 
@@ -87,6 +86,8 @@ def command(
         failure = planned.lacking() if not fits and given is None else None
         if output and fits:
             planned.save(output)
+        if svg:
+            svg.write_text(planned.svg(), encoding="utf-8")
         if as_json:
             errors = {"errors": failure.to_json()} if failure else {}
             show(json.dumps({**planned.to_json(), "output": str(output) if output and fits else None, **errors}))
@@ -94,41 +95,12 @@ def command(
             _print(planned, given=given is not None)
             if output and fits:
                 show(f"written to {output}")
+            if svg:
+                show(f"written to {svg}")
         if failure:
             for text in failure.texts():
                 print_error(f"error {text}")
     raise typer.Exit(0 if fits else 1)
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr that names what is being priced; where stderr is not a terminal, a line every few seconds."""
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(30),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    ) as bar:
-        task = bar.add_task("loading the model", total=None)
-        started, printed = time.monotonic(), -math.inf
-
-        def on(subject: str, done: int, total: int) -> None:
-            nonlocal printed
-            doing = subject if subject in PREPARING else f"pricing {subject}"
-            bar.update(task, description=doing, completed=done, total=total or None)
-            now = time.monotonic() - started
-            if not quiet and not console.is_terminal and now - printed >= EVERY:
-                printed = now
-                count = f" ({done + 1} of {total})" if total else ""
-                console.print(f"{now:3.0f} s: {doing}{count}", markup=False)
-
-        on("loading the model", 0, 0)
-        yield on
 
 
 def _print(plan: Plan, *, given: bool) -> None:

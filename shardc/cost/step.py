@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,9 @@ from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule
 from shardc.runtime.schedule.actions import COMPUTE
 from shardc.runtime.step.engine import OptimizerOf
+
+#: Called before each rank's dry run: (its name, how many are done, how many there are).
+OnRank = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,13 @@ class Cost:
         return symbolic(self.program, self.dry_runs, sizes)
 
 
-def cost(program: Program, device: Device, optimizer: OptimizerOf | None, **options: Any) -> Cost:
+def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: OnRank, **options: Any) -> Cost:
     """See `Program.cost`. options: of Engine."""
     schedule = program.schedule or schedules.alone(program.microbatches)
-    dry_runs = [
-        dry_run(program, coordinate, optimizer, cpu=device.kind == "cpu", **options)
-        for coordinate in range(schedule.ranks)
-    ]
+    dry_runs = []
+    for at in range(schedule.ranks):
+        on(f"{program.axis}={at}" if program.axis else "a rank", at, schedule.ranks)
+        dry_runs.append(dry_run(program, at, optimizer, cpu=device.kind == "cpu", **options))
     return assemble(program, schedule, dry_runs, device)
 
 

@@ -523,17 +523,23 @@ class Program:
         return verify(self, seed=seed)
 
     def cost(
-        self, device: str | Path | Device = "h100-80g", *, optimizer: Any = None, clip_norm: float | None = None
+        self,
+        device: str | Path | Device = "h100-80g",
+        *,
+        optimizer: Any = None,
+        clip_norm: float | None = None,
+        on: Callable[[str, int, int], None] = lambda rank, done, total: None,
     ) -> Cost:
         """What a step takes on each rank: `.memory` (`.peak` in bytes, by kind, the op at the peak), `.flops`, `.comm`
         {(axis, kind): bytes}, `.step_seconds`; `.symbolic`: closed forms. No weights, devices or processes are needed.
         See shardc.cost.
 
         device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device. optimizer: params ->
-        torch optimizer; default AdamW. clip_norm: of the engine. Raises ShardcError for a device that is not known.
+        torch optimizer; default AdamW. clip_norm: of the engine. on: called before each rank is run:
+        (its name, how many are done, how many there are). Raises ShardcError for a device that is not known.
         """
         from shardc.cost.device import device as described
         from shardc.cost.step import cost
         from shardc.runtime.step.engine import adamw
 
-        return cost(self, described(device), optimizer or adamw, clip_norm=clip_norm)
+        return cost(self, described(device), optimizer or adamw, on=on, clip_norm=clip_norm)

@@ -7,6 +7,7 @@ dry_runs        one microbatch on one stage, dry-run        stage_vectors   the 
 estimate        a first price of every choice               exact           an exact price of one
 search          from estimates to exact prices              largest         the largest batch or sequence that fits
 table           the plan as a table                         annotated_yaml  the best spec, with reasons as comments
+picture         the plan as a plot of time and memory
 """
 
 from __future__ import annotations

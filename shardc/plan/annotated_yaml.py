@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardc.ir.units import seconds, size
 from shardc.plan.result import Candidate, Plan
-from shardc.plan.table import limit, microbatches, rate, recompute, schedule
+from shardc.plan.table import distinct, limit, microbatches, named, rate, recompute, schedule
 
 
 def annotated(c: Candidate, plan: Plan) -> str:
@@ -45,11 +45,12 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
     if sizes.get("dp", 1) > 1:
         mesh.append(f"dp={sizes['dp']}: {c.shares.get('dp', 0):.0%} of a step waits for gradients and weights")
     reasons["mesh"] = "; ".join(mesh) or "one device"
-    if others:
-        near = min(others, key=lambda x: (not x.fits, x.step_seconds))
-        reasons["mesh"] += (
-            f". Next best: {' '.join(f'{k}={n}' for k, n in near.spec.mesh.axes)} in {seconds(near.step_seconds)}"
-        )
+    twins = next((group for first, group in distinct(plan.candidates) if first is c), [])
+    if fitting := [x for x in others if x.fits and x not in twins]:
+        near = min(fitting, key=lambda x: x.step_seconds)
+        reasons["mesh"] += f". Next best that fits: {named(near)}, in {seconds(near.step_seconds)}"
+    elif others:
+        reasons["mesh"] += ". Nothing else that was priced fits"
     reasons["batch"] = f"{microbatches(c)} rows on each data rank"
     if s.shard_use:
         structure = "derived from the graph: weights that can be split with nothing gathered between them"

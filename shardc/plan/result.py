@@ -169,6 +169,12 @@ class Plan:
         """Write the best candidate's spec to a file."""
         Path(path).write_text(self.spec(), encoding="utf-8")
 
+    def svg(self) -> str:
+        """The priced candidates by time and memory, with the device's limit, as a picture."""
+        from shardc.plan.picture import svg
+
+        return svg(self)
+
     def lacking(self) -> ShardcError:
         from shardc.plan.table import named
 

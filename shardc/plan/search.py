@@ -24,6 +24,8 @@ DRY_RUNS, PRICED = 6, 24
 #: How many choices are priced that differ only in ZeRO and schedule: their estimates are off in the same way, so other
 #: choices get a chance.
 ALIKE = 4
+#: How many more are priced in search of a second one that fits.
+SECOND = 4
 #: A choice estimated at so many times a device's memory is not priced: it will not fit.
 FAR = 2
 #: A choice estimated at so many times a device's memory is not tried with more rows.
@@ -160,9 +162,37 @@ class Search:
                 self.refused[str(c)] = e
             if families.total() >= PRICED:
                 break
+        self._second(ranked, prices)
         for c in [c for c in list(prices)[:1] if c.sequence_parallel]:
             prices[replace(c, sequence_parallel=False)] = self.exact(replace(c, sequence_parallel=False))
         return prices
+
+    def _second(self, ranked: list[tuple[Choice, Priced]], prices: dict[Choice, Priced]) -> None:
+        """Price choices of other kinds until a second one fits. Estimates are off by schedule: those of a schedule are
+        scaled by what its exact prices were.
+        """
+
+        def kind(c: Choice) -> object:
+            return c.core, c.pp, c.dp, c.schedule
+
+        scale: dict[str, float] = {}
+        for c, rough in ranked:
+            if c in prices:
+                scale[c.schedule] = max(scale.get(c.schedule, 1.0), prices[c].peak / rough.peak)
+        fitting = {kind(c) for c, p in prices.items() if p.peak <= self.memory}
+        rest = [c for c, rough in ranked if rough.peak * scale.get(c.schedule, 1.0) <= self.memory]
+        tries = [c for c in rest if c not in prices and kind(c) not in fitting][:SECOND]
+        for c in tries:
+            if len(fitting) > 1:
+                return
+            self.on(str(c), DRY_RUNS, DRY_RUNS)
+            try:
+                prices[c] = self.exact(c)
+            except ShardcError as e:
+                self.refused[str(c)] = e
+                continue
+            if prices[c].peak <= self.memory:
+                fitting.add(kind(c))
 
     def _dry_run(self, c: Choice) -> object:
         """A key that is equal for choices priced from the same dry run: of a model of layers, for any schedule and

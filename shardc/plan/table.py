@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -129,7 +129,8 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
         rows.add_column(
             name, justify="right" if where == "right" else "left", no_wrap=name not in ("recompute", "limited by")
         )
-    for i, c in enumerate(plan.candidates[:most], 1):
+    rows_shown = distinct(plan.candidates)
+    for i, (c, _) in enumerate(rows_shown[:most], 1):
         s = c.spec
         mesh = " ".join(f"{axis}={n}" for axis, n in s.mesh.axes)
         rows.add_row(
@@ -149,7 +150,7 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
             bar(c.shares, 1.0, CAUSES, plain=plain),
             limit(c),
         )
-    parts: list[RenderableType] = [heading(plan), rows, keys(plan, plain=plain)]
+    parts: list[RenderableType] = [heading(plan), rows, alike(rows_shown[:most]), keys(plan, plain=plain)]
     return Group(*parts)
 
 
@@ -159,6 +160,23 @@ def plain_table(plan: Plan, width: int = 200) -> str:
     with console.capture() as captured:
         console.print(table(plan, plain=True))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def distinct(candidates: Sequence[Candidate]) -> list[tuple[Candidate, list[Candidate]]]:
+    """(candidate, others that take the same time and memory on the same mesh), in order: schedules that come to the
+    same, or settings that nothing uses.
+    """
+    groups: dict[object, list[Candidate]] = {}
+    for c in candidates:
+        key = c.spec.mesh.axes, f"{c.step_seconds:.4g}", f"{c.peak:.4g}"
+        groups.setdefault(key, []).append(c)
+    return [(group[0], group[1:]) for group in groups.values()]
+
+
+def alike(rows: Sequence[tuple[Candidate, Sequence[Candidate]]]) -> Text:
+    """A line for each row that stands for several candidates."""
+    lines = [f"{i} also as: {'; '.join(map(named, others))}" for i, (_, others) in enumerate(rows, 1) if others]
+    return Text("\n" + "\n".join(lines) if lines else "", style="bright_black")
 
 
 def cause(name: str) -> str:

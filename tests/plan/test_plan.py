@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ import shardc.nn
 from shardc.cli import app
 from shardc.cost import Device, device
 from shardc.cost.device import Link
-from shardc.plan import Plan
+from shardc.plan import Candidate, Plan
 from shardc.plan.exact import Priced, price
 from shardc.plan.largest import Largest
 from shardc.plan.model import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.space import Choice, choices, spec
+from shardc.plan.table import distinct, named
 from shardc.spec import Spec
 from tests import zoo
 
@@ -174,6 +176,54 @@ def test_candidates_are_ranked() -> None:
     assert found.considered > 50
     assert found.best.tokens_per_second == pytest.approx(16 * 32 / found.best.step_seconds)
     assert 0 < found.best.mfu < 1
+
+
+# --- what is recommended, and how it is shown
+
+
+def priced_as(c: Candidate, seconds: float, peak: float) -> Candidate:
+    """A candidate with another price."""
+    return replace(c, priced=replace(c.priced, seconds=seconds, kinds={"activations": peak}))
+
+
+def test_nothing_is_recommended_that_does_not_fit() -> None:
+    one = blocks().candidates[0]
+    limit = one.target.usable
+    best, faster, other = (priced_as(one, s, f * limit) for s, f in ((2.0, 0.5), (1.0, 4), (3.0, 0.4)))
+    assert "Nothing else that was priced fits" in replace(blocks(), candidates=(best, faster)).spec()
+    text = replace(blocks(), candidates=(best, other, faster)).spec()
+    assert "Next best that fits: " in text
+    assert "in 3.00 s" in text
+    assert "1.00 s" not in text
+
+
+def test_twins_are_one_row() -> None:
+    one = blocks().candidates[0]
+    twin = replace(one, spec=Spec.load({**one.spec.to_dict(), "data": {"zero": 1}}))
+    assert distinct((one, twin, *blocks().candidates[1:]))[0] == (one, [twin])
+    text = str(replace(blocks(), candidates=(one, twin)))
+    assert f"1 also as: {named(twin)}" in text
+    assert len([line for line in text.splitlines() if "  yes  " in line]) == 1
+
+
+def test_the_picture_has_the_limit_and_every_row() -> None:
+    one = blocks().candidates[0]
+    limit = one.target.usable
+    rows = tuple(priced_as(one, s, f * limit) for s, f in ((2.0, 0.5), (3.0, 0.4), (1.0, 40)))
+    root = ElementTree.fromstring(replace(blocks(), candidates=rows).svg())
+    space = "{http://www.w3.org/2000/svg}"
+    texts = ["".join(t.itertext()) for t in root.iter(f"{space}text")]
+    assert any("usable of" in t for t in texts)
+    assert {"1", "2", "3"} <= set(texts)
+    assert any(t.endswith("2 of 3 priced choices fit") for t in texts)
+    assert any(t.endswith(", does not fit") for t in texts)
+    for dot in (r for r in root.iter(f"{space}rect") if r.get("rx") == "9"):
+        assert 0 <= float(dot.attrib["y"]) <= float(root.attrib["height"])
+
+
+def test_a_second_choice_that_fits_is_priced() -> None:
+    kinds = {(c.spec.mesh.axes, c.spec.pipeline and c.spec.pipeline.schedule) for c in blocks().candidates if c.fits}
+    assert len(kinds) > 1
 
 
 # --- what it chooses
@@ -370,7 +420,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     tiny = H100.model_copy(update={"memory": 1e5})
     found = shardc.plan(model, batch, devices=2, device=tiny)
     with pytest.raises(
-        shardc.ShardcError, match=r"nothing fits into 95\.0 kB of h100-80g: the nearest .* needs .* more than that"
+        shardc.ShardcError, match=r"nothing fits into 92\.8 KiB of h100-80g: the nearest .* needs .* more than that"
     ) as e:
         _ = found.best
     assert "--fewest" in e.value.fix

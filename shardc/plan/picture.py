@@ -1,0 +1,87 @@
+"""A plan as a picture: every priced choice by time and memory, with the limit of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardc.ir.units import seconds, size
+from shardc.plan.result import Candidate, Plan
+from shardc.plan.table import distinct, named
+from shardc.report.svg import ALARM, LINE, SOFT, Picture, cut, ticks
+
+_FITS, _BEST, _NOT = "#8fc99a", "#2f7d46", "#e39b8b"
+_WIDTH, _LEFT, _TOP, _WIDE, _HIGH = 1100, 84, 62, 620, 360
+#: What needs more than so many times the limit is drawn at the upper edge.
+_FAR = 2.5
+
+
+def svg(plan: Plan) -> str:
+    """A complete SVG file. x: seconds of a step; y: peak of the rank that needs most; numbers: rows of the table.
+
+    The line goes through what fits and is not beaten in both time and memory.
+    """
+    rows = [c for c, _ in distinct(plan.candidates)]
+    limit = plan.target.usable
+    a = plan.target
+    picture = Picture(_WIDTH, _TOP + _HIGH + 70, "plan")
+    fits = sum(c.fits for c in rows)
+    title = f"{a.model} on {a.devices} × {a.device.name}: {fits} of {len(rows)} priced choices fit"
+    picture.text(12, 22, title, size=14, bold=True)
+    longest = 1.08 * max((c.step_seconds for c in rows), default=1.0)
+    highest = 1.08 * min(max([limit, *(c.peak for c in rows)]), _FAR * limit)
+
+    def at(c: Candidate) -> tuple[float, float]:
+        return _LEFT + _WIDE * c.step_seconds / longest, _TOP + _HIGH * (1 - min(c.peak / highest, 0.99))
+
+    _axes(picture, longest, highest)
+    y = _TOP + _HIGH * (1 - limit / highest)
+    picture.line(_LEFT, y, _LEFT + _WIDE, y, stroke=ALARM, dashed=True)
+    picture.text(_LEFT + 6, y - 5, f"{size(limit)} usable of {a.device.name}", size=11, fill=ALARM)
+    if front := [at(c) for c in _front(rows)]:
+        picture.path("M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in front), stroke=_BEST, width=1.5)
+    for i, c in reversed(list(enumerate(rows, 1))):
+        x, y = at(c)
+        fill = _BEST if i == 1 and c.fits else _FITS if c.fits else _NOT
+        about = f"{named(c)}: step {seconds(c.step_seconds)}, peak {size(c.peak)}"
+        picture.rect(x - 9, y - 9, 18, 18, fill, stroke=SOFT, round_=9, title=about)
+        picture.text(x, y + 4, str(i), size=10, anchor="middle", fill="#ffffff" if fill == _BEST else "#23241f")
+    _list(picture, rows)
+    words = ((_BEST, "best"), (_FITS, "fits"), (_NOT, "does not fit"))
+    picture.legend(_LEFT, _TOP + _HIGH + 46, words)
+    return str(picture)
+
+
+def _axes(picture: Picture, longest: float, highest: float) -> None:
+    bottom = _TOP + _HIGH
+    for n in ticks(highest, 6, binary=True):
+        y = bottom - _HIGH * n / highest
+        picture.line(_LEFT, y, _LEFT + _WIDE, y)
+        picture.text(_LEFT - 8, y + 4, size(n), size=10, anchor="end", kind="soft")
+    for s in ticks(longest, 8):
+        x = _LEFT + _WIDE * s / longest
+        picture.line(x, bottom, x, bottom + 5)
+        picture.text(x, bottom + 17, seconds(s) if s else "0", size=10, anchor="middle", kind="soft")
+    picture.rect(_LEFT, _TOP, _WIDE, _HIGH, "none", stroke=LINE)
+    picture.text(_LEFT, _TOP - 10, "peak memory of the rank that needs most", size=11, kind="soft")
+    picture.text(_LEFT + _WIDE, bottom + 34, "time of a step", size=11, anchor="end", kind="soft")
+
+
+def _front(rows: Sequence[Candidate]) -> list[Candidate]:
+    """What fits and is beaten by no other in both time and memory, the fastest first."""
+    front: list[Candidate] = []
+    for c in sorted((c for c in rows if c.fits), key=lambda c: (c.step_seconds, c.peak)):
+        if not front or c.peak < front[-1].peak:
+            front.append(c)
+    return front
+
+
+def _list(picture: Picture, rows: Sequence[Candidate]) -> None:
+    """The choices by their numbers, as many as there is room for."""
+    x, most = _LEFT + _WIDE + 24, int(_HIGH / 30)
+    for i, c in enumerate(rows[:most], 1):
+        y = _TOP + 12 + 30 * (i - 1)
+        picture.text(x, y, cut(f"{i}  {named(c)}", _WIDTH - x - 8, 11), size=11, title=named(c))
+        fits = "" if c.fits else ", does not fit"
+        picture.text(x + 16, y + 13, f"{seconds(c.step_seconds)}, {size(c.peak)}{fits}", size=10, kind="soft")
+    if len(rows) > most:
+        picture.text(x, _TOP + 12 + 30 * most, f"and {len(rows) - most} more", size=10, kind="soft")
