@@ -41,9 +41,9 @@ def place(widths: Mapping[Hashable, float], edges: Iterable[tuple[Hashable, Hash
             layer[point], wide[point] = layer[a] + 1 + i, _BEND
             above[point], below[point] = [], []
         chains[a, b] = chain
-        for x, y in zip([a, *chain], [*chain, b], strict=True):
-            below[x].append(y)
-            above[y].append(x)
+        for upper, lower in pairwise([a, *chain, b]):
+            below[upper].append(lower)
+            above[lower].append(upper)
     rows: list[list[Hashable]] = [[] for _ in range(max(layer.values(), default=-1) + 1)]
     for v in wide:
         rows[layer[v]].append(v)
