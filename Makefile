@@ -1,11 +1,11 @@
-# make train | test | fuzz | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | test | fuzz | faults | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test fuzz lint bench table docs types clean
+.PHONY: train test fuzz faults lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -22,6 +22,10 @@ test: $(READY)
 
 fuzz: $(READY)   ## random specs of every model, or of MODELS, against one device: what differs is shrunk to the smallest spec that does
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal tests/test_any_spec.py --fuzz $(or $(EXAMPLES),50) --fuzz-models '$(MODELS)'
+
+faults: $(READY)   ## damaged and hostile checkpoints, faults at every call that reaches the disk, kill -9 of ranks: the full numbers
+	$(BIN)/python tests/runtime/state/faults.py
+	$(BIN)/python tests/cli/kill.py
 
 lint: $(READY) types
 	$(BIN)/ruff check .

@@ -23,6 +23,7 @@ from shardc.capture import capture
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.passes import CAPTURE, PIPELINE, Options, runner
 from shardc.passes.annotate import model_plan
+from shardc.passes.annotate.inputs import with_microbatches
 from shardc.recompile import Resizer
 from shardc.spec import Spec
 
@@ -64,7 +65,7 @@ def compile(
     spec = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides, world=world)
     plan = model_plan.read(model) if spec.shard_use == "model" else {}
     program = passes.run(CAPTURE, lambda: captured or capture(model, batch, loss=loss, prove=prove))
-    spec = model_plan.with_experts(spec, model, program)
+    spec = with_microbatches(model_plan.with_experts(spec, model, program), program)
 
     options = Options(plan, compatible_with)
     for stage in PIPELINE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from shardc.errors import Errors
 from shardc.ir.graph import placeholders
@@ -14,6 +15,19 @@ from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
 from shardc.passes.annotate.written import check_fits, layout_of
 from shardc.spec import DimShard, Spec
+
+
+def with_microbatches(spec: Spec, program: Program) -> Spec:
+    """The spec with as many microbatches as `batch: {rows: r}` makes of the global batch: a rank has r rows in each, so
+    fewer ranks have more microbatches, and the batch stays what it was.
+    """
+    rows = spec.batch.rows
+    if rows is None:
+        return spec
+    dims = [(x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
+    whole = max((shape[d] for shape, d in dims if d is not None and d < len(shape)), default=1)
+    count = -(-whole // (spec.data_ranks * rows))
+    return replace(spec, batch=spec.batch.model_copy(update={"rows": None, "microbatches": count}))
 
 
 def batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[str]]:

@@ -34,6 +34,7 @@ from shardc.runtime.step.inputs import leaves
 BITS = 24
 #: Tensors of more bytes are hashed by blocks of so many, each by torch; smaller ones by zlib, byte by byte.
 BLOCK = 1 << 20
+SAID = 1000  # characters that ranks tell one another
 SHOWN = 4  # ranks, or weights, that an error names
 SAME_WEIGHTS = (
     "give every rank the same weights: call torch.manual_seed before the model is made, pass the function that builds"
@@ -137,6 +138,21 @@ def _refuse(mesh: Any, facts: Sequence[Fact]) -> None:
             odd += [r for r in ranks if every[r] != usual]
         errors.add(f"{f.what} {_who(odd, layout)}", where=f.where, fix=f.fix)
     errors.raise_any()
+
+
+def said(mesh: Any, text: str, rank: int = 0) -> str:
+    """What one rank says, on all ranks: at most 1000 characters. Collective."""
+    mine = [ord(c) for c in text[:SAID]] if mesh.rank == rank else []
+    codes = mesh.sum_on_host(mine + [0] * (SAID - len(mine)))
+    return "".join(chr(c) for c in codes if c)
+
+
+def failures(mesh: Any, problem: str | None) -> tuple[list[int], str]:
+    """The ranks that have a problem, and the first one's words. Collective, so that all ranks go on, or none."""
+    mine = [0] * mesh.layout.world
+    mine[mesh.rank] = int(problem is not None)
+    ranks = [r for r, failed in enumerate(mesh.sum_on_host(mine)) if failed]
+    return ranks, said(mesh, problem or "", ranks[0]) if ranks else ""
 
 
 def program_facts(program: Program, *, seed: int, clip_norm: float | None) -> list[Fact]:

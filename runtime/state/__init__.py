@@ -6,9 +6,13 @@ place in the global tensor, never by how a program shards, so that any mesh read
     full_state_dict       the plain state_dict of the unsharded model, gathered parameter by parameter
     export_safetensors    the same, in files that safetensors and transformers load
 
-    saving                checkpoints: torch.distributed.checkpoint's format, and a manifest
+    saving, loading       checkpoints: how one is written, and read
+    generations           the folder of checkpoints: which is the last one, and which are whole
+    checkpoint_index      index.json: what is in a checkpoint, checked as what anybody may have written
     saving_boxes          which boxes of a global tensor a rank writes and reads
     saving_optimizer      the optimizer's state in a checkpoint
+    tensor_file, digest   .safetensors files by stretches of bytes, and how damage is told
+    files                 every call that reaches a disk
     sources               where weights come from: a model, a builder, a state_dict, a file
     init, init_recorder   weights of a builder, each computed by itself from a recording of the constructor
 """
@@ -28,10 +32,22 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.cut import trim, unchunk
 from shardc.ir.placement import Layout
 from shardc.ir.program import Buffer, Param, Program
-from shardc.runtime.state.saving import load, save
+from shardc.runtime.state.generations import DamagedError
+from shardc.runtime.state.loading import load
+from shardc.runtime.state.saving import Saves, SavingError, save
 from shardc.runtime.state.sources import Weights, check_names, weights
 
-__all__ = ["export_safetensors", "full_state_dict", "gather", "load", "local_parameters", "save"]
+__all__ = [
+    "DamagedError",
+    "Saves",
+    "SavingError",
+    "export_safetensors",
+    "full_state_dict",
+    "gather",
+    "load",
+    "local_parameters",
+    "save",
+]
 
 
 def local_parameters(

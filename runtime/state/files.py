@@ -9,6 +9,7 @@ name, and tests put a crash, a full disk or an I/O error into any of these calls
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -119,15 +120,19 @@ def _open(path: Path, flags: int) -> Iterator[int]:
 
 
 class Lock:
-    """A lock on a folder, held by a process until it lets go or ends, however it ends. file: made if it is missing."""
+    """A lock on a folder, held by a process until it lets go or ends, however it ends. file: made if it is missing.
+
+    Raises BlockingIOError where somebody else has it. A file system that knows no locks gives one to everybody.
+    """
 
     def __init__(self, file: Path) -> None:
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+        except OSError as e:
+            if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                os.close(self._descriptor)
+                raise
 
     def release(self) -> None:
         os.close(self._descriptor)

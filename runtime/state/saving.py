@@ -1,74 +1,410 @@
-"""Checkpoints that any mesh can load, in the format of torch.distributed.checkpoint.
+"""Checkpoints that any mesh can load: how one is written.
 
-    DIR/.metadata, __0_0.distcp ...   torch's: tensors as boxes of the global tensor, named "model.FQN" and
-                                      "optimizer.FQN.STATE"
-    DIR/manifest.json                 hyperparameters and numbers of the optimizer, and the caller's `extra`
+    every rank   plans what it writes (saving_boxes.py) ─► its files, fsynced ─► part-RANK.json ─┐ agree
+    rank 0                                     index.json from all parts, fsynced ─► one rename ─┴ agree ─► prune
 
-Every rank plans by itself what it writes and reads (saving_boxes.py, saving_optimizer.py), and leaves its plan beside
-what it wrote, for rank 0 to list: the ranks only meet at barriers, whatever they are (processes or threads). What is
-saved is complete or absent: it is renamed into place.
+Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and what was there
+before is as it was. All is written into a folder that gets its name at the very end (generations.py).
+
+In the background, the tensors are copied to memory of the host first, and a thread does the rest. It cannot meet other
+ranks, whose main threads may be in the middle of a step; so it only notes how it went, and main threads agree on it
+when they are between two steps (`Saves.poll`).
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import hashlib
 import json
-import pickle
-import re
-import shutil
-from collections.abc import Callable, Mapping
+import math
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.optim import Optimizer
 
-from shardc.errors import Errors, ShardcError
-from shardc.ir.program import Buffer, Param, Program
-from shardc.runtime.state.saving_boxes import Part, Runs, coordinates, kept, model_parts
-from shardc.runtime.state.saving_optimizer import Room, fill, room_for, state_parts, together
-from shardc.runtime.state.sources import check_names
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.mesh import agreement
+from shardc.runtime.state import checkpoint_index, files
+from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored
+from shardc.runtime.state.digest import digest
+from shardc.runtime.state.generations import LOCK, WORK, aside, free_name, generations, prune
+from shardc.runtime.state.saving_boxes import Numbers, Part, Runs, cuts, model_parts
+from shardc.runtime.state.saving_optimizer import state_parts, together
+from shardc.runtime.state.tensor_file import Entry, bytes_of, header, stored_as, unique
 
-_FORMAT = 1
-_OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
-
-
-Lookup = Callable[[MetadataIndex], Tensor]
-
-
-def _lookup(parts: Mapping[str, Part], mesh: Any) -> Lookup:
-    """Finds this rank's tensor of a box in torch's plans, which `save` and `load` have made."""
-
-    def box_of(index: MetadataIndex) -> Tensor:
-        boxes = parts[index.fqn].boxes(mesh.layout, coordinates(mesh))
-        return next(x for box, x in boxes if box.offsets == index.offset)
-
-    return box_of
+#: Bytes of a slice at most: what is read, checked and held at once.
+SLICE = 64 << 20
 
 
-class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, lookup: Lookup) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._lookup = lookup
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._lookup(index)
+class SavingError(ShardcError):
+    """A checkpoint was not saved, on all ranks alike; what was saved before is as it was."""
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, lookup: Lookup) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._lookup = lookup
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._lookup(index)
+class _Cancelled(Exception):
+    """Another rank's save failed."""
 
 
-# --- saving -----------------------------------------------------------------------------------------------------------
+@dataclass
+class Piece:
+    """A slice that this rank writes: a box of the tensor `key`. read: gives it, a tensor of its shape and dtype."""
+
+    key: str
+    dtype: torch.dtype
+    offset: Numbers
+    shape: Numbers
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Plan:
+    """What this rank has, and what of it it writes, by kind: "model", "optimizer". facts: model, program, mesh, extra,
+    optimizer, as in `checkpoint_index.Index`.
+    """
+
+    tensors: dict[str, Stored]
+    pieces: dict[str, list[Piece]]
+    facts: dict[str, Any]
+
+    def add(self, piece: Piece) -> None:
+        """A slice, cut into some that are not too large."""
+        mine = self.pieces.setdefault(piece.key.partition(".")[0], [])
+        for start, shape in cuts(piece.shape, piece.dtype.itemsize, SLICE):
+            index = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+            offset = tuple(a + b for a, b in zip(piece.offset, start, strict=True))
+            mine.append(Piece(piece.key, piece.dtype, offset, shape, functools.partial(_cut, piece.read, index)))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for each in self.pieces.values() for p in each)
+
+
+def _cut(read: Callable[[], Tensor], index: tuple[slice, ...]) -> Tensor:
+    return read()[index]
+
+
+def planned(parts: Mapping[str, Part], facts: dict[str, Any], mesh: Any) -> Plan:
+    """What this rank writes of its parts: those that no other replica writes."""
+    plan = Plan({}, {}, facts)
+    for key, part in parts.items():
+        dtype = part.local.dtype
+        plan.tensors[key] = Stored(dtype, part.shape)
+        if part.written(mesh.layout, mesh.rank):
+            for box in part.boxes(mesh.layout, mesh.rank):
+                read = functools.partial(box.of, part.local.detach())
+                plan.add(Piece(key, dtype, box.offset, box.shape, read))
+    return plan
+
+
+def _copied_to_host(plan: Plan) -> None:
+    """Copies in memory of the host, so that training may go on. Pinned where they come from a device: torch keeps
+    pinned memory, and the next save finds it again.
+    """
+    devices = set()
+    for piece in (p for mine in plan.pieces.values() for p in mine):
+        x = piece.read()
+        pinned = x.device.type == "cuda"
+        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x, non_blocking=pinned)
+        piece.read = functools.partial(_same, copy)
+        devices |= {x.device} if pinned else set()
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class _Save:
+    """One save of one rank. id: the same on all ranks; folder: that the user named; work: where all is written until it
+    is whole. done: bytes written.
+    """
+
+    def __init__(self, mesh: Any, folder: Path, step: int, keep: int | None, id: str) -> None:
+        self.mesh, self.folder, self.step, self.keep, self.id = mesh, folder, step, keep, id
+        self.plan = Plan({}, {}, {})
+        self.work = folder / f"{WORK}{id}"
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self.committing = False
+        self.done = self.nbytes = 0
+        self.lock: files.Lock | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, work: Callable[[], None], *, background: bool) -> None:
+        """Run, here or in a thread; what goes wrong is kept in `.error`."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as e:  # raised again where all ranks meet
+                self.error = e
+
+        if background:
+            self._thread = threading.Thread(target=guarded, name=f"save step {self.step}", daemon=True)
+            self._thread.start()
+        else:
+            guarded()
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    # --- what every rank does
+
+    def write(self) -> None:
+        """This rank's files, and what rank 0 has to know of them."""
+        mine: list[File] = []
+        for kind, pieces in self.plan.pieces.items():
+            if pieces:
+                self._write_file(kind, pieces, mine)
+        part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(mine), self.plan.tensors)}
+        files.write_file(self._part(self.mesh.rank), json.dumps(part).encode())
+
+    def _part(self, rank: int) -> Path:
+        return self.work / f"part-{rank:05d}.json"
+
+    def _write_file(self, kind: str, pieces: Sequence[Piece], mine: list[File]) -> None:
+        pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # each begins where its dtype is aligned
+        entries = [Entry(self._name(p), *stored_as(p.dtype, p.shape)) for p in pieces]
+        head, entries = header(entries, {"checkpoint": self.id, "step": str(self.step)})
+        name = f"{kind}-{self.mesh.rank:05d}.safetensors"
+        descriptor = files.create(self.work / name)
+        try:
+            files.write(descriptor, memoryview(head), 0)
+            for piece, entry in zip(pieces, entries, strict=True):
+                if self.cancelled:
+                    raise _Cancelled
+                data = bytes_of(piece.read().to("cpu").contiguous())
+                found = Slice(len(mine), entry.start, piece.offset, piece.shape, digest(data))
+                files.write(descriptor, data, entry.start)
+                whole = self.plan.tensors[piece.key]
+                self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, found))
+                self.done += len(data)
+            files.sync(descriptor)
+        finally:
+            os.close(descriptor)
+        nbytes = entries[-1].stop
+        mine.append(File(name, self.mesh.rank, nbytes, len(head), hashlib.sha256(head).hexdigest()))
+
+    def _name(self, piece: Piece) -> str:
+        name = piece.key.partition(".")[2]
+        if piece.shape == self.plan.tensors[piece.key].shape:
+            return name
+        return f"{name}[{','.join(f'{a}:{a + n}' for a, n in zip(piece.offset, piece.shape, strict=True))}]"
+
+    # --- what rank 0 does
+
+    def prepare(self) -> None:
+        """The folder to write into. Raises SavingError where another process is saving to the same place."""
+        files.make_folder(self.folder)
+        try:
+            self.lock = files.Lock(self.folder / LOCK)
+        except BlockingIOError:
+            fix = "give every run a folder of its own"
+            raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
+        for name in os.listdir(self.folder):
+            if name.startswith(WORK):  # of a process that ended: nobody else has the lock
+                files.remove_folder(self.folder / name)
+        files.make_folder(self.work)
+
+    def commit(self) -> None:
+        """Make it visible, from the parts of all ranks; then remove checkpoints that are not to be kept."""
+        index = self._index([self._read(r) for r in range(self.mesh.layout.world)])
+        files.write_file(self.work / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
+        for r in range(self.mesh.layout.world):
+            files.unlink(self._part(r))
+        files.sync_folder(self.work)
+        path = free_name(self.folder, self.step)
+        files.rename(self.work, path)
+        files.sync_folder(self.folder)
+        try:
+            for g in generations(self.folder):
+                if not g.replaced and g.step > self.step:
+                    files.rename(g.path, aside(g))
+            if self.keep is not None:
+                prune(self.folder, self.keep, known=path)
+        except OSError as e:
+            what = f"the checkpoint of step {self.step} was saved, but others cannot be renamed or deleted: {e}"
+            fix = "see who may write there"
+            raise SavingError(what, where=str(self.folder), fix=fix) from e
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            files.read_file(self._part(rank), checkpoint_index.MAX_BYTES), object_pairs_hook=unique
+        )
+        return found
+
+    def _index(self, parts: Sequence[dict[str, Any]]) -> Index:
+        every: list[File] = []
+        tensors: dict[str, Stored] = {}
+        for part in parts:
+            mine, theirs = checkpoint_index.read_tables(part, partial=True)
+            for name, t in theirs.items():
+                known = tensors.setdefault(name, Stored(t.dtype, t.shape))
+                if (known.dtype, known.shape) != (t.dtype, t.shape):
+                    raise SavingError(
+                        f"ranks have it in two forms: {known.dtype} {known.shape}, {t.dtype} {t.shape}", where=name
+                    )
+                moved = (Slice(s.file + len(every), s.place, s.offset, s.shape, s.digest) for s in t.slices)
+                tensors[name] = Stored(t.dtype, t.shape, (*known.slices, *moved))
+            every += mine
+        facts = dict(parts[0]["facts"])
+        for part in reversed(parts):
+            facts["extra"] = {**facts["extra"], **part["facts"]["extra"]}
+        optimizers = [part["facts"]["optimizer"] for part in parts if part["facts"]["optimizer"] is not None]
+        facts["optimizer"] = together(optimizers) if optimizers else None
+        return Index(id=self.id, step=self.step, files=tuple(every), tensors=tensors, **facts)
+
+    def end(self, *, failed: bool) -> None:
+        """Leave nothing behind."""
+        if self.lock is not None:
+            try:
+                if failed:
+                    with contextlib.suppress(OSError):
+                        files.remove_folder(self.work)
+            finally:
+                self.lock.release()
+
+
+class Saves:
+    """The saves of one rank's engine: at most one is under way. All methods are collective, but for `progress`."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+        self._save: _Save | None = None
+        self._at_exit = False
+
+    def save(
+        self,
+        folder: Path,
+        state: Callable[[], Plan],
+        *,
+        step: int,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Write a checkpoint. wait=False: copy the tensors, and write in the background. keep: how many checkpoints of
+        the folder stay; None: all. state: gives what this rank has.
+
+        Raises SavingError, on all ranks, if this save fails or the one before it has.
+        """
+        self.finish()
+        save = _Save(self._mesh, folder.absolute(), step, keep, agreement.said(self._mesh, secrets.token_hex(8)))
+        self._save = save
+        save.start(lambda: self._prepare(save, state, wait=wait), background=False)
+        self._agree(save)
+        save.start(save.write, background=not wait)
+        if wait:
+            self.finish()
+
+    def _prepare(self, save: _Save, state: Callable[[], Plan], *, wait: bool) -> None:
+        save.plan = state()
+        _check_plain(save.plan.facts)  # what cannot be written is found before anything is
+        save.nbytes = save.plan.nbytes
+        if self._mesh.rank == 0:
+            save.prepare()
+        if not wait:
+            _copied_to_host(save.plan)
+
+    def poll(self) -> None:
+        """Have all ranks written? Then rank 0 makes the checkpoint visible, in the background too. Between two steps.
+
+        Raises SavingError, on all ranks, if the save under way has failed.
+        """
+        if self._save is not None:
+            self._advance(self._save, background=True)
+
+    def finish(self) -> None:
+        """Wait for the save under way."""
+        while (save := self._save) is not None:
+            save.join()
+            self._advance(save, background=False)
+
+    def finish_at_exit(self) -> None:
+        """Wait for the save under way when the process ends, if it ends well: after an error the others may be in the
+        middle of a step, and would not come.
+        """
+        if not self._at_exit:
+            self._at_exit = True
+            atexit.register(lambda: None if hasattr(sys, "last_value") else self.finish())
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """(bytes written, bytes to write) by this rank of the save under way; None without one."""
+        return (self._save.done, self._save.nbytes) if self._save is not None else None
+
+    def _advance(self, save: _Save, *, background: bool) -> None:
+        here = not save.running
+        done, failed = self._mesh.sum_on_host([int(here), int(here and save.error is not None)])
+        if failed:
+            save.cancelled = True
+            save.join()
+            self._agree(save)
+        elif done == self._mesh.layout.world:
+            if save.committing:
+                self._save = None
+                save.end(failed=False)
+            else:
+                save.committing = True
+                if self._mesh.rank == 0:
+                    save.start(save.commit, background=background)
+
+    def _agree(self, save: _Save) -> None:
+        """Raise on all ranks what went wrong on one. Nobody writes any more."""
+        error = save.error if not isinstance(save.error, _Cancelled) else None
+        ranks, text = agreement.failures(self._mesh, _words(error) if error is not None else None)
+        if not ranks:
+            return
+        self._save = None
+        save.end(failed=True)
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{' ...' if len(ranks) > 4 else ''}"
+        raise SavingError(
+            f"the checkpoint of step {save.step} was not saved: {text} (on {who})",
+            where=str(save.folder),
+            fix="what was saved before is as it was; make room or name another folder, and save again",
+        ) from error
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, ShardcError):
+        return f"{error.where}: {error.what}" if error.where else error.what
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _check_plain(facts: dict[str, Any]) -> None:
+    try:
+        json.dumps(facts)
+    except (TypeError, ValueError) as e:
+        raise ShardcError(
+            f"the checkpoint's extra state or the optimizer's settings hold more than plain values: {e}",
+            fix="pass numbers, strings, lists and dicts",
+        ) from e
+
+
+# --- of an engine
 
 
 def save(
@@ -81,161 +417,39 @@ def save(
     extra: Mapping[str, Any] | None = None,
     *,
     runs: Runs | None = None,
+    saves: Saves | None = None,
+    keep: int | None = None,
+    wait: bool = True,
 ) -> None:
-    """Write a checkpoint that any mesh can load. Collective; all ranks must see the same file system.
+    """Write a checkpoint that any mesh can load into `folder`, as `step-N`. Collective; all ranks must see the same
+    file system.
 
     params, buffers: this rank's, by placeholder name. optimizer: over these params; its step counts, moments,
     hyperparameters.
     runs: of which params this rank has a stretch of the flattened local part (ZeRO), and which.
     extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict; of each, what the first rank that has
-    it says (a stage without anything to train has no scheduler). An existing checkpoint is replaced at the end; raises
-    ShardcError for a folder with anything else."""
-    folder = Path(folder).absolute()
-    _check_free(folder)  # by every rank, and before any of them changes something
-    work = folder.with_name(f".{folder.name}.saving")
-    parts = model_parts(program, params, buffers, runs or {}, mesh)
-    manifest: dict[str, Any] = {
-        "format": _FORMAT,
-        "model": program.meta.get("model", ""),
-        "mesh": dict(mesh.layout.axes),
-        "extra": dict(extra or {}),
-    }
-    if optimizer is not None:
-        more, manifest["optimizer"] = state_parts(program, params, optimizer, runs or {}, mesh)
-        parts |= more
-    _json(manifest)  # what cannot be written is found before anything is
-    if mesh.rank == 0:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-    mesh.barrier()
-    planner, writer = _SavePlanner(_lookup(parts, mesh)), FileSystemWriter(work)
-    plan = SavePlan([i for key, part in parts.items() for i in part.items(key, mesh.layout, coordinates(mesh))])
-    mine = writer.prepare_global_plan([SavePlan([])] * mesh.rank + [plan])[-1]  # names its file after the rank
-    results = writer.write_data(mine, planner).wait()
-    _results(work, mesh.rank).write_bytes(pickle.dumps((plan, results, manifest)))
-    mesh.barrier()
-    if mesh.rank == 0:
-        every = [pickle.loads(_results(work, r).read_bytes()) for r in range(mesh.layout.world)]
-        _, metadata = planner.create_global_plan([p for p, _, _ in every])
-        writer.finish(metadata, [r for _, r, _ in every])
-        for _, _, theirs in reversed(every):
-            manifest["extra"] |= theirs["extra"]
-        if facts := [theirs["optimizer"] for _, _, theirs in every if "optimizer" in theirs]:
-            manifest["optimizer"] = together(facts)
-        for r in range(mesh.layout.world):
-            _results(work, r).unlink()
-        (work / "manifest.json").write_text(_json(manifest))
-        _replace(folder, work)
-    mesh.barrier()
+    it says (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
+    saves, keep, wait: see `Saves`. Raises ShardcError, on all ranks; what was saved before is then as it was."""
+
+    def state() -> Plan:
+        parts, settings = model_parts(program, params, buffers, runs or {}, mesh), None
+        if optimizer is not None:
+            more, settings = state_parts(program, params, optimizer, runs or {}, mesh)
+            parts |= more
+        facts = {
+            "model": program.meta.get("model", ""),
+            "program": program_hash(program),
+            "mesh": dict(mesh.layout.axes),
+            "extra": dict(extra or {}),
+            "optimizer": settings,
+        }
+        return planned(parts, facts, mesh)
+
+    step = int((extra or {}).get("step", 0))
+    (saves or Saves(mesh)).save(Path(folder), state, step=step, keep=keep, wait=wait)
 
 
-def _check_free(folder: Path) -> None:
-    """May what is in the folder be deleted?"""
-    if not folder.exists():
-        return
-    others = (
-        sorted(f.name for f in folder.iterdir() if not _OURS.fullmatch(f.name)) if folder.is_dir() else [folder.name]
-    )
-    if others:
-        what = (
-            f"the folder has files that are not a checkpoint's, and saving would delete them: {', '.join(others[:5])}"
-        )
-        raise ShardcError(what, where=str(folder), fix=f"save to a folder of its own, such as {folder.name}/checkpoint")
-
-
-def _results(work: Path, rank: int) -> Path:
-    return work / f".results-{rank}"
-
-
-def _old(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
-def _replace(folder: Path, work: Path) -> None:
-    old = _old(folder)
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    work.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _json(manifest: dict[str, Any]) -> str:
-    try:
-        return json.dumps(manifest, indent=2) + "\n"
-    except TypeError as e:
-        raise ShardcError(
-            f"the checkpoint's extra state or the optimizer's settings hold more than plain values: {e}",
-            fix="pass numbers, strings, lists and dicts",
-        ) from e
-
-
-# --- loading ----------------------------------------------------------------------------------------------------------
-
-
-def load(
-    folder: str | Path,
-    program: Program,
-    mesh: Any,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    optimizer: Optimizer | None = None,
-    *,
-    runs: Runs | None = None,
-    room: Room | None = None,
-) -> dict[str, Any]:
-    """Fill params, buffers and the optimizer in place from a checkpoint of any mesh; returns its `extra`. No
-    communication.
-
-    room: where the optimizer's state is to be; default: on its parameter's device.
-
-    Raises ShardcError, naming them, if the checkpoint has other parameters, shapes or another optimizer, before
-    anything changes."""
-    folder = Path(folder)
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        reader = FileSystemReader(folder)
-        metadata = reader.read_metadata()
-    except (FileNotFoundError, NotADirectoryError) as e:
-        what, old = "there is no checkpoint in this folder", _old(folder.absolute())
-        fix = (
-            f"a save was interrupted between two renames: {old} is the checkpoint before it"
-            if old.exists()
-            else "pass a folder that shardc saved to"
-        )
-        raise ShardcError(what, where=str(folder), fix=fix) from e
-    if manifest["format"] != _FORMAT:
-        raise ShardcError(
-            f"a checkpoint of format {manifest['format']}, and this shardc reads {_FORMAT}", where=str(folder)
-        )
-    stored = {k: x for k, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
-    parts = model_parts(program, params, buffers, runs or {}, mesh)
-    errors = Errors()
-    have = {k.removeprefix("model."): tuple(x.size) for k, x in stored.items() if k.startswith("model.")}
-    wanted: list[Param | Buffer] = [*program.params, *kept(program)]
-    want = {n: shape for x in wanted for n, shape in x.shapes.items() if x.members or n == x.fqn}
-    check_names(errors, want, have, want, f"the checkpoint {folder.name}")
-    errors.raise_any()  # its optimizer is of the same tensors
-    states: dict[str, dict[str, Any]] = {}
-    if optimizer is not None:
-        with errors.collect():
-            states = room_for(program, params, optimizer, manifest, stored, parts, str(folder), runs or {}, room, mesh)
-    errors.raise_any()
-
-    planner = _LoadPlanner(_lookup(parts, mesh))
-    coords = coordinates(mesh)
-    plan = LoadPlan(
-        [
-            item
-            for key, part in parts.items()
-            for item in create_read_items_for_chunk_list(
-                key, stored[key], [box for box, _ in part.boxes(mesh.layout, coords)]
-            )
-        ]
-    )
-    reader.set_up_storage_reader(metadata, mesh.rank == 0)
-    reader.read_data(reader.prepare_local_plan(plan), planner).wait()
-    if optimizer is not None:
-        fill(program, params, optimizer, manifest["optimizer"], states)
-    found: dict[str, Any] = manifest["extra"]
-    return found
+def program_hash(program: Program) -> str:
+    """Of the tensors that a program has, and how it spreads them: tells runs apart, nothing more."""
+    stored = [(x.name, x.shape, str(x.dtype), str(x.layout)) for x in program.stored]
+    return hashlib.sha256(repr((program.mesh.axes, program.microbatches, stored)).encode()).hexdigest()[:16]

@@ -6,14 +6,13 @@ part, which is some boxes again. The first of its replicas writes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
@@ -21,11 +20,34 @@ from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.zero.rank_parts import Run, elements
 
 Runs = Mapping[str, Run]
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a global tensor, and where a rank's local tensor has it.
+
+    offset, shape: in the global tensor. index: in the local tensor; stretch: (first element, number of elements) of a
+    flat local tensor that is seen as `form` first.
+    """
+
+    offset: Numbers
+    shape: Numbers
+    index: tuple[Any, ...]
+    stretch: tuple[int, int] | None = None
+    form: Numbers = ()
+
+    def of(self, local: Tensor) -> Tensor:
+        """A view of what a local tensor has there."""
+        if self.stretch is not None:
+            first, count = self.stretch
+            local = local[first : first + count].view(self.form)
+        return local[self.index]
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a global tensor, as torch.distributed.checkpoint sees it.
+    """This rank's part of a global tensor.
 
     run: local is 1-d, this stretch of the flattened local part; None: it is the local part. replicas: the axes whose
     ranks have the same.
@@ -33,56 +55,39 @@ class Part:
     """
 
     local: Tensor
-    shape: tuple[int, ...]
+    shape: Numbers
     layout: Layout = field(default_factory=Layout)
     run: Run | None = None
     replicas: tuple[str, ...] = ()
     copy: bool = False
 
-    def boxes(self, mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-        """(place in the global tensor, what is there: a view of the local tensor)."""
-        local = self.local.detach()
-        if self.run is None and 0 in self.shape:  # nothing to write, but its name must be known
-            yield ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(local.shape)), local
-            return
-        if self.run is None:
-            for box in self.layout.boxes(self.shape, mesh, coords):
-                yield _place(box), local[tuple(slice(a, a + n) for a, _, n in box)]
-            return
-        for stretch in self.run.boxes():
-            first, count = elements(stretch, self.run.shape)
-            held = local[first - self.run.start :][:count].view([n for _, n in stretch])
-            for box in self.layout.boxes(self.shape, mesh, coords):
-                common = [_common(mine, has) for mine, has in zip(stretch, box, strict=True)]
-                if all(n > 0 for _, _, n in common):
-                    yield _place(common), held[tuple(slice(a, a + n) for a, _, n in common)]
+    def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
+        """Without those that have no elements."""
+        return _boxes(self.shape, self.layout, self.run, mesh, rank)
 
-    def items(self, key: str, mesh: Mesh, coords: Mapping[str, int]) -> list[WriteItem]:
-        """What this rank, at `coords`, writes of it: nothing if another replica does."""
-        if self.copy or any(coords[a] for a in self.replicas):
-            return []
-        properties, size = TensorProperties(dtype=self.local.dtype), torch.Size(self.shape)
-        return [
-            WriteItem(
-                MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, size)
-            )
-            for box, _ in self.boxes(mesh, coords)
-        ]
+    def written(self, mesh: Mesh, rank: int) -> bool:
+        """Does this rank write it, or another replica?"""
+        coords = mesh.coords(rank)
+        return not self.copy and not any(coords[a] for a in self.replicas)
 
 
 @dataclass(frozen=True)
 class Member(Part):
-    """One entry of a stack of several of the model's parameters. stack: the part of all; index: which of them."""
+    """One entry of a stack of several of the model's parameters. stack: the part of all; member: which of them."""
 
     stack: Part | None = None
-    index: int = 0
+    member: int = 0
 
-    def boxes(self, mesh: Mesh, coords: Mapping[str, int]) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+    def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
         assert self.stack is not None
-        for box, held in self.stack.boxes(mesh, coords):
-            at = self.index - box.offsets[0]
-            if 0 <= at < box.sizes[0]:
-                yield ChunkStorageMetadata(box.offsets[1:], box.sizes[1:]), held[at]
+        found = []
+        for box in self.stack.boxes(mesh, rank):
+            place = self.member - box.offset[0]
+            if 0 <= place < box.shape[0]:
+                first, *rest = box.index
+                index = ((first.start or 0) + place, *rest)
+                found.append(Box(box.offset[1:], box.shape[1:], index, box.stretch, box.form))
+        return found
 
 
 def by_name(p: Param, part: Part) -> dict[str, Part]:
@@ -91,14 +96,36 @@ def by_name(p: Param, part: Part) -> dict[str, Part]:
         return {p.fqn: part}
     shape = p.shape[1:]
     return {
-        n: Member(part.local, shape, replicas=part.replicas, copy=part.copy, stack=part, index=i)
+        n: Member(part.local, shape, replicas=part.replicas, copy=part.copy, stack=part, member=i)
         for i, n in enumerate(p.members)
     }
 
 
-def _place(box: Iterable[tuple[int, int, int]]) -> ChunkStorageMetadata:
-    found = list(box)
-    return ChunkStorageMetadata(torch.Size([g for _, g, _ in found]), torch.Size([n for _, _, n in found]))
+@functools.lru_cache(maxsize=1 << 16)  # a tensor's moments lie as it does, in this save and in the next one
+def _boxes(shape: Numbers, layout: Layout, run: Run | None, mesh: Mesh, rank: int) -> tuple[Box, ...]:
+    return tuple(_each_box(shape, layout, run, mesh, mesh.coords(rank)))
+
+
+def _each_box(shape: Numbers, layout: Layout, run: Run | None, mesh: Mesh, coords: Mapping[str, int]) -> Iterator[Box]:
+    if 0 in shape:
+        return
+    if run is None:
+        for box in layout.boxes(shape, mesh, coords):
+            yield _placed(box)
+        return
+    for stretch in run.boxes():
+        first, count = elements(stretch, run.shape)
+        form = tuple(n for _, n in stretch)
+        for box in layout.boxes(shape, mesh, coords):
+            common = [_common(mine, has) for mine, has in zip(stretch, box, strict=True)]
+            if all(n > 0 for _, _, n in common):
+                yield _placed(common, (first - run.start, count), form)
+
+
+def _placed(box: Iterable[tuple[int, int, int]], stretch: tuple[int, int] | None = None, form: Numbers = ()) -> Box:
+    dims = list(box)
+    index = tuple(slice(a, a + n) for a, _, n in dims)
+    return Box(tuple(g for _, g, _ in dims), tuple(n for _, _, n in dims), index, stretch, form)
 
 
 def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -108,6 +135,49 @@ def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, i
     (a, n), (b, g, m) = stretch, box
     start, stop = max(a, b), min(a + n, b + m)
     return start - a, g + start - b, stop - start
+
+
+# --- arithmetic of boxes, each an offset and a shape
+
+
+def overlap(offset: Numbers, shape: Numbers, other: Numbers, of: Numbers) -> tuple[Numbers, Numbers] | None:
+    """The box that two boxes share; None where they share nothing."""
+    start = tuple(map(max, offset, other))
+    size = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(offset, shape, other, of, start, strict=True))
+    return (start, size) if all(n > 0 for n in size) else None
+
+
+def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
+    """Do no two boxes share an element?"""
+    behind: list[tuple[Numbers, Numbers]] = []
+    for offset, shape in sorted(boxes):
+        if not shape:
+            if behind:
+                return False
+        else:
+            behind = [(o, s) for o, s in behind if o[0] + s[0] > offset[0]]
+            if any(overlap(offset, shape, o, s) is not None for o, s in behind):
+                return False
+        behind.append((offset, shape))
+    return True
+
+
+def cuts(shape: Numbers, itemsize: int, limit: int) -> Iterator[tuple[Numbers, Numbers]]:
+    """Boxes of at most `limit` bytes, or of one element, that a tensor consists of: stretches of its rows, in order."""
+    row = math.prod(shape[1:]) * itemsize
+    if not shape or shape[0] * row <= limit:
+        yield (0,) * len(shape), shape
+    elif row > limit:
+        for i in range(shape[0]):
+            for offset, size in cuts(shape[1:], itemsize, limit):
+                yield (i, *offset), (1, *size)
+    else:
+        rows = limit // row
+        for i in range(0, shape[0], rows):
+            yield (i, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - i), *shape[1:])
+
+
+# --- a program's tensors
 
 
 def replicas(program: Program, layout: Layout, cut: Iterable[str] = ()) -> tuple[str, ...]:
@@ -152,7 +222,3 @@ def model_parts(
 
 def kept(program: Program) -> list[Buffer]:
     return [b for b in program.buffers if b.fqn and (b.persistent or b.updated)]
-
-
-def coordinates(mesh: Any) -> dict[str, int]:
-    return {a: mesh.coordinate(a) for a in mesh.layout.names}

@@ -1,5 +1,5 @@
 """The optimizer in a checkpoint: tensors of its state lie like their parameters; all the rest of it stands in the
-manifest.
+index.
 
 "optimizer": {"class": "AdamW", "groups": [{"class": "AdamW", "lr": 1e-3, ..., "params": [FQN, ...]}, ...],
               "numbers": {FQN: {"step": 3}}}
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.placement import Layout
 from shardc.ir.program import Param, Program
+from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.saving_boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.zero.optimizer_list import class_of, group_classes
@@ -112,8 +112,7 @@ def room_for(
     program: Program,
     params: Mapping[str, Tensor],
     optimizer: Optimizer,
-    manifest: Mapping[str, Any],
-    stored: Mapping[str, TensorStorageMetadata],
+    index: Index,
     parts: dict[str, Part],
     folder: str,
     runs: Runs,
@@ -123,7 +122,7 @@ def room_for(
     """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to
     `parts`.
     """
-    facts = manifest.get("optimizer")
+    facts, stored = index.optimizer, index.tensors
     if facts is None:
         fix = "save it with its optimizer, or load it with optimizer=None"
         raise ShardcError("the checkpoint has no optimizer state", where=folder, fix=fix)
@@ -132,7 +131,7 @@ def room_for(
     members = {p.fqn: p for group in groups for p in group}
     errors = Errors()
     saved = {
-        n: stored[f"model.{n}"].size for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored
+        n: stored[f"model.{n}"].shape for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored
     }
     if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in members]:
         what = (
@@ -162,15 +161,15 @@ def room_for(
             continue
         p = owners[fqn]
         local, shape = params[p.name], p.shapes[fqn]
-        alike = tuple(tensor.size) == shape and (bool(shape) or name != "step")
-        form = torch.empty(local.shape if alike else tensor.size, dtype=tensor.properties.dtype, device="meta")
+        alike = tensor.shape == shape and (bool(shape) or name != "step")
+        form = torch.empty(local.shape if alike else tensor.shape, dtype=tensor.dtype, device="meta")
         x = (
             room(local, name, form)
             if room and name != "step"
             else torch.zeros_like(form, device="cpu" if name == "step" else local.device)
         )
         x = states[p.fqn].setdefault(name, x)
-        part = part_of(program, p, x, runs.get(p.name), mesh) if alike else Part(x, tuple(tensor.size))
+        part = part_of(program, p, x, runs.get(p.name), mesh) if alike else Part(x, tensor.shape)
         parts[key] = by_name(p, part)[fqn] if alike else part
     return states
 

@@ -76,7 +76,7 @@ def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, 
 
 def bytes_of(x: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy()) if x.numel() else memoryview(b"")
+    return x.detach().reshape(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
 
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[Entry]]:

@@ -172,6 +172,7 @@ class Engine:
             else None
         )
         self.loaders = Loaders()
+        self._saves = state.Saves(self.mesh)
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
         self.grad_norm: Tensor | None = None
@@ -256,6 +257,7 @@ class Engine:
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns what `step` does."""
         self._check()
+        self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)
         self.buckets.reset(forward=True)
         self.rng.training = True
@@ -424,9 +426,14 @@ class Engine:
 
     # --- state
 
-    def save(self, folder: str | Path) -> None:
-        """Write a checkpoint that any mesh can load: parameters, buffers, optimizer, scheduler, loaders, step, seed.
-        Collective.
+    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = 2) -> None:
+        """Write a checkpoint that any mesh can load, `folder/step-N`: parameters, buffers, optimizer, scheduler,
+        loaders, step, seed. Collective.
+
+        wait: False copies the state and returns; it is written in the background, at most one at a time, and what goes
+            wrong is raised by the next `step` or `save`, on all ranks. `finish_save` waits for it, as `close` does.
+        keep: how many checkpoints of the folder stay, the last ones; None: all.
+        Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
         """
         self._check()
         extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
@@ -435,6 +442,8 @@ class Engine:
         if self._schedulers is not None:
             extra["scheduler"] = self._schedulers.state_dict()
         extra["loaders"] = self.loaders.state_dict()
+        if not wait and isinstance(self.mesh, TorchMesh):
+            self._saves.finish_at_exit()
         with self._offload.at_home():
             state.save(
                 folder,
@@ -445,10 +454,27 @@ class Engine:
                 self.optimizer,
                 extra,
                 runs=self.buckets.runs,
+                saves=self._saves,
+                keep=keep,
+                wait=wait,
             )
 
-    def load(self, folder: str | Path) -> None:
-        """Read a checkpoint that any mesh wrote. Collective."""
+    def finish_save(self) -> None:
+        """Wait until a save in the background is on the disk. Collective. Raises what went wrong."""
+        self._saves.finish()
+
+    @property
+    def saving(self) -> tuple[int, int] | None:
+        """(bytes written, bytes to write) by this rank of the save in the background; None without one."""
+        return self._saves.progress
+
+    def load(self, folder: str | Path, *, last_good: bool = False) -> None:
+        """Read a checkpoint that any mesh wrote. Collective.
+
+        folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if that one is
+            damaged, read the last one that is not.
+        """
+        self._saves.finish()
         self.buckets.reset(forward=True)
         self.buckets.wait_for_gathers()
         room = self._paged.room if self._paged is not None else None
@@ -462,8 +488,9 @@ class Engine:
                 self.optimizer,
                 runs=self.buckets.runs,
                 room=room,
+                last_good=last_good,
+                changing=self._changing,
             )
-        self._whole = False  # if what follows does not fit
         self._offload.changed()
         if self._paged is not None:
             self._paged.rest()
@@ -476,6 +503,9 @@ class Engine:
         self.loaders.load_state_dict(extra.get("loaders", {}))
         self._whole = True
 
+    def _changing(self) -> None:
+        self._whole = False  # if what follows fails, or does not fit
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
         return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers)
@@ -487,7 +517,10 @@ class Engine:
         return self.buckets.wholes()
 
     def close(self) -> None:
-        """Remove the files of `data.offload`; leave torch.distributed's world, if this engine joined it."""
+        """Wait for a save in the background; remove the files of `data.offload`; leave torch.distributed's world, if
+        this engine joined it.
+        """
+        self._saves.finish()
         self._offload.close()
         if isinstance(self.mesh, TorchMesh):
             self.mesh.close()

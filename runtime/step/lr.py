@@ -87,6 +87,19 @@ def load_state_dict(scheduler: LRScheduler, saved: Mapping[str, Any]) -> None:
             fix=f"use {saved['class']}, or make the new one from engine.optimizer after loading",
         )
     scheduler.load_state_dict(_like(scheduler.state_dict(), saved["state"]))
+    _regroup(scheduler)
+
+
+def _regroup(scheduler: LRScheduler) -> None:
+    """Rates by group, where the optimizer had more or fewer groups when it was saved: its groups have been given theirs
+    by the names of their parameters.
+    """
+    groups = scheduler.optimizer.param_groups
+    if len(getattr(scheduler, "base_lrs", groups)) != len(groups):
+        scheduler.base_lrs = [g.get("initial_lr", g["lr"]) for g in groups]
+        scheduler._last_lr = [g["lr"] for g in groups]
+    for member in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR, a ChainedScheduler
+        _regroup(member)
 
 
 def _plain(x: Any) -> Any:

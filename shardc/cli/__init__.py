@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shardc.cli import compile, device, inspect, plan, rules, run, spec, verify
+from shardc.cli import checkpoint, compile, device, inspect, plan, rules, run, spec, verify
 
 app = typer.Typer(
     name="shardc",
@@ -35,6 +35,7 @@ for name, module in {
     "spec": spec,
 }.items():
     app.command(name)(module.command)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _version(wanted: bool) -> None:

@@ -53,6 +53,7 @@ def command(
     ] = None,
     save: Annotated[Path | None, typer.Option(help="folder for the checkpoint and model.safetensors")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="save every so many steps too (0: at the end)")] = 0,
+    keep: Annotated[int, typer.Option(min=1, help="checkpoints that stay in --save, the last ones")] = 2,
     eval_every: Annotated[int, typer.Option(min=0, help="held-out loss every so many steps (0: at the end)")] = 0,
     clip: Annotated[float | None, typer.Option(help="clip gradients to this norm of all of them")] = None,
     nonfinite: Annotated[
@@ -63,6 +64,9 @@ def command(
         bool, typer.Option("--overwrite", help="replace what an earlier run left in --save and --log")
     ] = False,
     resume: Annotated[Path | None, typer.Option(help="folder that --save wrote, on any mesh")] = None,
+    last_good: Annotated[
+        bool, typer.Option("--last-good", help="if the last checkpoint is damaged, resume from the last that is not")
+    ] = False,
     seed: Annotated[int, typer.Option(help="of initial weights and dropout")] = 0,
     log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
     routing: Annotated[
@@ -103,11 +107,13 @@ def command(
             seed=seed,
             save=str(save or ""),
             save_every=save_every,
+            keep=keep,
             eval_every=eval_every,
             clip=clip,
             nonfinite=nonfinite.value,
             overwrite=overwrite and not resume,
             resume=str(resume or ""),
+            last_good=last_good,
             log=str(log or ""),
             quiet=as_json,
             result=str(folder / "result.json"),
@@ -128,10 +134,14 @@ def command(
 
 
 def _check(program: Program, model: str, resume: Path | None, world: int | None) -> None:
-    if resume and not (resume / "checkpoint").is_dir():
-        raise ShardcError(
-            f"there is no checkpoint in {resume}", where="--resume", fix="name a folder that --save wrote"
-        )
+    from shardc.cli import worker
+    from shardc.runtime.state import generations
+
+    if resume is not None:
+        folder = worker.checkpoints(resume)
+        if not (generations.is_one(folder) or generations.generations(folder)):
+            error = generations.none_in(folder)
+            raise ShardcError(error.what, where=f"--resume {resume}", fix=error.fix)
     if world is not None and world != program.mesh.world:
         what = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
         raise ShardcError(what, where="--nproc", fix="change --mesh, or leave --nproc out")
@@ -155,10 +165,19 @@ def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, 
         except OSError as e:
             fix = "name a folder that can be written to"
             raise ShardcError(f"cannot write to {folder}: {e.strerror}", where=option, fix=fix) from None
-        goes_on = resume is not None and (option == "--log" or resume.resolve() == folder.resolve())
-        if (folder / kept).exists() and not overwrite and not goes_on:
+        goes_on = resume is not None and (
+            option == "--log" or folder.resolve() in (resume.resolve(), *resume.resolve().parents)
+        )
+        if _in_use(folder / kept) and not overwrite and not goes_on:
             fix = f"go on with it (--resume {folder}), name another folder, or add --overwrite"
             raise ShardcError(f"an earlier run's {kept} is in {folder}", where=option, fix=fix)
+
+
+def _in_use(path: Path) -> bool:
+    """Has an earlier run left something there? A folder in which no save was finished is as good as none."""
+    from shardc.runtime.state.generations import generations
+
+    return bool(generations(path)) if path.is_dir() else path.exists()
 
 
 def _train(job: Job, folder: Path, program: Program, show: Show) -> int:

@@ -39,6 +39,7 @@ class Job:
     (--json).
 
     steps: the step at which the run ends, whatever step it begins at. save_every, eval_every: in steps; 0: at the end.
+    keep: checkpoints that stay. last_good: if the last one is damaged, resume from the last that is not.
     nonfinite: what to do where a loss is not finite: "stop", "skip" the update, or "ignore". clip: norm of gradients.
     overwrite: the log begins anew. progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress).
     result: file into which rank 0 writes the summary. trust: run an edited artifact. routing: say how tokens are spread
@@ -53,11 +54,13 @@ class Job:
     seed: int = 0
     save: str = ""
     save_every: int = 0
+    keep: int = 2
     eval_every: int = 0
     clip: float | None = None
     nonfinite: str = "stop"
     overwrite: bool = False
     resume: str = ""
+    last_good: bool = False
     log: str = ""
     quiet: bool = False
     result: str = ""
@@ -107,7 +110,7 @@ def run(job: Job) -> dict[str, Any]:
         interpreter=functools.partial(Interpreter, note=note),
     )
     if job.resume:
-        engine.load(Path(job.resume) / "checkpoint")
+        engine.load(checkpoints(Path(job.resume)), last_good=job.last_good)
     if engine.step_count > job.steps:
         what = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {job.steps}"
         raise ShardcError(what, where="--steps", fix="--steps counts from the first step of all: name a later one")
@@ -165,6 +168,8 @@ class _Training:
     valid: Batches | None
     lines: StepLines
     signals: _Signals
+    saved: int | None = None  # the last step that was saved, or is being saved
+    writing: int | None = None  # the step that is being saved in the background
 
     def speed(self, steps: float) -> dict[str, float]:
         """At so many steps a second: samples, and tokens if the model has any."""
@@ -193,7 +198,7 @@ class _Training:
             batch = self._next(stream)
             start, lr = time.perf_counter(), self.engine.lr
             try:
-                result = self.engine.step(batch, local=self.train.local)
+                result = self._step(batch)
             except NotFiniteError as e:
                 saved = self._saved_beside(f"step-{self.engine.step_count + 1}-not-finite")
                 raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
@@ -202,8 +207,40 @@ class _Training:
             numbers = {name: x.item() for name, x in beside.items() if x.numel() == 1}
             self._report(losses[-1], numbers, lr, time.perf_counter() - start)
             if self.job.save and self.job.save_every and self.engine.step_count % self.job.save_every == 0:
-                self.save()
+                self._save_in_background()
         return losses
+
+    def _step(self, batch: Any) -> Any:
+        """One step. A save in the background that failed is told, and training goes on: the next one may succeed."""
+        from shardc.runtime.state import SavingError
+
+        try:
+            loss = self.engine.step(batch, local=self.train.local)
+        except SavingError as e:  # raised before the step began
+            self._not_saved(e)
+            loss = self.engine.step(batch, local=self.train.local)
+        self._tell_saved()
+        return loss
+
+    def _tell_saved(self) -> None:
+        if self.writing is not None and self.engine.saving is None:
+            self.lines.say(f"saved step {self.writing}")
+            self.writing = None
+
+    def _save_in_background(self) -> None:
+        from shardc.runtime.state import SavingError
+
+        try:
+            self.engine.save(checkpoints(Path(self.job.save), new=True), wait=False, keep=self.job.keep)
+            self._tell_saved()  # the one before it
+            self.saved = self.writing = self.engine.step_count
+        except SavingError as e:
+            self._not_saved(e)
+
+    def _not_saved(self, error: ShardcError) -> None:
+        self.saved = self.writing = None
+        if self.engine.mesh.rank == 0:
+            print(f"{error.what}; training goes on", file=sys.stderr, flush=True)
 
     def _next(self, stream: Iterator[Any]) -> Any:
         """The next batch. All ranks agree whether to go on: if one stopped alone, the others would wait for it."""
@@ -261,7 +298,17 @@ class _Training:
         return values
 
     def save(self) -> None:
-        self.engine.save(Path(self.job.save) / "checkpoint")
+        """Save now, unless this step is saved already, and wait until all is on the disk."""
+        from shardc.runtime.state import SavingError
+
+        try:
+            self.engine.finish_save()
+        except SavingError as e:
+            self._not_saved(e)
+        self._tell_saved()
+        if self.saved != self.engine.step_count:
+            self.engine.save(checkpoints(Path(self.job.save), new=True), keep=self.job.keep)
+            self.saved = self.engine.step_count
 
     def export(self) -> None:
         from shardc.runtime import state
@@ -298,6 +345,12 @@ class _Signals:
         if self.seen:  # the second one does not wait
             os._exit(128 + number)
         self.seen = number
+
+
+def checkpoints(folder: Path, *, new: bool = False) -> Path:
+    """Where the checkpoints of --save, or --resume, are: there also a folder of checkpoints, or one of them."""
+    inside = folder / "checkpoint"
+    return inside if new or inside.is_dir() else folder
 
 
 def _memory(device: torch.device) -> float:

@@ -85,6 +85,7 @@ class Check:
         for path, dims in self.dims():
             self.one_value(path, dims)
         self.jobs()
+        self.batch()
         self.pipeline()
         self.gathers()
         self.offload()
@@ -207,6 +208,11 @@ class Check:
         if sequence and sequence.axis in data_axes(self.form.batch, self.form.data, self.names):
             what = f"axis {sequence.axis!r} already splits the batch"
             self.add(("sequence", "axis"), what, "give the sequence an axis of its own, e.g. cp")
+
+    def batch(self) -> None:
+        if self.form.batch.rows is not None and self.form.batch.microbatches > 1:
+            what = "`microbatches` and `rows` both say how many microbatches there are"
+            self.add(("batch", "rows"), what, "keep one of them", value=False)
 
     def pipeline(self) -> None:
         p = self.form.pipeline

@@ -316,6 +316,11 @@ class Batch(Section):
         default=None, description="axes that split the batch (default: every data axis)", examples=[["dp"]]
     )
     microbatches: Count = Field(default=1, description="microbatches per step", examples=[8])
+    rows: Count | None = Field(
+        default=None,
+        description="rows that a rank has in a microbatch: there are as many microbatches as the ranks need",
+        examples=[4],
+    )
 
 
 class Sequence(Section):

@@ -151,6 +151,21 @@ def test_rows_that_do_not_divide(mesh: dict[str, int]) -> None:
         one.compile(spec("gpt", mesh, 4))
 
 
+@pytest.mark.parametrize(("ranks", "count"), [(1, ROWS // 2), (2, ROWS // 4)])
+def test_fewer_ranks_have_more_microbatches(ranks: int, count: int) -> None:
+    """The loss is that of the same global batch."""
+    one = reference("means")
+    program = one.compile({**spec("means", {"dp": ranks}, 1), "batch": {"rows": 2}})
+    assert program.microbatches == count
+    sim = shardc.verify.simulate(program, one.model, one.batch)
+    equality.assert_equal(sim, one.loss, one.grads)
+
+
+def test_microbatches_are_said_once() -> None:
+    with pytest.raises(shardc.ShardcError, match="`microbatches` and `rows` both say"):
+        reference("means").compile({**spec("means", {"dp": 1}, 1), "batch": {"rows": 2, "microbatches": 2}})
+
+
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}], ids=str)
 def test_masks_are_those_of_the_whole_batch(mesh: dict[str, int]) -> None:
     model, batch = zoo.gpt(dropout=0.2)

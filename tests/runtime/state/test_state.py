@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shardc.ir.placement import Layout, Placement, Shard
 from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.state.generations import newest, read_index
 from shardc.runtime.state.init import materialise_model, named_tensors, record
 from shardc.runtime.state.sources import check_names
 
@@ -358,49 +360,59 @@ def test_replicas_write_once_and_files_hold_only_parts(tmp_path: Path) -> None:
     program = program_of(model, {"dp": 4})
     assert not program.params[0].layout.items
     _save(tmp_path / "c", model, {"dp": 4})
-    sizes = {f.name: f.stat().st_size for f in (tmp_path / "c").glob("*.distcp")}
-    assert sorted(sizes) == [f"__{r}_0.distcp" for r in range(4)]
-    assert sizes["__0_0.distcp"] > 64 * 64 * 4
-    assert sum(sizes.values()) < 64 * 64 * 4 + 4096
+    assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-000000"]
+    sizes = {f.name: f.stat().st_size for f in (tmp_path / "c" / "step-000000").iterdir()}
+    assert sorted(sizes) == ["index.json", "model-00000.safetensors"]
+    assert 64 * 64 * 4 < sizes["model-00000.safetensors"] < 64 * 64 * 4 + 512
 
 
-def test_torchs_own_tools_read_a_checkpoint(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
+def test_safetensors_reads_the_files_of_a_checkpoint(tmp_path: Path) -> None:
     model = Net()
     _save(tmp_path / "c", model, {"tp": 4})
-    dcp_to_torch_save(tmp_path / "c", tmp_path / "plain.pt")
+    folder = tmp_path / "c" / "step-000000"
+    parts = {name: x for f in folder.glob("*.safetensors") for name, x in load_file(f).items()}
+    found = model.state_dict()
+    assert torch.equal(parts["gqa.weight[0:4,0:8]"], found["gqa.weight"][:4])
+    whole = {n: x for n, x in parts.items() if "[" not in n}
+    assert "norm.weight" in whole
+    assert all(torch.equal(found[n], x) for n, x in whole.items())
+
+
+def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    from shardc.runtime.state.torch_format import export_checkpoint, import_checkpoint
+
+    model = Net()
+    _save(tmp_path / "c", model, {"tp": 4}, {"step": 3, "seed": 5}, OPTIMIZERS["adamw"])
+    export_checkpoint(tmp_path / "c", tmp_path / "torch")
+    dcp_to_torch_save(tmp_path / "torch", tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt")
     for n, x in model.state_dict().items():
         if n != "head.weight":
             assert torch.equal(plain[f"model.{n}"], x), n
+    with pytest.raises(ShardcError, match=r"it holds pickles\n  fix: .*shardc checkpoint import"):
+        _load(tmp_path / "torch", model)
+    assert import_checkpoint(tmp_path / "torch", tmp_path / "back").startswith("12 tensors of")
+    back, _ = _load(tmp_path / "back", Net(), OPTIMIZERS["adamw"])
+    assert torch.equal(back["qkv_weight"], model.qkv.weight)
+    ours, theirs = (read_index(newest(tmp_path / n)) for n in ("c", "back"))
+    assert (ours.extra, ours.optimizer, ours.step) == (theirs.extra, theirs.optimizer, theirs.step)
 
 
-def test_save_replaces_whole_checkpoints_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, first, second = tmp_path / "c", Net(), Net()
-    _save(folder, first, {"tp": 2}, {"which": 1})
-    with monkeypatch.context() as patched:
-        patched.setattr("shardc.runtime.state.saving.FileSystemWriter.finish", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            _save(folder, second, {"tp": 2}, {"which": 2})
-    assert torch.equal(_load(folder, Net())[0]["qkv_weight"], first.qkv.weight)
-    _save(folder, second, {"tp": 4}, {"which": 3})
-    assert torch.equal(_load(folder, Net())[0]["qkv_weight"], second.qkv.weight)
-    assert os.listdir(tmp_path) == ["c"]
-    assert not list(folder.glob(".results*"))
+def test_pickles_that_torch_would_not_write_are_not_run(tmp_path: Path) -> None:
+    from shardc.runtime.state.torch_format import import_checkpoint
 
+    class Trap:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
 
-def test_save_deletes_nothing_but_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "log.txt").write_text("mine")
-    for folder in (tmp_path / "run", tmp_path / "run" / "log.txt"):
-        with pytest.raises(
-            ShardcError, match=r"saving would delete them: log\.txt\n  fix: save to a folder of its own, such as"
-        ):
-            _save(folder, Net(), {"tp": 2})
-    assert (tmp_path / "run" / "log.txt").read_text() == "mine"
-    _save(tmp_path / "run" / "checkpoint", Net(), {"tp": 2})
-    _save(tmp_path / "run" / "checkpoint", Net(), {"tp": 4})
+    for name in (".metadata", "manifest.json"):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        (tmp_path / "old" / name).write_bytes(pickle.dumps(Trap()))
+        with pytest.raises(ShardcError, match=r"it is not what torch writes: it asks for posix\.mkdir"):
+            import_checkpoint(tmp_path / "old", tmp_path / "new")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_zero_sized_and_scalar_parameters_are_kept(tmp_path: Path) -> None:
@@ -419,23 +431,18 @@ def test_checkpoint_of_another_model_is_named_and_changes_nothing(tmp_path: Path
     with pytest.raises(ShardcError) as e:
         _load(tmp_path / "c", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(3, 3)))
     text = str(e.value)
-    assert "1.weight has the shape [2, 4] in the checkpoint c, and [3, 4] in the program" in text
-    assert "2.bias is missing in the checkpoint c" in text
-    with pytest.raises(ShardcError, match=r"1.weight in the checkpoint c is unknown to the program"):
+    assert "1.weight has the shape [2, 4] in the checkpoint step-000000, and [3, 4] in the program" in text
+    assert "2.bias is missing in the checkpoint step-000000" in text
+    with pytest.raises(ShardcError, match=r"1.weight in the checkpoint step-000000 is unknown to the program"):
         _load(tmp_path / "c", nn.Sequential(nn.Linear(4, 4)))
 
 
 def test_no_checkpoint_and_no_optimizer_state_are_told(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(ShardcError, match="there is no checkpoint in this folder"):
-        _load(tmp_path / "nowhere", model)
+    for name in ("nowhere", "step-000001"):
+        with pytest.raises(ShardcError, match="there is no checkpoint in this folder"):
+            _load(tmp_path / name, model)
     _save(tmp_path / "c", model, {"dp": 1})
-    (tmp_path / ".gone.old").mkdir()
-    with pytest.raises(
-        ShardcError,
-        match=r"there is no checkpoint in this folder\n  fix: a save was interrupted .*\.gone\.old",
-    ):
-        _load(tmp_path / "gone", model)
     with pytest.raises(ShardcError, match="the checkpoint has no optimizer state"):
         _load(tmp_path / "c", model, OPTIMIZERS["sgd"])
     _save(tmp_path / "c", model, {"dp": 1}, make=OPTIMIZERS["adamw"])
@@ -461,7 +468,7 @@ def test_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ShardcError, match=r"state 'rows' of shape .* does not have its parameter's shape"):
         _save(tmp_path / "c", model, {"tp": 2}, make=lambda ps: odd([p for p in ps if p.dim() == 2]))
-    assert not (tmp_path / "c").exists()
+    assert not list((tmp_path / "c").glob("*"))
 
 
 # --- plain state_dicts and files --------------------------------------------------------------------------------------

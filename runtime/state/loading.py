@@ -1,0 +1,255 @@
+"""Checkpoints that any mesh can load: how one is read.
+
+A rank reads the slices that overlap its own boxes, one at a time: into the tensor itself where a slice is just what it
+has, else into a buffer of at most one slice. Every slice is checked against its digest. Ranks meet twice, to load the
+same checkpoint of a folder, and to agree that all is well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir.program import Buffer, Param, Program
+from shardc.runtime.mesh import agreement
+from shardc.runtime.state import files
+from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
+from shardc.runtime.state.digest import digest
+from shardc.runtime.state.generations import (
+    DamagedError,
+    check_file,
+    generations,
+    is_one,
+    none_in,
+    read_index,
+    remedy,
+)
+from shardc.runtime.state.saving_boxes import Box, Part, Runs, disjoint, kept, model_parts, overlap
+from shardc.runtime.state.saving_optimizer import Room, fill, room_for
+from shardc.runtime.state.sources import check_names
+from shardc.runtime.state.tensor_file import bytes_of
+
+_SHOWN = 4  # damaged slices that an error names
+
+
+def load(
+    folder: str | Path,
+    program: Program,
+    mesh: Any,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    optimizer: Optimizer | None = None,
+    *,
+    runs: Runs | None = None,
+    room: Room | None = None,
+    last_good: bool = False,
+    changing: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Fill params, buffers and the optimizer in place from a checkpoint of any mesh; returns its `extra`. Collective.
+
+    folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if it is damaged, read the
+    last one that is not.
+    room: where the optimizer's state is to be; default: on its parameter's device. changing: called before anything
+    is changed.
+
+    Raises ShardcError, on all ranks, naming them, if the checkpoint has other parameters, shapes or another optimizer,
+    before anything changes; DamagedError where a file is not what was saved: what was read until then is changed."""
+    problems: list[ShardcError] = []
+    for path in candidates(Path(folder), mesh, last_good=last_good):
+        loading = _Loading(path, program, mesh, params, buffers, optimizer, runs or {}, room)
+        try:
+            _together(mesh, path, loading.check)
+            changing()
+            _together(mesh, path, loading.read)
+            _together(mesh, path, loading.finish)
+        except DamagedError as e:
+            if not last_good:
+                raise
+            problems.append(ShardcError(e.what, where=e.where))
+            continue
+        return loading.index.extra
+    fix = "get one again from where it was copied"
+    raise DamagedError("none of the checkpoints is whole", where=str(folder), fix=fix, errors=problems)
+
+
+def candidates(folder: Path, mesh: Any, *, last_good: bool) -> Iterator[Path]:
+    """The checkpoints to try, as rank 0 sees them: file systems may show the others something else."""
+    paths = _found(folder) if mesh.rank == 0 else []
+    number = 0
+    while name := agreement.said(mesh, str(paths[number]) if number < len(paths) else ""):
+        yield Path(name)
+        number += 1
+        if not last_good:
+            return
+    if not number:
+        raise none_in(folder)
+
+
+def _found(folder: Path) -> list[Path]:
+    if is_one(folder):
+        return [folder, *(g.path for g in generations(folder.parent) if g.path.name != folder.name)]
+    return [g.path for g in generations(folder)]
+
+
+def _together(mesh: Any, path: Path, work: Any) -> None:
+    """Run it; an error on one rank is an error on all, in the first one's words."""
+    error: BaseException | None = None
+    try:
+        work()
+    except Exception as e:  # raised below, when all ranks know
+        error = e
+    damaged, _ = agreement.failures(mesh, "" if isinstance(error, DamagedError) else None)
+    ranks, text = agreement.failures(mesh, None if error is None else _words(error))
+    if not ranks:
+        return
+    who = f"found by rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
+    if damaged:
+        mine = error.errors if isinstance(error, DamagedError) else ()
+        what = "; ".join(_words(e) for e in mine[:_SHOWN]) if mine else text
+        more = f"; and {len(mine) - _SHOWN} more" if len(mine) > _SHOWN else ""
+        raise DamagedError(f"the checkpoint is damaged: {what}{more} ({who})", where=str(path), fix=remedy(path))
+    if error is not None:
+        raise error
+    raise ShardcError(f"{text} ({who})", where=str(path), fix="see the error of that rank")
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, ShardcError):
+        return "; ".join(f"{e.where}: {e.what}" if e.where else e.what for e in error.errors)
+    return f"{type(error).__name__}: {error}"
+
+
+class _Loading:
+    """One checkpoint, on its way into one rank."""
+
+    def __init__(
+        self,
+        path: Path,
+        program: Program,
+        mesh: Any,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        optimizer: Optimizer | None,
+        runs: Runs,
+        room: Room | None,
+    ) -> None:
+        self.path, self.program, self.mesh, self.params, self.buffers = path, program, mesh, params, buffers
+        self.optimizer, self.runs, self.room = optimizer, runs, room
+        self.index = Index("", 0, "", "", {}, {}, None)
+        self._parts: dict[str, Part] = {}
+        self._states: dict[str, dict[str, Any]] = {}
+
+    def check(self) -> None:
+        """Does it fit? Nothing has changed when this raises."""
+        index = self.index = read_index(self.path)
+        program, stored = self.program, index.tensors
+        self._parts = model_parts(program, self.params, self.buffers, self.runs, self.mesh)
+        errors = Errors()
+        have = {k.removeprefix("model."): x.shape for k, x in stored.items() if k.startswith("model.")}
+        wanted: list[Param | Buffer] = [*program.params, *kept(program)]
+        want = {n: shape for x in wanted for n, shape in x.shapes.items() if x.members or n == x.fqn}
+        check_names(errors, want, have, want, f"the checkpoint {self.path.name}")
+        errors.raise_any()  # its optimizer is of the same tensors
+        for number in range(len(index.files)):
+            check_file(self.path, index, number)
+        if self.optimizer is not None:
+            self._states = room_for(
+                program,
+                self.params,
+                self.optimizer,
+                index,
+                self._parts,
+                str(self.path),
+                self.runs,
+                self.room,
+                self.mesh,
+            )
+
+    def read(self) -> None:
+        """Every slice that this rank has some of, in the order of the files. Raises DamagedError that names those that
+        are not what was saved.
+        """
+        layout, rank = self.mesh.layout, self.mesh.rank
+        targets: dict[Slice, tuple[str, list[tuple[Box, Tensor]]]] = {}
+        for key, part in self._parts.items():
+            for box in part.boxes(layout, rank):
+                for s in self._slices(key, self.index.tensors[key], box):
+                    targets.setdefault(s, (key, []))[1].append((box, box.of(part.local.detach())))
+        errors, numbers = [], sorted({s.file for s in targets})
+        for number in numbers:
+            mine = sorted((s for s in targets if s.file == number), key=lambda s: s.place)
+            file = self.path / self.index.files[number].name
+            with files.opened(file) as descriptor:
+                for s in mine:
+                    key, boxes = targets[s]
+                    if not read_slice(descriptor, self.index.tensors[key], s, boxes):
+                        errors.append(damage(file, key, s))
+        if errors:
+            raise DamagedError("damaged", errors=errors)
+
+    def _slices(self, key: str, stored: Stored, box: Box) -> list[Slice]:
+        found, boxes = [], []
+        for s in stored.slices:
+            common = overlap(box.offset, box.shape, s.offset, s.shape)
+            if common is not None:
+                found.append(s)
+                boxes.append(common)
+        if sum(math.prod(shape) for _, shape in boxes) != math.prod(box.shape) or not disjoint(boxes):
+            raise DamagedError(f"slices of {key} overlap, and others are missing", where=str(self.path / NAME))
+        return found
+
+    def finish(self) -> None:
+        if self.optimizer is not None and self.index.optimizer is not None:
+            fill(self.program, self.params, self.optimizer, self.index.optimizer, self._states)
+
+
+def damage(file: Path, key: str, s: Slice) -> DamagedError:
+    """The error for a slice whose digest is another."""
+    place = ",".join(f"{a}:{a + n}" for a, n in zip(s.offset, s.shape, strict=True))
+    return DamagedError(f"{key}[{place}], at byte {s.place}, is not what was saved", where=str(file))
+
+
+def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
+    """One slice; None: it is not what was saved."""
+    x = torch.empty(s.shape, dtype=stored.dtype)
+    return x if _read_into(descriptor, x, s) else None
+
+
+def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
+    data = bytes_of(x)
+    try:
+        files.read_into(descriptor, data, s.place)
+    except OSError:
+        return False
+    return digest(data) == s.digest
+
+
+def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box, Tensor]]) -> bool:
+    """Read one slice, and copy what it has of each box to where it belongs. False: it is not what was saved."""
+    (box, target), *others = boxes
+    direct = (
+        not others
+        and (box.offset, box.shape) == (s.offset, s.shape)
+        and target.dtype == stored.dtype
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+    )
+    buffer = target if direct else torch.empty(s.shape, dtype=stored.dtype)
+    if not _read_into(descriptor, buffer, s):
+        return False
+    for box, target in () if direct else boxes:
+        common = overlap(box.offset, box.shape, s.offset, s.shape)
+        assert common is not None
+        to, here = (
+            tuple(slice(a - o, a - o + n) for a, n, o in zip(*common, origin, strict=True))
+            for origin in (box.offset, s.offset)
+        )
+        target[to].copy_(buffer[here])
+    return True

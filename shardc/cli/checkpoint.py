@@ -1,0 +1,173 @@
+"""`shardc checkpoint`: what is in a folder of checkpoints, whether it is whole, and the way to other formats."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardc.cli.common import DebugOption, JsonOption, Show, console, reporting
+from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from shardc.runtime.state.generations import Generation
+
+app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, verify, compare, remove, convert.")
+
+Folder = Annotated[
+    Path, typer.Argument(help="folder that --save or engine.save wrote, or one checkpoint of it", show_default=False)
+]
+NewFolder = Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)]
+
+
+class Format(str, Enum):
+    """What a checkpoint is exported to."""
+
+    torch = "torch"
+
+
+@app.command()
+def ls(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """The checkpoints in a folder, the last one first."""
+    with reporting(debug, as_json) as show:
+        rows = [_row(g) for g in _all(folder)]
+        if as_json:
+            show(json.dumps({"checkpoints": rows}))
+            return
+        for row in rows:
+            what = row["problem"] or f"{row['model']}, {row['mesh']}, {row['tensors']} tensors, {_size(row['bytes'])}"
+            show(f"{row['name']}  {what}{'  (training went back to before it)' if row['replaced'] else ''}")
+
+
+def _row(g: Generation) -> dict[str, Any]:
+    from shardc.runtime.state.generations import check_file, read_index
+
+    row: dict[str, Any] = {"name": g.path.name, "path": str(g.path), "step": g.step, "replaced": g.replaced}
+    try:
+        index = read_index(g.path)
+        for number in range(len(index.files)):
+            check_file(g.path, index, number)
+    except ShardcError as e:
+        return {**row, "problem": str(e)}
+    mesh = " x ".join(f"{a}={n}" for a, n in index.mesh.items())
+    facts = {"model": index.model, "mesh": mesh, "tensors": len(index.tensors), "bytes": index.nbytes}
+    return {**row, **facts, "problem": ""}
+
+
+@app.command()
+def verify(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Read every byte of all checkpoints in a folder, or of one, and compare with the digests."""
+    from shardc.runtime.state import inspecting
+
+    with reporting(debug, as_json) as show:
+        found = {}
+        for g in _all(folder):
+            with console.status(f"reading {g.path.name}"):
+                found[g.path.name] = problems = [e for error in inspecting.verify(g.path) for e in error.to_json()]
+            if not as_json:
+                show(f"{g.path.name}  {'whole' if not problems else f'{len(problems)} problems'}")
+                for p in problems:
+                    show(f"  {p['where']}: {p['what']}")
+        whole = not any(found.values())
+        if as_json:
+            show(json.dumps({"ok": whole, "checkpoints": found}))
+        raise typer.Exit(0 if whole else 1)
+
+
+@app.command()
+def diff(a: Folder, b: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """In what two checkpoints differ, on whatever meshes they were saved. Exit status 1 if they do."""
+    from shardc.runtime.state import inspecting
+
+    with reporting(debug, as_json) as show:
+        found = list(inspecting.diff(_one(a), _one(b)))
+        if as_json:
+            show(json.dumps({"differences": [vars(d) for d in found]}))
+        else:
+            for d in found:
+                show(f"{d.what}: {d.a or 'missing'}" + (f" | {d.b or 'missing'}" if d.a != d.b else ""))
+            show("the checkpoints are the same" if not found else f"{len(found)} differences")
+        raise typer.Exit(1 if found else 0)
+
+
+@app.command()
+def prune(
+    folder: Folder,
+    keep: Annotated[int, typer.Option(min=1, help="how many stay, the last ones; what is damaged is not counted")] = 2,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Remove all but the last checkpoints of a folder. The last one that is whole always stays."""
+    from shardc.runtime.state import files, generations
+
+    with reporting(debug, as_json) as show:
+        holder = _all(folder)[0].path.parent
+        try:
+            lock = files.Lock(holder / generations.LOCK)
+        except OSError as e:
+            fix = "wait until the run that saves to it has ended"
+            raise ShardcError(f"the folder cannot be locked: {e.strerror}", where=str(holder), fix=fix) from None
+        removed = [str(path) for path in generations.prune(holder, keep)]
+        lock.release()
+        text = "\n".join(f"removed {p}" for p in removed) or "there was nothing to remove"
+        show(json.dumps({"removed": removed}) if as_json else text)
+
+
+@app.command()
+def export(
+    folder: Folder,
+    new: NewFolder,
+    to: Annotated[Format, typer.Option(help="torch: torch.distributed.checkpoint's format")] = Format.torch,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write a checkpoint in torch.distributed.checkpoint's format, for other tools."""
+    from shardc.runtime.state.torch_format import export_checkpoint
+
+    with reporting(debug, as_json) as show:
+        _said(show, export_checkpoint(_one(folder), new), new, as_json=as_json)
+
+
+@app.command("import")
+def import_(old: Folder, new: NewFolder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Convert a checkpoint of torch.distributed.checkpoint, such as shardc wrote before. Nothing in it is run."""
+    from shardc.runtime.state.torch_format import import_checkpoint
+
+    with reporting(debug, as_json) as show:
+        _said(show, import_checkpoint(old, new), new, as_json=as_json)
+
+
+def _said(show: Show, what: str, new: Path, *, as_json: bool) -> None:
+    show(json.dumps({"what": what, "written": str(new)}) if as_json else f"{what}\nwritten to {new}")
+
+
+def _all(folder: Path) -> list[Generation]:
+    """The checkpoints in a folder, or the one that it is. `shardc run --save DIR` has them in DIR/checkpoint."""
+    from shardc.runtime.state.generations import generations, is_one, none_in
+
+    if is_one(folder):
+        return [g for g in generations(folder.parent) if g.path.name == folder.name] or [_alone(folder)]
+    found = generations(folder) or generations(folder / "checkpoint")
+    if not found:
+        raise none_in(folder)
+    return found
+
+
+def _alone(folder: Path) -> Generation:
+    """A checkpoint that somebody gave another name."""
+    from shardc.runtime.state.generations import Generation, read_index
+
+    return Generation(folder, read_index(folder).step, 1, False)
+
+
+def _one(folder: Path) -> Path:
+    return _all(folder)[0].path
+
+
+def _size(nbytes: int) -> str:
+    from shardc.ir.units import size
+
+    return size(nbytes)

@@ -1,0 +1,158 @@
+"""Checkpoints survive disks and processes that fail, and tell what was damaged or made to do harm; see faults.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardc.ir.mesh import Mesh
+from shardc.runtime import state
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.state import files
+from shardc.runtime.state.generations import generations
+from tests.runtime.state.faults import load, save, trained, try_all_faults, try_damages, try_hostile
+
+torch.set_num_threads(1)
+
+
+def test_whatever_fails_the_old_state_or_the_new_one_is_there() -> None:
+    found = try_all_faults(every=13)
+    assert sum(found.values()) > 15
+    assert {name.split(": ")[1] for name in found} == {"old", "new"}
+
+
+def test_damage_is_told() -> None:
+    found = try_damages(400, seed=1)
+    assert set(found) <= {"named", "benign", "benign to a load, named by verify"}, found
+    assert found["named"] > 300
+
+
+def test_hostile_checkpoints_do_no_harm() -> None:
+    found = try_hostile(250, seed=1)
+    assert set(found) <= {"refused", "loads"}, found
+    assert found["refused"] > 150
+
+
+def _names(folder: Path) -> list[str]:
+    return [g.path.name for g in generations(folder)]
+
+
+def test_the_last_ones_are_kept_and_the_only_good_one_always(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    assert _names(tmp_path) == ["step-000003", "step-000002"]
+    save(tmp_path, 4, keep=1)
+    assert _names(tmp_path) == ["step-000004"]
+    (tmp_path / "step-000004" / "index.json").unlink()
+    save(tmp_path, 5)
+    (tmp_path / "step-000005" / "model-00000.safetensors").unlink()
+    save(tmp_path, 6)
+    assert _names(tmp_path) == ["step-000006", "step-000005", "step-000004"]  # one whole one is not two
+    save(tmp_path, 7)
+    assert _names(tmp_path) == ["step-000007", "step-000006"]
+
+
+def test_a_step_that_is_saved_again_comes_first_and_later_ones_last(tmp_path: Path) -> None:
+    for step in (5, 9):
+        save(tmp_path, step, keep=9)
+    save(tmp_path, 5, {"tp": 1}, keep=9)
+    assert _names(tmp_path) == ["step-000005.2", "step-000005", "step-000009.old"]
+    assert "'step': 5" in load(tmp_path)["extra"]
+    save(tmp_path, 9, keep=9)
+    assert _names(tmp_path)[0] == "step-000009.2"
+
+
+def test_a_damaged_one_is_named_and_the_last_good_one_offered_and_taken(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    good = load(tmp_path)
+    save(tmp_path, 2)
+    file = tmp_path / "step-000002" / "optimizer-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(state.DamagedError) as e:
+        load(tmp_path)
+    assert "optimizer-00001.safetensors: optimizer." in str(e.value)
+    assert "is not what was saved (found by rank 0)" in str(e.value)
+    assert "step-000001 is complete: load that one, or let it be found with last_good=True" in str(e.value)
+    assert load(tmp_path, last_good=True) == good
+    (tmp_path / "step-000001" / "model-00000.safetensors").unlink()
+    with pytest.raises(state.DamagedError) as e:
+        load(tmp_path, last_good=True)
+    assert [Path(x.where).name for x in e.value.errors] == ["step-000002", "step-000001"]
+
+
+def test_a_file_of_another_checkpoint_is_told(tmp_path: Path) -> None:
+    for step in (3, 6):
+        save(tmp_path, step)
+    name = "model-00001.safetensors"
+    (tmp_path / "step-000006" / name).write_bytes((tmp_path / "step-000003" / name).read_bytes())
+    with pytest.raises(
+        state.DamagedError, match=r"the file is of another checkpoint, saved at step 3; rank 1 wrote it"
+    ):
+        load(tmp_path)
+
+
+def test_a_later_version_is_told(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    index = tmp_path / "step-000001" / "index.json"
+    index.write_text(index.read_text().replace('"version": 2', '"version": 3'))
+    with pytest.raises(state.DamagedError, match="it is of version 3, and this shardc reads 2"):
+        load(tmp_path)
+
+
+def test_two_runs_do_not_save_to_one_folder_at_once(tmp_path: Path) -> None:
+    lock = files.Lock(tmp_path / ".lock")
+    raised = save(tmp_path, 1)
+    assert "another process is saving to this folder" in str(raised[0])
+    assert all(isinstance(e, state.SavingError) for e in raised)
+    lock.release()
+    assert not any(save(tmp_path, 1))
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of the moment of `save` are written, whatever becomes of the tensors; one save at a time."""
+    going, real = threading.Event(), files.sync
+
+    def sync(descriptor: int) -> None:
+        assert going.wait(30)
+        real(descriptor)
+
+    monkeypatch.setattr(files, "sync", sync)
+
+    def work(mesh: LoopbackMesh) -> None:
+        program, params, buffers, optimizer = trained(mesh, 1)
+        saves = state.Saves(mesh)
+        for step in (1, 2):
+            facts = {"step": step, "seed": 7}
+            state.save(tmp_path, program, mesh, params, buffers, optimizer, facts, saves=saves, wait=False)
+            saves.poll()
+            assert saves.progress is not None
+            assert not list(tmp_path.glob(f"step-{step:06d}"))
+            for p in params.values():
+                p.detach().zero_()
+            going.set()
+        saves.finish()
+        assert saves.progress is None
+
+    loopback(Mesh.of({"tp": 2}), work)
+    save(tmp_path / "straight", 1)
+    first, second = load(tmp_path / "step-000001"), load(tmp_path / "step-000002")
+    assert first == load(tmp_path / "straight")
+    assert not any(second["qkv_weight"])
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step-000001", "step-000002", "straight"]
+
+
+def test_the_index_is_json_that_says_all(tmp_path: Path) -> None:
+    save(tmp_path, 3, {"dp": 2, "tp": 2})
+    table = json.loads((tmp_path / "step-000003" / "index.json").read_text())
+    assert table["extra"] == {"step": 3, "seed": 7}
+    assert table["mesh"] == {"dp": 2, "tp": 2}
+    assert table["optimizer"]["class"] == "AdamW"
+    dtype, shape, slices = table["tensors"]["optimizer.qkv.weight.exp_avg"]
+    assert (dtype, shape, len(slices)) == ("float32", [24, 8], 12)
