@@ -21,8 +21,8 @@ def call(*args: object) -> tuple[int, str]:
 
 
 def said(*args: object) -> tuple[int, Any]:
-    status, text = call(*args, "--json")
-    return status, json.loads(text)
+    done = CliRunner().invoke(app, ["checkpoint", *map(str, args), "--json"])
+    return done.exit_code, json.loads(done.stdout)
 
 
 @pytest.fixture
