@@ -2,7 +2,7 @@
 
     # h.0.fc (gpt.py:31): ...
     linear = aten.linear.default(x, h_0_fc_weight)
-    # 78 more like these 24 lines: h.1 to h.78
+    # 78 more layers like this one: h.1 to h.78
 
 Layers are equal if they run the same ops, at the same types, on values that stand in the same relation to them; the
 numbers in names of modules may differ, all by the same step. What is saved is always whole.

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 import shardc
 from shardc.artifact.fold import fold
+from shardc.cli import app
 from tests import zoo
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -106,3 +108,18 @@ def test_equal_stages() -> None:
     assert "\n# stage2 to stage4: as stage1, on their own layers\n" in text
     assert "def stage3" not in text
     assert "def stage5" in text
+
+
+def test_the_commands_fold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`inspect` of a compiled folder: text, page and a stage alone are folded, unless --full."""
+    monkeypatch.chdir(tmp_path)
+    compiled(*zoo.gpt(layers=6), SPECS["tp"]).save("out")
+
+    def shown(*words: str) -> str:
+        return CliRunner().invoke(app, ["inspect", "out", *words]).stdout
+
+    for words in ((), ("--stage", "0"), ("--before",)):
+        assert "more layers like this one" in shown(*words)
+        assert "more layers like this one" not in shown(*words, "--full")
+    shown("--html", "page.html")
+    assert "more layers like this one" in Path("page.html").read_text()
