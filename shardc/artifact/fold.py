@@ -20,7 +20,7 @@ from torch import fx
 
 from shardc.ir.graph import source_of
 from shardc.ir.layers import layers_of
-from shardc.ir.program import Bucket, Edge, Param, Program, Region, Stage
+from shardc.ir.program import Bucket, Collective, Edge, Param, Program, Region, Stage
 
 _NUMBER = re.compile(r"(?<![\w])\d+(?![\w])")
 _BUCKET = re.compile(r"bucket\d+$")
@@ -224,12 +224,12 @@ def _like(a: fx.Node, b: fx.Node, value: Callable[[fx.Node, fx.Node], bool], ste
     if a.target is not b.target or _type(a) != _type(b) or len(a.all_input_nodes) != len(b.all_input_nodes):
         return False
     source, other = source_of(a), source_of(b)
-    sent, sent_other = a.meta.get("collective"), b.meta.get("collective")
-    if (sent is None) != (sent_other is None) or source.code != other.code:
+    silent = Collective("none", "none", (), 0)
+    sent: Collective = a.meta.get("collective", silent)
+    sent_other: Collective = b.meta.get("collective", silent)
+    if source.code != other.code or replace(sent, cause="") != replace(sent_other, cause=""):
         return False
-    if sent is not None and replace(sent, cause="") != replace(sent_other, cause=""):
-        return False
-    names = [(source.module, other.module), *([(sent.cause, sent_other.cause)] if sent is not None else [])]
+    names = [(source.module, other.module), (sent.cause, sent_other.cause)]
     names.append((a.meta.get("region", ""), b.meta.get("region", "")))
     names += zip(a.meta.get("kept", ()), b.meta.get("kept", ()), strict=False)
     return (
