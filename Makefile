@@ -1,11 +1,19 @@
+<<<<<<< HEAD
 # make train | test | fuzz | faults | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+=======
+# make train | test | fuzz | hostile | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+>>>>>>> b21e3e3 (Hostile specs are refused in a second; uneven: pad leaves alone what divides; folders with own ops load; patterns that match nothing are told with other mistakes)
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
+<<<<<<< HEAD
 .PHONY: train test fuzz faults lint bench table docs types clean
+=======
+.PHONY: train test fuzz hostile lint bench table docs types clean
+>>>>>>> b21e3e3 (Hostile specs are refused in a second; uneven: pad leaves alone what divides; folders with own ops load; patterns that match nothing are told with other mistakes)
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -19,6 +27,9 @@ train: $(READY)   ## the main job: a GPT over dp=2 x tp=2 on 4 processes, checke
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+hostile: $(READY)   ## hostile specs: each refused in a second and 100 MB; EXAMPLES mutations and as many random ones besides
+	PYTHONPATH=. $(BIN)/python tests/spec/hostile.py $(or $(EXAMPLES),700)
 
 fuzz: $(READY)   ## random specs of every model, or of MODELS, against one device: what differs is shrunk to the smallest spec that does
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal tests/test_any_spec.py --fuzz $(or $(EXAMPLES),50) --fuzz-models '$(MODELS)'

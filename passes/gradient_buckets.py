@@ -178,7 +178,7 @@ class GradientBuckets(Pass):
             user.prepend(before)
             with copy.inserting_before(before):
                 if b.zero == 3:
-                    for ahead in range(at + max(self.spec.data.prefetch, 1)):
+                    for ahead in range(min(at + max(self.spec.data.prefetch, 1), len(used))):
                         start(ahead)
                     whole = _node(copy, ops.gather_wait, (started[i],), f"bucket{i}_whole", _types(program, b))
                     start(at + self.spec.data.prefetch)

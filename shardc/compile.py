@@ -26,6 +26,7 @@ from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.inputs import with_microbatches
 from shardc.recompile import Resizer
 from shardc.spec import Spec
+from shardc.spec.names import Names
 
 
 @runner.uncollected()
@@ -62,7 +63,8 @@ def compile(
     start = time.perf_counter()
     passes = runner.Runner(dump=Path(dump) if dump else None, on_pass=on_pass)
 
-    spec = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides, world=world)
+    names = Names.of(model) if isinstance(model, nn.Module) else None
+    spec = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides, world=world, names=names)
     plan = model_plan.read(model) if spec.shard_use == "model" else {}
     program = passes.run(CAPTURE, lambda: captured or capture(model, batch, loss=loss, prove=prove))
     spec = with_microbatches(model_plan.with_experts(spec, model, program), program)

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 
 from shardc.folding import fold
 
+#: Of several errors so many are shown.
+SHOWN = 40
+
 
 class ShardcError(Exception):
     """A mistake in the input, or several of them.
@@ -22,9 +25,9 @@ class ShardcError(Exception):
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", errors: Iterable[ShardcError] = ()) -> None:
-        self.where, self.what, self.fix = where, what, fix
+        self.where, self.what, self.fix = _printable(where), _printable(what), _printable(fix)
         self.errors: tuple[ShardcError, ...] = tuple(errors) or (self,)
-        super().__init__(what)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         if self.errors != (self,):
@@ -34,11 +37,20 @@ class ShardcError(Exception):
 
     def texts(self) -> list[str]:
         """The single errors as text, those that differ only in the numbers of layers as one."""
-        return fold(str(e) for e in self.errors) if self.errors != (self,) else [str(self)]
+        if self.errors == (self,):
+            return [str(self)]
+        folded = fold(str(e) for e in self.errors)
+        more = len(folded) - SHOWN
+        return folded if more < 1 else [*folded[:SHOWN], f"... and {more} more errors: mend these first"]
 
     def to_json(self) -> list[dict[str, str]]:
         """The single errors as plain values: where, what, fix."""
         return [{"where": e.where, "what": e.what, "fix": e.fix} for e in self.errors]
+
+
+def _printable(text: str) -> str:
+    """Text in which a terminal finds nothing to obey: names and keys are the input's."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class Errors:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 ORDER: tuple[tuple[str, ...], ...] = (
     ("folding",),
     ("errors", "torch_private"),
-    ("torch_modes",),
+    ("text_file", "torch_modes"),
     ("ir",),
     ("runtime",),
     ("spec",),  # it lists what the runtime can do: the schedules

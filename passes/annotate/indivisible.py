@@ -29,9 +29,16 @@ _NAMED = 3
 
 def rank_counts(axis: str, size: int, n: int) -> str:
     """ "tp=2 or 4": the nearest numbers of ranks of an axis that divide a size which n ranks do not."""
-    low = max(k for k in range(1, max(n, 2)) if size % k == 0)
-    high = next((k for k in range(n + 1, min(size, 4 * n) + 1) if size % k == 0), None)
+    divisors = _divisors(size)
+    low = max((k for k in divisors if k < n), default=1)
+    high = next((k for k in divisors if n < k <= 4 * n), None)
     return f"{_as_written(axis)}={low}" + (f" or {high}" if high else "")
+
+
+def _divisors(size: int) -> list[int]:
+    """In order. Of the size of a tensor's dim, so its square root is not large; a number of ranks may be anything."""
+    low = [k for k in range(1, math.isqrt(size) + 1) if size % k == 0]
+    return [*low, *(size // k for k in reversed(low) if k * k != size)]
 
 
 def _multiples(size: int, step: int) -> str:

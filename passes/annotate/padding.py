@@ -53,7 +53,7 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
                 if q.name in widened and _digits(widened[q.name], s.dim, mesh)[1] == n
             }
             pieces = pieces_of(follower, group)
-            if pieces % n and len(same) == sum(q.name in widened for q in group.params):
+            if pieces and pieces % n and len(same) == sum(q.name in widened for q in group.params):
                 for name, s in same.items():
                     block = program.param(name).shape[s.dim] // s.split
                     if block % pieces == 0:
@@ -67,13 +67,13 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
 
 
 def pieces_of(follower: Follower, group: SplitGroup) -> int:
-    """The least number of pieces that an op of the group splits its dim into."""
+    """The least number of pieces that an op of the group splits its dim into; 0 if none splits it into pieces."""
     counts = []
     for node, strategy in group.ops.items():
         if strategy.kind == "split":
             digit = strategy.factor.partition("/")[2]
             counts.append(follower.choices(node).signature.sizes[strategy.base] // int(digit or 1))
-    return min(counts, default=1)
+    return min(counts, default=0)
 
 
 def _digits(layout: Layout, dim: int, mesh: Mesh) -> tuple[Shard, int]:

@@ -7,7 +7,7 @@ out-features are the factor that only the weight and the result have, in-feature
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -15,7 +15,7 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir.graph import placeholders
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import SEE_NAMES, did_you_mean, first_match, match
+from shardc.ir.patterns import match
 from shardc.ir.placement import REPLICATE, Layout
 from shardc.ir.program import Param, Program
 from shardc.passes.annotate import indivisible, kv_heads
@@ -23,6 +23,7 @@ from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts
 from shardc.passes.annotate.written import check_fits, dims_text, layout_of, quote
 from shardc.spec import DimShard, Spec
+from shardc.spec.names import HELPED, Names
 
 
 @dataclass
@@ -39,11 +40,13 @@ class Weights:
     named: set[str] = field(default_factory=set)
     _unsplittable: set[int] = field(default_factory=set)  # rules whose style word has no meaning for some weight
     _indivisible: list[tuple[Param, Layout, str]] = field(default_factory=list)  # with the places that split them
+    _idle: list[str] = field(default_factory=list)  # of alternatives that match nothing
     # (kv heads, digit) -> weights whose queries all ranks of the digit compute
     _repeated: dict[tuple[int, str], list[str]] = field(default_factory=dict)
 
     @property
     def notes(self) -> Iterator[str]:
+        yield from self._idle
         for (kv, digit), (first, *others) in self._repeated.items():
             more = f" and {len(others)} more" if others else ""
             yield (
@@ -57,15 +60,15 @@ class Weights:
         rules = self.spec.shard
         nodes = placeholders(self.program.graph)
         names = {n: p for p in self.program.params for n in (p.fqn, *p.names)}
-        modules = {n.rpartition(".")[0] for n in names}
-        _, unmatched, _ = first_match([r.pattern for r in rules], [*names, *modules])
-        for i in unmatched:
-            rule = rules[i]
-            errors.add(
-                f"pattern {rule.pattern!r} matches no parameter and no module of the model",
-                where=self.spec.where(("shard", rule.pattern)),
-                fix=did_you_mean(rule.pattern, sorted({*names, *modules}), SEE_NAMES),
-            )
+        known = Names.of_weights({name: p.shape for name, p in names.items()})
+        unmatched = [i for i, rule in enumerate(rules) if not known.has_weights(rule.pattern)]
+        for n, i in enumerate(unmatched):
+            what, fix = known.without_weights(rules[i].pattern, help_=n < HELPED)
+            where = self.spec.where(("shard", rules[i].pattern))
+            errors.add(f"pattern {rules[i].pattern!r} {what}", where=where, fix=fix)
+        for i in sorted(set(range(len(rules))) - set(unmatched)):
+            where = self.spec.where(("shard", rules[i].pattern))
+            self._idle += [f"{where} {text}" for text in known.idle_alternatives(rules[i].pattern)]
         won: set[int] = set(unmatched)
         layouts: dict[str, Layout] = {}
         for p in self.program.params:
@@ -88,6 +91,7 @@ class Weights:
                         break
             if entries:
                 self.named.add(p.name)
+            self._check_stack(p, entries, errors)
             chosen: dict[Layout, tuple[int, str]] = {}
             for i, name in entries.items():
                 layout = self._one(p, nodes[p.name], i, name, errors)
@@ -115,6 +119,18 @@ class Weights:
         indivisible.report(self.program, self.mesh, self._indivisible, errors)
         errors.raise_any()
         return layouts
+
+    def _check_stack(self, p: Param, entries: Iterable[int], errors: Errors) -> None:
+        """Add an error for an entry that names some of a stack of experts only: they are split alike."""
+        for i in entries if p.members else ():
+            pattern = self.spec.shard[i].pattern
+            some = [m for m in p.members if match(pattern, m) or match(pattern, m.rpartition(".")[0])]
+            if 0 < len(some) < len(p.members):
+                errors.add(
+                    f"{pattern!r} names {some[0]}, one of {len(p.members)} experts that are one weight, {p.fqn}",
+                    where=self.spec.where(("shard", pattern)),
+                    fix=f"name all of them: {p.fqn!r}",
+                )
 
     def _one(self, p: Param, node: fx.Node, i: int, name: str, errors: Errors) -> Layout | None:
         """The layout that rule i gives a parameter; None where the style has no meaning for it or it does not fit."""

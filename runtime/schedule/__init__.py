@@ -1,5 +1,5 @@
 """Pipeline schedules as data: which rank runs which action when. Pure Python, and a room of its own: it imports nothing
-but shardc.errors, so that specs, passes, plans and the interpreter can all read the one table below.
+but shardc.errors and text_file, so that specs, passes, plans and the interpreter can all read the one table below.
 
     s = make("1f1b", stages=4, ranks=4, microbatches=8, edges=[(0, 1), (1, 2), (2, 3), (0, 3)])
     print(s)                        # a line a rank; parse(str(s)) == s
@@ -20,11 +20,13 @@ from earlier to later stages.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from shardc import text_file
 from shardc.errors import ShardcError
 from shardc.runtime.schedule.actions import Action, Edges, Kind, Link, Schedule, links, live
 from shardc.runtime.schedule.gpipe import gpipe, gpipe_kept
@@ -170,15 +172,8 @@ def load(schedule: str, *, stages: int, ranks: int, microbatches: int, edges: Ed
 
 def _read(path: str, where: str) -> str:
     beside = Path(where.rsplit(":", 2)[0]).parent / path
-    file = beside if not Path(path).exists() and beside.exists() else Path(path)
-    try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ShardcError(
-            f"the schedule {path} cannot be read: {e}",
-            where=where,
-            fix=f"one of {', '.join(SCHEDULES)}, or a text file",
-        ) from None
+    file = beside if not os.path.exists(path) and os.path.exists(beside) else Path(path)
+    return text_file.read(file, "schedule", where=where, fix=f"one of {', '.join(SCHEDULES)}, or a text file")
 
 
 def _whole(order: list[Action], edges: tuple[Link, ...]) -> list[Action]:

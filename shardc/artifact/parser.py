@@ -51,6 +51,10 @@ def graph_of(
     return _Reader(text, mesh, types, file, piped).run()
 
 
+class MissingOpError(ShardcError):
+    """A program calls an op of the user's that nothing has registered in this process."""
+
+
 class _Reader:
     def __init__(self, text: str, mesh: Mesh, types: Mapping[str, Value], file: str, piped: bool) -> None:
         self.text, self.mesh, self.types, self.file, self.piped = text, mesh, types, file, piped
@@ -253,10 +257,10 @@ class _Reader:
             if path[2] == "aten":
                 raise self.wrong(func.lineno, f"there is no op {text} in this version of torch") from None
             fix = (
-                "import the module that registers it before shardc.load; on the command line, give model.py and the"
-                " spec, which does"
+                "import the module that registers it before shardc.load; on the command line, name the model file that"
+                " does: --model model.py"
             )
-            raise ShardcError(
+            raise MissingOpError(
                 f"nothing has registered the op {text} in this process", where=f"{self.file}:{func.lineno}", fix=fix
             ) from None
         if not isinstance(op, OpOverload):

@@ -6,6 +6,7 @@ Nothing here imports torch when it is loaded, nor does any command, so that `sha
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 import traceback
@@ -39,6 +40,10 @@ BatchOption = Annotated[int | None, typer.Option(min=1, help="batch size of an h
 SeqOption = Annotated[int | None, typer.Option(min=1, help="sequence length of an hf: model's example batch")]
 TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
 FullOption = Annotated[bool, typer.Option("--full", help="show every layer: those that are equal are folded")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="with a compiled DIR: the model file, if not the one it was compiled from"),
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
 Show = Callable[[str], None]
@@ -142,8 +147,12 @@ def program_of(
     quiet: bool = False,
     dump: Path | None = None,
     world: int | None = None,
+    model: str | None = None,
 ) -> Program:
-    """The program in a compiled folder, or one compiled now, with the running pass on stderr unless quiet."""
+    """The program in a compiled folder, or one compiled now, with the running pass on stderr unless quiet.
+
+    model: of a compiled folder, the Python file that registers its ops, if not the one that it was compiled from.
+    """
     if is_artifact(source):
         if spec is not None or mesh or settings or batch or seq:
             raise ShardcError(
@@ -151,9 +160,7 @@ def program_of(
                 where=source,
                 fix="leave out the spec, --mesh, --set, --batch and --seq, or compile the model again",
             )
-        from shardc.artifact import load
-
-        return load(source, trust=trust)
+        return _loaded(source, trust=trust, model=model)
     if spec is None and not Path(source.partition(":")[0]).exists() and not source.startswith("hf:"):
         raise ShardcError(
             "there is no such file or compiled DIR",
@@ -182,12 +189,32 @@ def program_of(
     return program
 
 
+def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
+    """The program in a compiled folder. Reading it runs nothing; where it calls an op of the user's own, the Python
+    file that registers the op is imported, which is said.
+    """
+    from shardc.artifact import load, parser
+    from shardc.cli import model_file
+
+    try:
+        return load(folder, trust=trust)
+    except parser.MissingOpError as e:
+        recorded = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))["meta"].get("model_ref")
+        file = model_file.path_of(model or recorded or "")
+        if not file or not Path(file).is_file():
+            lost = f"; the file that the program was compiled from, {file}, is not there" if file else ""
+            raise ShardcError(f"{e.what}{lost}", where=e.where, fix=e.fix) from None
+        console.print(f"importing {file}: {folder} calls an op that it registers", markup=False)
+        model_file.imported(file)
+        return load(folder, trust=trust)
+
+
 def _mesh_sizes(options: list[str]) -> dict[str, int]:
     """--mesh dp=4,tp=1 as {"dp": 4, "tp": 1}."""
     sizes: dict[str, int] = {}
     for pair in (p for text in options for p in text.split(",") if p):
         axis, _, size = pair.partition("=")
-        if not axis or not size.lstrip("-").isdigit():
+        if not axis or not re.fullmatch(r"-?[0-9]{1,18}", size):
             raise ShardcError(f"{pair!r} does not name an axis and its size", where="--mesh", fix="e.g. dp=4,tp=1")
         sizes[axis] = int(size)
     return sizes

@@ -58,6 +58,7 @@ def command(
     batch: common.BatchOption = None,
     seq: common.SeqOption = None,
     trust: common.TrustOption = False,
+    model_: common.ModelOption = None,
     full: common.FullOption = False,
     as_json: common.JsonOption = False,
     debug: common.DebugOption = False,
@@ -80,7 +81,16 @@ def command(
         one_device = before and spec is None and not common.is_artifact(model)
         dump = Path(folder) if diff else None
         program = common.program_of(
-            model, ONE_DEVICE if one_device else spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, dump=dump
+            model,
+            ONE_DEVICE if one_device else spec,
+            mesh,
+            set_,
+            batch,
+            seq,
+            trust=trust,
+            quiet=as_json,
+            dump=dump,
+            model=model_,
         )
         if stage is not None and not 0 <= stage < len(program.stages):
             last = len(program.stages) - 1

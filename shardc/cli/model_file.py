@@ -74,8 +74,8 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
     if batch is not None or seq is not None:
         what = "--batch and --seq belong to hf: models; a model file's batch() says its own"
         raise ShardcError(what, where=ref, fix="leave them out, or edit batch()")
-    name, _, builder = ref.partition(":") if not ref.endswith(".py") else (ref, "", "")
-    path = _existing(name, ref)
+    path = _existing(path_of(ref), ref)
+    builder = "" if ref.endswith(".py") else ref.partition(":")[2]
     module = _import(path)
     build = _function(module, path, builder or "model", needed="returns the nn.Module")
     make_batch = _function(module, path, "batch", needed="returns one global batch")
@@ -107,6 +107,11 @@ def imported(ref: str) -> ModuleType:
     ShardcError as `load` does.
     """
     return _import(_existing(ref, ref, "file", "a Python file that registers rules"))
+
+
+def path_of(ref: str) -> str:
+    """The Python file of a model reference; "" for a config of transformers."""
+    return "" if ref.startswith("hf:") else ref if ref.endswith(".py") else ref.partition(":")[0]
 
 
 def _existing(

@@ -17,6 +17,7 @@ from shardc.cli.common import (
     DebugOption,
     JsonOption,
     MeshOption,
+    ModelOption,
     SeqOption,
     SetOption,
     Show,
@@ -77,6 +78,7 @@ def command(
     batch: BatchOption = None,
     seq: SeqOption = None,
     trust: TrustOption = False,
+    model_: ModelOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -89,8 +91,8 @@ def command(
         launch.join_slurm()
         joined = launch.in_world()
         world = int(os.environ["WORLD_SIZE"]) if joined else nproc
-        program = program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world)
-        _check(program, model, resume, world)
+        program = program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world, model=model_)
+        _check(program, model_ or program.meta.get("model_ref"), model, resume, world)
         _check_folders(save, log, resume, overwrite=overwrite)
         if is_artifact(model):
             artifact = Path(model)
@@ -100,7 +102,7 @@ def command(
         example = program.meta.get("example", {})
         job = worker.Job(
             program=str(artifact),
-            model=program.meta["model_ref"],
+            model=model_ or program.meta["model_ref"],
             batch=example.get("batch"),
             seq=example.get("seq"),
             steps=steps,
@@ -133,7 +135,7 @@ def command(
     raise typer.Exit(status)
 
 
-def _check(program: Program, model: str, resume: Path | None, world: int | None) -> None:
+def _check(program: Program, file: str | None, model: str, resume: Path | None, world: int | None) -> None:
     from shardc.cli import worker
     from shardc.runtime.state import generations
 
@@ -145,11 +147,11 @@ def _check(program: Program, model: str, resume: Path | None, world: int | None)
     if world is not None and world != program.mesh.world:
         what = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
         raise ShardcError(what, where="--nproc", fix="change --mesh, or leave --nproc out")
-    if not program.meta.get("model_ref"):
+    if not file:
         raise ShardcError(
             "this artifact does not say which model file it was compiled from",
             where=model,
-            fix="compile it with `shardc compile -o DIR`",
+            fix="name it with --model, or compile it with `shardc compile -o DIR`",
         )
 
 

@@ -19,12 +19,13 @@ def command(
     seq: common.SeqOption = None,
     seed: Annotated[int, typer.Option(help="of the random weights and inputs")] = 0,
     trust: common.TrustOption = False,
+    model_: common.ModelOption = None,
     as_json: common.JsonOption = False,
     debug: common.DebugOption = False,
 ) -> None:
     """Run one step on all ranks in this process, in float64, and compare loss and every gradient with one device."""
     with common.reporting(debug, as_json) as show:
-        program = common.program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json)
+        program = common.program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, model=model_)
         with common.console.status(f"running {program.mesh.world} ranks in float64"):
             report = program.verify(seed=seed)
         if as_json:

@@ -20,6 +20,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shardc import text_file
 from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import nearest
 
@@ -180,13 +181,13 @@ def _text(name: str | Path) -> tuple[str, str]:
                 where="device",
                 fix=f"give the path of a YAML file, or name one of {', '.join(names())}",
             )
-        return path.read_text(), str(path)
+        return text_file.read(path, "device"), str(path)
     if name in MEASURED:
         path = measured_file(str(name))
         if not path.is_file():
             what = f"this machine's {name} has not been measured: there is no file {path}"
             raise ShardcError(what, where="device", fix=f"measure it once: shardc device {name} --measure")
-        return path.read_text(), str(path)
+        return text_file.read(path, "device"), str(path)
     if str(name) not in names():
         raise ShardcError(
             f"there is no device {str(name)!r}",

@@ -9,25 +9,36 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardc.errors import Errors
+from shardc.errors import Errors, ShardcError
 
+_TRIED = 8  # alternatives of a pattern for which a like name is looked for
 _GROUP = re.compile(r"\{([^{}]*)\}")
+
+
+#: A pattern has so many alternatives at most: `{a,b}{c,d}` has 4.
+ALTERNATIVES = 1000
 
 
 @functools.lru_cache(maxsize=4096)  # compiling is dearer than matching, and every pattern meets every name
 def _compiled(pattern: str) -> re.Pattern[str]:
-    def literal(text: str) -> str:
-        return ".*".join(map(re.escape, re.sub(r"\*+", "*", text).split("*")))
+    """A regular expression that never tries a `*` twice: of each alternative, the text after a `*` is found as early as
+    possible, and a lookahead keeps what it found. So the time is that of one look at the name for each alternative.
+    """
+    group = itertools.count()
 
-    parts = _GROUP.split(pattern)  # literal, alternatives, literal, ...
-    text = [
-        literal(p) if i % 2 == 0 else "(?:" + "|".join(map(literal, p.split(","))) + ")" for i, p in enumerate(parts)
-    ]
-    return re.compile("".join(text), re.DOTALL)
+    def literal(text: str) -> str:
+        first, *rest = map(re.escape, re.sub(r"\*+", "*", text).split("*"))
+        if not rest:
+            return first
+        found = "".join(f"(?=(?P<g{(n := next(group))}>.*?{part}))(?P=g{n})" for part in rest[:-1])
+        return f"{first}{found}.*{rest[-1]}"
+
+    return re.compile("|".join(f"(?:{literal(p)})" for p in expand(pattern)), re.DOTALL)
 
 
 def match(pattern: str, name: str) -> bool:
@@ -42,11 +53,24 @@ def faults(pattern: str) -> str:
     rest = _GROUP.sub("", pattern)
     if "{" in rest or "}" in rest:
         return "has braces that do not pair up (they do not nest)"
+    if len(pattern) > 10 * ALTERNATIVES:
+        return f"has more than {10 * ALTERNATIVES:,} characters"
+    if (n := _alternatives(pattern)) > ALTERNATIVES:
+        return f"has {n:,} alternatives, more than {ALTERNATIVES:,}"
     return ""
 
 
+def _alternatives(pattern: str) -> int:
+    return math.prod(choices.count(",") + 1 for choices in _GROUP.findall(pattern))
+
+
 def expand(pattern: str) -> list[str]:
-    """The pattern once per choice of alternatives: `{q,k}_proj` is `q_proj` and `k_proj`."""
+    """The pattern once per choice of alternatives: `{q,k}_proj` is `q_proj` and `k_proj`.
+
+    Raises ShardcError for a pattern with very many alternatives.
+    """
+    if _alternatives(pattern) > ALTERNATIVES:
+        raise ShardcError(f"the pattern {faults(pattern)}", where=pattern[:40], fix="use `*`, or several patterns")
     parts = _GROUP.split(pattern)
     return ["".join(p) for p in itertools.product(*(p.split(",") if i % 2 else [p] for i, p in enumerate(parts)))]
 
@@ -69,7 +93,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
     tried = []
-    for one in expand(pattern):
+    for one in expand(pattern)[:_TRIED]:
         head, star, tail = one.rpartition("*")
         dots = tail.count(".")
         ends = dict.fromkeys(end for n in names if (end := _end(n, dots, tail.startswith("."))))
@@ -87,23 +111,6 @@ def _end(name: str, dots: int, leading: bool) -> str:
     if len(parts) < keep + leading or not keep:
         return ""
     return ("." if leading else "") + ".".join(parts[-keep:])
-
-
-def first_match(patterns: Sequence[str], names: Iterable[str]) -> tuple[dict[str, int], list[int], list[int]]:
-    """Which pattern wins each name (the first that matches).
-
-    Returns ({name: index of its pattern}, indices of patterns that match no name, indices of those that match but never
-    win)."""
-    won: dict[str, int] = {}
-    hit: set[int] = set()
-    for name in names:
-        for i, pattern in enumerate(patterns):
-            if match(pattern, name):
-                hit.add(i)
-                won.setdefault(name, i)
-    wins = set(won.values())
-    unmatched = [i for i in range(len(patterns)) if i not in hit]
-    return won, unmatched, sorted(hit - wins)
 
 
 def of_every_layer(name: str) -> str:

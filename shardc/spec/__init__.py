@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from shardc import text_file
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import nearest
@@ -35,6 +36,7 @@ from shardc.spec.form import (
     Style,
     Use,
 )
+from shardc.spec.names import Names
 from shardc.spec.yaml_reader import Document, Places, say
 
 __all__ = [
@@ -116,12 +118,14 @@ class Spec:
         overrides: Iterable[str] = (),
         world: int | None = None,
         refuse: bool = True,
+        names: Names | None = None,
     ) -> Spec:
         """Read a spec from a path, a dict or another Spec.
 
         mesh: sizes instead of the spec's (`--mesh`). overrides: settings such as "data.zero=3" (`--set`), checked like
         the rest. world: number of ranks, where known: it fills in a size of -1, and has to be what the mesh needs.
-        refuse: False accepts sections that no pass implements yet. Raises ShardcError with every mistake.
+        refuse: False accepts sections that no pass implements yet. names: of the model; if the spec has mistakes,
+        patterns that match none of them are told too. Raises ShardcError with every mistake.
         """
         if isinstance(source, Spec):
             document = Document(source.to_dict(), Places(dict(source.places.keys), dict(source.places.values)))
@@ -129,9 +133,15 @@ class Spec:
             document = Document(yaml_reader.of_mapping(source), Places())
         else:
             return cls.parse(
-                _text(source), os.fspath(source), mesh=mesh, overrides=overrides, world=world, refuse=refuse
+                _text(source),
+                os.fspath(source),
+                mesh=mesh,
+                overrides=overrides,
+                world=world,
+                refuse=refuse,
+                names=names,
             )
-        return cls._of(document, Errors(), mesh, overrides, world, refuse)
+        return cls._of(document, Errors(), mesh, overrides, world, refuse, names)
 
     @classmethod
     def parse(
@@ -143,6 +153,7 @@ class Spec:
         overrides: Iterable[str] = (),
         world: int | None = None,
         refuse: bool = True,
+        names: Names | None = None,
     ) -> Spec:
         """Read a spec from YAML text; `file` is its name in errors. The rest as in `load`."""
         errors = Errors()
@@ -152,7 +163,7 @@ class Spec:
             errors.found.extend(fatal.errors)
             errors.raise_any()
             raise
-        return cls._of(document, errors, mesh, overrides, world, refuse)
+        return cls._of(document, errors, mesh, overrides, world, refuse, names)
 
     @classmethod
     def _of(
@@ -163,6 +174,7 @@ class Spec:
         overrides: Iterable[str],
         world: int | None,
         refuse: bool,
+        names: Names | None,
     ) -> Spec:
         places = document.places
         if document.value is None:
@@ -179,16 +191,18 @@ class Spec:
         for section in [s for s, v in document.value.items() if v is None and s != "shardc"]:
             del document.value[section]  # an empty section is a section left out
         form, cut = check_form(document, errors)
-        names = tuple(form.mesh)
+        axes = tuple(form.mesh)
         resolved = None
         if not any(path[:1] == ("mesh",) for path in cut):
             resolved = resolve_mesh(form.mesh, world, places, errors)
         elif ("mesh",) in cut:
-            names = ()
+            axes = ()
         if ("mesh",) not in cut:
-            Check(form, document.value, names, resolved, places, errors).run()
+            Check(form, document.value, axes, resolved, places, errors).run()
         if refuse:
             refuse_unbuilt(form, places, errors)
+        if errors.found and names is not None:
+            names.check(form, places, errors)
         errors.found.sort(key=lambda e: _line(e.where))
         errors.raise_any()
         assert resolved is not None
@@ -361,17 +375,8 @@ def _text(source: object) -> str:
     if file.suffix == ".py":
         fix = "give the path of a YAML file; on the command line the model comes first: shardc ... model.py spec.yaml"
         raise ShardcError("a spec is YAML, not Python", where=str(source), fix=fix)
-    try:
-        return file.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        near = nearest(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if file.parent.is_dir() else ""
-        fix = f"did you mean {str(file.with_name(near))!r}?" if near else "give the path of a YAML file"
-        raise ShardcError("there is no such spec file", where=str(source), fix=fix) from None
-    except OSError as e:
-        raise ShardcError(
-            f"the spec cannot be read: {e.strerror}", where=str(source), fix="give the path of a YAML file"
-        ) from None
-    except UnicodeDecodeError as e:
-        before = bytes(e.object[: e.start])
-        where = f"{source}:{before.count(10) + 1}:{e.start - before.rfind(10)}"
-        raise ShardcError("the spec is not UTF-8 text", where=where, fix="save it as UTF-8") from None
+    if os.path.exists(file):  # Path.exists raises for a null byte
+        return text_file.read(file, "spec", fix="give the path of a YAML file")
+    near = nearest(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if os.path.isdir(file.parent) else ""
+    fix = f"did you mean {str(file.with_name(near))!r}?" if near else "give the path of a YAML file"
+    raise ShardcError("there is no such spec file", where=str(source), fix=fix)

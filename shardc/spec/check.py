@@ -13,6 +13,9 @@ from shardc.ir.patterns import nearest
 from shardc.spec.form import EXPERTS_AXIS, Batch, Data, DimShard, Form
 from shardc.spec.yaml_reader import Path, Places, dotted, reach
 
+#: Of a mesh. The largest clusters have a tenth of it.
+MAX_RANKS = 1 << 20
+
 
 def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, errors: Errors) -> Mesh | None:
     """The mesh with all sizes known; None, with errors, if it is not valid. world: number of ranks, if known."""
@@ -32,6 +35,10 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
     if wrong or len(open_) > 1:
         return None
     known = math.prod(n for n in sizes.values() if n > 0)
+    if known > MAX_RANKS:
+        where = places.where(("mesh", max(sizes, key=lambda a: sizes[a])), value=True)
+        errors.add(f"a mesh of {known:,} ranks is larger than any", where=where, fix=f"at most {MAX_RANKS:,}")
+        return None
     if open_:
         where, axis = places.where(("mesh", open_[0]), value=True), open_[0]
         if world is None:
@@ -114,6 +121,11 @@ class Check:
         for pattern, rule in f.shard.rules.items():
             if rule.axis is not None:
                 yield rule.axis, ("shard", pattern, "axis"), "weights"
+        if f.shard.use and f.shard.use.axis is None and "tp" in self.names:
+            yield "tp", ("shard", "use"), "weights"
+        for pattern, rule in f.shard.rules.items():
+            if rule.axis is None and rule.style not in (None, "replicate") and "tp" in self.names:
+                yield "tp", ("shard", pattern), "weights"
         for path, dims in self.dims():
             for dim, shards in dims.items():
                 for i, s in enumerate(shards):
@@ -191,7 +203,7 @@ class Check:
         odd = [n for n in s.sections if n % size]
         if odd:
             common = math.gcd(*s.sections)
-            fits = [str(n) for n in range(1, common + 1) if common % n == 0 and n <= 2 * size]
+            fits = [str(n) for n in range(1, min(common, 2 * size) + 1) if common % n == 0]
             fix = f"{s.axis}={' or '.join(fits[-2:])}, or change the sections"
             self.add((*place, "sections"), f"the section of {odd[0]} does not divide by {s.axis}={size}", fix)
 

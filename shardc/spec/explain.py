@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from shardc.errors import Errors
 from shardc.ir.patterns import nearest
-from shardc.spec.form import Form
+from shardc.spec.form import Form, is_axis
 from shardc.spec.others import ours
 from shardc.spec.yaml_reader import Document, Path, dotted, flow, reach, say, scalar, without
 
@@ -42,12 +42,15 @@ def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path
             return Form.model_validate(value), frozenset(cut)
         except ValidationError as e:
             invalid = [(details, reach(value, details["loc"])) for details in e.errors()]
+        before = len(cut)
         for details, path in invalid:
             if first and not any(path[: len(b)] == b for b in document.broken):
                 what, fix = explain(details, path)
                 by_value = details["type"] not in _BY_KEY and "[key]" not in details["loc"]
                 errors.add(what, where=document.places.where(path, value=by_value), fix=fix)
             cut.add(_cut(value, path))
+        if len(cut) == before:  # nothing is left to take out
+            errors.raise_any()
         first = False  # errors after a removal are due to the removal, not the user
 
 
@@ -60,7 +63,7 @@ def _cut(value: Any, path: Path) -> Path:
         path = path[:-1]  # taking out an item would renumber the others
     if path in ((), ("shardc",)):
         value["shardc"] = 1
-    elif len(path) == 2 and path[0] == "mesh" and isinstance(path[1], str) and path[1].isidentifier():
+    elif len(path) == 2 and path[0] == "mesh" and isinstance(path[1], str) and is_axis(path[1]):
         value["mesh"][path[1]] = 1  # the name stays known
     else:
         without(value, path)

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import LiteralString
 
+from shardc.ir.mesh import MICROBATCH
 from shardc.ir.patterns import faults
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.yaml_reader import say
@@ -74,17 +75,29 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def is_axis(name: str) -> bool:
+    """Whether an axis of a mesh may be called so. MICROBATCH is an axis of the compiler's own."""
+    return re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII) is not None and name != MICROBATCH
+
+
 def _name(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII):
+    if value != MICROBATCH and not is_axis(value):
         raise _wrong(
-            "{value} is not a valid axis name", "letters, digits and _, e.g. dp, tp, dp_outer", value=f"'{value}'"
+            "{value} is not a valid axis name", "letters, digits and _, e.g. dp, tp, dp_outer", value=say(value)
         )
     return value
 
 
+def _of_mesh(value: str) -> str:
+    if value == MICROBATCH:
+        fix = "choose another name, e.g. dp; microbatches are `batch: {microbatches: N}`"
+        raise _wrong("{value} is an axis of the compiler's own", fix, value=say(value))
+    return _name(value)
+
+
 def _pattern(value: str) -> str:
     if wrong := faults(value):
-        raise _wrong("the pattern {value} {wrong}", 'e.g. "*.{q,k,v}_proj"', value=f"'{value}'", wrong=wrong)
+        raise _wrong("the pattern {value} {wrong}", 'e.g. "*.{q,k,v}_proj"', value=say(value), wrong=wrong)
     return value
 
 
@@ -464,7 +477,7 @@ class Form(Section):
     """A whole spec as it is written."""
 
     shardc: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="the version of this format")
-    mesh: dict[Axis, Annotated[int, _SIZE]] = Field(
+    mesh: dict[Annotated[str, AfterValidator(_of_mesh)], Annotated[int, _SIZE]] = Field(
         default={},
         description="axis: size, outermost first; one size may be -1: computed from the world size",
         examples=[{"dp": 2}],

@@ -16,6 +16,10 @@ import yaml
 from shardc.errors import Errors, ShardcError
 
 Path = tuple[str | int, ...]  # ("shard", "*.o_proj", 0, "axis"): keys and list indices from the root
+#: A spec has so many characters at most, and
+LENGTH = 500_000
+#: so many values and keys.
+VALUES = 4_000
 DEPTH = 32  # deeper than any spec; keeps hostile nesting from exhausting the stack
 
 _PLAIN = re.compile(r"[A-Za-z_][\w-]*")
@@ -94,12 +98,30 @@ def read_value(text: str, where: str, errors: Errors) -> Any:
 
 
 def of_mapping(value: Any) -> Any:
-    """A copy of a Python spec in which mappings are dicts and sequences are lists, as if it had been read."""
-    if isinstance(value, Mapping):
-        return {k: of_mapping(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [of_mapping(v) for v in value]
-    return value
+    """A copy of a Python spec in which mappings are dicts and sequences are lists, as if it had been read.
+
+    Raises ShardcError for what no file could hold: nesting without end, very many values or very long numbers.
+    """
+    room = [VALUES]
+
+    def copied(value: Any, path: Path) -> Any:
+        room[0] -= 1
+        if len(path) > DEPTH or room[0] < 0:
+            what = f"nested more than {DEPTH} deep" if room[0] >= 0 else f"a spec of more than {VALUES:,} values"
+            raise ShardcError(what, where="spec", fix="no spec is so large; perhaps it contains itself")
+        if isinstance(value, Mapping):
+            for key in value:
+                if isinstance(key, bool) or not isinstance(key, (str, int)):
+                    what = f"a key is text or a whole number, not a {type(key).__name__}"
+                    raise ShardcError(what, where="spec", fix="quote it if it is text")
+            return {copied(k, path): copied(v, (*path, "")) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [copied(v, (*path, "")) for v in value]
+        if isinstance(value, int) and abs(value) >= 10**18:
+            raise ShardcError("a number of more than 18 digits", where="spec", fix="no size is so large")
+        return value
+
+    return copied(value, ())
 
 
 class _Reader:
@@ -110,6 +132,9 @@ class _Reader:
         self.events: Iterator[yaml.Event] = iter(())
 
     def document(self) -> Document:
+        if len(self.text) > LENGTH:
+            fix = 'patterns name many weights at once: "layers.*.{q,k,v}_proj"'
+            raise ShardcError(f"a spec of more than {LENGTH:,} characters", where=self.place(0, 0), fix=fix)
         try:
             self.events = yaml.parse(self.text, Loader=yaml.SafeLoader)
             value: Any = None
@@ -165,6 +190,9 @@ class _Reader:
         """The value that begins with `event`. Keeps its place under `path`."""
         self.places.values[path] = self._at(event)
         self.places.keys.setdefault(path, self.places.values[path])
+        if len(self.places.values) > VALUES:
+            fix = 'patterns name many weights at once: "layers.*.{q,k,v}_proj"'
+            raise ShardcError(f"a spec of more than {VALUES:,} values", where=self._at(event), fix=fix)
         if depth > DEPTH:
             raise ShardcError(
                 f"nested more than {DEPTH} deep", where=self._at(event), fix="no section of a spec nests so deep"

@@ -231,6 +231,16 @@ def test_names_are_the_models_own() -> None:
         assert all(torch.equal(state[n], want[n]) for n in want)
 
 
+def test_a_pattern_of_one_expert_of_a_stack_is_refused() -> None:
+    """Experts that are one weight are split alike."""
+    spec = {"shardc": 1, **EP, "mesh": {"ep": 2, "tp": 2}}
+    for name in ("moe.experts.2.w1", "moe.experts.2.w1.weight", "moe.experts.{0,1}.w1"):
+        with pytest.raises(shardc.ShardcError, match="experts that are one weight") as e:
+            one("Mixtral").compile({**spec, "shard": {name: "column"}})
+        assert "name all of them: 'moe.experts.*.w1.weight'" in e.value.fix
+    one("Mixtral").compile({**spec, "shard": {"moe.experts.*.w2": "row"}})
+
+
 def test_training_checkpoints_and_files(tmp_path: Path) -> None:
     """AdamW on ep=2, saved after two steps; dp=2, which keeps experts by themselves, goes on alike, and one device."""
     with zoo.Wide():

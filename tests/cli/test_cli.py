@@ -484,3 +484,38 @@ def test_an_error_of_all_ranks_is_told_once(files: Path) -> None:
     assert "unknown style 'colwise'" in first
     assert "(the same on all 2 ranks)" in first
     assert not second.strip()
+
+
+OWN_OP = """
+import torch
+import shardc
+@torch.library.custom_op("ofthecli::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, g: 2 * g)
+shardc.rule(torch.ops.ofthecli.twice.default, "... -> ...", linear="0")
+"""
+
+
+def test_a_compiled_folder_with_an_op_of_the_users_own(files: Path) -> None:
+    """Nothing is imported unasked: only where the op is missing, and then it is said whose Python."""
+    (files / "model.py").write_text(OWN_OP + MODEL.replace("torch.relu(", "torch.ops.ofthecli.twice("))
+    assert call("compile", "model.py", "spec.yaml", "-o", "out").exit_code == 0
+
+    def elsewhere(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "shardc.cli", *args], capture_output=True, text=True)
+
+    done = elsewhere("verify", "out")
+    assert done.returncode == 0, done.stderr
+    assert f"importing {files / 'model.py'}: out calls an op that it registers" in flat(done.stderr)
+    assert "equal to one device" in done.stdout
+    (files / "model.py").rename(files / "moved.py")
+    done = elsewhere("inspect", "out", "--comm")
+    assert done.returncode == 2
+    assert "nothing has registered the op torch.ops.ofthecli.twice" in done.stderr
+    assert "model.py, is not there" in done.stderr
+    assert "--model model.py" in done.stderr
+    done = elsewhere("inspect", "out", "--comm", "--model", "moved.py")
+    assert done.returncode == 0, done.stderr
+    assert "gradients, in buckets" in done.stdout

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardc.errors import Errors
-from shardc.ir.patterns import Selector, expand, faults, first_match, match, nearest, select_modules
+from shardc.errors import Errors, ShardcError
+from shardc.ir.patterns import Selector, expand, faults, match, nearest, select_modules
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")] + [
     "lm_head"
@@ -107,20 +107,18 @@ def test_nearest(name: str, best: str) -> None:
         assert any(match(best, n) for n in NAMES)
 
 
-def test_first_match() -> None:
-    patterns = ["*.q_proj", "*.{q,o}_proj", "*.k_proj", "model.*.q_proj", "*"]
-    won, unmatched, shadowed = first_match(patterns, NAMES)
-    assert won["model.layers.1.self_attn.q_proj"] == 0
-    assert won["model.layers.1.self_attn.o_proj"] == 1
-    assert won["lm_head"] == 4
-    assert set(won) == set(NAMES)
-    assert unmatched == [2]
-    assert shadowed == [3]
-
-
-def test_first_match_of_nothing() -> None:
-    assert first_match([], NAMES) == ({}, [], [])
-    assert first_match(["a"], []) == ({}, [0], [])
+def test_no_pattern_takes_long() -> None:
+    """What a backtracking expression would try for ever, and what would be expanded for ever."""
+    name = "a" * 300
+    assert not match("*a" * 60 + "*b", name)
+    assert match("*a" * 60 + "*", name)
+    assert not match("{*,*}" * 8 + "b", name)
+    assert match("*.{a*c,b*}.*d", "x.abbc.y.d")
+    assert not match("*.{a*c,b*}.*d", "x.abb.y.d")
+    assert "1,048,576 alternatives, more than 1,000" in faults("{a,b}" * 20)
+    assert "more than 10,000 characters" in faults("a" * 10_001)
+    with pytest.raises(ShardcError, match="alternatives"):
+        match("{a,b}" * 20, name)
 
 
 MODULES = ["h", "h.0", "h.0.mlp", "h.1", "h.1.mlp", "head"]

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import shardc
 from shardc.errors import ShardcError
 from shardc.spec import Spec
 from shardc.spec.check import UNBUILT
@@ -342,7 +345,7 @@ def test_wrong_file(tmp_path: Path) -> None:
     with pytest.raises(ShardcError, match="there is no such spec file") as e:
         Spec.load(tmp_path / "spce.yaml")
     assert e.value.fix == f"did you mean {str(file)!r}?"
-    with pytest.raises(ShardcError, match="cannot be read"):
+    with pytest.raises(ShardcError, match="is not a regular file"):
         Spec.load(tmp_path)
     with pytest.raises(ShardcError, match="a spec is a path, a dict or a Spec, not a int"):
         Spec.load(3)  # type: ignore[arg-type]
@@ -382,3 +385,67 @@ def test_the_table_of_others_words_names_ours() -> None:
             assert all(ours(word.strip().replace(" ", "_"), key=key) for word in words.split(","))
     assert not any(ours(name, key=True) for name in Form.model_fields if name not in ("precision",))
     assert not any(ours(word, key=False) for word in (*STYLES, *DTYPES) if word not in ("float32", "float16"))
+
+
+class Wrapped(nn.Module):
+    """A layer that an adapter is around, as peft makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A = nn.Linear(8, 8), nn.Linear(8, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_A(x).sum()
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"q_proj": Wrapped(), "k_proj": nn.Linear(8, 8), "o_proj": nn.Linear(8, 8)}) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer["o_proj"](layer["q_proj"](x) * layer["k_proj"](x))  # type: ignore[index]
+        return x.sum()
+
+
+def test_an_alternative_that_matches_nothing_is_noted() -> None:
+    """Of a wrapper the layer in it is named: it is a module, but has no weight of its own."""
+    batch, head = {"x": torch.ones(4, 8)}, {"shardc": 1, "mesh": {"tp": 2}}
+    both = shardc.compile(Adapted(), batch, {**head, "shard": {"*.{q,k,w}_proj": "column"}})
+    first, second = [n for n in both.notes if "alternative" in n]
+    assert "of '*.{q,k,w}_proj' the alternative '*.q_proj' matches layers.0.q_proj, which has no weight of" in first
+    assert first.endswith("name the layer in it: '*.q_proj.base_layer'")
+    assert "the alternative '*.w_proj' matches no parameter and no module of the model" in second
+    with pytest.raises(ShardcError) as e:
+        shardc.compile(Adapted(), batch, {**head, "shard": {"*.q_proj": "column"}})
+    assert e.value.what == "pattern '*.q_proj' matches layers.0.q_proj, which has no weight of its own"
+    assert e.value.fix == "name the layer in it: '*.q_proj.base_layer'"
+
+
+def test_patterns_that_match_nothing_are_told_with_the_mistakes_of_a_spec() -> None:
+    spec = {
+        "shardc": 1,
+        "mesh": {"tp": 2},
+        "foo": 1,
+        "data": {"zero": 5},
+        "shard": {"*.k_prj": "column", "*.o_proj": "row"},
+        "activations": {"layer.*:in": {1: "tp"}},
+        "checkpoint": [{"match": "blocks.*"}],
+        "experts": [{"match": "*.experts", "axis": "tp"}],
+    }
+    with pytest.raises(ShardcError) as e:
+        shardc.compile(Adapted(), {"x": torch.ones(4, 8)}, spec)
+    told = [x.what for x in e.value.errors]
+    assert {w for w in told if not w.startswith("pattern")} == {
+        "unknown section 'foo'",
+        "`data.zero` must be at most 3, not 5",
+    }
+    assert [w for w in told if w.startswith("pattern")] == [
+        "pattern '*.k_prj' matches no parameter and no module of the model",
+        "pattern 'layer.*' matches no module of the model",
+        "pattern '*.experts' matches no module of the model",
+        "pattern 'blocks.*' matches no module of the model",
+    ]

@@ -260,3 +260,37 @@ def test_padding_is_not_counted() -> None:
     torch.manual_seed(0)
     one = equality.reference(lambda: (Counted().double(), (torch.randn(7, 3, dtype=torch.float64),)))
     equality.assert_equal(one.on({"shardc": 1, "mesh": {"dp": 2}, "uneven": "pad"}), one.loss, one.grads)
+
+
+EVEN = {name: zoo.ALL[name] for name in ("gpt", "llama", "gpt2", "bert", "mlp", "moe")}
+EVEN |= {name: plain.ALL[name] for name in ("unet", "lstm", "dit", "detector")}
+
+
+@pytest.mark.parametrize("name", EVEN)
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"tp": 2}], ids=["dp2tp2", "tp2"])
+def test_where_everything_divides_the_program_is_the_same(name: str, mesh: dict[str, int]) -> None:
+    """The very text: padding is for what does not divide, and changes nothing else."""
+    model, batch = EVEN[name]()
+    captured = shardc.capture.capture(model, batch, prove=False)
+    each = {"shardc": 1, "mesh": mesh, "shard": {"use": "structure"}}
+    plainly = shardc.compile(model, batch, each, captured=captured)
+    padded = shardc.compile(model, batch, {**each, "uneven": "pad"}, captured=captured)
+    assert str(padded) == str(plainly)
+
+
+def test_a_table_that_divides_is_not_padded() -> None:
+    """1000 rows that nothing else shares: no op of the split says into how many pieces its dim falls."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok, self.head = nn.Embedding(1000, 8), nn.Linear(8, 1000)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(self.tok(ids)).flatten(0, 1), ids.flatten())
+
+    spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"tok": "vocab", "head": "column"}, "uneven": "pad"}
+    program = shardc.compile(Table(), {"ids": torch.arange(32).view(4, 8)}, spec)
+    assert str(program.param("tok_weight").value) == "f32[1000@tp, 8] ~dp"
+    odd = shardc.compile(Table(), {"ids": torch.arange(32).view(4, 8)}, {**spec, "mesh": {"dp": 2, "tp": 3}})
+    assert "1000+2@tp" in str(odd.param("tok_weight").value)

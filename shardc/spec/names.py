@@ -1,0 +1,99 @@
+"""Patterns of a spec against the names of a model: those that match nothing, and why.
+
+Passes look at the graph, one section after the other; what no name of the model has is known before that. So a spec
+with mistakes of its own is told of such patterns too, all at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from shardc.errors import Errors
+from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, of_every_layer
+from shardc.spec.form import Form
+from shardc.spec.yaml_reader import Path, Places
+
+#: So many patterns get a like name looked for: that takes time, and more are not read.
+HELPED = 20
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a model. weights: of its parameters, with their shapes; modules: of its modules."""
+
+    weights: Mapping[str, tuple[int, ...]]
+    modules: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Names:
+        weights = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+        return cls(weights, tuple(name for name, _ in model.named_modules(remove_duplicate=False) if name))
+
+    @classmethod
+    def of_weights(cls, weights: Mapping[str, tuple[int, ...]]) -> Names:
+        """Of parameters alone: the modules are those that they are in."""
+        modules = dict.fromkeys(m for name in weights for m in enclosing(name)[:-1])
+        return cls(weights, tuple(modules))
+
+    @cached_property
+    def owners(self) -> frozenset[str]:
+        """The modules that have weights of their own."""
+        return frozenset(name.rpartition(".")[0] for name in self.weights)
+
+    def has_weights(self, pattern: str) -> bool:
+        """Whether a pattern matches a parameter, or a module with parameters of its own."""
+        return any(match(pattern, name) for name in (*self.weights, *self.owners))
+
+    def without_weights(self, pattern: str, *, help_: bool = True) -> tuple[str, str]:
+        """Why a pattern matches no weight, and the fix. help_: look for a like name."""
+        wrapper = next((m for m in self.modules if match(pattern, m)), "")
+        layer = self._layer(wrapper) if wrapper else ""
+        if layer:
+            inner = of_every_layer(layer)
+            return (
+                f"matches {wrapper}, which has no weight of its own",
+                f"name the layer in it: {f'{pattern}.{inner}'!r}",
+            )
+        names = sorted({*self.weights, *self.owners})
+        fix = did_you_mean(pattern, names, SEE_NAMES) if help_ else SEE_NAMES
+        return "matches no parameter and no module of the model", fix
+
+    def _layer(self, module: str) -> str:
+        """The module inside of another, with the largest weight: the layer that an adapter (LoRA) is around."""
+        inside = {n: s for n, s in self.weights.items() if n.startswith(f"{module}.")}
+        largest = max(inside, key=lambda n: (len(inside[n]) > 1, math.prod(inside[n])), default="")
+        return largest.rpartition(".")[0].removeprefix(f"{module}.")
+
+    def idle_alternatives(self, pattern: str) -> Iterator[str]:
+        """What to say of each alternative of a pattern that matches no weight, where another one does."""
+        alternatives = expand(pattern)
+        if 1 < len(alternatives) <= HELPED:
+            for one in alternatives:
+                if not self.has_weights(one):
+                    what, fix = self.without_weights(one)
+                    yield f"of {pattern!r} the alternative {one!r} {what}: {fix}"
+
+    def check(self, form: Form, places: Places, errors: Errors) -> None:
+        """Add an error for every pattern of a spec that matches no name of the model."""
+        helped = 0
+        for pattern in form.shard.rules:
+            if not self.has_weights(pattern):
+                what, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
+                errors.add(f"pattern {pattern!r} {what}", where=places.where(("shard", pattern)), fix=fix)
+        cuts = form.pipeline.cut if form.pipeline and form.pipeline.cut else ()
+        modules: list[tuple[str, Path]] = [
+            *((key.removesuffix(":in"), ("activations", key)) for key in form.activations),
+            *((e.match, ("experts", i, "match")) for i, e in enumerate(form.experts)),
+            *((c.match, ("checkpoint", i, "match")) for i, c in enumerate(form.checkpoint)),
+            *((name, ("pipeline", "cut", i)) for i, name in enumerate(cuts)),
+        ]
+        for pattern, path in modules:
+            if not any(match(pattern, m) for m in self.modules):
+                helped += 1
+                fix = did_you_mean(pattern, self.modules, SEE_NAMES) if helped <= HELPED else SEE_NAMES
+                errors.add(f"pattern {pattern!r} matches no module of the model", where=places.where(path), fix=fix)

@@ -1,0 +1,38 @@
+"""Reads a small text file of the user's: a spec, a schedule, a device. What is no file, or has no end, is refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from shardc.errors import ShardcError
+
+#: Bytes. A spec has one or two thousand, a schedule of 64 ranks and 1,000 microbatches a few millions.
+LIMIT = 16 << 20
+
+
+def read(path: str | os.PathLike[str], kind: str, *, where: str = "", fix: str = "", limit: int = LIMIT) -> str:
+    """The text of a file. kind: what it is, for the error. where: the place to cite, if not the path itself.
+
+    Raises ShardcError for what cannot be read, is not a file (a folder, a pipe, a device), has more than `limit` bytes
+    or is not UTF-8.
+    """
+    where, fix = where or os.fspath(path), fix or "give the path of a text file"
+    try:
+        if not stat.S_ISREG(Path(path).stat().st_mode):  # reading a pipe or a device may never end
+            raise ShardcError(f"the {kind} {os.fspath(path)} is not a regular file", where=where, fix=fix)
+        with Path(path).open("rb") as f:
+            data = f.read(limit + 1)
+    except OSError as e:
+        raise ShardcError(f"the {kind} {os.fspath(path)} cannot be read: {e.strerror}", where=where, fix=fix) from None
+    except ValueError as e:  # a null byte in the path
+        raise ShardcError(f"the {kind} cannot be read: {e}", where=where, fix=fix) from None
+    if len(data) > limit:
+        raise ShardcError(f"the {kind} has more than {limit:,} bytes", where=where, fix=fix)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        before = data[: e.start]
+        at = f"{os.fspath(path)}:{before.count(10) + 1}:{e.start - before.rfind(10)}"
+        raise ShardcError(f"the {kind} is not UTF-8 text", where=at, fix="save it as UTF-8") from None
