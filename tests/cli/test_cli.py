@@ -414,7 +414,7 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     (
         "nothing to resume",
         ["run", "model.py", "spec.yaml", "--resume", "gone"],
-        "there is no checkpoint in gone",
+        "--resume gone: there is no checkpoint in this folder",
         "--save",
     ),
     ("batch of a model file", ["compile", "model.py", "spec.yaml", "--batch", "3"], "belong to hf: models", "batch()"),
