@@ -231,8 +231,9 @@ class _Training:
         from shardc.runtime.state import SavingError
 
         try:
+            self.engine.finish_save()  # the one before it
+            self._tell_saved()
             self.engine.save(checkpoints(Path(self.job.save), new=True), wait=False, keep=self.job.keep)
-            self._tell_saved()  # the one before it
             self.saved = self.writing = self.engine.step_count
         except SavingError as e:
             self._not_saved(e)

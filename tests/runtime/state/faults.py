@@ -76,6 +76,7 @@ def save(
 ) -> list[Any]:
     """Save the state of a step from all ranks. Gives what each rank raised, or None."""
     sizes = sizes or {"tp": 2}
+    program(Mesh.of(sizes).axes)  # here, not by several threads at once
 
     def work(mesh: LoopbackMesh) -> BaseException | None:
         p, params, buffers, optimizer = trained(mesh, step)
