@@ -14,7 +14,7 @@ import zlib
 
 import numpy as np
 
-#: Bytes that are looked at twice while they are in the cache.
+#: Bytes that are looked at twice, and written or read, while they are in the cache.
 BLOCK = 1 << 18
 
 

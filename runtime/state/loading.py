@@ -21,7 +21,7 @@ from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import files
 from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
-from shardc.runtime.state.digest import digest
+from shardc.runtime.state.digest import BLOCK, Digest
 from shardc.runtime.state.generations import (
     DamagedError,
     check_file,
@@ -223,12 +223,15 @@ def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
 
 
 def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
-    data = bytes_of(x)
+    data, found = bytes_of(x), Digest()
     try:
-        files.read_into(descriptor, data, s.place)
+        for start in range(0, len(data), BLOCK):
+            block = data[start : start + BLOCK]
+            files.read_into(descriptor, block, s.place + start)
+            found.add(block)  # while it is in the cache
     except OSError:
         return False
-    return digest(data) == s.digest
+    return found.text() == s.digest
 
 
 def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box, Tensor]]) -> bool:

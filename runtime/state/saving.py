@@ -37,7 +37,7 @@ from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import checkpoint_index, files
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored
-from shardc.runtime.state.digest import digest
+from shardc.runtime.state.digest import BLOCK, Digest
 from shardc.runtime.state.generations import LOCK, WORK, aside, free_name, generations, prune
 from shardc.runtime.state.saving_boxes import Numbers, Part, Runs, cuts, model_parts
 from shardc.runtime.state.saving_optimizer import state_parts, together
@@ -194,8 +194,12 @@ class _Save:
                 if self.cancelled:
                     raise _Cancelled
                 data = bytes_of(piece.read().to("cpu").contiguous())
-                found = Slice(len(mine), entry.start, piece.offset, piece.shape, digest(data))
-                files.write(descriptor, data, entry.start)
+                check = Digest()
+                for start in range(0, len(data), BLOCK):
+                    block = data[start : start + BLOCK]
+                    check.add(block)
+                    files.write(descriptor, block, entry.start + start)  # while it is in the cache
+                found = Slice(len(mine), entry.start, piece.offset, piece.shape, check.text())
                 whole = self.plan.tensors[piece.key]
                 self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, found))
                 self.done += len(data)

@@ -162,13 +162,16 @@ def room_for(
         p = owners[fqn]
         local, shape = params[p.name], p.shapes[fqn]
         alike = tensor.shape == shape and (bool(shape) or name != "step")
-        form = torch.empty(local.shape if alike else tensor.shape, dtype=tensor.dtype, device="meta")
-        x = (
-            room(local, name, form)
-            if room and name != "step"
-            else torch.zeros_like(form, device="cpu" if name == "step" else local.device)
-        )
-        x = states[p.fqn].setdefault(name, x)
+        if name not in states[p.fqn]:
+            form = torch.empty(local.shape if alike else tensor.shape, dtype=tensor.dtype, device="meta")
+            there = optimizer.state.get(local, {}).get(name)
+            if room and name != "step":
+                states[p.fqn][name] = room(local, name, form)
+            elif isinstance(there, Tensor) and (there.shape, there.dtype) == (form.shape, form.dtype):
+                states[p.fqn][name] = there  # filled in place: no second state in memory
+            else:
+                states[p.fqn][name] = torch.zeros_like(form, device="cpu" if name == "step" else local.device)
+        x = states[p.fqn][name]
         part = part_of(program, p, x, runs.get(p.name), mesh) if alike else Part(x, tensor.shape)
         parts[key] = by_name(p, part)[fqn] if alike else part
     return states

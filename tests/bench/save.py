@@ -3,7 +3,7 @@
     python tests/bench/save.py --mb 1024 --rounds 5
 
 Both take turns, round after round, and each save is on the disk when it ends (fsync). The state is that of an MLP under
-AdamW with ZeRO 2: for torch's the same tensors of each rank, under names of their own. Files are read back from the
+AdamW with ZeRO 3: for torch's the same tensors of each rank, under names of their own. Files are read back from the
 system's cache. Then ours is written in the background, and the steps beside it are compared with steps that have none.
 """
 
@@ -40,7 +40,7 @@ def work(rank: int, meeting: str, folder: Path, mb: int, rounds: int, out: Any) 
     layers = max(1, mb * 2**20 // (3 * 4 * WIDTH * WIDTH))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     batch = {"input": torch.randn(ROWS, WIDTH)}
-    spec = {"shardc": 1, "mesh": {"dp": RANKS}, "data": {"zero": 2}}
+    spec = {"shardc": 1, "mesh": {"dp": RANKS}, "data": {"zero": 3}}
     program = shardc.compile(model, batch, spec, loss=lambda y, _: y.square().mean())
     engine = program.engine(model, check=False)
     del model

@@ -437,8 +437,8 @@ def try_fault(folder: Path, fault: Faulty, old: Value, new: Value, *, wait: bool
     return "new" if found == new else "old"
 
 
-def try_all_faults(every: int = 1) -> Counter[str]:
-    """A fault at each call of a save, or at every n-th."""
+def try_all_faults(every: int = 1, first: int = 0) -> Counter[str]:
+    """A fault at each call of a save, or at every n-th after the first."""
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
@@ -453,15 +453,13 @@ def try_all_faults(every: int = 1) -> Counter[str]:
             "full disk": {"error": errno.ENOSPC, "half": True},
             "one I/O error": {"error": errno.EIO, "for_good": False},
         }
-        number = 0
-        for wait in (True, False):
-            for kind, options in kinds.items():
-                for at in range(number % every, calls, every):
-                    folder = root / str(number)
-                    number += 1
-                    result = try_fault(folder, Faulty(at, **options), old, new, wait=wait)
-                    found[f"{kind}{'' if wait else ', in the background'}: {result}"] += 1
-                    shutil.rmtree(folder)
+        ways = [(wait, kind) for wait in (True, False) for kind in kinds]
+        for number, (wait, kind) in enumerate(ways):
+            for at in range((first + number) % every, calls, every):
+                folder = root / f"{number}-{at}"
+                result = try_fault(folder, Faulty(at, **kinds[kind]), old, new, wait=wait)
+                found[f"{kind}{'' if wait else ', in the background'}: {result}"] += 1
+                shutil.rmtree(folder)
     return found
 
 
@@ -470,12 +468,13 @@ def main() -> None:
     parser.add_argument("--damages", type=int, default=10_000)
     parser.add_argument("--hostile", type=int, default=1_000)
     parser.add_argument("--every", type=int, default=1, help="a fault at every n-th call of a save")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     bad = 0
     for what, work in (
-        ("faults at calls that reach the disk", lambda: try_all_faults(args.every)),
+        ("faults at calls that reach the disk", lambda: try_all_faults(args.every, args.first)),
         ("damaged checkpoints", lambda: try_damages(args.damages, args.seed)),
         ("hostile checkpoints", lambda: try_hostile(args.hostile, args.seed)),
     ):
