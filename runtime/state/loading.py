@@ -1,6 +1,6 @@
 """Checkpoints that any mesh can load: how one is read.
 
-A rank reads the slices that overlap its own boxes, one at a time: into the tensor itself where a slice is just what it
+A rank reads the slices that overlap its own boxes, two at a time: into the tensor itself where a slice is just what it
 has, else into a buffer of at most one slice. Every slice is checked against its digest. Ranks meet twice, to load the
 same checkpoint of a folder, and to agree that all is well.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.state.tensor_file import bytes_of
 
+READERS = 2  # slices that a rank reads at once: while one is checked, another comes from the disk
 _SHOWN = 4  # damaged slices that an error names
 
 
@@ -182,15 +184,19 @@ class _Loading:
             for box in part.boxes(layout, rank):
                 for s in self._slices(key, self.index.tensors[key], box):
                     targets.setdefault(s, (key, []))[1].append((box, box.of(part.local.detach())))
-        errors, numbers = [], sorted({s.file for s in targets})
-        for number in numbers:
-            mine = sorted((s for s in targets if s.file == number), key=lambda s: s.place)
-            file = self.path / self.index.files[number].name
-            with files.opened(file) as descriptor:
-                for s in mine:
-                    key, boxes = targets[s]
-                    if not read_slice(descriptor, self.index.tensors[key], s, boxes):
-                        errors.append(damage(file, key, s))
+        errors: list[ShardcError] = []
+        with ThreadPoolExecutor(READERS) as readers:
+            for number in sorted({s.file for s in targets}):
+                mine = sorted((s for s in targets if s.file == number), key=lambda s: s.place)
+                file = self.path / self.index.files[number].name
+                with files.opened(file) as descriptor:
+
+                    def whole(s: Slice, descriptor: int = descriptor) -> bool:
+                        key, boxes = targets[s]
+                        return read_slice(descriptor, self.index.tensors[key], s, boxes)
+
+                    good = list(readers.map(whole, mine))
+                errors += [damage(file, targets[s][0], s) for s, fine in zip(mine, good, strict=True) if not fine]
         if errors:
             raise DamagedError("damaged", errors=errors)
 
