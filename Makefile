@@ -1,19 +1,11 @@
-<<<<<<< HEAD
-# make train | test | fuzz | faults | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
-=======
-# make train | test | fuzz | hostile | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
->>>>>>> b21e3e3 (Hostile specs are refused in a second; uneven: pad leaves alone what divides; folders with own ops load; patterns that match nothing are told with other mistakes)
+# make train | test | fuzz | hostile | faults | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-<<<<<<< HEAD
-.PHONY: train test fuzz faults lint bench table docs types clean
-=======
-.PHONY: train test fuzz hostile lint bench table docs types clean
->>>>>>> b21e3e3 (Hostile specs are refused in a second; uneven: pad leaves alone what divides; folders with own ops load; patterns that match nothing are told with other mistakes)
+.PHONY: train test fuzz hostile faults lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt

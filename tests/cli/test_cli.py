@@ -415,7 +415,7 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
         "nothing to resume",
         ["run", "model.py", "spec.yaml", "--resume", "gone"],
         "--resume gone: there is no checkpoint in this folder",
-        "--save",
+        "shardc saved to",
     ),
     ("batch of a model file", ["compile", "model.py", "spec.yaml", "--batch", "3"], "belong to hf: models", "batch()"),
     ("no such config", ["compile", "hf:gone.json", "spec.yaml"], "there is no file gone.json", "config.json"),
