@@ -13,142 +13,51 @@ place in the global tensor, never by how a program shards, so that any mesh read
     saving_optimizer      the optimizer's state in a checkpoint
     tensor_file, digest   .safetensors files by stretches of bytes, and how damage is told
     files                 every call that reaches a disk
-    sources               where weights come from: a model, a builder, a state_dict, a file
+    parts                 this rank's part of each parameter and buffer
+    sources               where weights come from: a model, a builder, a state_dict, files
+    slices                files, of whose tensors any box can be read
+    pretrained            weights of files under a model's names: prefixes, renames, conversions
     init, init_recorder   weights of a builder, each computed by itself from a recording of the constructor
+    tape_slices           a slice of a recorded tensor, traced back to the tensors of files that it is made of
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardc.errors import Errors, ShardcError
+from shardc.errors import ShardcError
 from shardc.ir.cut import trim, unchunk
 from shardc.ir.placement import Layout
 from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.state.generations import DamagedError
 from shardc.runtime.state.loading import load
+from shardc.runtime.state.parts import constants, local_parameters, local_parts
 from shardc.runtime.state.saving import Saves, SavingError, save
-from shardc.runtime.state.sources import Weights, check_names, weights
+from shardc.runtime.state.sources import Weights, weights, weights_for
 
 __all__ = [
     "DamagedError",
     "Saves",
     "SavingError",
+    "Weights",
+    "constants",
     "export_safetensors",
     "full_state_dict",
     "gather",
     "load",
     "local_parameters",
+    "local_parts",
     "save",
+    "weights",
+    "weights_for",
 ]
-
-
-def local_parameters(
-    program: Program, source: Any, mesh: Any, seed: int, base: Any = None
-) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """`local_parts`, all parameters at once."""
-    params, buffers = local_parts(program, source, mesh, seed, base)
-    return dict(params), buffers
-
-
-def local_parts(
-    program: Program, source: Any, mesh: Any, seed: int, base: Any = None, *, broadcast: bool = False
-) -> tuple[Iterator[tuple[str, nn.Parameter]], dict[str, Tensor]]:
-    """This rank's parameters, made one at a time, and buffers, by placeholder name, in new memory on `mesh.device` and
-    in the program's dtypes.
-
-    source: one of
-        nn.Module with weights           cut by the program's layouts; not changed
-        a function that builds the model run without memory (or its `Recipe`): each parameter is computed by itself
-        nn.Module on the meta device     each module's own reset_parameters, as FSDP does it
-        {name: tensor}, or a path        a state_dict; a .safetensors file or a folder of them
-    base: such a source again (not a file), for what a state_dict lacks: buffers that are not persistent.
-    seed: of the weights that are computed. Every mesh gets the same numbers.
-    broadcast: rank 0's weights for all ranks, one tensor at a time, whatever the others' models hold. Collective.
-
-    Raises ShardcError for names that are missing or unexpected, other shapes, and ties that the program has and the
-    source has not.
-    """
-    given, rest = weights(source, seed), weights(base, seed) if base is not None else None
-    _check(program, given, rest)
-    coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
-
-    def part(x: Param | Buffer) -> Tensor:
-        names = x.names
-        if isinstance(x, Buffer) and x.constant is not None:
-            whole = x.constant
-        elif x.members:
-            whole = torch.stack([given.get(n, mesh.device).detach() for n in x.members])
-        else:
-            name = next((n for n in names if n in given.shapes), "")
-            chosen = given if name else rest
-            assert chosen is not None
-            whole = chosen.get(name or next(n for n in names if n in chosen.shapes), mesh.device)
-            whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
-        return _local(x, whole, mesh)
-
-    def parts(stored: Sequence[Param] | Sequence[Buffer]) -> Iterator[tuple[Any, Tensor]]:
-        for x in stored:
-            if program.has(x, coords):
-                yield x, part(x)
-            elif broadcast:
-                part(x)  # ranks of other stages need rank 0's part in it
-
-    params = ((p.name, nn.Parameter(x, requires_grad=p.requires_grad)) for p, x in parts(program.params))
-    return params, {b.name: x for b, x in parts(program.buffers)}
-
-
-def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
-    """This rank's parts of the constants that capture lifted out of the code, by placeholder name."""
-    coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
-    return {
-        b.name: _local(b, b.constant, mesh)
-        for b in program.buffers
-        if b.constant is not None and program.has(b, coords)
-    }
-
-
-def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
-    cut = x.layout.local(whole.detach(), mesh.layout, {a: mesh.coordinate(a) for a in mesh.layout.names})
-    return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _check(program: Program, given: Weights, rest: Weights | None) -> None:
-    errors = Errors()
-    entries: list[Param | Buffer] = [x for x in _all(program) if x.fqn]
-    wanted: dict[str, tuple[int, ...]] = {}
-    for x in entries:
-        if x.members:
-            wanted |= x.shapes
-            continue
-        present = [n for n in x.names if n in given.shapes] or [x.fqn]
-        optional = isinstance(x, Buffer) and not x.persistent and given.what != "model"
-        if present[0] not in given.shapes and optional:
-            if rest is None or not any(n in rest.shapes for n in x.names):
-                errors.add(
-                    f"the buffer is not in the {given.what}: it is not persistent",
-                    where=x.fqn,
-                    fix="pass the model or its builder as `base` as well: it computes this buffer",
-                )
-            continue
-        wanted |= dict.fromkeys(present, x.shape)
-        if not given.tied(present):
-            errors.add(
-                f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they"
-                " differ",
-                where=x.fqn,
-                fix="compile the model that has these weights",
-            )
-    known = {n for x in entries for n in x.names}
-    check_names(errors, wanted, given.shapes, known, f"the {given.what}")
-    errors.raise_any()
 
 
 def _all(program: Program) -> list[Param | Buffer]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state.init_recorder import Recorder, Ref, Tape
+from shardc.runtime.state.reading_calls import lazily
 from shardc.torch_private import pytree
 
 Builder = Callable[[], nn.Module]
@@ -35,11 +36,12 @@ _RECORDING = (
 @dataclass(frozen=True)
 class Recipe:
     """How to compute each parameter and buffer of a model. names: FQN (all names of tied
-    tensors) -> place on the tape.
+    tensors) -> place on the tape. notes: what to tell of weights that building it read from files.
     """
 
     tape: Tape
     names: dict[str, Ref]
+    notes: tuple[str, ...] = ()
 
     def materialise(self, fqn: str, seed: int, device: torch.device | str = "cpu") -> Tensor:
         """The whole tensor of this name, in the dtype that the builder gave it; new memory on every call.
@@ -73,7 +75,7 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
 
     Raises ShardcError, with the line, where building depends on random values or uses randomness that is not torch's.
     """
-    with _RECORDING, Recorder() as recorder:
+    with _RECORDING, Recorder() as recorder, lazily(recorder):
         before = _foreign_randomness()
         model = builder()
         if not isinstance(model, nn.Module):
@@ -90,7 +92,7 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
                 )
         names = {name: recorder.ref(x) for name, x in named_tensors(model)}
     _settle_attributes(model, recorder)
-    return model, Recipe(recorder.tape, names)
+    return model, Recipe(recorder.tape, names, tuple(recorder.notes))
 
 
 def record_reset(model: nn.Module) -> Recipe:

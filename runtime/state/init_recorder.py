@@ -7,13 +7,18 @@ all lead to the same one, so views need no entry. Replaying a tensor means runni
 storage depends on.
 
 A value that Python asks for (`.item()`, `if x.any()`) is replayed on the spot if no random number goes into it.
+
+Tensors of files are on the tape too (`Recorder.stored`): they are read when a replay needs them, or slice by slice
+(shardc.runtime.state.tape_slices).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.runtime import draw, rng
+from shardc.runtime.state.slices import Sliced, whole
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
 _STREAM = 0x1417  # keeps initial weights apart from dropout's streams of the same seed
@@ -37,12 +43,22 @@ class Ref:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    nbytes: int  # of the storage
+
+    @property
+    def whole(self) -> bool:
+        """Is it all of its storage, in order?"""
+        size, strides = 1, []
+        for n in reversed(self.shape):
+            strides.append(size)
+            size *= n
+        return self.nbytes == size * self.dtype.itemsize and self.stride == tuple(reversed(strides))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One op. name: of a random op or "constant", "trunc_normal_"; else "". args: with Refs for tensors; by schema name
-    if random.
+    """One op. name: of a random op or "constant", "stored", "trunc_normal_"; else "". args: with Refs for tensors; by
+    schema name if random; of "stored", the `Sliced` that it is read from.
 
     created: for each result, its Ref if the op made its storage. writes, reads: storages. line: the user's line.
     """
@@ -56,6 +72,14 @@ class Entry:
     reads: frozenset[int]
     line: source.Source
     random: int = -1  # ordinal among the random ops
+
+    @property
+    def overwrites(self) -> int | None:
+        """The storage that this op gives new values throughout, whatever was in it."""
+        if self.func is not torch.ops.aten.copy_.default:
+            return None
+        into, source = self.args[:2]
+        return into.storage if into.whole and source.storage != into.storage else None
 
 
 @dataclass
@@ -71,21 +95,30 @@ class Tape:
             self.writers.setdefault(s, []).append(len(self.entries))
         self.entries.append(entry)
 
+    @property
+    def stored(self) -> bool:
+        """Is anything on it read from files?"""
+        return any(e.name == "stored" for e in self.entries)
+
     def closure(self, storages: Iterable[int]) -> list[int]:
         """Positions of all entries that the present values of these storages depend on, in order."""
-        bound: dict[int, int] = {}
         needed: set[int] = set()
         todo = [(s, len(self.entries)) for s in storages]
         while todo:
             storage, before = todo.pop()
-            if bound.get(storage, -1) >= before:
+            position = self.last_writer(storage, before)
+            if position is None or position in needed:
                 continue
-            bound[storage] = before
-            for position in self.writers.get(storage, ()):
-                if position < before and position not in needed:
-                    needed.add(position)
-                    todo += [(s, position) for s in (*self.entries[position].reads, *self.entries[position].writes)]
+            needed.add(position)
+            entry = self.entries[position]
+            todo += [(s, position) for s in {*entry.reads, *entry.writes} if s != entry.overwrites]
         return sorted(needed)
+
+    def last_writer(self, storage: int, before: int) -> int | None:
+        """Position of the last entry before this position that makes or changes a storage."""
+        positions = self.writers.get(storage, [])
+        i = bisect_left(positions, before)
+        return positions[i - 1] if i else None
 
     def replay(self, refs: Iterable[Ref], seed: int | None, device: torch.device | str = "cpu") -> list[Tensor]:
         """The values of these tensors on `device`; they share memory where they did. seed None: no random ops."""
@@ -93,6 +126,8 @@ class Tape:
         memory: dict[int, torch.UntypedStorage] = {}
 
         def real(ref: Ref) -> Tensor:
+            if ref.storage not in memory and ref.whole and ref.storage in overwritten:
+                memory[ref.storage] = torch.empty(ref.shape, dtype=ref.dtype, device=device).untyped_storage()
             if ref.storage not in memory:
                 what = "a tensor was made on the meta device, which keeps no values"
                 raise ShardcError(what, fix="build the model without torch.device('meta')")
@@ -100,8 +135,10 @@ class Tape:
                 memory[ref.storage], ref.offset, ref.shape, ref.stride
             )
 
+        needed = self.closure(r.storage for r in wanted)
+        overwritten = {self.entries[position].overwrites for position in needed}
         with torch.no_grad():
-            for position in self.closure(r.storage for r in wanted):
+            for position in needed:
                 self._run(self.entries[position], memory, real, seed, torch.device(device))
             return [real(r) for r in wanted]
 
@@ -126,8 +163,11 @@ class Tape:
                 memory[out.storage] = _empty(out, device).untyped_storage()
             draw.draw(e.name, real(target), rng.key(seed, _STREAM, e.random), pytree.tree_map(argument, dict(e.kwargs)))
             return
-        if e.func is None:
-            results: Any = e.args
+        if e.name == "stored":
+            (stored,) = e.args
+            results: Any = (stored.read(whole(stored.shape)),)
+        elif e.func is None:
+            results = e.args
         else:
             results = e.func(*pytree.tree_map(argument, e.args), **pytree.tree_map(argument, dict(e.kwargs)))
         for ref, x in zip(e.created, pytree.tree_flatten(results)[0], strict=True):
@@ -160,15 +200,20 @@ class Recorder:
         self._held: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that their ids stay theirs
         self._shadows: dict[int, Tensor] = {}  # of real tensors' storages: meta tensors of the same size
         self._stack = ExitStack()
-        self._paused = False
+        self._paused = self._open = False
+        #: What to tell of weights that were read while the model was built, and the folders that they came from.
+        self.notes: list[str] = []
+        self.sources: list[Path] = []
 
     def __enter__(self) -> Recorder:
         self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))
         self._stack.enter_context(_Pretend(self))
         self._stack.enter_context(_Dispatch(self))
+        self._open = True
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._open = False
         self._stack.close()
 
     def ref(self, x: Tensor) -> Ref:
@@ -176,7 +221,15 @@ class Recorder:
         x = self._meta(x)
         storage = x.untyped_storage()
         self._held[id(storage)] = storage
-        return Ref(id(storage), x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
+        return Ref(id(storage), x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), storage.nbytes())
+
+    def stored(self, source: Sliced) -> Tensor:
+        """A tensor on the tape, without memory, whose values are in a file: they are read when they are needed."""
+        with self._pause():
+            x = torch.empty(source.shape, dtype=source.dtype, device="meta")
+            ref = self.ref(x)
+        self._add(None, "stored", (source,), {}, (ref,), {ref.storage}, set())
+        return x
 
     def value(self, x: Tensor) -> Tensor:
         """The real value of a recorded tensor. Raises ShardcError if it depends on random numbers."""
@@ -217,6 +270,15 @@ class Recorder:
             self._add(None, "constant", (whole.detach().clone(),), {}, (ref,), {ref.storage}, set())
         like = torch.empty(0, dtype=x.dtype, device="meta")
         return like.set_(self._shadows[id(storage)].untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs in here, also where this recorder is not open."""
+        if self._open:
+            yield
+        else:
+            with self:
+                yield
 
     @contextmanager
     def _pause(self) -> Iterator[None]:

@@ -14,8 +14,8 @@ from shardc.errors import ShardcError
 from shardc.runtime.state import files
 from shardc.runtime.state.checkpoint_index import Index, Slice, Stored
 from shardc.runtime.state.generations import DamagedError, check_file, read_index
-from shardc.runtime.state.loading import damage, read_slice, read_whole
-from shardc.runtime.state.saving_boxes import Box, disjoint, overlap
+from shardc.runtime.state.loading import damage, read_box, read_whole
+from shardc.runtime.state.saving_boxes import disjoint
 
 
 def verify(path: Path) -> Iterator[ShardcError]:
@@ -99,7 +99,7 @@ def _compare(a: Path, first: Index, b: Path, second: Index, key: str) -> tuple[i
             x = read_whole(descriptor, stored, s)
         if x is None:
             raise damage(file, key, s)
-        y = _box(b, second, key, s)
+        y = read_box(b, second, key, s.offset, s.shape)
         differ = (_bytes(x) != _bytes(y)).any(-1)
         count += int(differ.sum())
         if differ.any():
@@ -110,17 +110,3 @@ def _compare(a: Path, first: Index, b: Path, second: Index, key: str) -> tuple[i
 
 def _bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8).view(x.numel(), x.dtype.itemsize)
-
-
-def _box(path: Path, index: Index, key: str, s: Slice) -> Tensor:
-    """What a checkpoint has of a tensor in the box of a slice of another checkpoint."""
-    stored = index.tensors[key]
-    found = torch.empty(s.shape, dtype=stored.dtype)
-    box = Box(s.offset, s.shape, (), None)
-    for mine in stored.slices:
-        if overlap(s.offset, s.shape, mine.offset, mine.shape) is not None:
-            file = path / index.files[mine.file].name
-            with files.opened(file) as descriptor:
-                if not read_slice(descriptor, stored, mine, [(box, found)]):
-                    raise damage(file, key, mine)
-    return found

@@ -32,7 +32,7 @@ from shardc.runtime.state.generations import (
     read_index,
     remedy,
 )
-from shardc.runtime.state.saving_boxes import Box, Part, Runs, disjoint, kept, model_parts, overlap
+from shardc.runtime.state.saving_boxes import Box, Numbers, Part, Runs, disjoint, kept, model_parts, overlap
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.state.tensor_file import bytes_of
@@ -262,3 +262,17 @@ def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box,
         )
         target[to].copy_(buffer[here])
     return True
+
+
+def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers) -> Tensor:
+    """A box of a tensor of one checkpoint, on the CPU. Raises DamagedError for a slice that is not what was saved."""
+    stored = index.tensors[key]
+    found = torch.empty(shape, dtype=stored.dtype)
+    box = Box(offset, shape, (), None)
+    for s in stored.slices:
+        if overlap(offset, shape, s.offset, s.shape) is not None:
+            file = path / index.files[s.file].name
+            with files.opened(file) as descriptor:
+                if not read_slice(descriptor, stored, s, [(box, found)]):
+                    raise damage(file, key, s)
+    return found

@@ -1,22 +1,24 @@
-"""Where weights come from: a model, a function that builds one, a state_dict, a file. One form for all: names, shapes,
+"""Where weights come from: a model, a function that builds one, a state_dict, files. One form for all: names, shapes,
 values.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state.init import Recipe, named_tensors, record, record_reset
+from shardc.runtime.state.init_recorder import Recorder
+from shardc.runtime.state.pretrained import hf_builder, place
+from shardc.runtime.state.slices import Sliced, open_weights, whole
+from shardc.runtime.state.tape_slices import OnTape
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -25,13 +27,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Weights:
     """what: "model", "state_dict", "file ..." for messages. shapes: by name, global. get(name, device): the whole
     tensor; it may be the source's own memory and lie on another device. tied(names): are these present names one
-    tensor, or equal?
+    tensor, or equal? sliced: what lies in files, of which a rank reads its part alone. model: the module that they are
+    the weights of, if there is one; its own values do not count. notes: what to tell of them.
     """
 
     what: str
     shapes: Shapes
     get: Callable[[str, torch.device], Tensor]
     tied: Callable[[Sequence[str]], bool]
+    sliced: Mapping[str, Sliced] = field(default_factory=dict)
+    model: nn.Module | None = None
+    notes: tuple[str, ...] = ()
 
 
 def weights(source: Any, seed: int) -> Weights:
@@ -43,11 +49,33 @@ def weights(source: Any, seed: int) -> Weights:
     if isinstance(source, Mapping):
         return _of_tensors({k: x for k, x in source.items() if isinstance(x, Tensor)}, "state_dict")
     if isinstance(source, (str, Path)):
-        return _of_files(Path(source))
+        return _of_files(source)
     if callable(source):
-        return _of_recipe(record(source)[1], seed)
+        model, recipe = record(source)
+        return replace(_of_recipe(recipe, seed), model=model, notes=recipe.notes)
     fix = "pass a model, a function that builds it, a state_dict or the path of one"
     raise ShardcError(f"weights cannot come from a {type(source).__name__}", fix=fix)
+
+
+def weights_for(model: Any, files: Any, seed: int) -> Weights:
+    """The weights of a model (or its builder) with those of files in it, and what the files lack as the model has it.
+
+    files: a path or a state_dict; None: the model's own weights. model None, or a path: the files alone; a folder whose
+    config.json names a class of the transformers library says the model too.
+    """
+    if isinstance(model, (str, Path)) and files is None:
+        model, files = None, model
+    if model is None and files is not None and not isinstance(files, Mapping):
+        model = hf_builder(Path(files))
+    if model is None:
+        return weights(files, seed)
+    if files is None:
+        return weights(model, seed)
+    base = weights(model, seed)
+    if base.model is None:
+        fix = "pass the model, or the function that builds it, as `model`"
+        raise ShardcError(f"`weights` are put into a model, and this is a {type(model).__name__}", fix=fix)
+    return from_files(files, base, seed)
 
 
 def _of_tensors(tensors: Mapping[str, Tensor], what: str) -> Weights:
@@ -64,7 +92,9 @@ def _of_recipe(recipe: Recipe, seed: int) -> Weights:
         return len({recipe.names[n] for n in names if n in recipe.names}) <= 1
 
     shapes = {k: r.shape for k, r in recipe.names.items()}
-    return Weights("model", shapes, lambda name, device: recipe.materialise(name, seed, device), tied)
+    on_tape = {k: OnTape(recipe.tape, r, seed) for k, r in recipe.names.items()} if recipe.tape.stored else {}
+    sliced = {k: x for k, x in on_tape.items() if x.stored}
+    return Weights("model", shapes, lambda name, device: recipe.materialise(name, seed, device), tied, sliced)
 
 
 def _of_module(model: nn.Module, seed: int) -> Weights:
@@ -79,40 +109,55 @@ def _of_module(model: nn.Module, seed: int) -> Weights:
         return recipe.materialise(name, seed, device)
 
     shapes = {k: tuple(x.shape) for k, x in tensors.items()}
-    return Weights("model", shapes, get, lambda names: len({id(tensors[n]) for n in names if n in tensors}) <= 1)
-
-
-def _of_files(path: Path) -> Weights:
-    """A .safetensors file, or a folder with `model.safetensors` or an index of several files."""
-    files = _listed(path)
-    handles: dict[Path, Any] = {}
-    try:
-        handles = {f: safe_open(f, framework="pt") for f in dict.fromkeys(files)}
-    except (SafetensorError, OSError) as e:
-        fix = "pass a .safetensors file or a folder that holds them"
-        raise ShardcError(f"the weights cannot be read: {e}", where=str(path), fix=fix) from e
-    at = {name: h for h in handles.values() for name in h.keys()}  # noqa: SIM118 (not a dict)
-    shapes = {name: tuple(h.get_slice(name).get_shape()) for name, h in at.items()}
 
     def tied(names: Sequence[str]) -> bool:
-        found = [at[n].get_tensor(n) for n in names if n in at]
+        return len({id(tensors[n]) for n in names if n in tensors}) <= 1
+
+    return Weights("model", shapes, get, tied, model=model)
+
+
+def _of_files(path: str | Path) -> Weights:
+    """Files alone, whose names have to be the program's."""
+    files = open_weights(path)
+    tensors = {**files.tensors, **{other: files.tensors[name] for other, name in files.ties.items()}}
+
+    def get(name: str, _: torch.device) -> Tensor:
+        return tensors[name].read(whole(tensors[name].shape))
+
+    def tied(names: Sequence[str]) -> bool:
+        found = [get(n, torch.device("cpu")) for n in names if n in tensors and n not in files.ties]
         return all(torch.equal(x, found[0]) for x in found[1:])
 
-    return Weights(f"file {path.name}", shapes, lambda name, _: at[name].get_tensor(name), tied)
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    return Weights(f"file {files.path.name}", shapes, get, tied, tensors)
 
 
-def _listed(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return [path / f for f in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
-    found = path / "model.safetensors"
-    if found.is_file():
-        return [found]
-    fix = "pass a .safetensors file, or a folder with model.safetensors or its index"
-    raise ShardcError("there are no weights at this path", where=str(path), fix=fix)
+def from_files(path: Any, base: Weights, seed: int) -> Weights:
+    """The weights of files in a model; what they do not have is as in `base`, which has to have a model.
 
+    Raises ShardcError for files of another model.
+    """
+    assert base.model is not None
+    recorder = Recorder()
+    placed = place(open_weights(path), base.model, recorder)
+    sliced = {n: OnTape(recorder.tape, recorder.ref(x), seed) for n, x in placed.tensors.items()}
+
+    def get(name: str, device: torch.device) -> Tensor:
+        return sliced[name].read(whole(sliced[name].shape)) if name in sliced else base.get(name, device)
+
+    def tied(names: Sequence[str]) -> bool:
+        if not base.tied(names):
+            return False
+        found = [n for n in names if n in sliced]
+        same = {sliced[n].ref for n in found}
+        return len(same) <= 1 or all(torch.equal(get(n, _CPU), get(found[0], _CPU)) for n in found[1:])
+
+    kept = {n: x for n, x in base.sliced.items() if n not in sliced}
+    notes = (*base.notes, *placed.notes(base.model))
+    return Weights(base.what, base.shapes, get, tied, {**kept, **sliced}, base.model, notes)
+
+
+_CPU = torch.device("cpu")
 
 #: More names than so many that do not fit are another model's.
 _SHOWN = 8

@@ -76,8 +76,10 @@ class Engine:
     """Trains one rank's part of a model. Made by `program.engine(...)`, in each process of torchrun or thread of
     loopback.
 
-    model: where the weights come from: an nn.Module (not changed), a function that builds it, a state_dict or a file;
+    model: where the weights come from: an nn.Module (not changed), a function that builds it, a state_dict or files;
            see shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
+    weights: files (or a state_dict) whose weights are put into the model, each rank reading its part; what they do not
+        have is as the model has it. `.weight_notes` says what came from where.
     optimizer: params -> torch optimizer, or a list of them; None: no update, for evaluation and gradients only. params:
         (name, parameter) pairs, which torch's optimizers take as they are; shardc.groups(params, ...) makes groups of
         them by pattern. Of a list, each parameter is in one.
@@ -122,6 +124,7 @@ class Engine:
         optimizer: OptimizerOf | None = adamw,
         seed: int = 0,
         *,
+        weights: Any = None,
         scheduler: lr.SchedulerOf | None = None,
         clip_norm: float | None = None,
         norm: bool = False,
@@ -142,7 +145,9 @@ class Engine:
         self._checks, self._nonfinite, self._skipping = check, nonfinite, False
         if check:
             agreement.check(self.mesh, agreement.program_facts(program, seed=seed, clip_norm=clip_norm))
-        parts, self.buffers = state.local_parts(program, model, self.mesh, seed, broadcast=broadcast)
+        given = state.weights_for(model, weights, seed)
+        self.weight_notes = given.notes
+        parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
         self._offload = offload(program.offload, self.mesh)
         prints: dict[str, int] = {}
         self.buckets = Buckets(program, agreement.printed(parts, prints) if check else parts, self.mesh, self._offload)

@@ -102,6 +102,7 @@ class ShardedModule(nn.Module):
         model: Any,
         seed: int = 0,
         *,
+        weights: Any = None,
         check: bool = True,
         broadcast: bool = False,
         mesh: Any = None,
@@ -131,7 +132,8 @@ class ShardedModule(nn.Module):
         check = check and mesh.layout.world > 1  # one rank agrees with itself: nothing is hashed
         if check:
             agreement.check(mesh, agreement.program_facts(program, seed=seed, clip_norm=None))
-        parts, buffers = state.local_parts(program, model, mesh, seed, broadcast=broadcast)
+        given = state.weights_for(model, weights, seed)
+        parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast)
         prints: dict[str, int] = {}
         buckets = Buckets(program, agreement.printed(parts, prints) if check else parts, mesh)
         if check:
@@ -150,7 +152,7 @@ class ShardedModule(nn.Module):
         self.register_load_state_dict_post_hook(updates.note)  # type: ignore[no-untyped-call]
         self._running = _Running(
             program,
-            model,
+            model if isinstance(model, nn.Module) else given.model,
             mesh,
             Rng(seed),
             runnable(program.stages[0], mesh.device, program),

@@ -1,9 +1,10 @@
 """Model files: what `shardc compile model.py` reads (docs/training.md), and transformers models from a config
 alone.
 
-model.py             model(), batch(); optional loss, data, collate, optimizer, scheduler
+model.py             model(), batch(); optional loss, data, collate, optimizer, scheduler, weights
 model.py:name        another builder than `model`
 hf:config.json       transformers' AutoModelForCausalLM of that config; hf:ClassName:config.json another class
+hf:DIR               the model of a folder, and its weights if it has any
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from torch.utils.data import Dataset
 
 from shardc.cli.training_data import seed_everything
 from shardc.errors import ShardcError
+from shardc.runtime.state.reading_calls import lazily
+from shardc.runtime.state.slices import has_weights
 
 #: What a model file may have besides model() and batch(), with the arguments that each is called with.
 OPTIONAL = {
@@ -45,7 +48,9 @@ class ModelFile:
 
     ref: what the user wrote. All others are for `run`, and None where the file has none. data: split -> an iterable of
     global batches, or a map-style torch Dataset of samples, from which collate makes batches. optimizer: (name,
-    parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler.
+    parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler. weights: where training
+    begins (a file or folder of shardc.runtime.state.slices); None: with those that the model is built with. note: what
+    to say of that.
     """
 
     ref: str
@@ -56,10 +61,12 @@ class ModelFile:
     collate: Callable[[list[Any]], Any] | None = None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+    weights: Path | None = None
+    note: str = "weights: initialised by the model"
 
     def on_meta(self) -> nn.Module:
         """The model without weights: all that compiling needs."""
-        with torch.device("meta"):
+        with torch.device("meta"), lazily(None):
             return self.build()
 
 
@@ -99,7 +106,22 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
         what = f"batch() returns a {type(example).__name__}"
         raise ShardcError(what, where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
     optional = {name: _function(module, path, name, *arguments) for name, arguments in OPTIONAL.items()}
-    return ModelFile(f"{path.resolve()}{':' + builder if builder else ''}", checked, example, **optional)
+    full = f"{path.resolve()}{':' + builder if builder else ''}"
+    return ModelFile(full, checked, example, **optional, weights=_weights(vars(module).get("weights"), path))
+
+
+def _weights(named: Any, path: Path) -> Path | None:
+    """What `weights = "..."` in a model file names: a path from the file's folder, or from where the command runs.
+
+    Other values of that name, such as a loss's weights of classes, are the file's own matter.
+    """
+    if isinstance(named, Mapping) and any(isinstance(x, Tensor) for x in named.values()):
+        fix = 'write `weights = "FOLDER or FILE"`: each rank then reads its part; or load_state_dict in model()'
+        raise ShardcError("weights is a state_dict, not the path of one", where=str(path), fix=fix)
+    if not isinstance(named, (str, Path)):
+        return None
+    beside = path.resolve().parent / named
+    return beside if beside.exists() else Path(named).resolve()
 
 
 def imported(ref: str) -> ModuleType:
@@ -218,6 +240,7 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     except ImportError:
         raise ShardcError("hf: models need transformers", where=ref, fix="pip install transformers") from None
     path = _config_file(file, ref)
+    folder = path.parent if path != Path(file) else None  # a folder was named, or a model of the hub
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as e:
@@ -257,20 +280,26 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
             raise ShardcError(what, where=file, fix="correct the sizes in the config; --debug shows more") from e
 
     ids = torch.randint(0, words, (batch, seq), generator=torch.Generator().manual_seed(0))
-    full = f"hf:{cls + ':' if cls else ''}{path.resolve()}"
-    return ModelFile(full, build, {"input_ids": ids, "labels": ids.clone()})
+    full = f"hf:{cls + ':' if cls else ''}{(folder or path).absolute()}"
+    weights = folder if folder is not None and has_weights(folder) else None
+    note = "weights: random, as there is a config alone"
+    if folder is None and has_weights(path.parent):
+        note = f"weights: random; those beside the config are not read (hf:{path.parent} reads them)"
+    return ModelFile(full, build, {"input_ids": ids, "labels": ids.clone()}, weights=weights, note=note)
 
 
 def _config_file(name: str, ref: str) -> Path:
-    """The config.json that an `hf:` reference names: a file, or that of a model of the hub in this machine's cache.
-    Nothing is downloaded.
+    """The config.json that an `hf:` reference names: a file, that of a folder, or of a model of the hub in this
+    machine's cache. Nothing is downloaded.
     """
     path = Path(name)
     if path.is_file():
         return path
     if path.is_dir():
-        fix = f"name its config: hf:{path / 'config.json'}"
-        raise ShardcError(f"{name} is a folder", where=ref, fix=fix)
+        if (path / "config.json").is_file():
+            return path / "config.json"
+        fix = "name a transformers config.json, or a folder that has one"
+        raise ShardcError(f"there is no config.json in the folder {name}", where=ref, fix=fix)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or path.suffix in (".json", ".yaml", ".py"):
         raise ShardcError(f"there is no file {name}", where=ref, fix="name a transformers config.json")
     from huggingface_hub import try_to_load_from_cache

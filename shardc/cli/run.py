@@ -68,6 +68,10 @@ def command(
     last_good: Annotated[
         bool, typer.Option("--last-good", help="if the last checkpoint is damaged, resume from the last that is not")
     ] = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="begin from these: a folder or file of safetensors, a torch file, or what --save wrote"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="of initial weights and dropout")] = 0,
     log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
     routing: Annotated[
@@ -93,6 +97,7 @@ def command(
         world = int(os.environ["WORLD_SIZE"]) if joined else nproc
         program = program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world, model=model_)
         _check(program, model_ or program.meta.get("model_ref"), model, resume, world)
+        _check_weights(weights)
         _check_folders(save, log, resume, overwrite=overwrite)
         if is_artifact(model):
             artifact = Path(model)
@@ -116,6 +121,7 @@ def command(
             overwrite=overwrite and not resume,
             resume=str(resume or ""),
             last_good=last_good,
+            weights=str(weights.resolve() if weights else ""),
             log=str(log or ""),
             quiet=as_json,
             result=str(folder / "result.json"),
@@ -153,6 +159,14 @@ def _check(program: Program, file: str | None, model: str, resume: Path | None, 
             where=model,
             fix="name it with --model, or compile it with `shardc compile -o DIR`",
         )
+
+
+def _check_weights(weights: Path | None) -> None:
+    from shardc.runtime.state.slices import has_weights
+
+    if weights is not None and not has_weights(weights):
+        fix = "name a .safetensors or .bin file, a folder that has some (with their index), or what --save wrote"
+        raise ShardcError(f"there are no weights in {weights}", where="--weights", fix=fix)
 
 
 def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, overwrite: bool) -> None:

@@ -19,8 +19,10 @@ from shardc.runtime.zero.optimizer_list import class_of
 SOONEST, LATEST = 1.0, 10.0
 
 
-def header(program: Program, engine: Any, data: str, steps: int) -> str:
-    """What runs: model, parameters, mesh, bytes of a rank, optimizer, precision, data; then the notes of compile."""
+def header(program: Program, engine: Any, data: str, steps: int, weights: Sequence[str]) -> str:
+    """What runs: model, parameters, mesh, bytes of a rank, weights, optimizer, precision, data; then the notes of
+    compile. weights: where training begins, in lines.
+    """
     numbers = sum(_count(p.shape) for p in program.params)
     trained = sum(_count(p.shape) for p in program.params if p.requires_grad)
     frozen = f", {count(numbers - trained)} of them frozen" if trained < numbers else ""
@@ -36,6 +38,7 @@ def header(program: Program, engine: Any, data: str, steps: int) -> str:
         f"{program.meta.get('model', 'model')}: {count(numbers)} parameters{frozen}, {precision}",
         f"mesh {mesh}: {plural(program.mesh.world, 'rank')} on {engine.mesh.device.type},"
         f" {size(held)} of parameters on rank 0",
+        *weights,
         f"{_optimizer(engine.optimizer)}; {parts}{begun}",
         f"data: {data}",
         *note_lines(program.notes),

@@ -36,7 +36,7 @@ FIRST_WORD = 3.0  # seconds in which a rank whose data() failed speaks before th
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One run. program: artifact folder. model: model reference. save, resume, log: folders, or "". quiet: no lines
-    (--json).
+    (--json). weights: file or folder to begin from, or "": what the model file says.
 
     steps: the step at which the run ends, whatever step it begins at. save_every, eval_every: in steps; 0: at the end.
     keep: checkpoints that stay. last_good: if the last one is damaged, resume from the last that is not.
@@ -61,6 +61,7 @@ class Job:
     overwrite: bool = False
     resume: str = ""
     last_good: bool = False
+    weights: str = ""
     log: str = ""
     quiet: bool = False
     result: str = ""
@@ -98,8 +99,10 @@ def run(job: Job) -> dict[str, Any]:
     program = load(job.program, trust=job.trust)
     program.resize = Resizer(file.on_meta, file.loss, {}, compile)
     note = Progress(Path(job.progress) / f"rank{os.environ.get('RANK', '0')}").note if job.progress else None
+    weights = Path(job.weights) if job.weights else file.weights
     engine = program.engine(
         file.build,
+        weights=weights if not job.resume else None,  # a checkpoint has them all
         optimizer=file.optimizer or adamw,
         scheduler=file.scheduler,
         seed=job.seed,
@@ -127,7 +130,8 @@ def run(job: Job) -> dict[str, Any]:
     first = engine.mesh.rank == 0
     out = sys.stdout if first and not job.quiet else None
     lines = StepLines(job.steps, out, Path(job.log) if first and job.log else None, append=not job.overwrite)
-    lines.say(header(program, engine, train.description, job.steps))
+    begin_from = [f"weights: those of {job.resume}"] if job.resume else engine.weight_notes or [file.note]
+    lines.say(header(program, engine, train.description, job.steps, begin_from))
     training = _Training(job, engine, train, valid, lines, signals)
     begun, begin = engine.step_count, time.perf_counter()
     try:

@@ -474,7 +474,7 @@ class Program:
     # --- What a user does with a program. These verbs import what is above this room, each when it is called: the one
     # exception to the order of rooms (tests/test_layers.py), so that `program.save(...)` can be written.
 
-    def engine(self, model: Any, optimizer: Any = ..., seed: int = 0, **options: Any) -> Engine:
+    def engine(self, model: Any = None, optimizer: Any = ..., seed: int = 0, **options: Any) -> Engine:
         """A training loop for this rank. See shardc.runtime.step.engine.Engine. optimizer: default AdamW(3e-4); None:
         nothing is updated.
         """
@@ -482,7 +482,7 @@ class Program:
 
         return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
 
-    def module(self, model: Any, seed: int = 0, **options: Any) -> ShardedModule:
+    def module(self, model: Any = None, seed: int = 0, **options: Any) -> ShardedModule:
         """This rank's nn.Module, for a loop of one's own. See shardc.runtime.step.module.ShardedModule."""
         from shardc.runtime.step.module import ShardedModule
 

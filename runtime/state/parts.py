@@ -1,0 +1,137 @@
+"""This rank's parts of parameters and buffers, cut from whatever the weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.errors import Errors
+from shardc.ir.program import Buffer, Param, Program
+from shardc.runtime.state.slices import Sliced, Stacked, index
+from shardc.runtime.state.sources import Weights, check_names, weights
+
+
+def local_parameters(
+    program: Program, source: Any, mesh: Any, seed: int, base: Any = None
+) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """`local_parts`, all parameters at once.
+
+    source: one of
+        nn.Module with weights           cut by the program's layouts; not changed
+        a function that builds the model run without memory (or its `Recipe`): each parameter is computed by itself
+        nn.Module on the meta device     each module's own reset_parameters, as FSDP does it
+        {name: tensor}, or a path        a state_dict; files that shardc.runtime.state.slices reads
+    base: such a source again (not a file), for what a state_dict lacks: buffers that are not persistent.
+    seed: of the weights that are computed. Every mesh gets the same numbers.
+    """
+    params, buffers = local_parts(
+        program, weights(source, seed), mesh, weights(base, seed) if base is not None else None
+    )
+    return dict(params), buffers
+
+
+def local_parts(
+    program: Program, given: Weights, mesh: Any, rest: Weights | None = None, *, broadcast: bool = False
+) -> tuple[Iterator[tuple[str, nn.Parameter]], dict[str, Tensor]]:
+    """This rank's parameters, made one at a time, and buffers, by placeholder name, in new memory on `mesh.device` and
+    in the program's dtypes. Of what lies in files it reads its part alone. given, rest: of `weights`.
+
+    broadcast: rank 0's weights for all ranks, one tensor at a time, whatever the others' models hold. Collective.
+
+    Raises ShardcError for names that are missing or unexpected, other shapes, and ties that the program has and the
+    source has not.
+    """
+    _check(program, given, rest)
+    coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
+
+    def part(x: Param | Buffer) -> Tensor:
+        names = x.names
+        if not broadcast and (sliced := _sliced(x, given)) is not None:
+            return _read(x, sliced, mesh)
+        if isinstance(x, Buffer) and x.constant is not None:
+            whole = x.constant
+        elif x.members:
+            whole = torch.stack([given.get(n, mesh.device).detach() for n in x.members])
+        else:
+            name = next((n for n in names if n in given.shapes), "")
+            chosen = given if name else rest
+            assert chosen is not None
+            whole = chosen.get(name or next(n for n in names if n in chosen.shapes), mesh.device)
+            whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
+        return _local(x, whole, mesh)
+
+    def parts(stored: Sequence[Param] | Sequence[Buffer]) -> Iterator[tuple[Any, Tensor]]:
+        for x in stored:
+            if program.has(x, coords):
+                yield x, part(x)
+            elif broadcast:
+                part(x)  # ranks of other stages need rank 0's part in it
+
+    params = ((p.name, nn.Parameter(x, requires_grad=p.requires_grad)) for p, x in parts(program.params))
+    return params, {b.name: x for b, x in parts(program.buffers)}
+
+
+def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
+    """This rank's parts of the constants that capture lifted out of the code, by placeholder name."""
+    coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
+    return {
+        b.name: _local(b, b.constant, mesh)
+        for b in program.buffers
+        if b.constant is not None and program.has(b, coords)
+    }
+
+
+def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
+    cut = x.layout.local(whole.detach(), mesh.layout, {a: mesh.coordinate(a) for a in mesh.layout.names})
+    return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _sliced(x: Param | Buffer, given: Weights) -> Sliced | None:
+    """What its part can be read from, slice by slice; None if it does not lie in files."""
+    if x.members:
+        members = [given.sliced[n] for n in x.members if n in given.sliced]
+        return Stacked(members) if len(members) == len(x.members) else None
+    return next((given.sliced[n] for n in x.names if n in given.sliced), None)
+
+
+def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:
+    """This rank's part, of which nothing else is read. Padding is zeros."""
+    coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
+    out = torch.zeros(x.layout.local_shape(x.shape, mesh.layout), dtype=x.dtype, device=mesh.device)
+    for box in x.layout.boxes(x.shape, mesh.layout, coords):
+        out[index([(start, n) for start, _, n in box])] = source.read([(start, n) for _, start, n in box]).to(x.dtype)
+    return out
+
+
+def _check(program: Program, given: Weights, rest: Weights | None) -> None:
+    errors = Errors()
+    entries: list[Param | Buffer] = [x for x in (*program.params, *program.buffers) if x.fqn]
+    wanted: dict[str, tuple[int, ...]] = {}
+    for x in entries:
+        if x.members:
+            wanted |= x.shapes
+            continue
+        present = [n for n in x.names if n in given.shapes] or [x.fqn]
+        optional = isinstance(x, Buffer) and not x.persistent and given.what != "model"
+        if present[0] not in given.shapes and optional:
+            if rest is None or not any(n in rest.shapes for n in x.names):
+                errors.add(
+                    f"the buffer is not in the {given.what}: it is not persistent",
+                    where=x.fqn,
+                    fix="pass the model or its builder as `base` as well: it computes this buffer",
+                )
+            continue
+        wanted |= dict.fromkeys(present, x.shape)
+        if not given.tied(present):
+            errors.add(
+                f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they"
+                " differ",
+                where=x.fqn,
+                fix="compile the model that has these weights",
+            )
+    known = {n for x in entries for n in x.names}
+    check_names(errors, wanted, given.shapes, known, f"the {given.what}")
+    errors.raise_any()

@@ -1,0 +1,282 @@
+"""Weights of files put under a model's own names: prefixes, renames and conversions of checkpoints, and what is told.
+
+    file                                          model
+    transformer.wte.weight                        base_model.model.transformer.wte.weight        (peft, a wrapper)
+    layers.0.mlp.experts.3.gate_proj.weight ┐
+    layers.0.mlp.experts.3.up_proj.weight   ┴──►  layers.0.mlp.experts.gate_up_proj[3]           (transformers)
+
+transformers' own tables say how its checkpoints are converted. They are run on tensors without memory, on a tape; a
+rank then reads the slices that its part is made of (shardc.runtime.state.tape_slices).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from shardc.errors import Errors, ShardcError
+from shardc.runtime.state.init_recorder import Recorder
+from shardc.runtime.state.slices import WeightFiles
+
+#: Names that an error or a note gives.
+SHOWN = 4
+#: What peft puts into names: the layer that an adapter is around, the copies that are trained, the adapter's name.
+_PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Weights of files under a model's names. tensors: on the recorder's tape, without memory.
+
+    missing: names of the model that the files do not have; extra: names of the files that the model does not have.
+    """
+
+    files: WeightFiles
+    tensors: Mapping[str, Tensor]
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+
+    def notes(self, model: nn.Module) -> list[str]:
+        """What a user should know, in lines."""
+        own = {n: x.dtype for n, x in named_state(model).items()}
+        dtypes = Counter(
+            (x.dtype, own[n])
+            for n, x in stored_dtypes(self).items()
+            if n in own and x.dtype != own[n] and own[n].is_floating_point
+        )
+        lines = [f"weights: {len(self.tensors)} tensors of {self.files.path} ({self.files.what})"]
+        lines += [f"{n} of them are stored as {_name(a)} and held as {_name(b)}" for (a, b), n in dtypes.items()]
+        if self.missing:
+            lines.append(f"not in the files, and initialised by the model: {folded(self.missing)}")
+        if self.extra:
+            lines.append(f"in the files, and not in the model: {folded(self.extra)}")
+        return lines
+
+
+def stored_dtypes(placed: Placed) -> dict[str, Any]:
+    return {n: placed.files.tensors[n] for n in placed.tensors if n in placed.files.tensors}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def folded(names: Iterable[str]) -> str:
+    """Names that differ in numbers alone, as one, with their count: "h.*.attn.weight (12), score.weight"."""
+    groups = Counter(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", n) for n in names)
+    examples = {re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", n): n for n in names}
+    shown = [f"{k} ({n})" if n > 1 else examples[k] for k, n in list(groups.items())[: 2 * SHOWN]]
+    more = len(groups) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """What is in the model's state_dict, under all names of tied tensors, as the model has it (no copy)."""
+    return {n: x for n, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+
+
+def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
+    """Find the model's tensors in files. model: on any device; only names, shapes and dtypes are looked at.
+
+    Raises ShardcError where a tensor has another shape in the files, naming both, and where the files are of another
+    model.
+    """
+    own = named_state(model)
+    found = {name: recorder.stored(x) for name, x in files.tensors.items()}
+    found |= {other: found[name] for other, name in files.ties.items()}
+    mapped, extra = {}, []
+    library = pretrained_modules(model)
+    if library:
+        (prefix, module), *others = library.items()
+        mapped, extra = _converted(module, prefix, own, found, recorder, files)
+        for other, part in others:
+            more, extra = _converted(part, other, own, {n: found[n] for n in extra if n in found}, recorder, files)
+            mapped |= more
+        mapped |= {n: found[n] for n in own if n not in mapped and n in found}  # what is outside of the library's part
+        extra = [n for n in extra if n not in own]
+    if not mapped:
+        mapped, extra = _by_name(own, found)
+    errors = Errors()
+    for name, x in mapped.items():
+        if x.shape != own[name].shape:
+            errors.add(
+                f"{name} has the shape {list(x.shape)} in {files.path}, and {list(own[name].shape)} in the model",
+                where=name,
+                fix="make the model with the config of these weights, or rename what is new in it",
+            )
+    _fold(errors)
+    tied = {id(own[n]) for n in mapped}
+    missing = [n for n, x in own.items() if id(x) not in tied]
+    if not mapped:
+        what = f"none of its {len(files.tensors)} tensors is in the model: {_names(files.tensors)}; the model has"
+        fix = "compile the model that these weights are of"
+        raise ShardcError(f"{what} {_names(own)}", where=str(files.path), fix=fix)
+    return Placed(files, mapped, tuple(missing), tuple(extra))
+
+
+def _names(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:SHOWN]) + (", ..." if len(listed) > SHOWN else "")
+
+
+def _fold(errors: Errors) -> None:
+    """Raise what was found; of many errors the first ones, with the number of all."""
+    if len(errors.found) > SHOWN:
+        first = errors.found[0]
+        what = f"{len(errors.found)} tensors have another shape in the files than in the model: {first.what}"
+        raise ShardcError(f"{what}, ...", where=first.where, fix=first.fix)
+    errors.raise_any()
+
+
+# --- plain names ------------------------------------------------------------------------------------------------------
+
+
+def _by_name(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors by name. Where one side has its names behind a prefix (a wrapper such as DDP, or a model within another
+    one) it is left out; so is what peft puts into names."""
+    best: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for renamed in _spellings(own, found):
+        mapped = {n: found[k] for n, k in renamed.items() if k in found}
+        if len(mapped) > len(best):
+            best, used = mapped, {renamed[n] for n in mapped}
+    return best, [k for k in found if k not in used]
+
+
+def _spellings(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
+    """Names that the model's may have in the files: as they are, then without a prefix, or with one."""
+    plain = {n: _PEFT.sub("", n) for n in own}
+    yield {n: n for n in own}
+    yield plain
+    yield {n: re.sub(r"\.(lora_\w+|vera_\w+)\.[^.]+(?=\.|$)", r".\1", k) for n, k in plain.items()}  # peft's adapters
+    for prefix in _prefixes(plain.values(), found):
+        yield {n: k.removeprefix(prefix) for n, k in plain.items() if k.startswith(prefix)}
+    for prefix in _prefixes(found, plain.values()):
+        yield {n: prefix + k for n, k in plain.items()}
+
+
+def _prefixes(longer: Iterable[str], shorter: Iterable[str]) -> list[str]:
+    """What stands before the names of `shorter` in those of `longer`, the most frequent first."""
+    short = set(shorter)
+    counts: Counter[str] = Counter()
+    for name in longer:
+        for i, c in enumerate(name):
+            if c == "." and name[i + 1 :] in short:
+                counts[name[: i + 1]] += 1
+    return [prefix for prefix, _ in counts.most_common(2)]
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+def pretrained_modules(model: nn.Module) -> dict[str, Any]:
+    """The outermost modules of the transformers library, by name: "" for the model itself."""
+    library: ModuleType | None = sys.modules.get("transformers.modeling_utils")
+    if library is None or "transformers.core_model_loading" not in sys.modules:
+        return {}
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        inside = any(not outer or name.startswith(outer + ".") for outer in found)
+        if isinstance(module, library.PreTrainedModel) and not inside:
+            found[name] = module
+    return found
+
+
+def _converted(
+    module: Any,
+    prefix: str,
+    own: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    recorder: Recorder,
+    files: WeightFiles,
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors of a module of the transformers library, as it would load them itself: (by the model's names, names of
+    the files that it has no use for)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    before = prefix + "." if prefix else ""
+    inside = {n: _PEFT.sub("", n.removeprefix(before)) for n in own if n.startswith(before)}
+    stand_in = _tree({plain: own[n] for n, plain in inside.items()})
+    vars(stand_in).update(base_model_prefix=module.base_model_prefix, config=module.config)
+    given = {n.removeprefix(before): x for n, x in found.items()}
+    info = load_converted(stand_in, given, get_model_conversion_mapping(module), recorder, str(files.path))
+    other = {name: shape for name, shape, _ in info.mismatched_keys}
+    loaded = named_state(stand_in)
+    mapped = {n: loaded[k] for n, k in inside.items() if k not in info.missing_keys and k not in other}
+    for n, k in inside.items():
+        if k in other:
+            mapped[n] = torch.empty(other[k], device="meta")  # its shape is refused with the others
+    extra = [n for n in info.unexpected_keys if not _ignored(module, n)]
+    return mapped, sorted(extra)
+
+
+def _ignored(module: Any, name: str) -> bool:
+    """Does the model say that checkpoints may have this name for nothing?"""
+    patterns = [*(module._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    return any(re.search(p, name) for p in patterns)
+
+
+def hf_builder(folder: Path) -> Callable[[], nn.Module] | None:
+    """What builds the model of a folder of the transformers library, without its weights; None for other folders."""
+    config_file = folder / "config.json"
+    if not config_file.is_file() or "architectures" not in config_file.read_text():
+        return None
+    try:
+        import transformers
+    except ImportError:
+        return None
+    config = transformers.AutoConfig.from_pretrained(folder)
+    name = (config.architectures or [""])[0]
+    if not hasattr(transformers, name):
+        return None
+    return lambda: getattr(transformers, name)._from_config(config)  # type: ignore[no-any-return]
+
+
+def load_converted(
+    module: Any, given: Mapping[str, Tensor], mapping: Sequence[Any], recorder: Recorder, where: str, **options: Any
+) -> Any:
+    """transformers' loader, on recorded tensors and without threads, of which a recorder would not know. Returns its
+    account: missing_keys, unexpected_keys, mismatched_keys.
+    """
+    from transformers import core_model_loading
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    config = options.pop("config", None) or LoadStateDictConfig(weight_mapping=list(mapping))
+    quiet = mock.patch.object(core_model_loading, "tqdm", lambda items, **_: items)
+    with mock.patch.dict("os.environ", HF_DEACTIVATE_ASYNC_LOAD="1"), quiet, recorder.recording():
+        info, _ = core_model_loading.convert_and_load_state_dict_in_model(
+            model=module, state_dict=dict(given), load_config=config, disk_offload_index=None
+        )
+    if info.conversion_errors:
+        name, message = next(iter(info.conversion_errors.items()))
+        fix = "load the folder with transformers, save it with save_pretrained(..., save_original_format=False)"
+        raise ShardcError(f"transformers cannot convert {name}: {message}", where=where, fix=fix)
+    return info
+
+
+def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Modules without a forward, that hold tensors of these names, on the meta device."""
+    root = nn.Module()
+    for name, x in tensors.items():
+        *path, last = name.split(".")
+        at = root
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, nn.Module())
+            at = at.get_submodule(part)
+        empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        if isinstance(x, nn.Parameter):
+            at.register_parameter(last, nn.Parameter(empty, requires_grad=False))
+        else:
+            at.register_buffer(last, empty)
+    return root

@@ -1,0 +1,296 @@
+"""Tensors that are read by slice: from safetensors files, torch files, checkpoints; each with its shape and dtype.
+
+    files = open_weights("pretrained/")             # a folder, or one file: nothing is read but names and shapes
+    files.tensors["lm_head.weight"].read([(0, 8), (16, 4)])     # rows 0 to 7, columns 16 to 19: [8, 4]
+
+A rank reads what it holds of a tensor and nothing else, so that a model of any size costs each rank its own part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardc.errors import ShardcError
+from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.generations import generations, is_one, newest, read_index
+from shardc.runtime.state.tensor_file import DTYPES
+
+#: Per dim (start, length).
+Box = Sequence[tuple[int, int]]
+
+
+class Sliced(Protocol):
+    """A tensor of which any box can be read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, box: Box) -> Tensor:
+        """What lies in the box, on the CPU; it may be the source's own memory."""
+        ...
+
+
+def whole(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """The box that is all of a tensor."""
+    return [(0, n) for n in shape]
+
+
+def index(box: Box) -> tuple[slice, ...]:
+    """A box as an index of a tensor."""
+    return tuple(slice(start, start + n) for start, n in box)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A tensor that is there: a real one, or one that the system reads page by page (a file mapped into memory)."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, box: Box) -> Tensor:
+        return self.tensor.detach()[index(box)]
+
+
+@dataclass(frozen=True)
+class InSafetensors:
+    """One tensor of a safetensors file. handle: of the open file."""
+
+    handle: Any
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, box: Box) -> Tensor:
+        if 0 in (n for _, n in box):
+            return torch.empty([n for _, n in box], dtype=self.dtype)
+        found: Tensor = self.handle.get_slice(self.name)[index(box) if box else ...]
+        return found
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors of one shape as one: [number of them, ...]."""
+
+    members: Sequence[Sliced]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.members), *self.members[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.members[0].dtype
+
+    def read(self, box: Box) -> Tensor:
+        (first, n), *rest = box
+        return torch.stack([x.read(rest) for x in self.members[first : first + n]])
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Weights that lie in files. path: what the user named; what: "safetensors", "torch" or "checkpoint".
+
+    tensors: by the names that they have there. ties: other names, which the files say are the same tensor: {other:
+    name}.
+    """
+
+    path: Path
+    what: str
+    tensors: Mapping[str, Sliced]
+    ties: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where config and tokenizer would be."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+
+_SAFE, _TORCH = ("model", "adapter_model"), ("pytorch_model", "adapter_model", "model")
+_TORCH_ENDINGS = (".bin", ".pt", ".pth")
+
+
+def open_weights(path: str | Path | Mapping[str, Any]) -> WeightFiles:
+    """The weights at a path (or a state_dict): a .safetensors file, a torch file (.bin, .pt, .pth), an index of several
+    of them (*.index.json), or a folder with one of these, or a checkpoint that shardc saved.
+
+    Raises ShardcError for what is not there or cannot be read; nothing but names and shapes is read.
+    """
+    if isinstance(path, Mapping):
+        tensors = {k: InMemory(x) for k, x in path.items() if isinstance(x, Tensor)}
+        return WeightFiles(Path("the state_dict"), "in memory", tensors)
+    path = Path(path)
+    if (checkpoint := _checkpoint(path)) is not None:
+        return _of_checkpoint(path, checkpoint)
+    files = weight_files(path)
+    if not files:
+        fix = "name a .safetensors or .bin file, a folder that has some (with their index), or a checkpoint"
+        raise ShardcError("there are no weights at this path", where=str(path), fix=fix)
+    return of_files(path, files)
+
+
+def of_files(path: Path, files: Sequence[Path]) -> WeightFiles:
+    """The weights in these files, all safetensors or all torch's. path: what the user named."""
+    return (_of_safetensors if files[0].suffix == ".safetensors" else _of_torch)(path, files)
+
+
+def has_weights(path: str | Path) -> bool:
+    """Is there anything at this path that `open_weights` would read?"""
+    return is_checkpoint(Path(path)) or bool(weight_files(Path(path)))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that hold the weights at a path: itself, those that an index names, or those of a folder."""
+    if path.is_file():
+        return _indexed(path) if path.name.endswith(".index.json") else [path]
+    if not path.is_dir():
+        return []
+    for stems, endings in ((_SAFE, (".safetensors",)), (_TORCH, _TORCH_ENDINGS)):
+        for name in (f"{stem}{ending}" for stem in stems for ending in endings):
+            if (index_file := path / f"{name}.index.json").is_file():
+                return _indexed(index_file)
+            if (path / name).is_file():
+                return [path / name]
+    return []
+
+
+def _indexed(index_file: Path) -> list[Path]:
+    try:
+        names = json.loads(index_file.read_text())["weight_map"].values()
+        names = [Path(name) for name in dict.fromkeys(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        fix = "it is JSON with a weight_map of {name of a tensor: file}"
+        raise ShardcError(f"the index of the weights cannot be read: {e}", where=str(index_file), fix=fix) from e
+    if outside := [str(name) for name in names if name.is_absolute() or ".." in name.parts]:
+        fix = "put all files of an index beside it"
+        raise ShardcError(f"the index names files elsewhere: {', '.join(outside[:3])}", where=str(index_file), fix=fix)
+    files = [index_file.parent / name for name in names]
+    if absent := [f.name for f in files if not f.is_file()]:
+        what = f"the index names {len(files)} files, and {len(absent)} of them are not there: {', '.join(absent[:3])}"
+        raise ShardcError(what, where=str(index_file), fix="download or copy them as well")
+    return files
+
+
+def _of_safetensors(path: Path, files: Sequence[Path]) -> WeightFiles:
+    tensors: dict[str, Sliced] = {}
+    ties: dict[str, str] = {}
+    for file in files:
+        try:
+            handle = safe_open(file, framework="pt")
+            for name in handle.keys():  # noqa: SIM118 (not a dict)
+                view = handle.get_slice(name)
+                tensors[name] = InSafetensors(handle, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
+            ties |= {k: v for k, v in (handle.metadata() or {}).items() if k != "format"}
+        except (SafetensorError, OSError, KeyError) as e:
+            fix = "pass a .safetensors file or a folder that holds them"
+            raise ShardcError(f"the weights cannot be read: {e}", where=str(file), fix=fix) from e
+    ties = {other: name for other, name in ties.items() if name in tensors and other not in tensors}
+    return WeightFiles(path, "safetensors", tensors, ties)
+
+
+def _of_torch(path: Path, files: Sequence[Path]) -> WeightFiles:
+    tensors: dict[str, Sliced] = {}
+    for file in files:
+        tensors |= {name: InMemory(x) for name, x in torch_file(file).items()}
+    return WeightFiles(path, "torch", tensors)
+
+
+def torch_file(file: Path) -> dict[str, Tensor]:
+    """The state_dict in a torch file, mapped into memory: pages are read when they are looked at."""
+    try:
+        try:
+            held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except RuntimeError as e:
+            if "mmap" not in str(e):
+                raise
+            held = torch.load(file, map_location="cpu", weights_only=True)  # a file of the format before torch 1.6
+    except Exception as e:  # torch.load raises errors of many kinds; the cause is chained
+        fix = "save a plain state_dict: torch.save(model.state_dict(), FILE)"
+        first = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise ShardcError(f"the weights cannot be read: {first}", where=str(file), fix=fix) from e
+    for key in ("state_dict", "model_state_dict", "model"):  # what training loops put it under
+        if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
+            held = held[key]
+    tensors = {k: x for k, x in held.items() if isinstance(x, Tensor)} if isinstance(held, Mapping) else {}
+    if not tensors:
+        fix = "save a plain state_dict: torch.save(model.state_dict(), FILE)"
+        raise ShardcError("the file holds no state_dict", where=str(file), fix=fix)
+    return tensors
+
+
+# --- a checkpoint of our own ------------------------------------------------------------------------------------------
+
+
+def is_checkpoint(path: Path) -> bool:
+    return _checkpoint(path) is not None
+
+
+def _checkpoint(path: Path) -> Path | None:
+    """The last checkpoint in a folder that `shardc run --save` or `engine.save` wrote, or the folder itself."""
+    for folder in (path / "checkpoint", path):
+        if folder.is_dir() and is_one(folder):
+            return folder
+        if folder.is_dir() and generations(folder):
+            return newest(folder)
+    return None
+
+
+@dataclass(frozen=True)
+class InCheckpoint:
+    """One tensor of a checkpoint that shardc saved. path: the checkpoint; key: the tensor's name there."""
+
+    path: Path
+    index: Index
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.index.tensors[self.key].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.index.tensors[self.key].dtype
+
+    def read(self, box: Box) -> Tensor:
+        from shardc.runtime.state.loading import read_box
+
+        return read_box(self.path, self.index, self.key, tuple(a for a, _ in box), tuple(n for _, n in box))
+
+
+def _of_checkpoint(path: Path, checkpoint: Path) -> WeightFiles:
+    content = read_index(checkpoint)
+    names = [key for key in content.tensors if key.startswith("model.")]
+    tensors = {key.removeprefix("model."): InCheckpoint(checkpoint, content, key) for key in names}
+    return WeightFiles(path, "checkpoint", tensors)
+
+
+def runs(shape: Sequence[int], box: Box) -> tuple[int, list[int]]:
+    """A box of a tensor in row-major order: (elements of each contiguous stretch, where each begins)."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    inner = len(shape)
+    while inner and (inner == len(shape) or box[inner][1] == shape[inner]):
+        inner -= 1  # this dim's range is contiguous, as all dims after it are whole
+    length = math.prod(n for _, n in box[inner:])
+    starts = [sum(box[d][0] * strides[d] for d in range(inner, len(shape)))]
+    for d in range(inner - 1, -1, -1):
+        first, n = box[d]
+        starts = [(first + i) * strides[d] + s for i in range(n) for s in starts]
+    return length, starts

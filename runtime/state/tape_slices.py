@@ -1,0 +1,209 @@
+"""A slice of a tensor on a tape, traced back to the tensors of files that it is made of, so that nothing else is read.
+
+    files          experts.0.w1 [4, 8], experts.1.w1 [4, 8]   experts.0.w3, experts.1.w3
+    on the tape    cat(stack(w1), stack(w3)) -> experts.gate_up_proj [2, 8, 8]
+    pieces of [1:2, 2:6, :]                                   experts.1.w1 [2:4, :], experts.1.w3 [0:2, :]
+
+Followed are ops that move numbers and do not change them: stack, cat, copies, and views whose dims are dims of what
+they view, or parts of them. What else a tensor depends on (a reshape across dims, a sum) is computed whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardc.runtime.state.init_recorder import Ref, Tape
+from shardc.runtime.state.slices import Box, Sliced, index
+
+aten = torch.ops.aten
+_COPIES = {aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.detach_copy.default}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a stored tensor, and its place in a result.
+
+    source: what is stored; box: of it; place: the box of the result. dims: for each dim of the result the source's dim
+    that lies along it, -1 where there is none (the place is 1 long there). dtypes: which the numbers pass through.
+    """
+
+    source: Sliced
+    box: tuple[tuple[int, int], ...]
+    place: tuple[tuple[int, int], ...]
+    dims: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...] = ()
+
+    def turned(self, x: Tensor) -> Tensor:
+        """What was read from the box, with the result's dims and dtype."""
+        kept = [d for d in self.dims if d >= 0]
+        x = x.permute([*kept, *(d for d in range(x.dim()) if d not in kept)])
+        for dtype in self.dtypes:
+            x = x.to(dtype)
+        return x.reshape([n for _, n in self.place])
+
+    def within(self, box: Box) -> Piece | None:
+        """The part of it that lies in a box of the source."""
+        common = [_common(mine, other) for mine, other in zip(self.box, box, strict=True)]
+        if any(n <= 0 for _, n in common):
+            return None
+        place = list(self.place)
+        for d, along in enumerate(self.dims):
+            if along >= 0:
+                start = self.place[d][0] + common[along][0] - self.box[along][0]
+                place[d] = start, common[along][1]
+        return replace(self, box=tuple(common), place=tuple(place))
+
+
+def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    start = max(a[0], b[0])
+    return start, min(a[0] + a[1], b[0] + b[1]) - start
+
+
+@dataclass(frozen=True)
+class OnTape:
+    """A tensor of a tape, read by slice. seed: of what on the tape is random; device: where that is computed."""
+
+    tape: Tape
+    ref: Ref
+    seed: int | None = None
+    device: torch.device | str = "cpu"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ref.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.ref.dtype
+
+    def read(self, box: Box) -> Tensor:
+        found = pieces(self.tape, self.ref, box)
+        if found is None:
+            return self.tape.replay([self.ref], self.seed, self.device)[0][index(box)]
+        out = torch.empty([n for _, n in box], dtype=self.dtype)
+        for piece in found:
+            place = [(start - first, n) for (start, n), (first, _) in zip(piece.place, box, strict=True)]
+            out[index(place)] = piece.turned(piece.source.read(piece.box))
+        return out
+
+    @property
+    def stored(self) -> bool:
+        """Does it come from files alone, piece by piece?"""
+        return pieces(self.tape, self.ref, [(0, n) for n in self.shape]) is not None
+
+
+def pieces(tape: Tape, ref: Ref, box: Box, before: int | None = None) -> list[Piece] | None:
+    """What a box of a tensor consists of, at the end of the tape (or before one of its entries); None where it is not
+    made of parts of stored tensors."""
+    if any(n <= 0 for _, n in box):
+        return []
+    at = tape.last_writer(ref.storage, len(tape.entries) if before is None else before)
+    if at is None:
+        return None
+    entry = tape.entries[at]
+    made = entry.args[0] if entry.overwrites is not None else next((m for m in entry.made if m is not None), None)
+    if made is None or made.storage != ref.storage or len(entry.made) > 1:
+        return None
+    view = _view(ref, made)
+    if view is None:
+        return None
+    dims, starts = view
+    inner = [(start, 1) for start in starts]
+    for d, along in enumerate(dims):
+        if along >= 0:
+            inner[along] = starts[along] + box[d][0], box[d][1]
+    found = _made_of(tape, at, inner)
+    if found is None:
+        return None
+    return [_seen(piece, dims, starts, box, ref.dtype) for piece in found]
+
+
+def _seen(piece: Piece, dims: Sequence[int], starts: Sequence[int], box: Box, dtype: torch.dtype) -> Piece:
+    """A piece of what was made, as a piece of a view of it."""
+    place = [
+        (piece.place[along][0] - starts[along], piece.place[along][1]) if along >= 0 else (box[d][0], 1)
+        for d, along in enumerate(dims)
+    ]
+    last = piece.dtypes[-1] if piece.dtypes else piece.source.dtype
+    return replace(
+        piece,
+        place=tuple(place),
+        dims=tuple(piece.dims[along] if along >= 0 else -1 for along in dims),
+        dtypes=piece.dtypes if last == dtype else (*piece.dtypes, dtype),
+    )
+
+
+def _made_of(tape: Tape, at: int, box: Box) -> list[Piece] | None:
+    """The pieces of a box of what an entry makes."""
+    entry = tape.entries[at]
+    if entry.name == "stored":
+        (source,) = entry.args
+        return [Piece(source, tuple(box), tuple(box), tuple(range(len(box))))]
+    if entry.func in _COPIES:
+        source = entry.args[1] if entry.func is aten.copy_.default else entry.args[0]
+        made = entry.args[0] if entry.func is aten.copy_.default else entry.made[0]
+        return pieces(tape, source, box, at) if source.shape == made.shape else None
+    if entry.func is aten.cat.default or entry.func is aten.stack.default:
+        parts, dim = entry.args[0], entry.args[1] if len(entry.args) > 1 else entry.kwargs.get("dim", 0)
+        stacked = entry.func is aten.stack.default
+        return _joined(tape, at, parts, dim % len(box), box, stacked=stacked)
+    return None
+
+
+def _joined(tape: Tape, at: int, parts: Sequence[Ref], dim: int, box: Box, *, stacked: bool) -> list[Piece] | None:
+    """The pieces of a box of tensors that are joined along a dim: an own one (stack), or one that they have (cat)."""
+    found: list[Piece] = []
+    first, count = box[dim]
+    begin = 0
+    for part in parts:
+        if not stacked and part.shape == (0,) and len(box) > 1:
+            continue  # cat leaves such out
+        size = 1 if stacked else part.shape[dim]
+        start, n = _common((first, count), (begin, size))
+        if n > 0:
+            rest = [*box[:dim], *box[dim + 1 :]] if stacked else [*box[:dim], (start - begin, n), *box[dim + 1 :]]
+            inner = pieces(tape, part, rest, at)
+            if inner is None:
+                return None
+            for p in inner:
+                place, dims = list(p.place), list(p.dims)
+                if stacked:
+                    place.insert(dim, (begin, 1))
+                    dims.insert(dim, -1)
+                else:
+                    place[dim] = place[dim][0] + begin, place[dim][1]
+                found.append(replace(p, place=tuple(place), dims=tuple(dims)))
+        begin += size
+    return found
+
+
+def _view(ref: Ref, made: Ref) -> tuple[list[int], list[int]] | None:
+    """A window on what was made, in its dims: (for each dim of the window the dim along it, -1 for none; where the
+    window begins in each). None if the window's dims are no dims of it."""
+    if ref.dtype != made.dtype or made.offset or not _dense(made):
+        return None
+    starts = [ref.offset // s % n if n > 1 else 0 for s, n in zip(made.stride, made.shape, strict=True)]
+    dims, free = [], [d for d, n in enumerate(made.shape) if n > 1]
+    for n, stride in zip(ref.shape, ref.stride, strict=True):
+        fits = (d for d in free if made.stride[d] == stride and starts[d] + n <= made.shape[d])
+        along = next(fits, -1) if n > 1 else -1
+        if n > 1 and along < 0:
+            return None
+        if along >= 0:
+            free.remove(along)
+        dims.append(along)
+    return dims, starts
+
+
+def _dense(ref: Ref) -> bool:
+    """Does every element of its storage belong to one place in it?"""
+    size = 1
+    for stride, n in sorted((s, n) for s, n in zip(ref.stride, ref.shape, strict=True) if n != 1):
+        if stride != size:
+            return False
+        size *= n
+    return ref.nbytes == size * ref.dtype.itemsize

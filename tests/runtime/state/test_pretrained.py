@@ -1,0 +1,346 @@
+"""Begin from pretrained weights: files of all kinds, on any mesh, each rank reading its slices; what is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.state import slices
+from shardc.runtime.state.init import materialise_model, record
+from shardc.runtime.state.reading_calls import lazily
+from shardc.runtime.state.slices import open_weights
+from shardc.runtime.state.sources import weights
+
+torch.set_num_threads(1)
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+FAMILIES: dict[str, Callable[[bool], nn.Module]] = {
+    "llama": lambda tied: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    ),
+    "qwen3": lambda tied: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=tied)
+    ),
+    "gpt2": lambda tied: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64, tie_word_embeddings=tied,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    ),
+    "gpt_neox": lambda tied: transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
+            **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}, tie_word_embeddings=tied
+        )
+    ),
+    "mixtral": lambda tied: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=tied)
+    ),
+    "qwen2_moe": lambda tied: transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(
+            **SIZES, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+            tie_word_embeddings=tied,
+        )
+    ),
+}  # fmt: skip
+SPECS: dict[str, dict[str, Any]] = {
+    "tp": {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}},
+    "pp": {"shardc": 1, "mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}},
+    "zero3": {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 3}},
+}
+EXPERTS: dict[str, Any] = {"shardc": 1, "mesh": {"ep": 2}, "experts": [{"match": "*.experts", "axis": "ep"}]}
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def family(name: str, tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = FAMILIES[name](tied)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.01 * torch.randn_like(x))  # norms too: an initial value would not show that it was read
+    return model.train()
+
+
+def states(program: Program, *args: Any, **options: Any) -> list[tuple[dict[str, Tensor], tuple[str, ...]]]:
+    """(whole state_dict, notes) of an engine on every rank."""
+
+    def run(mesh: Any) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+        engine = program.engine(*args, optimizer=None, mesh=mesh, **options)
+        return engine.full_state_dict(), engine.weight_notes
+
+    return loopback(program.mesh, run)
+
+
+def assert_state(found: dict[str, Tensor], model: nn.Module) -> None:
+    expected = model.state_dict()
+    assert set(found) == set(expected)
+    for name, x in expected.items():
+        assert torch.equal(found[name], x.to(found[name].dtype)), name
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool, bool], tuple[Path, nn.Module]]:
+    made: dict[tuple[str, bool, bool], tuple[Path, nn.Module]] = {}
+
+    def folder(name: str, tied: bool, many: bool) -> tuple[Path, nn.Module]:
+        key = name, tied, many
+        if key not in made:
+            path, model = tmp_path_factory.mktemp(name), family(name, tied)
+            model.save_pretrained(path, max_shard_size="30KB" if many else "5GB")  # type: ignore[operator]
+            assert (path / "model.safetensors").exists() != many
+            made[key] = path, model
+        return made[key]
+
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_gives_every_mesh_the_weights_of_from_pretrained(name: str, folders: Any) -> None:
+    specs = {**SPECS, **({"ep": EXPERTS} if name in ("mixtral", "qwen2_moe") else {})}
+    for axis, spec in specs.items():
+        tied = axis == "pp"
+        program = shardc.compile(family(name, tied), batch(), spec, prove=False)
+        for many in (False, True):
+            path, model = folders(name, tied, many)
+            for found, notes in states(program, path):
+                assert_state(found, model)
+                assert len(notes) == 1, notes
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "ep"])
+def test_a_rank_reads_its_slices_and_nothing_else(axis: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, model = folders("mixtral", False, True)
+    spec = EXPERTS if axis == "ep" else SPECS[axis]
+    program = shardc.compile(model, batch(), spec, prove=False)
+    read: list[int] = []
+    original = slices.InSafetensors.read
+
+    def counting(self: Any, box: Any) -> Tensor:
+        x = original(self, box)
+        read.append(x.nbytes)
+        return x
+
+    monkeypatch.setattr(slices.InSafetensors, "read", counting)
+    for rank in range(2):
+        read.clear()
+        _, held = loopback(program.mesh, lambda mesh, r=rank: _held(program, path, mesh) if mesh.rank == r else None)[
+            rank
+        ]
+        assert sum(read) == held
+
+
+def _held(program: Program, path: Path, mesh: Any) -> tuple[int, int]:
+    """A rank's parameters, made without the others."""
+    from shardc.runtime import state
+
+    params, _ = state.local_parts(program, state.weights_for(None, path, 0), mesh)
+    return 0, sum(x.nbytes for _, x in params)
+
+
+class Net(nn.Module):
+    def __init__(self, classes: int = 4) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(self.up(x).relu())).square().mean()
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+X = {"x": torch.linspace(-1, 1, 4 * 8).view(4, 8)}
+TP: dict[str, Any] = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}}
+
+
+@pytest.mark.parametrize("form", ["bin", "pt", "index", "safetensors", "old", "nested", "checkpoint"])
+def test_files_of_all_kinds(form: str, tmp_path: Path) -> None:
+    model = net()
+    program = shardc.compile(model, X, TP)
+    state = model.state_dict()
+    path = tmp_path
+    if form == "bin":
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    elif form == "pt":
+        torch.save(state, path := tmp_path / "w.pt")
+    elif form == "old":
+        torch.save(state, path := tmp_path / "w.pth", _use_new_zipfile_serialization=False)
+    elif form == "nested":
+        torch.save({"epoch": 3, "state_dict": {f"module.{k}": x for k, x in state.items()}}, path := tmp_path / "w.pt")
+    elif form == "index":
+        names = list(state)
+        parts = {"a.bin": names[:3], "b.bin": names[3:]}
+        for file, own in parts.items():
+            torch.save({n: state[n] for n in own}, tmp_path / file)
+        (tmp_path / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"weight_map": {n: file for file, own in parts.items() for n in own}})
+        )
+    elif form == "safetensors":
+        save_file({f"net.{k}": x.to(torch.bfloat16) for k, x in state.items()}, path := tmp_path / "w.safetensors")
+        model = model.to(torch.bfloat16)
+    else:
+        loopback(program.mesh, lambda mesh: program.engine(model, mesh=mesh).save(tmp_path / "checkpoint"))
+    for source in (net().to("meta"), Net):
+        for found, notes in states(program, source, weights=path):
+            assert_state(found, model)
+            assert notes[0].startswith("weights: 6 tensors of ")
+            if form == "safetensors":
+                assert notes[1] == "6 of them are stored as bfloat16 and held as float32"
+
+
+def test_what_is_missing_is_initialised_as_on_one_device_and_told(tmp_path: Path) -> None:
+    state = {k: x for k, x in net().state_dict().items() if not k.startswith("head")}
+    save_file({**state, "old.0.w": torch.ones(2), "old.1.w": torch.ones(2)}, tmp_path / "model.safetensors")
+    program = shardc.compile(net(), X, TP)
+    single = materialise_model(Net, seed=5).state_dict()
+    for found, notes in states(program, Net, seed=5, weights=tmp_path):
+        assert notes[1] == "not in the files, and initialised by the model: head.weight, head.bias"
+        assert notes[2] == "in the files, and not in the model: old.*.w (2)"
+        for name, x in found.items():
+            assert torch.equal(x, state.get(name, single[name])), name
+
+
+def test_other_shapes_and_other_models_are_refused(tmp_path: Path) -> None:
+    save_file(Net(classes=7).state_dict(), path := tmp_path / "w.safetensors")
+    program = shardc.compile(net(), X, TP)
+    mesh = loopback(program.mesh, lambda m: m)[0]
+
+    def engine(source: Any, **options: Any) -> Any:
+        return program.engine(source, None, mesh=mesh, check=False, **options)
+
+    with pytest.raises(ShardcError, match=r"head.weight has the shape \[7, 8\] in .*w.safetensors, and \[4, 8\]"):
+        engine(Net, weights=path)
+    save_file({"a.b": torch.ones(2)}, other := tmp_path / "other.safetensors")
+    with pytest.raises(ShardcError, match=r"none of its 1 tensors is in the model: a.b; the model has up.weight"):
+        engine(Net, weights=other)
+    with pytest.raises(ShardcError, match="there are no weights at this path"):
+        engine(Net, weights=tmp_path / "nowhere")
+    with pytest.raises(ShardcError, match="are put into a model, and this is a dict"):
+        engine(net().state_dict(), weights=path)
+    (tmp_path / "junk.bin").write_bytes(b"junk")
+    with pytest.raises(ShardcError, match=r"junk.bin: the weights cannot be read"):
+        engine(Net, weights=tmp_path / "junk.bin")
+    index = tmp_path / "model.safetensors.index.json"
+    for text, message in (
+        ('{"weight_map": {"a": "../w.safetensors"}}', "names files elsewhere"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "1 of them are not there: gone.safetensors"),
+        ("[]", "the index of the weights cannot be read"),
+    ):
+        index.write_text(text)
+        with pytest.raises(ShardcError, match=message):
+            open_weights(tmp_path)
+
+
+# --- inside model() ---------------------------------------------------------------------------------------------------
+
+
+#: peft asks transformers for what it is about to rename.
+PEFT_WARNS = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def builders(path: Path) -> dict[str, Callable[[], Any]]:
+    auto = transformers.AutoModelForCausalLM
+
+    def config() -> Any:
+        return transformers.AutoConfig.from_pretrained(path)
+
+    def load() -> nn.Module:
+        model = auto.from_config(config())
+        model.load_state_dict(torch.load(path / "w.pt"))
+        return model
+
+    def load_safetensors() -> nn.Module:
+        model = auto.from_config(config())
+        model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+        return model
+
+    def with_lora() -> nn.Module:
+        import peft
+
+        lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4)
+        return peft.get_peft_model(auto.from_pretrained(path), lora)
+
+    return {
+        "from_pretrained": lambda: auto.from_pretrained(path),
+        "bfloat16": lambda: auto.from_pretrained(path, dtype=torch.bfloat16),
+        "torch.load": load,
+        "load_file": load_safetensors,
+        "new head": lambda: transformers.AutoModelForSequenceClassification.from_pretrained(path, num_labels=3),
+        "lora": with_lora,
+    }
+
+
+@PEFT_WARNS
+@pytest.mark.parametrize("kind", builders(Path()))
+def test_weights_that_a_builder_reads_are_read_by_slice(kind: str, folders: Any) -> None:
+    path, model = folders("llama", True, False)
+    torch.save(model.state_dict(), path / "w.pt")
+    build = builders(path)[kind]
+    built, recipe = record(build)
+    assert all(x.is_meta for x in built.parameters())
+    plain = dict(build().named_parameters())
+    mine = dict(materialise_model(build).named_parameters())
+    new = {n for n in plain if "score" in n or "lora_A" in n}
+    assert set(plain) == set(mine)
+    assert all(torch.equal(mine[n], plain[n]) for n in plain if n not in new)
+    files = weights(build, 0).sliced
+    assert {n for n in plain if "lora_" not in n} - new <= set(files)
+    assert not new & set(files)
+    if kind not in ("torch.load", "load_file"):
+        assert recipe.notes[0] == f"weights: 20 tensors of {path} (from_pretrained)"
+        assert ("not in the files, and initialised by the model: score.weight" in recipe.notes) == (kind == "new head")
+    with torch.device("meta"), lazily(None):
+        assert all(x.is_meta for x in build().parameters())
+
+
+@PEFT_WARNS
+def test_weights_of_a_folder_go_into_a_model_with_adapters(folders: Any) -> None:
+    path, model = folders("llama", True, False)
+
+    def build() -> nn.Module:
+        import peft
+
+        config = transformers.AutoConfig.from_pretrained(path)
+        lora = peft.LoraConfig(target_modules=["q_proj"], r=4)
+        return peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(config), lora)
+
+    program = shardc.compile(build(), batch(), SPECS["tp"], prove=False)
+    expected = model.state_dict()
+    for found, notes in states(program, build, weights=path):
+        base = {k.removeprefix("base_model.model.").replace(".base_layer", ""): x for k, x in found.items()}
+        assert all(torch.equal(base[k], x) for k, x in expected.items())
+        assert notes[1].startswith("not in the files, and initialised by the model: base_model.model.model.layers.*.")
+
+
+def test_a_module_of_ones_own_loop_begins_from_a_folder(folders: Any) -> None:
+    path, model = folders("gpt2", False, False)
+    program = shardc.compile(model, batch(), SPECS["zero3"], prove=False)
+    half = {k: x[:2] for k, x in batch().items()}
+    losses = loopback(program.mesh, lambda mesh: float(program.module(path, mesh=mesh)(**half).detach()))
+    assert losses[0] == losses[1]
