@@ -4,7 +4,7 @@ place in the global tensor, never by how a program shards, so that any mesh read
     local_parameters      this rank's part of real weights, of a builder's (nothing is broadcast), of a file's
     save, load            checkpoints that any mesh can load
     full_state_dict       the plain state_dict of the unsharded model, gathered parameter by parameter
-    export_safetensors    the same, in files that safetensors and transformers load
+    export_safetensors    the same, in files that safetensors, transformers and peft load; no rank holds all of it
 
     saving, loading       checkpoints: how one is written, and read
     generations           the folder of checkpoints: which is the last one, and which are whole
@@ -14,6 +14,7 @@ place in the global tensor, never by how a program shards, so that any mesh read
     tensor_file, digest   .safetensors files by stretches of bytes, and how damage is told
     files                 every call that reaches a disk
     parts                 this rank's part of each parameter and buffer
+    export                folders and files for others
     sources               where weights come from: a model, a builder, a state_dict, files
     slices                files, of whose tensors any box can be read
     pretrained            weights of files under a model's names: prefixes, renames, conversions
@@ -23,19 +24,16 @@ place in the global tensor, never by how a program shards, so that any mesh read
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from shardc.errors import ShardcError
 from shardc.ir.cut import trim, unchunk
 from shardc.ir.placement import Layout
 from shardc.ir.program import Buffer, Param, Program
+from shardc.runtime.state.export import export_safetensors, skeleton
 from shardc.runtime.state.generations import DamagedError
 from shardc.runtime.state.loading import load
 from shardc.runtime.state.parts import constants, local_parameters, local_parts
@@ -55,6 +53,7 @@ __all__ = [
     "local_parameters",
     "local_parts",
     "save",
+    "skeleton",
     "weights",
     "weights_for",
 ]
@@ -81,9 +80,13 @@ def _entries(
     for x in _all(program):
         if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
             continue
-        held: Mapping[str, Tensor] = params if isinstance(x, Param) else buffers
-        local = _everywhere(program, mesh, x, held)
-        yield x, gather(local, x.layout, mesh, x.fqn).to(device="cpu", copy=True, memory_format=torch.contiguous_format)
+        yield x, gathered_entry(program, mesh, x, params if isinstance(x, Param) else buffers)
+
+
+def gathered_entry(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
+    """The global value of a parameter or buffer on the CPU, on every rank. Collective."""
+    local = _everywhere(program, mesh, x, held)
+    return gather(local, x.layout, mesh, x.fqn).to(device="cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _everywhere(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
@@ -121,62 +124,3 @@ def full_state_dict(
         if mesh.rank == 0 or not rank0_only:
             found |= x.by_name(whole)
     return found
-
-
-def export_safetensors(
-    path: str | Path,
-    program: Program,
-    mesh: Any,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    *,
-    max_file_bytes: int = 5_000_000_000,
-) -> None:
-    """Write the plain weights for safetensors and transformers. Rank 0 writes; collective.
-
-    path: a `.safetensors` file, or a folder: then `model.safetensors`, or numbered files of at most `max_file_bytes`
-    with an index, as transformers names them; rank 0 then never holds more than one file's tensors. A tied tensor is
-    stored once, under the model's first name for it; the other names stand in the file's metadata, as
-    `safetensors.torch.load_model` expects."""
-    path = Path(path)
-    single = path.suffix == ".safetensors"
-    folder = path.parent if single else path
-    if mesh.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    pending: dict[str, Tensor] = {}
-    files: list[tuple[Path, list[str]]] = []
-    ties: dict[str, str] = {}
-    total = 0
-
-    if wide := [x.fqn for x in _all(program) if x.dtype == torch.complex128]:
-        fix = "save a checkpoint instead (engine.save), or train in complex64"
-        raise ShardcError("safetensors files hold no complex128", where=", ".join(wide), fix=fix)
-
-    def write() -> None:
-        part = folder / f".part-{len(files)}.safetensors"
-        kept = {alias: name for alias, name in ties.items() if name in pending}
-        save_file(pending, part, metadata={"format": "pt", **kept})
-        files.append((part, list(pending)))
-        pending.clear()
-
-    for x, whole in _entries(program, mesh, params, buffers):
-        if mesh.rank:
-            continue
-        if not single and pending and sum(t.nbytes for t in pending.values()) + whole.nbytes > max_file_bytes:
-            write()
-        pending |= {n: w.clone() for n, w in x.by_name(whole).items()} if x.members else {x.fqn: whole}
-        ties |= dict.fromkeys(x.aliases, x.fqn)
-        total += whole.nbytes
-    if mesh.rank == 0:
-        write()
-        if len(files) == 1:
-            files[0][0].replace(path if single else folder / "model.safetensors")
-        else:
-            index: dict[str, str] = {}
-            for i, (part, names) in enumerate(files):
-                final = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-                part.replace(folder / final)
-                index |= dict.fromkeys(names, final)
-            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-            (folder / "model.safetensors.index.json").write_text(text + "\n")
-    mesh.barrier()

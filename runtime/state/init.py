@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,25 +23,24 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.state.init_recorder import Recorder, Ref, Tape
+from shardc.runtime.state.init_recorder import RECORDING, Recorder, Ref, Tape
 from shardc.runtime.state.reading_calls import lazily
 from shardc.torch_private import pytree
 
 Builder = Callable[[], nn.Module]
-_RECORDING = (
-    threading.RLock()
-)  # a recording replaces a function of torch.nn.init for a while, which all threads would see
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How to compute each parameter and buffer of a model. names: FQN (all names of tied
-    tensors) -> place on the tape. notes: what to tell of weights that building it read from files.
+    tensors) -> place on the tape. notes: what to tell of weights that building it read from files. folder: where
+    those came from.
     """
 
     tape: Tape
     names: dict[str, Ref]
     notes: tuple[str, ...] = ()
+    folder: Path | None = None
 
     def materialise(self, fqn: str, seed: int, device: torch.device | str = "cpu") -> Tensor:
         """The whole tensor of this name, in the dtype that the builder gave it; new memory on every call.
@@ -75,7 +74,7 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
 
     Raises ShardcError, with the line, where building depends on random values or uses randomness that is not torch's.
     """
-    with _RECORDING, Recorder() as recorder, lazily(recorder):
+    with RECORDING, Recorder() as recorder, lazily(recorder):
         before = _foreign_randomness()
         model = builder()
         if not isinstance(model, nn.Module):
@@ -92,7 +91,7 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
                 )
         names = {name: recorder.ref(x) for name, x in named_tensors(model)}
     _settle_attributes(model, recorder)
-    return model, Recipe(recorder.tape, names, tuple(recorder.notes))
+    return model, Recipe(recorder.tape, names, tuple(recorder.notes), recorder.folder)
 
 
 def record_reset(model: nn.Module) -> Recipe:

@@ -14,6 +14,7 @@ Tensors of files are on the tape too (`Recorder.stored`): they are read when a r
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,9 @@ from shardc.runtime import draw, rng
 from shardc.runtime.state.slices import Sliced, whole
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
+#: Held while something is recorded: functions of torch and transformers are replaced for a while, which all threads
+#: would see.
+RECORDING = threading.RLock()
 _STREAM = 0x1417  # keeps initial weights apart from dropout's streams of the same seed
 
 
@@ -201,9 +205,9 @@ class Recorder:
         self._shadows: dict[int, Tensor] = {}  # of real tensors' storages: meta tensors of the same size
         self._stack = ExitStack()
         self._paused = self._open = False
-        #: What to tell of weights that were read while the model was built, and the folders that they came from.
+        #: What to tell of weights that were read while the model was built, and the folder that they came from.
         self.notes: list[str] = []
-        self.sources: list[Path] = []
+        self.folder: Path | None = None
 
     def __enter__(self) -> Recorder:
         self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))

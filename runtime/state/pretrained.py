@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.state.init_recorder import Recorder
+from shardc.runtime.state.init_recorder import RECORDING, Recorder
 from shardc.runtime.state.slices import WeightFiles
 
 #: Names that an error or a note gives.
@@ -48,23 +48,16 @@ class Placed:
 
     def notes(self, model: nn.Module) -> list[str]:
         """What a user should know, in lines."""
-        own = {n: x.dtype for n, x in named_state(model).items()}
-        dtypes = Counter(
-            (x.dtype, own[n])
-            for n, x in stored_dtypes(self).items()
-            if n in own and x.dtype != own[n] and own[n].is_floating_point
-        )
+        held = sorted({_name(x.dtype) for x in named_state(model).values() if x.is_floating_point()})
+        stored = Counter(_name(x.dtype) for x in self.files.tensors.values() if x.dtype.is_floating_point)
         lines = [f"weights: {len(self.tensors)} tensors of {self.files.path} ({self.files.what})"]
-        lines += [f"{n} of them are stored as {_name(a)} and held as {_name(b)}" for (a, b), n in dtypes.items()]
+        other = {dtype: n for dtype, n in stored.items() if dtype not in held}
+        lines += [f"{n} of them are stored as {dtype} and held as {', '.join(held)}" for dtype, n in other.items()]
         if self.missing:
             lines.append(f"not in the files, and initialised by the model: {folded(self.missing)}")
         if self.extra:
             lines.append(f"in the files, and not in the model: {folded(self.extra)}")
         return lines
-
-
-def stored_dtypes(placed: Placed) -> dict[str, Any]:
-    return {n: placed.files.tensors[n] for n in placed.tensors if n in placed.files.tensors}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -104,8 +97,9 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
             mapped |= more
         mapped |= {n: found[n] for n in own if n not in mapped and n in found}  # what is outside of the library's part
         extra = [n for n in extra if n not in own]
-    if not mapped:
-        mapped, extra = _by_name(own, found)
+    plain, left = _by_name(own, found)
+    if len(plain) > len(mapped):  # an adapter, a wrapper's whole state, a model that the library does not know
+        mapped, extra = plain, left
     errors = Errors()
     for name, x in mapped.items():
         if x.shape != own[name].shape:
@@ -158,7 +152,8 @@ def _spellings(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterat
     plain = {n: _PEFT.sub("", n) for n in own}
     yield {n: n for n in own}
     yield plain
-    yield {n: re.sub(r"\.(lora_\w+|vera_\w+)\.[^.]+(?=\.|$)", r".\1", k) for n, k in plain.items()}  # peft's adapters
+    adapted = {n: k for n, k in plain.items() if ".original_module." not in n}
+    yield {n: re.sub(r"\.(lora_\w+|vera_\w+)\.[^.]+(?=\.|$)", r".\1", k) for n, k in adapted.items()}
     for prefix in _prefixes(plain.values(), found):
         yield {n: k.removeprefix(prefix) for n, k in plain.items() if k.startswith(prefix)}
     for prefix in _prefixes(found, plain.values()):
@@ -253,7 +248,7 @@ def load_converted(
 
     config = options.pop("config", None) or LoadStateDictConfig(weight_mapping=list(mapping))
     quiet = mock.patch.object(core_model_loading, "tqdm", lambda items, **_: items)
-    with mock.patch.dict("os.environ", HF_DEACTIVATE_ASYNC_LOAD="1"), quiet, recorder.recording():
+    with RECORDING, mock.patch.dict("os.environ", HF_DEACTIVATE_ASYNC_LOAD="1"), quiet, recorder.recording():
         info, _ = core_model_loading.convert_and_load_state_dict_in_model(
             model=module, state_dict=dict(given), load_config=config, disk_offload_index=None
         )

@@ -13,6 +13,7 @@ the recorder's tape they stand for those of the file, of which each rank later r
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -38,34 +39,36 @@ def lazily(recorder: Recorder | None) -> Iterator[None]:
     """While open, what builders read from files are tensors without memory. recorder: on whose tape; None: nobody will
     want their values."""
     own = recorder if recorder is not None else Recorder()
-    calls = _Calls(own, recorder is None)
+    calls = _Calls(own)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "load", calls.load(torch.load)))
         for module in (safetensors, safetensors.torch):
-            stack.enter_context(mock.patch.object(module, "safe_open", calls.open))
+            stack.enter_context(mock.patch.object(module, "safe_open", calls.only_here(calls.open, module.safe_open)))
         library: ModuleType | None = sys.modules.get("transformers.modeling_utils")
         if library is not None and hasattr(library.PreTrainedModel, "_load_pretrained_model"):
             model = library.PreTrainedModel
-            read = staticmethod(calls.load_pretrained)
+            read = staticmethod(calls.only_here(calls.load_pretrained, model._load_pretrained_model))
             stack.enter_context(mock.patch.object(model, "_load_pretrained_model", read))
             build = classmethod(calls.from_pretrained(model.from_pretrained.__func__))
             stack.enter_context(mock.patch.object(model, "from_pretrained", build))
-            contexts = classmethod(_uninitialised(model.get_init_context.__func__, library.init.no_init_weights))
+            contexts = classmethod(calls.uninitialised(model.get_init_context.__func__, library.init.no_init_weights))
             stack.enter_context(mock.patch.object(model, "get_init_context", contexts))
         yield
 
 
-def _uninitialised(original: Callable[..., Any], no_init_weights: Callable[[], Any]) -> Callable[..., Any]:
-    """While `from_pretrained` makes the model: weights are not initialised yet, as it sees that from the meta device,
-    which a recorder hides."""
-    return lambda cls, *args, **kwargs: [*original(cls, *args, **kwargs), no_init_weights()]
-
-
 class _Calls:
-    """What the calls do instead. alone: nobody records the builder as a whole."""
+    """What the calls do instead, in the thread in which the builder runs."""
 
-    def __init__(self, recorder: Recorder, alone: bool) -> None:
-        self.recorder, self.alone = recorder, alone
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self._thread = recorder, threading.get_ident()
+
+    def only_here(self, function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        """The function in this thread, and what it replaces in all others, which may read files as well."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if threading.get_ident() == self._thread else original)(*args, **kwargs)
+
+        return call
 
     def load(self, torch_load: Callable[..., Any]) -> Callable[..., Any]:
         """torch.load: its tensors are mapped into memory, and stand on the tape."""
@@ -87,7 +90,7 @@ class _Calls:
 
             return pytree.tree_map(stored, held)
 
-        return load
+        return self.only_here(load, torch_load)
 
     def open(self, filename: Any, framework: str = "pt", device: Any = "cpu", **_: Any) -> _Opened:
         """safetensors.safe_open, which load_file calls as well."""
@@ -99,7 +102,12 @@ class _Calls:
             with torch.device("cpu"), self.recorder.recording():
                 return original(cls, *args, **kwargs)
 
-        return from_pretrained
+        return self.only_here(from_pretrained, original)
+
+    def uninitialised(self, original: Callable[..., Any], without: Callable[[], Any]) -> Callable[..., Any]:
+        """While `from_pretrained` makes the model: weights are not initialised yet. It would see that from the meta
+        device, which a recorder hides."""
+        return self.only_here(lambda *args, **kwargs: [*original(*args, **kwargs), without()], original)
 
     def load_pretrained(
         self, model: Any, state_dict: Mapping[str, Any] | None, files: list[str] | None, config: Any, *_: Any
@@ -116,7 +124,7 @@ class _Calls:
         info = load_converted(model, state_dict, (), self.recorder, where, config=config)
         loaded = len(model.state_dict()) - len(info.missing_keys)
         self.recorder.notes.append(f"weights: {loaded} tensors of {where} (from_pretrained)")
-        self.recorder.sources.append(Path(where))
+        self.recorder.folder = Path((files or [where])[0]).parent
         if tied := info.missing_keys - set(model.all_tied_weights_keys):
             self.recorder.notes.append(f"not in the files, and initialised by the model: {folded(sorted(tied))}")
         return info, None
@@ -131,7 +139,8 @@ class _Opened:
     def __enter__(self) -> _Opened:
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def keys(self) -> list[str]:
         return list(self._files.tensors)

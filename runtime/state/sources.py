@@ -28,7 +28,8 @@ class Weights:
     """what: "model", "state_dict", "file ..." for messages. shapes: by name, global. get(name, device): the whole
     tensor; it may be the source's own memory and lie on another device. tied(names): are these present names one
     tensor, or equal? sliced: what lies in files, of which a rank reads its part alone. model: the module that they are
-    the weights of, if there is one; its own values do not count. notes: what to tell of them.
+    the weights of, if there is one; its own values do not count. notes: what to tell of them. folder: where they came
+    from, if from a folder.
     """
 
     what: str
@@ -38,6 +39,7 @@ class Weights:
     sliced: Mapping[str, Sliced] = field(default_factory=dict)
     model: nn.Module | None = None
     notes: tuple[str, ...] = ()
+    folder: Path | None = None
 
 
 def weights(source: Any, seed: int) -> Weights:
@@ -52,7 +54,7 @@ def weights(source: Any, seed: int) -> Weights:
         return _of_files(source)
     if callable(source):
         model, recipe = record(source)
-        return replace(_of_recipe(recipe, seed), model=model, notes=recipe.notes)
+        return replace(_of_recipe(recipe, seed), model=model, notes=recipe.notes, folder=recipe.folder)
     fix = "pass a model, a function that builds it, a state_dict or the path of one"
     raise ShardcError(f"weights cannot come from a {type(source).__name__}", fix=fix)
 
@@ -154,7 +156,8 @@ def from_files(path: Any, base: Weights, seed: int) -> Weights:
 
     kept = {n: x for n, x in base.sliced.items() if n not in sliced}
     notes = (*base.notes, *placed.notes(base.model))
-    return Weights(base.what, base.shapes, get, tied, {**kept, **sliced}, base.model, notes)
+    folder = base.folder or placed.files.folder
+    return Weights(base.what, base.shapes, get, tied, {**kept, **sliced}, base.model, notes, folder)
 
 
 _CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardc.runtime.state.init_recorder import Ref, Tape
-from shardc.runtime.state.slices import Box, Sliced, index
+from shardc.runtime.state.slices import Box, Sliced, index, whole
 
 aten = torch.ops.aten
 _COPIES = {aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.detach_copy.default}
@@ -80,8 +80,12 @@ class OnTape:
     def dtype(self) -> torch.dtype:
         return self.ref.dtype
 
+    def pieces(self, box: Box) -> list[Piece] | None:
+        """What a box of it consists of; None where it is computed."""
+        return pieces(self.tape, self.ref, box)
+
     def read(self, box: Box) -> Tensor:
-        found = pieces(self.tape, self.ref, box)
+        found = self.pieces(box)
         if found is None:
             return self.tape.replay([self.ref], self.seed, self.device)[0][index(box)]
         out = torch.empty([n for _, n in box], dtype=self.dtype)
@@ -93,7 +97,7 @@ class OnTape:
     @property
     def stored(self) -> bool:
         """Does it come from files alone, piece by piece?"""
-        return pieces(self.tape, self.ref, [(0, n) for n in self.shape]) is not None
+        return self.pieces(whole(self.shape)) is not None
 
 
 def pieces(tape: Tape, ref: Ref, box: Box, before: int | None = None) -> list[Piece] | None:
@@ -105,8 +109,8 @@ def pieces(tape: Tape, ref: Ref, box: Box, before: int | None = None) -> list[Pi
     if at is None:
         return None
     entry = tape.entries[at]
-    made = entry.args[0] if entry.overwrites is not None else next((m for m in entry.made if m is not None), None)
-    if made is None or made.storage != ref.storage or len(entry.made) > 1:
+    made = entry.args[0] if entry.overwrites is not None else next((m for m in entry.created if m is not None), None)
+    if made is None or made.storage != ref.storage or len(entry.created) > 1:
         return None
     view = _view(ref, made)
     if view is None:
@@ -145,7 +149,7 @@ def _made_of(tape: Tape, at: int, box: Box) -> list[Piece] | None:
         return [Piece(source, tuple(box), tuple(box), tuple(range(len(box))))]
     if entry.func in _COPIES:
         source = entry.args[1] if entry.func is aten.copy_.default else entry.args[0]
-        made = entry.args[0] if entry.func is aten.copy_.default else entry.made[0]
+        made = entry.args[0] if entry.func is aten.copy_.default else entry.created[0]
         return pieces(tape, source, box, at) if source.shape == made.shape else None
     if entry.func is aten.cat.default or entry.func is aten.stack.default:
         parts, dim = entry.args[0], entry.args[1] if len(entry.args) > 1 else entry.kwargs.get("dim", 0)

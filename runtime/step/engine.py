@@ -147,6 +147,7 @@ class Engine:
             agreement.check(self.mesh, agreement.program_facts(program, seed=seed, clip_norm=clip_norm))
         given = state.weights_for(model, weights, seed)
         self.weight_notes = given.notes
+        self._skeleton, self._folder = state.skeleton(given.model), given.folder
         parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
         self._offload = offload(program.offload, self.mesh)
         prints: dict[str, int] = {}
@@ -514,6 +515,33 @@ class Engine:
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
         return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers)
+
+    def export(
+        self, folder: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5_000_000_000
+    ) -> list[Path]:
+        """Write the weights for others: a folder that transformers (or peft, of a model with adapters) loads, with
+        config and tokenizer; of other models safetensors files; of a `.safetensors` path one file. All ranks write, and
+        see one file system. Collective.
+
+        dtype: of floating-point tensors; None: as they are held. max_file_bytes: what is more goes into numbered files
+        with an index. Returns the folders written. Raises ShardcError, on all ranks, where it cannot be written.
+        """
+        self._check()
+        self.buckets.wait_for_gathers()
+        with self._offload.at_home():
+            return state.export_safetensors(
+                folder,
+                self.program,
+                self.mesh,
+                self.params,
+                self.buffers,
+                runs=self.buckets.runs,
+                wholes=self.wholes(),
+                model=self._skeleton,
+                carried=self._folder,
+                dtype=dtype,
+                max_file_bytes=max_file_bytes,
+            )
 
     def wholes(self) -> Mapping[str, Tensor]:
         """{placeholder name: this rank's whole local part, detached}. What ZeRO keeps cut is gathered when it is asked

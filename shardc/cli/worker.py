@@ -316,10 +316,7 @@ class _Training:
             self.saved = self.engine.step_count
 
     def export(self) -> None:
-        from shardc.runtime import state
-
-        path, engine = Path(self.job.save) / "model.safetensors", self.engine
-        state.export_safetensors(path, engine.program, engine.mesh, engine.wholes(), engine.buffers)
+        self.engine.export(self.job.save)
 
     def _saved(self) -> str:
         """Save, if the user named a folder, and say so."""

@@ -427,7 +427,12 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     ("Python as a spec", ["compile", "model.py", "model.py"], "a spec is YAML, not Python", "path of a YAML file"),
     ("JSON as a model", ["compile", "vit.json", "spec.yaml"], "a model file ends in .py", "hf:config.json"),
     ("a name of the hub", ["compile", "hf:Org/A-1.5B", "spec.yaml"], "in this machine's cache", "hf download Org/A"),
-    ("a folder as a config", ["compile", "hf:.", "spec.yaml"], "is a folder", "name its config: hf:config.json"),
+    (
+        "a folder as a config",
+        ["compile", "hf:.", "spec.yaml"],
+        "there is no config.json in the folder .",
+        "or a folder that has one",
+    ),
     ("no language model", ["compile", "hf:vit.json", "spec.yaml"], "'vit' is not a causal lang", "write a model.py"),
     ("a list as a config", ["compile", "hf:list.json", "spec.yaml"], "the config has no model_type", "model_type"),
     ("sizes of an artifact", ["verify", ".", "--batch", "3"], "its spec and the sizes of its", "--batch and --seq"),

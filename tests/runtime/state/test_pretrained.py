@@ -241,7 +241,7 @@ def test_other_shapes_and_other_models_are_refused(tmp_path: Path) -> None:
         engine(Net, weights=other)
     with pytest.raises(ShardcError, match="there are no weights at this path"):
         engine(Net, weights=tmp_path / "nowhere")
-    with pytest.raises(ShardcError, match="are put into a model, and this is a dict"):
+    with pytest.raises(ShardcError, match="are put into a model, and this is a OrderedDict"):
         engine(net().state_dict(), weights=path)
     (tmp_path / "junk.bin").write_bytes(b"junk")
     with pytest.raises(ShardcError, match=r"junk.bin: the weights cannot be read"):

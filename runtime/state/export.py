@@ -1,0 +1,414 @@
+"""Weights for others: safetensors files that all ranks write together, and the folder that transformers or peft load.
+
+    OUT/config.json, generation_config.json       of the model; tokenizer, processor, chat template: from where the
+                                                  weights came
+    OUT/model.safetensors                         or model-00001-of-00003.safetensors, ... and their index
+    OUT/adapter_model.safetensors, adapter_config.json      of a model with peft's adapters, instead
+
+Names and form are those of the model's own checkpoints: what transformers joined when it loaded (experts, fused
+projections) is apart again. Every rank knows from the headers where each number stands, and writes what it holds to its
+place: nothing is gathered, and no process holds more than its own part. Only what a conversion computes anew is
+gathered, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Buffer, Param, Program
+from shardc.runtime.state import files
+from shardc.runtime.state.init_recorder import Recorder, Tape
+from shardc.runtime.state.pretrained import pretrained_modules
+from shardc.runtime.state.saving_boxes import Runs, kept, model_parts
+from shardc.runtime.state.slices import Box, index, runs, whole
+from shardc.runtime.state.tape_slices import OnTape, Piece
+from shardc.runtime.state.tensor_file import NAMES, Entry, bytes_of, header
+
+#: Files of a folder that belong to a model and not to its weights: they are carried along.
+_CARRIED = re.compile(
+    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.(model|tiktoken|jinja|py)"
+    r"|(pre|video_pre)?processor_config\.json|chat_template.*|generation_config\.json"
+)
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+#: What a rank holds of a tensor: (box of the global tensor, what is there).
+Held = Callable[[str], Iterable[tuple[Box, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor of the program or of a checkpoint, by name; its values are known to whoever holds them. values: of those
+    that were gathered."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: dict[str, Tensor] = field(default_factory=dict, compare=False)
+
+    def read(self, box: Box) -> Tensor:
+        return self.values[self.name][index(box)]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor of a file. pieces: of which named tensors it is made; None: it is computed of those `needs` names."""
+
+    name: str
+    on_tape: OnTape
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...] | None
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.name, self.dtype, self.on_tape.shape)
+
+    @property
+    def needs(self) -> list[str]:
+        tape: Tape = self.on_tape.tape
+        entries = (tape.entries[i] for i in tape.closure([self.on_tape.ref.storage]))
+        return [e.args[0].name for e in entries if e.name == "stored"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of one folder. stem: "model" or "adapter_model"; outputs: their tensors, in order; metadata: in every
+    file's header. finish: writes what else belongs to the folder."""
+
+    folder: Path
+    stem: str
+    outputs: tuple[Output, ...]
+    values: dict[str, Tensor]
+    metadata: Mapping[str, str]
+    finish: Callable[[], None]
+
+    def split(self, max_bytes: int) -> list[list[Output]]:
+        """The outputs of each file, of at most so many bytes (or one tensor)."""
+        groups: list[list[Output]] = [[]]
+        size = 0
+        for x in self.outputs:
+            if groups[-1] and size + x.entry.nbytes > max_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(x)
+            size += x.entry.nbytes
+        return groups
+
+
+# --- from an engine ---------------------------------------------------------------------------------------------------
+
+
+def export_safetensors(
+    path: str | Path,
+    program: Program,
+    mesh: Any,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    *,
+    runs: Runs | None = None,
+    wholes: Mapping[str, Tensor] | None = None,
+    model: nn.Module | None = None,
+    carried: Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> list[Path]:
+    """Write the model's weights for others. Collective: all ranks write, and see one file system. Returns the folders.
+
+    path: a `.safetensors` file, or a folder: then `model.safetensors`, or numbered files of at most `max_file_bytes`
+    with an index. params: this rank's; runs: the stretches of them that ZeRO keeps; wholes: the local parts then.
+    model: of transformers or peft, on the meta device: its config and adapters are written too, and names are as its
+    own checkpoints have them. carried: the folder that the weights came from, whose tokenizer goes along. dtype: of
+    floating-point tensors; None: as they are held. A tied tensor is stored once, under the model's first name for it;
+    the other names stand in the file's metadata, as `safetensors.torch.load_model` expects.
+    """
+    stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]
+    tensors = {n: (x, shape) for x in stored for n, shape in x.shapes.items() if x.members or n == x.fqn}
+    ties = {alias: x.fqn for x in stored for alias in x.aliases}
+    shapes = {n: (shape, x.dtype) for n, (x, shape) in tensors.items()}
+    layouts = plan(Path(path), shapes, ties, model, carried, dtype)
+    parts = model_parts(program, params, buffers, runs or {}, mesh)
+
+    def held(name: str) -> Iterator[tuple[Box, Tensor]]:
+        part = parts.get(f"model.{name}")
+        if part is not None and part.written(mesh.layout, mesh.rank):
+            for box in part.boxes(mesh.layout, mesh.rank):
+                yield list(zip(box.offset, box.shape, strict=True)), box.of(part.local.detach())
+
+    def gathered(name: str) -> Tensor:
+        from shardc.runtime.state import gathered_entry
+
+        x, _ = tensors[name]
+        own = (wholes if wholes is not None else params) if isinstance(x, Param) else buffers
+        return x.by_name(gathered_entry(program, mesh, x, own))[name]
+
+    for layout in layouts:
+        write(layout, held, gathered, mesh, max_file_bytes, Path(path) if Path(path).suffix == ".safetensors" else None)
+    return [layout.folder for layout in layouts]
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def plan(
+    path: Path,
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    ties: Mapping[str, str],
+    model: nn.Module | None,
+    carried: Path | None,
+    dtype: torch.dtype | None,
+) -> list[Layout]:
+    """The files that these tensors become; several folders for a model with several adapters.
+
+    tensors: {name: (global shape, dtype)}; ties: {other name: name}. The rest is as of `export_safetensors`.
+    """
+    recorder, values = Recorder(), dict[str, Tensor]()
+    on_tape = {n: recorder.stored(Named(n, shape, held, values)) for n, (shape, held) in tensors.items()}
+    single = path.suffix == ".safetensors"
+    folder = path.parent if single else path
+
+    def layout(at: Path, stem: str, found: Mapping[str, Tensor], ties: Mapping[str, str], finish: Any) -> Layout:
+        outputs = tuple(_output(n, x, recorder, dtype) for n, x in found.items())
+        if wide := [x.name for x in outputs if x.dtype not in NAMES]:
+            fix = "save a checkpoint instead (engine.save), or train in complex64"
+            kinds = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in outputs if x.name in wide}))
+            raise ShardcError(f"safetensors files hold no {kinds}", where=", ".join(wide), fix=fix)
+        return Layout(at, stem, outputs, values, {k: v for k, v in ties.items() if v in found}, finish)
+
+    named = {**on_tape, **{other: on_tape[name] for other, name in ties.items() if name in on_tape}}
+    if not single and model is not None and is_adapted(model):
+        return [layout(at, "adapter_model", found, {}, finish) for at, found, finish in _adapters(model, folder, named)]
+    if not single and model is not None and "" in pretrained_modules(model):
+        kept_names = _distinct(model, named, ties)
+        found = _reverted(model, {n: named[n] for n in kept_names}, recorder)
+        finish = _hf_files(model, folder, carried, dtype)
+        return [layout(folder, "model", found, {}, finish)]
+    return [layout(folder, "model", on_tape, ties, lambda: None)]
+
+
+def _output(name: str, x: Tensor, recorder: Recorder, dtype: torch.dtype | None) -> Output:
+    on_tape = OnTape(recorder.tape, recorder.ref(x))
+    pieces = on_tape.pieces(whole(on_tape.shape))
+    written = dtype if dtype is not None and on_tape.dtype.is_floating_point else on_tape.dtype
+    return Output(name, on_tape, written, tuple(pieces) if pieces is not None else None)
+
+
+def skeleton(model: nn.Module | None) -> nn.Module | None:
+    """A model of transformers or peft without its weights, to keep for an export; None for other models."""
+    if model is None or not (is_adapted(model) or "" in pretrained_modules(model)):
+        return None
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(x.is_meta for x in tensors):
+        return model
+    memo: dict[int, Any] = {}
+    for x in tensors:
+        empty = torch.empty_like(x, device="meta")
+        memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Is it a model with peft's adapters?"""
+    peft: ModuleType | None = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _adapters(
+    model: Any, folder: Path, named: Mapping[str, Tensor]
+) -> Iterator[tuple[Path, dict[str, Tensor], Callable[[], None]]]:
+    """(folder, tensors, what writes the rest) of each adapter, as peft saves it."""
+    from peft import get_peft_model_state_dict
+
+    for name, config in model.peft_config.items():
+        at = folder / name if name != "default" else folder
+        found = get_peft_model_state_dict(model, dict(named), adapter_name=name, save_embedding_layers=False)
+        inference = copy.deepcopy(config)
+        inference.inference_mode = True
+
+        def finish(at: Path = at, config: Any = inference) -> None:
+            config.save_pretrained(at)
+
+        yield at, found, finish
+
+
+def _distinct(model: Any, named: Mapping[str, Tensor], ties: Mapping[str, str]) -> list[str]:
+    """The name under which each tensor is stored: of a tied one, that which transformers keeps."""
+    dropped = set(getattr(model, "all_tied_weights_keys", None) or {})
+    ignored = [re.compile(p) for p in model._keys_to_ignore_on_save or ()]
+    groups: dict[str, list[str]] = {}
+    for name in named:
+        groups.setdefault(ties.get(name, name), []).append(name)
+    chosen = [next((n for n in names if n not in dropped), names[0]) for names in groups.values()]
+    return [n for n in chosen if not any(p.search(n) for p in ignored)]
+
+
+def _reverted(model: Any, found: dict[str, Tensor], recorder: Recorder) -> dict[str, Tensor]:
+    """Tensors as transformers' own checkpoints of this model have them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with recorder.recording():
+        return dict(revert_weight_conversion(model, found))
+
+
+def _hf_files(model: Any, folder: Path, carried: Path | None, dtype: torch.dtype | None) -> Callable[[], None]:
+    def finish() -> None:
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        held = dtype or next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
+        config.dtype = str(held).removeprefix("torch.")
+        config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        if carried is not None and carried.is_dir() and carried.resolve() != folder.resolve():
+            for file in sorted(carried.iterdir()):
+                if file.is_file() and _CARRIED.fullmatch(file.name):
+                    shutil.copyfile(file, folder / file.name)
+            if (templates := carried / "additional_chat_templates").is_dir():
+                shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
+
+    return finish
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write(
+    layout: Layout,
+    held: Held,
+    gathered: Callable[[str], Tensor],
+    mesh: Any,
+    max_bytes: int = 5_000_000_000,
+    single: Path | None = None,
+) -> None:
+    """Write the files of a folder. Collective: each rank writes what it holds. Files appear when all are complete.
+
+    gathered: a whole tensor, on every rank; all ranks ask alike. single: the one file, whatever its size.
+    Raises ShardcError, on all ranks, where a rank could not write; what was there before is as it was.
+    """
+    groups = [list(layout.outputs)] if single is not None else layout.split(max_bytes)
+    parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(groups))]
+    headers = [header([x.entry for x in group], layout.metadata) for group in groups]
+    problem: OSError | None = None
+    try:
+        if mesh.rank == 0:
+            layout.folder.mkdir(parents=True, exist_ok=True)
+            for part, (first, placed) in zip(parts, headers, strict=True):
+                part.unlink(missing_ok=True)
+                files.write_file(part, first)
+                os.truncate(part, placed[-1].stop if placed else len(first))
+    except OSError as e:
+        problem = e
+    _agree(mesh, problem, layout.folder)
+    for group, part, (_, placed) in zip(groups, parts, headers, strict=True):
+        descriptor = -1
+        try:
+            descriptor = os.open(part, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError as e:
+            problem = e
+        try:
+            for x, entry in zip(group, placed, strict=True):
+                pieces = x.pieces if x.pieces is not None else _computed(x, layout, gathered)
+                for piece, data in _data(x, pieces, held, mesh.rank == 0):
+                    if problem is None:
+                        _put(descriptor, entry, piece.place, data)
+            if problem is None:
+                files.sync(descriptor)
+        except OSError as e:
+            problem = e
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+    _agree(mesh, problem, layout.folder)
+    try:
+        if mesh.rank == 0:
+            _name(layout, groups, parts, single)
+            layout.finish()
+            files.sync_folder(layout.folder)
+    except OSError as e:
+        problem = e
+    _agree(mesh, problem, layout.folder)
+
+
+def _computed(x: Output, layout: Layout, gathered: Callable[[str], Tensor]) -> tuple[Piece, ...]:
+    """A tensor that is no part of others: it is computed on every rank, of gathered ones."""
+    for name in x.needs:
+        if name not in layout.values:
+            layout.values[name] = gathered(name)
+    found = x.on_tape.read(whole(x.on_tape.shape))
+    for name in x.needs:
+        layout.values.pop(name, None)
+    box = tuple(whole(x.on_tape.shape))
+    computed = Named("", x.on_tape.shape, x.on_tape.dtype, {"": found})
+    return (Piece(computed, box, box, tuple(range(len(box)))),)
+
+
+def _data(x: Output, pieces: Sequence[Piece], held: Held, first: bool) -> Iterator[tuple[Piece, Tensor]]:
+    """What this rank writes of a tensor: (its place, the numbers). first: the rank that writes what all have."""
+    for piece in pieces:
+        assert isinstance(piece.source, Named)
+        if not piece.source.name:
+            if first:
+                yield piece, piece.turned(piece.source.read(piece.box)).to(x.dtype)
+            continue
+        for box, local in held(piece.source.name):
+            part = piece.within(box)
+            if part is not None:
+                start = [(a - b, n) for (a, n), (b, _) in zip(part.box, box, strict=True)]
+                yield part, part.turned(local.detach()[index(start)]).to(device="cpu", dtype=x.dtype)
+
+
+def _put(descriptor: int, entry: Entry, place: Box, data: Tensor) -> None:
+    """Write a box of a tensor to its place in a file."""
+    length, starts = runs(entry.shape, place)
+    size, data = length * entry.dtype.itemsize, data.contiguous()
+    memory = bytes_of(data)
+    for i, start in enumerate(starts):
+        files.write(descriptor, memory[i * size : (i + 1) * size], entry.start + start * entry.dtype.itemsize)
+
+
+def _name(layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Path], single: Path | None) -> None:
+    """Give the written files their names; those of an earlier export go."""
+    many = len(groups) > 1
+    names = [
+        f"{layout.stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" if many else f"{layout.stem}.safetensors"
+        for i in range(len(groups))
+    ]
+    finals = [single] if single is not None else [layout.folder / name for name in names]
+    for part, final in zip(parts, finals, strict=True):
+        files.rename(part, final)
+    if single is not None:
+        return
+    index_name = f"{layout.stem}.safetensors.index.json"
+    if many:
+        weight_map = {x.name: name for group, name in zip(groups, names, strict=True) for x in group}
+        total = sum(x.entry.nbytes for x in layout.outputs)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        (layout.folder / index_name).write_text(text + "\n")
+    for file in layout.folder.iterdir():
+        stale = _WEIGHTS.fullmatch(file.name) and file.name.startswith(layout.stem)
+        if stale and file.name not in names and not (many and file.name == index_name):
+            file.unlink()
+
+
+def _agree(mesh: Any, problem: OSError | None, folder: Path) -> None:
+    """Raise on all ranks if one of them could not write."""
+    (failed,) = mesh.sum_on_host([int(problem is not None)])
+    if failed:
+        if mesh.rank == 0:
+            for part in folder.glob(".*.writing"):
+                part.unlink(missing_ok=True)
+        what = f"{problem.strerror or problem}" if problem is not None else f"{failed} of the ranks could not write"
+        fix = "name a folder that all ranks can write to, with enough room"
+        raise ShardcError(f"the weights cannot be written: {what}", where=str(folder), fix=fix) from problem

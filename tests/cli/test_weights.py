@@ -1,0 +1,102 @@
+"""`shardc run` from pretrained weights, on processes: where it begins is what the files hold, and what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from shardc.cli import app
+
+MODEL = """
+import torch
+from torch import nn
+
+weights = "w.pt"
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return (self.down(self.up(x).relu()) - x).square().mean()
+
+def model():
+    net = Net()
+    net.up.bias.requires_grad_(False)
+    return net
+
+def batch():
+    return {"x": torch.linspace(-1, 1, 64).view(8, 8)}
+"""
+SPEC = "shardc: 1\nmesh: {tp: 2}\nshard: {use: structure}\n"
+
+
+def run(folder: Path, *args: str) -> str:
+    command = [sys.executable, "-m", "shardc.cli", "run", *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def llama(folder: Path) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder, max_shard_size="30KB")
+    return model
+
+
+def test_a_folder_of_the_hub_is_trained_from_its_weights(folder: Path) -> None:
+    model = llama(folder / "pre")
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    expected = float(model(input_ids=ids, labels=ids).loss.detach())
+    said = run(folder, "hf:pre", "spec.yaml", "--batch", "4", "--seq", "16", "--steps", "1", "--log", "log")
+    assert f"weights: 21 tensors of {folder / 'pre'} (safetensors)" in said
+    first = json.loads((folder / "log" / "steps.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_file_names_its_weights_and_an_option_names_others(folder: Path) -> None:
+    scope: dict[str, object] = {}
+    exec(MODEL, scope)
+    model: torch.nn.Module = scope["model"]()  # type: ignore[operator]
+    batch: dict[str, torch.Tensor] = scope["batch"]()  # type: ignore[operator]
+    torch.save(model.state_dict(), folder / "w.pt")
+    said = run(folder, "model.py", "spec.yaml", "--steps", "2", "--save", "a", "--log", "a")
+    assert "16 of them frozen" in said
+    assert f"weights: 4 tensors of {folder / 'w.pt'} (torch)" in said
+    first, _ = (json.loads(line) for line in (folder / "a" / "steps.jsonl").read_text().splitlines())
+    assert first["loss"] == pytest.approx(float(model(**batch).detach()), rel=1e-5)
+    said = run(folder, "model.py", "spec.yaml", "--steps", "0", "--weights", "a", "--mesh", "tp=1")
+    assert f"weights: 4 tensors of {folder / 'a'} (checkpoint)" in said
+
+
+def test_weights_that_are_not_there(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    args = ["run", str(folder / "model.py"), str(folder / "spec.yaml"), "--weights", str(folder / "empty")]
+    found = CliRunner().invoke(app, args)
+    assert found.exit_code == 2
+    assert "--weights: there are no weights in" in found.stderr.replace("\n", " ")

@@ -1,0 +1,149 @@
+"""Weights for others: what all ranks write together is what transformers and peft load, with equal logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.loopback import loopback
+from tests.runtime.state.test_pretrained import EXPERTS, FAMILIES, PEFT_WARNS, SPECS, TP, Net, X, batch, family, net
+
+torch.set_num_threads(1)
+
+
+def trained(program: Any, *args: Any, steps: int = 1, then: Callable[[Any], Any], **options: Any) -> list[Any]:
+    """What `then(engine)` gives on every rank, after some steps on the example batch."""
+
+    def run(mesh: Any) -> Any:
+        engine = program.engine(*args, mesh=mesh, **options)
+        for _ in range(steps):
+            engine.step(batch() if "input_ids" in {x.path[0] for x in program.inputs} else X)
+        return then(engine)
+
+    return loopback(program.mesh, run)
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**{"input_ids": batch()["input_ids"]}).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_trained_out_and_back_to_from_pretrained(name: str, tmp_path: Path) -> None:
+    specs = {**SPECS, **({"ep": EXPERTS} if name == "mixtral" else {})}
+    for axis, spec in specs.items():
+        model = family(name, tied=axis == "pp")
+        into, out = tmp_path / f"{axis}-in", tmp_path / f"{axis}-out"
+        model.save_pretrained(into)  # type: ignore[operator]
+        (into / "tokenizer.json").write_text("{}")
+        program = shardc.compile(model, batch(), spec, prove=False)
+        size = 5_000_000_000 if axis == "tp" else 30_000
+
+        def export(engine: Any, out: Path = out, size: int = size) -> dict[str, Tensor]:
+            engine.export(out, max_file_bytes=size)
+            return engine.full_state_dict()  # type: ignore[no-any-return]
+
+        state = trained(program, into, then=export)[0]
+        again = transformers.AutoModelForCausalLM.from_pretrained(out)
+        single = family(name, tied=axis == "pp")
+        single.load_state_dict(state)
+        assert type(again) is type(single)
+        assert torch.equal(logits(again), logits(single))
+        assert not torch.equal(logits(again), logits(model))
+        files = sorted(f.name for f in out.glob("*.safetensors*"))
+        assert (files == ["model.safetensors"]) == (axis == "tp")
+        if axis == "tp":
+            names = set(safe_open(out / files[0], "pt").keys())
+            assert names == set(safe_open(into / "model.safetensors", "pt").keys())
+        assert {"config.json", "generation_config.json", "tokenizer.json"} <= {f.name for f in out.iterdir()}
+        assert not [f.name for f in out.iterdir() if f.name.startswith(".")]
+
+
+def test_another_dtype_and_an_earlier_export_of_more_files(tmp_path: Path) -> None:
+    model = family("qwen3")
+    program = shardc.compile(model, batch(), SPECS["tp"], prove=False)
+
+    def export(engine: Any) -> None:
+        engine.export(tmp_path, max_file_bytes=20_000)
+        engine.export(tmp_path, dtype=torch.bfloat16)
+
+    trained(program, model, steps=0, then=export)
+    assert [f.name for f in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, x in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], x.to(torch.bfloat16)), name
+
+
+def test_a_computed_tensor_is_gathered_and_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardc.runtime.state import export
+
+    model = family("llama")
+    program = shardc.compile(model, batch(), SPECS["zero3"], prove=False)
+
+    def doubled(module: Any, found: dict[str, Tensor], recorder: Any) -> dict[str, Tensor]:
+        with recorder.recording():
+            return {**found, "twice": found["model.embed_tokens.weight"] * 2}
+
+    monkeypatch.setattr(export, "_reverted", doubled)
+    trained(program, model, steps=0, then=lambda engine: engine.export(tmp_path))
+    found = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(found["twice"], model.state_dict()["model.embed_tokens.weight"] * 2)
+    assert torch.equal(found["lm_head.weight"], model.state_dict()["lm_head.weight"])
+
+
+@PEFT_WARNS
+@pytest.mark.parametrize("axis", ["tp", "zero3"])
+def test_adapters_are_loaded_by_peft(axis: str, tmp_path: Path) -> None:
+    import peft
+
+    base = family("llama")
+    base.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+
+    def build() -> nn.Module:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, modules_to_save=["lm_head"])
+        return peft.get_peft_model(model, lora)
+
+    program = shardc.compile(build(), batch(), SPECS[axis], prove=False)
+
+    def export(engine: Any) -> dict[str, Tensor]:
+        engine.export(tmp_path / "out")
+        return engine.full_state_dict()  # type: ignore[no-any-return]
+
+    state = trained(program, build, then=export, steps=3)[0]
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    again = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out"
+    )
+    assert set(again.state_dict()) == set(state)
+    for name, x in again.state_dict().items():
+        assert torch.equal(x, state[name]), name
+    one = peft.PeftModel.from_pretrained(family("llama"), tmp_path / "out", is_trainable=True)
+    for found in trained(program, build, weights=tmp_path / "out", steps=0, then=lambda e: e.full_state_dict()):
+        assert all(torch.equal(found[n], x) for n, x in one.state_dict().items() if "lora" in n)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    program = shardc.compile(net(), X, TP)
+    (tmp_path / "file").write_text("")
+
+    def export(engine: Any) -> str:
+        with pytest.raises(ShardcError, match="the weights cannot be written") as found:
+            engine.export(tmp_path / "file" / "out")
+        engine.export(tmp_path / "out")
+        return str(found.value)
+
+    assert len(trained(program, Net, then=export)) == 2
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(net().state_dict())
