@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Buffer, Param, Program
+from shardc.runtime.mesh import agreement
 from shardc.runtime.state import files
 from shardc.runtime.state.init_recorder import Recorder, Tape
 from shardc.runtime.state.pretrained import pretrained_modules
@@ -403,12 +404,11 @@ def _name(layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Pa
 
 
 def _agree(mesh: Any, problem: OSError | None, folder: Path) -> None:
-    """Raise on all ranks if one of them could not write."""
-    (failed,) = mesh.sum_on_host([int(problem is not None)])
-    if failed:
-        if mesh.rank == 0:
+    """Raise on all ranks if one of them could not write, in its words."""
+    ranks, words = agreement.failures(mesh, None if problem is None else problem.strerror or str(problem))
+    if ranks:
+        if mesh.rank == 0 and folder.is_dir():
             for part in folder.glob(".*.writing"):
                 part.unlink(missing_ok=True)
-        what = f"{problem.strerror or problem}" if problem is not None else f"{failed} of the ranks could not write"
         fix = "name a folder that all ranks can write to, with enough room"
-        raise ShardcError(f"the weights cannot be written: {what}", where=str(folder), fix=fix) from problem
+        raise ShardcError(f"the weights cannot be written: {words}", where=str(folder), fix=fix) from problem

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shardc.cli import checkpoint, compile, device, inspect, plan, rules, run, spec, verify
+from shardc.cli import checkpoint, compile, device, export, inspect, plan, rules, run, spec, verify
 
 app = typer.Typer(
     name="shardc",
@@ -29,6 +29,7 @@ for name, module in {
     "inspect": inspect,
     "verify": verify,
     "run": run,
+    "export": export,
     "plan": plan,
     "rules": rules,
     "device": device,

@@ -52,7 +52,7 @@ def command(
     nproc: Annotated[
         int | None, typer.Option(min=1, help="processes on this machine; default: what the mesh needs")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="folder for the checkpoint and model.safetensors")] = None,
+    save: Annotated[Path | None, typer.Option(help="folder for the checkpoint, and the weights for others")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="save every so many steps too (0: at the end)")] = 0,
     keep: Annotated[int, typer.Option(min=1, help="checkpoints that stay in --save, the last ones")] = 2,
     eval_every: Annotated[int, typer.Option(min=0, help="held-out loss every so many steps (0: at the end)")] = 0,
@@ -219,6 +219,17 @@ def _train(job: Job, folder: Path, program: Program, show: Show) -> int:
     return status
 
 
+def _exported(folder: Path, *, tied: bool) -> str:
+    """What of a run's folder is for others, and how they load it."""
+    if (folder / "adapter_config.json").exists():
+        return f"adapter_model.safetensors\nload it with peft: PeftModel.from_pretrained(MODEL, {str(folder)!r})"
+    if (folder / "config.json").exists():
+        return f"config and model.safetensors\nload them with transformers: from_pretrained({str(folder)!r})"
+    once = "; a tied weight is stored once, and load_state_dict alone misses its other names" if tied else ""
+    what = "model.safetensors (the plain model's weights)"
+    return f"{what}\nload them with safetensors.torch.load_model(model, FILE){once}"
+
+
 def _summary(run: dict[str, Any], *, tied: bool) -> str:
     from shardc.cli.step_lines import speed
 
@@ -227,9 +238,7 @@ def _summary(run: dict[str, Any], *, tied: bool) -> str:
     held_out += "".join(f", {name} {x:.4g}" for name, x in run["held_out_outputs"].items())
     lines = [f"{run['steps']} steps in {run['seconds']:.1f} s, {speed(run)}: {loss}{held_out}"]
     if run["saved"]:
-        once = "; a tied weight is stored once, and load_state_dict alone misses its other names" if tied else ""
         lines += [
-            f"saved to {run['saved']}: checkpoint/ (loads on any mesh), model.safetensors (the plain model's weights)",
-            f"load them with safetensors.torch.load_model(model, FILE){once}",
+            f"saved to {run['saved']}: checkpoint/ (loads on any mesh), {_exported(Path(run['saved']), tied=tied)}"
         ]
     return "\n".join(lines)

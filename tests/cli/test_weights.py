@@ -73,10 +73,23 @@ def test_a_folder_of_the_hub_is_trained_from_its_weights(folder: Path) -> None:
     model = llama(folder / "pre")
     ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     expected = float(model(input_ids=ids, labels=ids).loss.detach())
-    said = run(folder, "hf:pre", "spec.yaml", "--batch", "4", "--seq", "16", "--steps", "1", "--log", "log")
+    (folder / "pre" / "tokenizer_config.json").write_text("{}")
+    said = run(
+        folder, "hf:pre", "spec.yaml", "--batch", "4", "--seq", "16", "--steps", "1", "--save", "log", "--log", "log"
+    )
     assert f"weights: 21 tensors of {folder / 'pre'} (safetensors)" in said
     first = json.loads((folder / "log" / "steps.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx(expected, rel=1e-5)
+    assert "load them with transformers: from_pretrained('log')" in said
+    exported = transformers.AutoModelForCausalLM.from_pretrained(folder / "log").state_dict()
+    args = ["export", f"hf:{folder / 'pre'}", str(folder / "log"), str(folder / "out"), "--dtype", "bfloat16"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    assert {"config.json", "tokenizer_config.json"} <= {f.name for f in (folder / "out").iterdir()}
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
+    assert all(torch.equal(again[n], x.to(torch.bfloat16)) for n, x in exported.items())
+    done = CliRunner().invoke(app, ["export", f"hf:{folder / 'pre'}", str(folder / "pre"), str(folder / "out")])
+    assert "there is no checkpoint in" in done.stderr.replace("\n", " ")
 
 
 def test_a_model_file_names_its_weights_and_an_option_names_others(folder: Path) -> None:

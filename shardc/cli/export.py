@@ -1,0 +1,88 @@
+"""`shardc export`: a saved checkpoint as a folder that transformers or peft load, or as plain safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardc.cli.common import DebugOption, reporting
+from shardc.errors import ShardcError
+
+
+class Dtype(str, Enum):
+    """Of the exported floating-point tensors."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="model.py, model.py:builder, or hf:DIR", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="folder that --save wrote", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="folder to write, or FILE.safetensors", show_default=False)],
+    dtype: Annotated[Dtype | None, typer.Option(help="of floating-point weights; default: as saved")] = None,
+    max_file_gb: Annotated[float, typer.Option(min=0.001, help="a file has at most so many GB")] = 5.0,
+    debug: DebugOption = False,
+) -> None:
+    """Write the weights of a checkpoint for others. Reads and writes a slice at a time, in one process."""
+    with reporting(debug) as show:
+        import torch
+
+        from shardc.cli import model_file
+        from shardc.ir.mesh import Mesh
+        from shardc.runtime.mesh.loopback import loopback
+        from shardc.runtime.state.export import plan, skeleton, write
+        from shardc.runtime.state.init import record
+        from shardc.runtime.state.pretrained import named_state
+        from shardc.runtime.state.slices import is_checkpoint, open_weights
+
+        if not is_checkpoint(checkpoint):
+            fix = "name a folder that `shardc run --save` wrote"
+            raise ShardcError(f"there is no checkpoint in {checkpoint}", where=str(checkpoint), fix=fix)
+        file = model_file.load(model)
+        built, recipe = record(file.build)
+        stored = open_weights(checkpoint).tensors
+        own = named_state(built)
+        first = {id(x): n for n, x in reversed(own.items())}
+        ties = {n: first[id(x)] for n, x in own.items() if first[id(x)] != n}
+        lacking = [n for n in own if n not in ties and n not in stored]
+        if lacking:
+            what = f"the checkpoint lacks {len(lacking)} of the model's {len(own)} tensors, such as {lacking[0]}"
+            raise ShardcError(what, where=str(checkpoint), fix="name the model file that was trained")
+        tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in own if n not in ties}
+        carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
+        chosen = getattr(torch, dtype.value) if dtype is not None else None
+        layouts = plan(out, tensors, ties, skeleton(built), carried, chosen)
+
+        def held(name: str) -> Iterator[tuple[Any, torch.Tensor]]:
+            for box in _blocks(*tensors[name]):
+                yield box, stored[name].read(box)
+
+        def gathered(name: str) -> torch.Tensor:
+            return stored[name].read([(0, n) for n in tensors[name][0]])
+
+        def run(mesh: Any) -> None:
+            for layout in layouts:
+                single = out if out.suffix == ".safetensors" else None
+                write(layout, held, gathered, mesh, int(max_file_gb * 1e9), single)
+
+        loopback(Mesh.of({"dp": 1}), run)
+        show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
+
+
+def _blocks(shape: tuple[int, ...], dtype: Any) -> Iterator[list[tuple[int, int]]]:
+    """A tensor as boxes of whole rows, of at most 64 MiB each (or one row)."""
+    if not shape:
+        yield []
+        return
+    row = dtype.itemsize
+    for n in shape[1:]:
+        row *= n
+    step = max(1, (64 << 20) // max(1, row))
+    for start in range(0, shape[0], step):
+        yield [(start, min(step, shape[0] - start)), *((0, n) for n in shape[1:])]
