@@ -62,7 +62,7 @@ class ModelFile:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     weights: Path | None = None
-    note: str = "weights: initialised by the model"
+    note: str = ""
 
     def on_meta(self) -> nn.Module:
         """The model without weights: all that compiling needs."""

@@ -130,7 +130,9 @@ def run(job: Job) -> dict[str, Any]:
     first = engine.mesh.rank == 0
     out = sys.stdout if first and not job.quiet else None
     lines = StepLines(job.steps, out, Path(job.log) if first and job.log else None, append=not job.overwrite)
-    begin_from = [f"weights: those of {job.resume}"] if job.resume else engine.weight_notes or [file.note]
+    begin_from = (
+        [f"weights: those of {job.resume}"] if job.resume else engine.weight_notes or [file.note] * bool(file.note)
+    )
     lines.say(header(program, engine, train.description, job.steps, begin_from))
     training = _Training(job, engine, train, valid, lines, signals)
     begun, begin = engine.step_count, time.perf_counter()
