@@ -105,7 +105,8 @@ def bits(k: Key, indices: Tensor) -> Tensor:
     low -= (low >> 31) << 32
     x = low.to(torch.int32)
     high = (indices >> 32).to(torch.int32)
-    if bool((high != 0).any()):  # below 2^31 both widths give the same numbers
+    # below 2^31 both widths give the same numbers. Whether there are others is not worth waiting for a device
+    if indices.device.type != "cpu" or bool((high != 0).any()):
         x ^= torch.where(high == 0, 0, _hash(high.clone(), Key(k.high, k.low, k.block)))
     return _hash(x, k)
 

@@ -20,7 +20,7 @@ def check(where: str, device: str = "cpu", *, training: bool = True) -> None:
     if gradients are needed.
     """
     errors = Errors()
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         what = "torch.autocast is on: ops would run in other dtypes than the program has"
         errors.add(what, where=where, fix="leave it out, and write `precision: {compute: bfloat16}` in the spec")
     if training and torch.is_inference_mode_enabled():

@@ -310,6 +310,11 @@ def process_groups() -> int:
     return len(_world.pg_names)
 
 
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """An assertion that the device checks in its own time: the host does not wait."""
+    torch.ops.aten._assert_async.msg(condition, message)
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Has anybody registered a hook of the optimizer's steps?"""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks

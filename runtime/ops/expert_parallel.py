@@ -20,7 +20,7 @@ is exact for any routing.
     down     f[e, h, i]         second one; transposed: f[e, i, h]
     order    i64[n]             the pairs t * k + choice that go anywhere, sorted by where they go
     counts   i64[2, ranks, e']  rows that are sent to, and received from, every rank, by the experts there / here; on
-                                the CPU
+                                the CPU, which has to know how much is sent: the one wait for the device in a layer
 
 After Lepikhin et al. 2020, "GShard"; dropless as in Gale et al. 2022, "MegaBlocks".
 """
@@ -28,6 +28,7 @@ After Lepikhin et al. 2020, "GShard"; dropless as in Gale et al. 2022, "MegaBloc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,9 +36,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardc.ir.mesh import Mesh as RankLayout
 from shardc.ir.placement import Layout, Shard
 from shardc.runtime.ops import expert_activation
 from shardc.runtime.ops.grouped_mm import grouped
+from shardc.runtime.ops.host_copy import to_device, to_host
 from shardc.torch_private import FakeTensor
 
 Mesh = Any
@@ -117,35 +120,56 @@ def experts_route(
         if ranks > 1:
             mesh.all_to_all_rows(flat.new_empty(ranks, here), [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
         return torch.empty_like(flat), torch.empty(2, ranks, here, dtype=torch.int64)
-    place, ranks, here = _places(mesh, tuple(axes), experts, digits, padding, blocks)
+    place, ranks, here = _places(mesh, tuple(axes), experts, tuple(map(tuple, digits)), padding, blocks, flat.device)
     inside = (flat >= 0) & (flat < experts)
-    slot = place.to(flat.device)[torch.where(inside, flat, experts)]
+    slot = place[torch.where(inside, flat, experts)]
     order = slot.argsort(stable=True)
     sent = _count(slot, ranks * here + 1)[: ranks * here].view(ranks, here)
     received = sent if ranks == 1 else mesh.all_to_all_rows(sent, [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
-    counts = torch.stack([sent, received]).cpu()
+    counts = to_host(torch.stack([sent, received]))
     if mesh is not None and mesh.step.routings is not None:
         chosen = _count(torch.where(inside, flat, experts), experts + 1)
-        mesh.step.routings.append((tag, chosen[:-1], int(chosen[-1]), int(counts[1].sum())))
+        mesh.step.routings.append((tag, chosen, int(counts[1].sum())))
     return order[: int(counts[0].sum())], counts
 
 
 def _places(
-    mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, padding: int, blocks: int
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    experts: int,
+    digits: tuple[tuple[Any, ...], ...],
+    padding: int,
+    blocks: int,
+    device: torch.device,
 ) -> tuple[Tensor, int, int]:
     """(place, ranks, experts of each). place[e] = rank in the group of `axes` * experts of each + which of them; the
     last number of all for experts that no rank of the group has, and as entry `experts`.
     """
     if not digits:
-        return torch.arange(experts + 1), 1, experts
-    layout = _layout(digits, padding, blocks)
+        return torch.arange(experts + 1, device=device), 1, experts
+    return _places_on(mesh.layout, mesh.rank, axes, experts, digits, padding, blocks, device)
+
+
+@lru_cache(maxsize=1024)
+def _places_on(
+    layout: RankLayout,
+    rank: int,
+    axes: tuple[str, ...],
+    experts: int,
+    digits: tuple[tuple[Any, ...], ...],
+    padding: int,
+    blocks: int,
+    device: torch.device,
+) -> tuple[Tensor, int, int]:
+    """`_places`, made once: it is the same for every layer and every step."""
+    split = _layout(digits, padding, blocks)
     numbers = torch.arange(1, experts + 1)  # padding is zero
-    group = mesh.layout.group(mesh.rank, axes) if axes else (mesh.rank,)
-    held = torch.stack([layout.local(numbers, mesh.layout, mesh.layout.coords(r)) for r in group])
+    group = layout.group(rank, axes) if axes else (rank,)
+    held = torch.stack([split.local(numbers, layout, layout.coords(r)) for r in group])
     place = torch.full((experts + 1,), held.numel())
     real = held > 0
     place[held[real] - 1] = torch.arange(held.numel()).view_as(held)[real]
-    return place, len(group), held.shape[1]
+    return to_device(place, device), len(group), held.shape[1]
 
 
 def _layout(digits: Digits, padding: int, blocks: int) -> Layout:
@@ -190,18 +214,23 @@ def _by_expert(rows: Tensor, counts: Tensor) -> list[int]:
 
 def _sorted(rows: Tensor, received: Tensor, *, back: bool) -> Tensor:
     """Rows that came by rank, by expert within each -> by expert, by rank within each; back: the reverse. received:
-    i64[ranks, e'].
+    i64[ranks, e'], on the CPU.
+
+    Blocks of rows change places, and keep their order inside: each row moves as far as its block does.
     """
     ranks, here = received.shape
     if ranks == 1 or here == 1:
         return rows
     if isinstance(received, FakeTensor):
         return torch.empty_like(rows)
-    by_rank = torch.arange(here).repeat(ranks).repeat_interleave(received.flatten())
-    order = by_rank.argsort(stable=True).to(rows.device)
-    if not back:
-        return rows.index_select(0, order)
-    return torch.empty_like(rows).index_copy_(0, order, rows)
+    by_rank = received.flatten()
+    start_by_rank = by_rank.cumsum(0) - by_rank
+    by_expert = received.t().flatten()
+    start_by_expert = (by_expert.cumsum(0) - by_expert).view(here, ranks).t().flatten()
+    distance, sizes = to_device(torch.stack([start_by_expert - start_by_rank, by_rank]), rows.device)
+    n = rows.shape[0]
+    place = torch.arange(n, device=rows.device) + distance.repeat_interleave(sizes, output_size=n)
+    return rows.index_select(0, place) if back else torch.empty_like(rows).index_copy_(0, place, rows)
 
 
 def _there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:

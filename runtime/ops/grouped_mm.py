@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardc.runtime.ops.host_copy import to_device
 from shardc.torch_private import FakeTensor
 
 #: What the kernel asks of the memory that a row begins at, in bytes.
@@ -28,7 +29,8 @@ ALIGNED = 16
 def grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], transposed: bool) -> Tensor:
     """f[n, b]: each row times the matrix of its expert, plus its bias f[e, b]."""
     rows = rows.to(weight.dtype)
-    how = _AtOnce if has_kernel(weight) and rows.shape[0] else _Each
+    aligned = all(x.data_ptr() % ALIGNED == 0 for x in (rows, weight)) if weight.device.type == "cuda" else False
+    how = _AtOnce if aligned and has_kernel(weight) and rows.shape[0] else _Each
     result: Tensor = how.apply(rows, weight, bias, tuple(sizes), transposed)  # type: ignore[no-untyped-call]
     return result
 
@@ -94,7 +96,7 @@ class _AtOnce(Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...], transposed: bool
     ) -> Tensor:
-        counts = torch.tensor(sizes, device=rows.device)
+        counts = to_device(torch.tensor(sizes), rows.device)
         ends = counts.cumsum(0).to(torch.int32)
         rows = rows.contiguous()
         ctx.save_for_backward(rows, weight, counts, ends)
@@ -113,8 +115,8 @@ class _AtOnce(Function):
             of_rows = F.grouped_mm(g, weight.mT if transposed else weight, offs=ends)
         if ctx.needs_input_grad[1]:
             of_weight = F.grouped_mm(*((rows.t(), g) if transposed else (g.t(), rows)), offs=ends)
-            if empty := [e for e, n in enumerate(sizes) if not n]:
-                of_weight[empty] = 0  # the kernel says nothing of groups without rows
+            for e in (e for e, n in enumerate(sizes) if not n):
+                of_weight[e].zero_()  # the kernel says nothing of groups without rows
         if biased and ctx.needs_input_grad[2]:
             expert = torch.arange(len(sizes), device=g.device).repeat_interleave(counts, output_size=g.shape[0])
             of_bias = (

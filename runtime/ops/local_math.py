@@ -5,6 +5,7 @@ look-ups in a part of a table.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from shardc.ir.cut import chunks, widen
 from shardc.ir.placement import Shard
-from shardc.torch_private import FakeTensor
+from shardc.runtime.ops.host_copy import to_device
+from shardc.torch_private import FakeTensor, assert_on_device
 
 Mesh = Any
 Digits = Sequence[tuple[str, int]]
@@ -48,15 +50,17 @@ def check_range(index: Tensor, size: int, name: str, ignore: int | None = None) 
     """Raise IndexError for a global index outside 0 ... size - 1 that is not `ignore`: no rank has it, each would take
     it for another's.
 
-    name: the index's, for the message. Checked on the CPU only, as torch's own look-ups do: on another device the check
-    would wait for it.
+    name: the index's, for the message. A GPU is not waited for: as in torch's own look-ups, an assertion there ends the
+    process.
     """
-    if index.device.type != "cpu" or isinstance(index, FakeTensor):
+    if isinstance(index, FakeTensor):
         return
     outside = (index < 0) | (index >= size)
     if ignore is not None:
         outside &= index != ignore
-    if outside.any():
+    if index.device.type != "cpu":
+        assert_on_device(~outside.any(), f"{name} out of range: it must be at least 0 and less than {size}")
+    elif outside.any():
         raise IndexError(f"{name} {int(index[outside][0])} is out of range: it must be at least 0 and less than {size}")
 
 
@@ -68,12 +72,24 @@ def fill_padding(
 
     digits: (axis, split) of each shard of the dim, whose global size is `size` without padding.
     """
+    inner_first = sorted(digits, key=lambda d: -d[1])
+    cuts = tuple((split, mesh.size(axis), mesh.coordinate(axis)) for axis, split in inner_first)
+    make = _real.__wrapped__ if isinstance(x, FakeTensor) else _real  # what is made in a dry run has no data
+    real = make(size, cuts, padding, blocks, x.device)
+    return x if real is None else x.masked_fill(~real.view(-1, *[1] * (x.dim() - 1 - dim)), fill)
+
+
+@lru_cache(maxsize=1024)
+def _real(
+    size: int, cuts: tuple[tuple[int, int, int], ...], padding: int, blocks: int, device: torch.device
+) -> Tensor | None:
+    """bool, by place on this rank: whether it is no padding; None if no place is. Made once: it is the same in every
+    step. cuts: (split, ranks, this rank's part), inner digits first.
+    """
     real = widen(torch.ones(size, dtype=torch.bool), Shard(0, 1, (), padding, blocks))
-    for axis, split in sorted(digits, key=lambda d: -d[1]):
-        real = chunks(real, Shard(0, split), mesh.size(axis))[mesh.coordinate(axis)]
-    if bool(real.all()):
-        return x
-    return x.masked_fill(~real.to(x.device).view(-1, *[1] * (x.dim() - 1 - dim)), fill)
+    for split, ranks, part in cuts:
+        real = chunks(real, Shard(0, split), ranks)[part]
+    return None if bool(real.all()) else to_device(real, device)
 
 
 def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-#: One routing of tokens to experts on this rank: (its op, choices of its own tokens by expert i64[experts], choices
-#: that no expert takes, rows that this rank's experts work on).
-Routing = tuple[str, Tensor, int, int]
+#: One routing of tokens to experts on this rank: (its op, choices of its own tokens by expert and, last, those that no
+#: expert takes i64[experts + 1], rows that this rank's experts work on).
+Routing = tuple[str, Tensor, int]
 
 
 @dataclass(frozen=True)

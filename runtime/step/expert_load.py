@@ -64,9 +64,10 @@ class Loads:
         counts = torch.zeros(
             len(self.layers), width + 2, dtype=torch.float64
         )  # tokens of each expert, dropped, rows here
-        for tag, tokens, dropped, rows in routings:
+        for tag, chosen, rows in routings:
             if tag in row:
-                counts[row[tag], : tokens.numel()] += tokens.cpu()
+                *tokens, dropped = chosen.tolist()
+                counts[row[tag], : len(tokens)] += torch.tensor(tokens)
                 counts[row[tag], -2:] += torch.tensor([dropped, rows])
         names = self.mesh.layout.names
         local = counts.to(self.mesh.device)

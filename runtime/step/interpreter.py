@@ -47,29 +47,14 @@ IN_FLIGHT = 2
 _WRITING = threading.RLock()
 
 
-#: Ops that make a tensor from nothing. A canonical graph's name no device: it runs wherever the program runs.
-FACTORIES = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "arange",
-        "full",
-        "zeros",
-        "ones",
-        "empty",
-        "eye",
-        "linspace",
-        "scalar_tensor",
-        "tril_indices",
-        "triu_indices",
-    )
-)
-
-
 def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
-    """A copy of a canonical graph whose factory ops make their tensors on `device`."""
+    """A copy of a canonical graph, which names no device, whose ops make their tensors on `device`: all that could make
+    them elsewhere, that is, take a device.
+    """
     copy = copy_graph(graph)
     for node in copy.nodes:
-        if getattr(node.target, "overloadpacket", None) in FACTORIES or node.target is ops.random:
+        schema = getattr(node.target, "_schema", None)
+        if node.target is ops.random or (schema and any(a.name == "device" for a in schema.arguments)):
             node.kwargs = {**node.kwargs, "device": torch.device(device)}
     return copy
 
