@@ -12,7 +12,6 @@ values that Python reads (`.item()`), shapes that hang on values (`nonzero`), co
 
 from __future__ import annotations
 
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,8 +50,8 @@ class SecondDevice:
         self.syncs: list[str] = []
 
     def note(self, op: Any) -> None:
-        frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and "second_device" not in f.filename]
-        here = frames[-1]
+        frames = (f for f in reversed(traceback.extract_stack()) if "/torch/" not in f.filename)
+        here = next(f for f in frames if f.filename != __file__)
         self.syncs.append(f"{op.__name__}: {'/'.join(here.filename.split('/')[-3:])}:{here.lineno} {here.name}")
 
 
@@ -63,6 +62,7 @@ class OnSecond(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor) -> OnSecond:
+        numbers = numbers.resolve_conj().resolve_neg()  # marks that the outer tensor does not have
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             numbers.shape,
