@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = "shardc: 1\nmesh: {dp: 2, tp: 2}\nshard: {up: column, down: row}\ndata: {zero: 1}\n"
+SPEC = "shardc: 1\nmesh: {dp: 2, tp: TP}\nshard: {up: column, down: row}\ndata: {zero: 1}\n"
 MODEL = """
 import time, torch
 from torch import nn
@@ -75,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--tp", type=int, default=2, help="the mesh is dp=2 times this")
     parser.add_argument("--every", type=int, default=2, help="steps between saves")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -82,7 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "model.py").write_text(MODEL)
-        (folder / "spec.yaml").write_text(SPEC)
+        (folder / "spec.yaml").write_text(SPEC.replace("TP", str(args.tp)))
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         options = ("--steps", args.steps, "--save-every", args.every, "--max-restarts", 10 * args.kills)
         straight = subprocess.run(
