@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardc
 from shardc.ir.mesh import Mesh
 from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -156,3 +158,37 @@ def test_the_index_is_json_that_says_all(tmp_path: Path) -> None:
     assert table["optimizer"]["class"] == "AdamW"
     dtype, shape, slices = table["tensors"]["optimizer.qkv.weight.exp_avg"]
     assert (dtype, shape, len(slices)) == ("float32", [24, 8], 12)
+
+
+def test_an_engine_tells_on_all_ranks_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk behind a save in the background is raised before a step has begun, which can then be taken."""
+    model, batch = torch.nn.Linear(4, 4), {"input": torch.ones(4, 4)}
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, loss=lambda y, _: y.square().mean())
+    real = files.sync
+
+    def run(mesh: LoopbackMesh, *, fails: bool) -> list[float]:
+        engine = program.engine(model, mesh=mesh)
+        engine.step(batch)
+        engine.save(tmp_path / str(fails), wait=False)
+        losses: list[float] = []
+        told: list[str] = []
+        while len(losses) < 4:
+            try:
+                losses.append(float(engine.step(batch)))
+            except state.SavingError as e:
+                told.append(str(e))
+        engine.close()
+        assert ["No space left on device (on rank" in text for text in told] == [True] * fails
+        return losses
+
+    straight = loopback(program.mesh, lambda mesh: run(mesh, fails=False))
+
+    def full(descriptor: int) -> None:
+        if threading.current_thread().name.startswith("save"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(files, "sync", full)
+    assert loopback(program.mesh, lambda mesh: run(mesh, fails=True)) == straight
+    assert _names(tmp_path / "False") == ["step-000001"]
+    assert _names(tmp_path / "True") == []
