@@ -29,8 +29,7 @@ ALIGNED = 16
 def grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], transposed: bool) -> Tensor:
     """f[n, b]: each row times the matrix of its expert, plus its bias f[e, b]."""
     rows = rows.to(weight.dtype)
-    aligned = all(x.data_ptr() % ALIGNED == 0 for x in (rows, weight)) if weight.device.type == "cuda" else False
-    how = _AtOnce if aligned and has_kernel(weight) and rows.shape[0] else _Each
+    how = _AtOnce if has_kernel(weight) and rows.shape[0] else _Each
     result: Tensor = how.apply(rows, weight, bias, tuple(sizes), transposed)  # type: ignore[no-untyped-call]
     return result
 
@@ -40,6 +39,7 @@ def has_kernel(weight: Tensor) -> bool:
     if weight.device.type != "cuda" or isinstance(weight, FakeTensor) or weight.dtype is not torch.bfloat16:
         return False
     whole = all(size * weight.dtype.itemsize % ALIGNED == 0 for size in weight.shape[1:])
+    whole = whole and weight.data_ptr() % ALIGNED == 0
     return whole and hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(weight.device) >= (8, 0)
 
 
