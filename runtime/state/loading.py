@@ -159,7 +159,7 @@ class _Loading:
         want = {n: shape for x in wanted for n, shape in x.shapes.items() if x.members or n == x.fqn}
         check_names(errors, want, have, want, f"the checkpoint {self.path.name}")
         errors.raise_any()  # its optimizer is of the same tensors
-        for number in range(len(index.files)):
+        for number in range(self.mesh.rank, len(index.files), self.mesh.layout.world):  # all ranks look at all files
             check_file(self.path, index, number)
         if self.optimizer is not None:
             self._states = room_for(
