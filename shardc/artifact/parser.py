@@ -268,6 +268,8 @@ class _Reader:
                 func.lineno,
                 f"{text} is not an op that programs call: name an op with its overload, such as aten.add.Tensor",
             )
+        if why := _effect(op):
+            raise self.wrong(func.lineno, f"{text} {why}: programs call ops that only compute")
         return op
 
     def _arg(self, a: ast.expr) -> Any:
@@ -299,3 +301,14 @@ class _Reader:
                     if make is not None:
                         return make(text)
         raise self.unreadable(a, a.lineno, "the argument ")
+
+
+def _effect(op: OpOverload) -> str:
+    """What the op does beside computing its result; "" for those that shardc writes. Programs may come from anybody."""
+    arguments = op._schema.arguments
+    if any(a.alias_info is not None and a.alias_info.is_write for a in arguments):
+        return "changes its arguments"
+    from_text = any(str(a.type) in ("str", "Optional[str]") for a in arguments)
+    if from_text and not any("Tensor" in str(a.type) for a in arguments):
+        return "opens a file"
+    return "" if op._schema.returns else "returns nothing"
