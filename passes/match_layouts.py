@@ -44,7 +44,7 @@ class MatchLayouts(Pass):
         for name, x in _named(program).items():
             if not _fits(x, theirs[name]):
                 errors.add(
-                    f"for a batch of fewer rows {name} would be {_shown(x)}, but the running program has it as"
+                    f"for a batch of these sizes {name} would be {_shown(x)}, but the running program has it as"
                     f" {_shown(theirs[name])}",
                     where="engine.step",
                     fix=(

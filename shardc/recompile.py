@@ -1,8 +1,9 @@
-"""Recompile for a batch of fewer rows, such as the last one of an epoch, when the first such batch comes.
+"""Recompile for a batch of other sizes, when the first such batch comes: fewer rows, such as the last ones of an epoch,
+or another sequence length.
 
-The new program is as exact as any: means are over the rows that are there, and rows that ranks and microbatches do not
-divide are padded (`uneven: pad`). The engine runs it on the parameters, buckets and optimizer that it has, so the new
-program needs the layouts of the first one.
+The new program is as exact as any: means are over the rows that are there, and fewer rows that ranks and microbatches
+do not divide are padded (`uneven: pad`). The engine runs it on the parameters, buckets and optimizer that it has, so
+the new program needs the layouts of the first one.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.step import inputs
+from shardc.runtime.step import sizes
+from shardc.runtime.step.inputs import leaves
+from shardc.runtime.step.sizes import Shapes
 
 Build = Callable[[], nn.Module | None]
 Loss = Callable[[Any, Any], Any]
 Compile = Callable[..., Program]
 
+#: Sizes that are compiled without a word of the spec: each takes a compilation and its own program in memory.
+MOST = 16
+
 
 class Resizer:
-    """`(program, batch) -> program for that batch`, for Program.resize.
+    """`(program, batch, its global shapes) -> program for that batch`, for Program.resize.
 
     build: gives the model that was compiled, or one like it. modes: whether each of its modules was in training mode.
     compile: shardc.compile.compile.
@@ -33,7 +39,7 @@ class Resizer:
 
     def __init__(self, build: Build, loss: Loss | None, modes: dict[str, bool], compile: Compile) -> None:
         self.build, self.loss, self.modes, self.compile = build, loss, modes, compile
-        self._programs: dict[tuple[int, ...] | None, Program] = {}
+        self._programs: dict[Shapes, Program] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -41,37 +47,54 @@ class Resizer:
         """For a model that somebody else holds: a program does not keep its weights alive."""
         return cls(weakref.ref(model), loss, {n: m.training for n, m in model.named_modules()}, compile)
 
-    def __call__(self, program: Program, batch: Any) -> Program:
-        """Compile, once for each size. Ranks that are threads of one process take turns: only one may capture at a
-        time.
+    def __call__(self, program: Program, batch: Any, shapes: Shapes) -> Program:
+        """Compile, once for each set of sizes. Ranks that are threads of one process take turns: only one may capture
+        at a time.
 
-        Raises ShardcError if the model no longer exists, or if parameters would be split in another way.
+        batch: of these global shapes, or a rank's part of one. Raises ShardcError if the model no longer exists, if
+        parameters would be split in another way, and after MOST of them, unless the spec names its lengths.
         """
-        size = inputs.fewer_rows(program, batch)
         with self._lock:
-            if size not in self._programs:
-                self._programs[size] = self._recompile(program, batch)
-            return self._programs[size]
+            if shapes not in self._programs:
+                self._programs[shapes] = self._recompile(program, batch, shapes)
+            return self._programs[shapes]
 
-    def _recompile(self, program: Program, batch: Any) -> Program:
-        model = self.build()
+    def _recompile(self, program: Program, batch: Any, shapes: Shapes) -> Program:
+        model, given = self.build(), sizes.described(program, shapes)
         if model is None or program.spec is None:
             raise ShardcError(
-                "the batch has fewer rows than the program was compiled for, and the model that would have to be"
-                " compiled for it no longer exists",
+                f"the batch has other sizes than the program was compiled for ({given}), and the model that would have"
+                " to be compiled for it no longer exists",
                 where="engine.step",
-                fix="keep the model that was compiled, or leave the last batch out (drop_last)",
+                fix="keep the model that was compiled, or leave such batches out (drop_last)",
             )
+        if len(self._programs) >= MOST and not program.spec.batch.lengths:
+            raise ShardcError(
+                f"batches of {MOST} other sizes than the program's have been compiled, and now comes {given}",
+                where="engine.step",
+                fix="name a few in the spec, with what to pad by: batch: {lengths: [128, 256], pad: {input_ids: 0}}",
+            )
+        if any(tuple(x.shape) != shape for x, shape in zip(_tensors(program, batch), shapes, strict=True)):
+            batch = sizes.like(batch, program, shapes)
         with _modes(model, self.modes):
-            return self.compile(
-                model,
-                batch,
-                program.spec,
-                loss=self.loss,
-                overrides=("uneven=pad",),
-                prove=False,
-                compatible_with=program,
-            )
+            try:
+                return self.compile(
+                    model,
+                    batch,
+                    program.spec,
+                    loss=self.loss,
+                    overrides=("uneven=pad",) if sizes.fewer_rows(program, shapes) else (),
+                    prove=False,
+                    compatible_with=program,
+                )
+            except ShardcError as e:
+                what = f"the program was compiled for other sizes, and compiling it for {given} fails: {e.what}"
+                raise ShardcError(what, where=e.where, fix=e.fix) from e
+
+
+def _tensors(program: Program, batch: Any) -> list[Any]:
+    by_path = dict(leaves(batch))
+    return [by_path[x.path] for x in program.inputs]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.runtime.data.order import Order
 from shardc.runtime.data.worker import Reader, Stream
-from shardc.runtime.step.inputs import batch_dims, name_of
+from shardc.runtime.step.inputs import batch_dims, mapped, name_of
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Loader:
             if layout.items:
                 cuts[x.path] = layout
         return (
-            _mapped(part, (), lambda path, leaf: self._local(cuts[path], leaf) if path in cuts else leaf)
+            mapped(part, (), lambda path, leaf: self._local(cuts[path], leaf) if path in cuts else leaf)
             if cuts
             else part
         )
@@ -318,14 +318,3 @@ class Loaders(dict[str, Loader]):
 
 def _same(part: Any) -> Any:
     return part
-
-
-def _mapped(batch: Any, path: tuple[str | int, ...], leaf: Callable[[Any, Any], Any]) -> Any:
-    """A nested batch with every leaf replaced by leaf(path, leaf); see shardc.runtime.step.inputs.leaves."""
-    if isinstance(batch, Mapping):
-        return {k: _mapped(v, (*path, k), leaf) for k, v in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(v, (*path, k), leaf) for k, v in zip(batch._fields, batch, strict=True)))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_mapped(v, (*path, i), leaf) for i, v in enumerate(batch))
-    return leaf(path, batch)

@@ -184,7 +184,12 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
         if x.path in tensors:
             parts[axes].append(tensors[x.path])
     where = "its part of the batch"
-    return [Fact("the part of the batch", fingerprint(xs), axes, where, SAME_BATCH) for axes, xs in parts.items()]
+    shapes = [tuple(tensors[x.path].shape) if x.path in tensors else () for x in program.inputs]
+    lengths = "pad them to one length on all ranks: batch: {lengths: [...], pad: {name: number}} in the spec does"
+    alike = Fact("the sizes of the part of the batch", hashed(shapes), where=where, fix=lengths)
+    return [alike] + [
+        Fact("the part of the batch", fingerprint(xs), axes, where, SAME_BATCH) for axes, xs in parts.items()
+    ]
 
 
 def printed(parts: Iterable[tuple[str, Any]], prints: dict[str, int]) -> Iterator[tuple[str, Any]]:

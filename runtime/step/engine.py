@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.ops.expert_parallel import experts_route
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import inputs, lr, outputs, param_groups
+from shardc.runtime.step import inputs, lr, outputs, param_groups, sizes
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.finite import NotFiniteError, first_not_finite
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
@@ -185,7 +186,7 @@ class Engine:
         self._norm = GradNorm(program, self.params, self.mesh)
         self._runs = interpreter
         self.interpreter = interpreter(program, self.mesh)
-        self._others: dict[tuple[int, ...], tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of fewer rows
+        self._others: dict[sizes.Shapes, tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of other sizes
         self.scaler = LossScaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
         self._unbucketed = [n for n in self.params if n not in self.buckets.names]
 
@@ -247,8 +248,8 @@ class Engine:
 
         Of these, single numbers and what else has no rows are the whole batch's, on every rank: sums and means over all
         of its rows. What has rows, such as logits, is of this rank's rows; gather=True: of all rows, on every rank.
-        A whole batch may have fewer rows than the program was compiled for, such as the last one of an epoch: the first
-        time that so many come, every rank compiles for them (shardc.recompile).
+        A batch may have fewer rows than the program was compiled for, such as the last one of an epoch, or another
+        length: the first time that such sizes come, every rank compiles for them (shardc.recompile).
         Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
         """
         self._stepping = self._overlapped is not None and self._overlapped.possible()
@@ -316,9 +317,10 @@ class Engine:
         microbatches add up to is known then."""
         if isinstance(batch, Rest):
             batch, local = batch.batch, False
+        batch = sizes.prepared(self.program, self.mesh, batch, local=local)
         if self._checks:
             agreement.check(self.mesh, [*agreement.batch_facts(self.program, batch, local=local), *self._facts()])
-        interpreter, constants = (self.interpreter, {}) if local else self._sized(batch)
+        interpreter, constants = self._sized(batch, local=local)
         program = interpreter.program
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
         stored = {"mesh": self.mesh, "rng": self.rng, **self.buckets.given, **self.buffers, **constants}
@@ -326,21 +328,24 @@ class Engine:
         interpreter.count(values)
         return interpreter, values
 
-    def _sized(self, batch: Any) -> tuple[Interpreter, dict[str, Tensor]]:
-        """What runs a whole batch, and constants of its own: the engine's program, or one for fewer rows, made when
-        such a batch comes.
+    def _sized(self, batch: Any, *, local: bool) -> tuple[Interpreter, dict[str, Tensor]]:
+        """What runs a batch, and constants of its own: the engine's program, or one for its sizes, made when such a
+        batch comes.
         """
-        rows = inputs.fewer_rows(self.program, batch)
-        if rows is None or self.program.resize is None:
+        shapes = sizes.other_shapes(self.program, batch, local=local)
+        if shapes is None or self.program.resize is None:
             return self.interpreter, {}
-        if rows not in self._others:
+        if shapes not in self._others:
             self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
-            program = self.program.resize(self.program, batch)
+            start = time.perf_counter()
+            program = self.program.resize(self.program, batch, shapes)
             self.mesh.barrier()
             if isinstance(self.mesh, TorchMesh):
                 self.mesh.add_groups(groups_of(program))
-            self._others[rows] = self._runs(program, self.mesh), state.constants(program, self.mesh)
-        return self._others[rows]
+            self._others[shapes] = self._runs(program, self.mesh), state.constants(program, self.mesh)
+            seconds = time.perf_counter() - start
+            self._tell(f"compiled for {sizes.described(self.program, shapes)} in {seconds:.1f} s")
+        return self._others[shapes]
 
     def _reduced(self, names: Sequence[str]) -> None:
         """Gradients that are summed over ranks, while others still are on their way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,17 @@ def leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from leaves(value, (*path, i))
     else:
         yield path, batch
+
+
+def mapped(batch: Any, path: Path, leaf: Callable[[Path, Any], Any]) -> Any:
+    """A nested batch with every leaf replaced by leaf(path, leaf)."""
+    if isinstance(batch, Mapping):
+        return {k: mapped(v, (*path, k), leaf) for k, v in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(v, (*path, k), leaf) for k, v in zip(batch._fields, batch, strict=True)))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(mapped(v, (*path, i), leaf) for i, v in enumerate(batch))
+    return leaf(path, batch)
 
 
 def name_of(path: Path) -> str:
@@ -75,23 +86,6 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
             errors.add(_mismatch(x, by_path, want, local), where=name_of(x.path), fix=_fix(x, leaf, local))
     errors.raise_any()
     return parts
-
-
-def fewer_rows(program: Program, batch: Any) -> tuple[int, ...] | None:
-    """The sizes of the batch dims of a whole batch that differs from what was compiled in having fewer rows; None: it
-    is none.
-    """
-    by_path, sizes, dims = dict(leaves(batch)), [], batch_dims(program)
-    for x in program.inputs:
-        leaf, d = by_path.get(x.path), dims[x.name]
-        if not isinstance(leaf, Tensor) or leaf.dtype != x.dtype or leaf.dim() != len(x.shape):
-            return None
-        if any(n != m and i != d for i, (n, m) in enumerate(zip(leaf.shape, x.shape, strict=True))):
-            return None
-        sizes.append((leaf.shape[d], x.shape[d]) if d is not None else (1, 1))
-    (rows, whole), *_ = [f for f in sizes if f[1] > 1] or [(1, 1)]
-    fewer = 0 < rows < whole and all(n * whole == m * rows for n, m in sizes if m > 1)
-    return tuple(n for n, _ in sizes) if fewer else None
 
 
 def batch_dims(program: Program) -> dict[str, int | None]:

@@ -387,9 +387,9 @@ class Program:
     #: What the engine multiplies the loss by before backward: a number, or "dynamic".
     loss_scale: float | str | None = None
     offload: OffloadPlaces = OffloadPlaces()
-    resize: Callable[[Program, Any], Program] | None = field(
+    resize: Callable[[Program, Any, tuple[tuple[int, ...], ...]], Program] | None = field(
         default=None, compare=False, repr=False
-    )  # for a batch of fewer rows; not saved
+    )  # (program, batch, its global shapes) -> a program for these; not saved
 
     @property
     def stored(self) -> tuple[Param | Buffer | Input, ...]:

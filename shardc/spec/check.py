@@ -97,6 +97,14 @@ class Check:
         self.gathers()
         self.offload()
         self.lists()
+        self.lengths()
+
+    def lengths(self) -> None:
+        """Only the user knows by which numbers padding does not count."""
+        if self.form.batch.lengths and not self.form.batch.pad:
+            what = "batches cannot be padded to these lengths without the numbers to pad them by"
+            fix = "write batch: {pad: {input_ids: 0, labels: -100}}, or leave lengths out"
+            self.add(("batch", "lengths"), what, fix)
 
     def add(self, path: Path, what: str, fix: str, *, value: bool = True) -> None:
         self.errors.add(what, where=self.places.where(path, value=value), fix=fix)

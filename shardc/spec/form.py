@@ -334,6 +334,14 @@ class Batch(Section):
         description="rows that a rank has in a microbatch: there are as many microbatches as the ranks need",
         examples=[4],
     )
+    lengths: Annotated[tuple[Count, ...], BeforeValidator(_tuple)] = Field(
+        default=(), description="lengths to which batches are padded; needs pad", examples=[[128, 256, 512]]
+    )
+    pad: dict[Pattern, float] = Field(
+        default={},
+        description="number that pads an input to the batch's length (the dim beside the batch's)",
+        examples=[{"input_ids": 0, "labels": -100}],
+    )
 
 
 class Sequence(Section):

@@ -1,0 +1,146 @@
+"""Batches of other sizes than were compiled: which they are, and their padding to the lengths that the spec names.
+
+The *length* of a batch is the size of the dim after the batch's (before it, if that is dim 1) of the inputs that the
+spec's `batch: {pad: {...}}` names. With `lengths: [128, 256]` a batch of length 150 is padded to 256, by the numbers
+that the user states for each input: only the user knows which of them the loss does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shardc.errors import ShardcError
+from shardc.ir.patterns import match
+from shardc.ir.program import Input, Program
+from shardc.runtime.step.inputs import Path, batch_dims, leaves, mapped, name_of
+
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+#: Global shapes of a batch's tensors, in the order of the program's inputs.
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def prepared(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any:
+    """A batch in the compiled dtypes (whole numbers of narrower ones are widened), padded to one of the spec's lengths.
+
+    local: a rank's own part; then all ranks together, since their parts need one length.
+    Raises ShardcError for a batch longer than all lengths, and for an input that has the length and no number to pad.
+    """
+    dtypes = {x.path: x.dtype for x, leaf in _given(program, batch) if _widens(leaf, x.dtype)}
+    if dtypes:
+        batch = mapped(batch, (), lambda path, leaf: leaf.to(dtypes[path]) if path in dtypes else leaf)
+    section = program.spec.batch if program.spec is not None else None
+    return (
+        _padded(program, mesh, batch, section.lengths, section.pad, local=local) if section and section.pad else batch
+    )
+
+
+def _given(program: Program, batch: Any) -> list[tuple[Input, Any]]:
+    found = dict(leaves(batch))
+    return [(x, found[x.path]) for x in program.inputs if x.path in found]
+
+
+def _widens(leaf: Any, dtype: torch.dtype) -> bool:
+    """Is it of whole numbers that another dtype holds as well?"""
+    if not isinstance(leaf, Tensor) or leaf.dtype == dtype or not {leaf.dtype, dtype} <= _WHOLE:
+        return False
+    return torch.promote_types(leaf.dtype, dtype) == dtype
+
+
+def _padded(
+    program: Program, mesh: Any, batch: Any, lengths: tuple[int, ...], fills: Mapping[str, float], *, local: bool
+) -> Any:
+    dims = batch_dims(program)
+    length_dim = {x.path: 0 if dims[x.name] == 1 else 1 for x in program.inputs}
+    fill: dict[Path, float] = {}
+    for x, leaf in _given(program, batch):
+        name = name_of(x.path)
+        number = next((n for pattern, n in fills.items() if match(pattern, name)), None)
+        if number is None or not isinstance(leaf, Tensor) or leaf.dim() <= length_dim[x.path]:
+            continue
+        if local and x.layout.shards(length_dim[x.path]):
+            what = "its length is split over ranks, so that its parts cannot be padded one by one"
+            raise ShardcError(what, where=f"batch.pad: {name}", fix="give the engine whole batches, without local=True")
+        fill[x.path] = number
+    if not fill:
+        return batch
+    found = dict(leaves(batch))
+    length = max(found[path].shape[length_dim[path]] for path in fill)
+    if local:
+        every = [0] * mesh.layout.world
+        every[mesh.rank] = length
+        length = max(mesh.sum_on_host(every))
+    size = next((n for n in sorted(lengths) if n >= length), None if lengths else length)
+    if size is None:
+        what = f"a batch of length {length} is longer than all of the spec's lengths, {', '.join(map(str, lengths))}"
+        raise ShardcError(what, where="batch.lengths", fix=f"add {length} or more to them, or cut the samples")
+    for x, leaf in _given(program, batch):
+        d = length_dim[x.path]
+        if x.path not in fill and isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == length != size:
+            what = (
+                f"its dim {d} has the batch's length, {length}, which is padded to {size}, and no number to pad it with"
+            )
+            raise ShardcError(what, where=name_of(x.path), fix=f"write batch: {{pad: {{{name_of(x.path)}: ...}}}}")
+
+    def longer(path: Path, leaf: Any) -> Any:
+        if path not in fill or leaf.shape[length_dim[path]] == size:
+            return leaf
+        d = length_dim[path]
+        return pad(leaf, (*[0, 0] * (leaf.dim() - 1 - d), 0, size - leaf.shape[d]), value=fill[path])
+
+    return mapped(batch, (), longer)
+
+
+def other_shapes(program: Program, batch: Any, *, local: bool) -> Shapes | None:
+    """The global shapes of a batch that differs from what was compiled in its sizes alone: the sizes of dims, and fewer
+    rows, as many fewer in all inputs. None: it does not differ, or in more than that.
+    """
+    by_path, dims, shapes = dict(leaves(batch)), batch_dims(program), []
+    rows: list[tuple[int, int]] = []
+    for x in program.inputs:
+        leaf, d = by_path.get(x.path), dims[x.name]
+        if not isinstance(leaf, Tensor) or leaf.dtype != x.dtype or leaf.dim() != len(x.shape) or not all(leaf.shape):
+            return None
+        shape = tuple(leaf.shape)
+        if local:
+            shape = tuple(n * _ranks(program, x, i) for i, n in enumerate(shape))
+        shapes.append(shape)
+        if d is not None and x.shape[d] > 1:
+            rows.append((shape[d], x.shape[d]))
+    same = all(n * rows[0][1] == m * rows[0][0] and n <= m for n, m in rows)
+    return tuple(shapes) if same and tuple(shapes) != tuple(x.shape for x in program.inputs) else None
+
+
+def _ranks(program: Program, x: Input, dim: int) -> int:
+    """Over how many ranks a dim of an input is split."""
+    return math.prod(program.mesh.size(axis) for axis, _ in x.layout.shards(dim))
+
+
+def fewer_rows(program: Program, shapes: Shapes) -> bool:
+    dims = batch_dims(program)
+    return any(
+        d is not None and shape[d] < x.shape[d]
+        for x, shape in zip(program.inputs, shapes, strict=True)
+        for d in (dims[x.name],)
+    )
+
+
+def like(batch: Any, program: Program, shapes: Shapes) -> Any:
+    """A batch of these global shapes, without numbers, where a rank has only its part of it."""
+    by_path = {x.path: shape for x, shape in zip(program.inputs, shapes, strict=True)}
+
+    def empty(path: Path, leaf: Any) -> Any:
+        return torch.empty(by_path[path], dtype=leaf.dtype, device="meta") if path in by_path else leaf
+
+    return mapped(batch, (), empty)
+
+
+def described(program: Program, shapes: Shapes) -> str:
+    """`ids [8, 48], labels [8, 48]`: those that differ from what was compiled."""
+    differing = [(x, s) for x, s in zip(program.inputs, shapes, strict=True) if s != x.shape]
+    return ", ".join(f"{name_of(x.path)} {list(s)}" for x, s in differing)
