@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir import outputs
+from shardc.ir.cut import trim, unchunk
 from shardc.ir.graph import operands_of
 from shardc.ir.outputs import Output
-from shardc.ir.placement import Layout, Shard, trim, unchunk
+from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program, Stage
 
 Values = dict[str, Tensor]
