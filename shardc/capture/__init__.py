@@ -21,6 +21,7 @@ from torch import nn
 
 from shardc.capture import causes, compare_eager, expert_loops, patches, side_effects
 from shardc.capture.batch import Leaves, with_plain_dicts
+from shardc.capture.chosen_rows.unfit import DrawnError
 from shardc.capture.export import export
 from shardc.capture.forward_arguments import keys_of_loss
 from shardc.capture.lift import lift
@@ -62,7 +63,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
             break
         except ShardcError as e:
             if rows or (sizes and not causes.of_values(e)):
-                raise (refused if rows and refused else e) from None
+                raise (refused if rows and refused and not isinstance(e, DrawnError) else e) from None
             refused = e
     changes.refuse_created()
     program = lift(model, leaves, exported, updated, beside)

@@ -188,6 +188,20 @@ def test_what_is_more_than_rows_is_refused(forward: Callable[[Any, Tensor, Tenso
         capture_rows(forward)
 
 
+def drops(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(2):
+        rows = torch.where(chosen == e)[0]
+        out[rows] += torch.nn.functional.dropout(x[rows], 0.1)
+    return out
+
+
+def test_dropout_inside_of_an_expert_is_refused_by_name() -> None:
+    with pytest.raises(shardc.ShardcError, match="an expert draws random numbers for its rows") as e:
+        capture_rows(drops)
+    assert "put it behind them" in e.value.fix
+
+
 # --- lists of experts, spread over ranks ------------------------------------------------------------------------------
 
 EP = {"mesh": {"ep": 2}, "experts": [{"match": "moe", "axis": "ep"}]}

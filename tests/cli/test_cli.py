@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import shardc
-from shardc.cli import app
+from shardc.cli import app, worker
 from shardc.runtime.launch import free_port
 
 MODEL = """
@@ -524,3 +524,9 @@ def test_a_compiled_folder_with_an_op_of_the_users_own(files: Path) -> None:
     done = elsewhere("inspect", "out", "--comm", "--model", "moved.py")
     assert done.returncode == 0, done.stderr
     assert "gradients, in buckets" in done.stdout
+
+
+def test_memory_that_runs_out_is_told_with_what_a_step_needs(files: Path) -> None:
+    assert call("compile", "model.py", "spec.yaml", "-o", "out").exit_code == 0
+    said = worker._expected(worker.Job(program="out", model="model.py"))
+    assert re.fullmatch(r"by calculation a step holds [\d.]+ KiB on a rank at its peak, in .+ at .+", said)

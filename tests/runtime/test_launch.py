@@ -81,7 +81,9 @@ def test_a_killed_rank_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str
     start = time.monotonic()
     assert launch.launch(script(tmp_path, body), MESH) == 1
     assert time.monotonic() - start < 10
-    assert "rank 1 (dp=0, tp=1) was killed by SIGKILL" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "rank 1 (dp=0, tp=1) was killed by SIGKILL" in err
+    assert "fix: if nobody did, memory ran out" in err
     assert not alive(tmp_path)
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from shardc.capture.chosen_rows.arguments import (
     along,
@@ -50,13 +50,14 @@ from shardc.capture.chosen_rows.count import Count, Term
 from shardc.capture.chosen_rows.rows import Pick, Rows
 from shardc.capture.chosen_rows.rowwise import follow
 from shardc.capture.chosen_rows.traced import key_of, node_of, of_numbers
-from shardc.capture.chosen_rows.unfit import Unfit
+from shardc.capture.chosen_rows.unfit import DrawnError, Unfit
 from shardc.capture.chosen_rows.writes import WRITES, put, written
 from shardc.capture.constants import constant
 from shardc.capture.data_dependent_sizes import KnownSizes, hidden
 from shardc.capture.guards import Guards
+from shardc.ir import source
 from shardc.torch_modes import untraced
-from shardc.torch_private import FakeTensor, pytree, tracing
+from shardc.torch_private import FakeTensor, OpOverload, pytree, tracing
 
 aten = torch.ops.aten
 #: A loop over chosen rows themselves (`for i, j in mask.nonzero()`) is unrolled up to so many.
@@ -299,6 +300,8 @@ class ChosenRows(KnownSizes):
         while last.next.op != "root":
             last = last.next
             new.append(last)
+        if any(map(_draws, new)):
+            raise DrawnError(source.of_call())
         dims = untraced(follow, new, {n: r.dim for n, r in before.items()})
 
         def wrap(x: Any) -> Any:
@@ -318,6 +321,14 @@ class ChosenRows(KnownSizes):
 
     def _plainly(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Does an op draw random numbers? Dropout that is off, or drops nothing, draws none."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    off = node.target is torch.ops.aten.dropout.default and (not node.args[1] or not node.args[2])
+    return not off
 
 
 #: Functions that take sizes, of which one may be the number of rows.

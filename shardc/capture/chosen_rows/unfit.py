@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from shardc.errors import ShardcError
+from shardc.ir.program import Source
+
+
+class DrawnError(ShardcError):
+    """Random numbers are drawn for chosen rows: one device draws as many as there are, a program for all rows."""
+
+    def __init__(self, at: Source) -> None:
+        super().__init__(
+            "an expert draws random numbers for its rows (dropout), and how many rows it has depends on a tensor's"
+            f" value ({at.code})",
+            where=at.line,
+            fix="set the dropout inside of experts to 0, or put it behind them, where all tokens pass",
+        )
 
 
 class Unfit(ShardcError):
