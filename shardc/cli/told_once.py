@@ -31,7 +31,7 @@ def for_this_rank(text: str) -> str:
 
 
 def _told(text: str, rank: int, world: int) -> str:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent; else by the first rank
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
