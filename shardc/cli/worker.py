@@ -416,7 +416,8 @@ def _expected(job: Job) -> str:
         memory = load(job.program, trust=job.trust).cost(device(known)).memory
     except ShardcError as e:
         return f"what a step needs cannot be calculated: {e.what}"
-    return f"by calculation a step holds {size(memory.peak)} on a rank at its peak, in {memory.part} at {memory.op}"
+    at = f" at {memory.op}" if memory.op else ""
+    return f"by calculation a step holds {size(memory.peak)} on a rank at its peak, in {memory.part}{at}"
 
 
 def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:
