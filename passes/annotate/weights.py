@@ -62,8 +62,8 @@ class Weights:
         names = {n: p for p in self.program.params for n in (p.fqn, *p.names)}
         known = Names.of_weights({name: p.shape for name, p in names.items()})
         unmatched = [i for i, rule in enumerate(rules) if not known.has_weights(rule.pattern)]
-        for n, i in enumerate(unmatched):
-            what, fix = known.without_weights(rules[i].pattern, help_=n < HELPED)
+        for place, i in enumerate(unmatched):
+            what, fix = known.without_weights(rules[i].pattern, help_=place < HELPED)
             where = self.spec.where(("shard", rules[i].pattern))
             errors.add(f"pattern {rules[i].pattern!r} {what}", where=where, fix=fix)
         for i in sorted(set(range(len(rules))) - set(unmatched)):

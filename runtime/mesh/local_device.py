@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,10 +36,11 @@ def backend_of(device_type: str) -> str:
     return _backends().get(device_type, "")
 
 
-def share_no_gpu(store: dist.Store, rank: int, here: torch.device) -> None:
+def share_no_gpu(store: Any, rank: int, here: torch.device) -> None:
     """Raises ShardcError if another process of this machine uses the GPU `here`, on all processes that do.
 
-    store: that all ranks of the world share. Each looks at the processes of its own machine only.
+    store: torch.distributed.Store that all ranks of the world share. Each looks at the processes of its own
+    machine only.
     """
     first = rank - int(os.environ.get("LOCAL_RANK", 0))
     beside = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
@@ -216,7 +217,7 @@ def _join(here: torch.device, timeout: timedelta | None) -> None:
     if here.type != "cuda":
         dist.init_process_group("gloo", timeout=timeout)
         return
-    store, rank, world = next(dist.rendezvous("env://"))
+    store, rank, world = next(rendezvous("env://"))
     share_no_gpu(store, rank, here)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # whom others wait for goes first; splits too
     dist.init_process_group(

@@ -16,7 +16,7 @@ def to_host(x: Tensor) -> Tensor:
         return x.cpu()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
-    copied = torch.cuda.Event()
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
     copied.synchronize()
     return host

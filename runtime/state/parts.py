@@ -108,7 +108,8 @@ def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:
 
 def _check(program: Program, given: Weights, rest: Weights | None) -> None:
     errors = Errors()
-    entries: list[Param | Buffer] = [x for x in (*program.params, *program.buffers) if x.fqn]
+    every: list[Param | Buffer] = [*program.params, *program.buffers]
+    entries = [x for x in every if x.fqn]
     wanted: dict[str, tuple[int, ...]] = {}
     for x in entries:
         if x.members:

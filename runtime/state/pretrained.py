@@ -87,7 +87,8 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
     own = named_state(model)
     found = {name: recorder.stored(x) for name, x in files.tensors.items()}
     found |= {other: found[name] for other, name in files.ties.items()}
-    mapped, extra = {}, []
+    mapped: dict[str, Any] = {}
+    extra: list[str] = []
     library = pretrained_modules(model)
     if library:
         (prefix, module), *others = library.items()
@@ -234,7 +235,7 @@ def hf_builder(folder: Path) -> Callable[[], nn.Module] | None:
     name = (config.architectures or [""])[0]
     if not hasattr(transformers, name):
         return None
-    return lambda: getattr(transformers, name)._from_config(config)  # type: ignore[no-any-return]
+    return lambda: getattr(transformers, name)._from_config(config)
 
 
 def load_converted(

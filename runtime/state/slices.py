@@ -194,7 +194,7 @@ def _of_safetensors(path: Path, files: Sequence[Path]) -> WeightFiles:
     ties: dict[str, str] = {}
     for file in files:
         try:
-            handle = safe_open(file, framework="pt")
+            handle: Any = safe_open(file, framework="pt")
             for name in handle.keys():  # noqa: SIM118 (not a dict)
                 view = handle.get_slice(name)
                 tensors[name] = InSafetensors(handle, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,8 +149,8 @@ def _made_of(tape: Tape, at: int, box: Box) -> list[Piece] | None:
         (source,) = entry.args
         return [Piece(source, tuple(box), tuple(box), tuple(range(len(box))))]
     if entry.func in _COPIES:
-        source = entry.args[1] if entry.func is aten.copy_.default else entry.args[0]
-        made = entry.args[0] if entry.func is aten.copy_.default else entry.created[0]
+        source: Any = entry.args[1] if entry.func is aten.copy_.default else entry.args[0]
+        made: Any = entry.args[0] if entry.func is aten.copy_.default else entry.created[0]
         return pieces(tape, source, box, at) if source.shape == made.shape else None
     if entry.func is aten.cat.default or entry.func is aten.stack.default:
         parts, dim = entry.args[0], entry.args[1] if len(entry.args) > 1 else entry.kwargs.get("dim", 0)

@@ -105,7 +105,7 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
     if not isinstance(example, (dict, tuple, list, Tensor)):
         what = f"batch() returns a {type(example).__name__}"
         raise ShardcError(what, where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
-    optional = {name: _function(module, path, name, *arguments) for name, arguments in OPTIONAL.items()}
+    optional: dict[str, Any] = {name: _function(module, path, name, *arguments) for name, arguments in OPTIONAL.items()}
     full = f"{path.resolve()}{':' + builder if builder else ''}"
     return ModelFile(full, checked, example, **optional, weights=_weights(vars(module).get("weights"), path))
 
