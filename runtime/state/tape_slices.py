@@ -146,8 +146,8 @@ def _made_of(tape: Tape, at: int, box: Box) -> list[Piece] | None:
     """The pieces of a box of what an entry makes."""
     entry = tape.entries[at]
     if entry.name == "stored":
-        (source,) = entry.args
-        return [Piece(source, tuple(box), tuple(box), tuple(range(len(box))))]
+        (stored,) = entry.args
+        return [Piece(stored, tuple(box), tuple(box), tuple(range(len(box))))]
     if entry.func in _COPIES:
         source: Any = entry.args[1] if entry.func is aten.copy_.default else entry.args[0]
         made: Any = entry.args[0] if entry.func is aten.copy_.default else entry.created[0]
