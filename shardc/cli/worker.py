@@ -409,15 +409,18 @@ def _expected(job: Job) -> str:
     from shardc.cost import device
     from shardc.cost.device import measured_file
     from shardc.ir.units import size
+    from shardc.report.cost import op_place, part_name
 
     here = "cuda" if torch.cuda.is_available() else "cpu"
     known = here if measured_file(here).is_file() else "h100-80g"
     try:
-        memory = load(job.program, trust=job.trust).cost(device(known)).memory
+        cost = load(job.program, trust=job.trust).cost(device(known))
     except ShardcError as e:
         return f"what a step needs cannot be calculated: {e.what}"
-    at = f" at {memory.op}" if memory.op else ""
-    return f"by calculation a step holds {size(memory.peak)} on a rank at its peak, in {memory.part}{at}"
+    memory = cost.memory
+    at = f" at {op_place(cost, memory.op)}" if memory.op else ""
+    part = part_name(memory.part, cost)
+    return f"by calculation a step holds {size(memory.peak)} on a rank at its peak, in {part}{at}"
 
 
 def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:

@@ -58,7 +58,7 @@ def table(cost: Cost) -> str:
 
 def _where(cost: Cost, m: Memory) -> str:
     """The part of a step and the op at the peak, by module and line of the model."""
-    part, op = part_name(m.part, cost), _op(cost, m.op)
+    part, op = part_name(m.part, cost), op_place(cost, m.op)
     if op.startswith("backward of ") and part.startswith("backward"):
         part = part.removeprefix("backward").removeprefix(" of ")
         return ", ".join(filter(None, (op, part)))
@@ -90,7 +90,7 @@ def part_name(part: str, cost: Cost) -> str:
     return _WORDS[kind] + (f" of {', '.join(of)}" if of else "")
 
 
-def _op(cost: Cost, op: str) -> str:
+def op_place(cost: Cost, op: str) -> str:
     """An op by its module and the model's line: `backward of h.3.fc (model.py:31)`."""
     source = cost.sources.get(op.removeprefix("backward of "))
     if source is None or not source.line:
@@ -227,7 +227,7 @@ class _Panel:
             x, wide = self.x + begin * step, len(points) * step
             part = part_name(points[0].part, cost)
             most = max(points, key=lambda p: p.total)
-            op = f", {_op(cost, most.op)}" if most.op else ""
+            op = f", {op_place(cost, most.op)}" if most.op else ""
             stroke = LINE if names else ""
             title = f"{part}: {size(most.total)}{op}"
             self.picture.rect(x, self.y, wide, self.high, "none", stroke=stroke, title=title)
