@@ -33,7 +33,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import dispatch_functionalize
-from torch.distributed.distributed_c10d import _world  # how many process groups there are: part of the next one's name
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # outlives process groups
+    _world,  # how many process groups there are: part of the next one's name
+)
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -313,6 +316,11 @@ def process_groups() -> int:
 def assert_on_device(condition: Tensor, message: str) -> None:
     """An assertion that the device checks in its own time: the host does not wait."""
     torch.ops.aten._assert_async.msg(condition, message)
+
+
+def default_store() -> Any:
+    """The key-value store over which the processes of torch.distributed's world met: it outlives their groups."""
+    return _get_default_store()
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> bool:

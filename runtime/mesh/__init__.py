@@ -3,12 +3,13 @@
     base          RankMesh: the interface, and what its implementations share; CommRecord, Work
     torch_mesh    TorchMesh: over torch.distributed (NCCL on CUDA, gloo on the CPU)
     loopback      LoopbackMesh: all ranks of a mesh as threads of one process, sums in the order of ranks
+    agreement     what all ranks have to share, compared; replicas: copies of weights, compared
     allocator     what the C library does with freed memory on a CPU
 
 A program cannot tell which mesh it runs on. Collectives return new tensors and never change their argument.
 """
 
 from shardc.runtime.mesh.base import CommRecord, RankMesh, Work
-from shardc.runtime.mesh.torch_mesh import TorchMesh
+from shardc.runtime.mesh.torch_mesh import TorchMesh, rank_here
 
-__all__ = ["CommRecord", "RankMesh", "TorchMesh", "Work"]
+__all__ = ["CommRecord", "RankMesh", "TorchMesh", "Work", "rank_here"]

@@ -1,4 +1,4 @@
-"""What all ranks have to share, checked: weights, batches, program, seed, learning rates, the end of the data.
+"""What all ranks have to share, checked: batches, program, seed, learning rates, the end of the data.
 
 Ranks that differ where they should be alike train another model without an error: tensor-parallel ranks add up products
 of different rows, replicas drift, and every rank still reports a loss. So every rank hashes what it has, and the hashes
@@ -12,34 +12,42 @@ n·Σh² = (Σh)² holds exactly where all h are equal (Cauchy-Schwarz); these a
 order of summing does not matter. What only some ranks share, such as the slice of a weight or the part of a batch that
 a group of tensor-parallel ranks has, takes a slot of the vector for each group. Only if a sum does not come out are the
 hashes of all ranks exchanged, to say which ranks differ from the others.
+
+The first pair of every vector is what the rank is about to do ("a step", "saving"), and vectors are of one length as
+far as they fit: a rank that saves, because its data has ended, meets those that take another step in this sum, and not
+in some collective of the step that it does not have.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import Buffer, Param, Program
-from shardc.runtime.step.inputs import leaves
+from shardc.ir.program import Program
+from shardc.runtime.data.order import Order
+from shardc.runtime.step.inputs import leaves, name_of, type_name
+from shardc.runtime.zero.optimizer_list import class_of
 
 #: Bits of a hash: n·Σh² of 2^14 ranks still fits an int64.
 BITS = 24
 #: Tensors of more bytes are hashed by blocks of so many, each by torch; smaller ones by zlib, byte by byte.
 BLOCK = 1 << 20
 SAID = 1000  # characters that ranks tell one another
-SHOWN = 4  # ranks, or weights, that an error names
-SAME_WEIGHTS = (
-    "give every rank the same weights: call torch.manual_seed before the model is made, pass the function that builds"
-    " it, or broadcast=True, which sends those of rank 0"
-)
+SHOWN = 4  # ranks, facts and values that an error names
+#: Numbers in the first sum of a check; more facts take a second one.
+ROOM = 64
+#: Bytes of a fact's text that ranks exchange for an error, 7 to a number.
+TEXT = 42
+SAME_OPTIMIZER = "construct the optimizer and its scheduler alike on all ranks, and load one checkpoint into all"
+SAME_CALLS = "let all ranks take the same steps in the same order; where data ends on one, end it on all"
 SAME_BATCH = (
     "give every rank the same batches: return a torch Dataset from data() or read one with engine.loader, seed what"
     " shuffles or draws, or pass each rank its own part with local=True"
@@ -51,7 +59,8 @@ class Fact:
     """One thing that ranks share. what: its name in an error; value: this rank's hash, below 2^24.
 
     axes: the mesh axes over whose coordinates it may differ, such as those that split a weight: it is compared among
-    ranks whose coordinates on them are the same. where, fix: of the error.
+    ranks whose coordinates on them are the same. where, fix: of the error. shown: the value as an error tells it, of
+    each rank; "": only a hash is known.
     """
 
     what: str
@@ -59,6 +68,15 @@ class Fact:
     axes: tuple[str, ...] = ()
     where: str = ""
     fix: str = ""
+    shown: str = ""
+
+
+class DisagreementError(ShardcError):
+    """Ranks differ where they have to be alike. It is raised on all ranks, at the same place."""
+
+
+class CallsDifferError(DisagreementError):
+    """Ranks are about to do different things, such as to save and to take another step."""
 
 
 def hashed(*values: object) -> int:
@@ -66,65 +84,110 @@ def hashed(*values: object) -> int:
     return zlib.crc32(repr(values).encode()) & ((1 << BITS) - 1)
 
 
+def stated(what: str, value: object, axes: tuple[str, ...] = (), *, where: str = "", fix: str = "") -> Fact:
+    """A fact of a plain value, which an error shows."""
+    return Fact(what, hashed(value), axes, where, fix, str(value))
+
+
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A hash of tensors' bytes, shapes and dtypes that depends on the place of each element. Tensors on a device are
-    hashed there; the result is read back, which waits for it.
+    """A hash of tensors' bytes, shapes and dtypes that depends on the place of each element."""
+    return fingerprints([tensors])[0]
+
+
+def fingerprints(groups: Iterable[Iterable[Tensor]]) -> list[int]:
+    """The fingerprint of each group of tensors. Tensors on a device are hashed there; all results are read back at
+    once, which waits for the device.
     """
-    total = 0
-    for x in tensors:
-        total = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode(), total)
-        flat = x.detach().contiguous().view(-1)
-        if flat.dtype.is_complex:
-            flat = torch.view_as_real(flat).reshape(-1)
-        if flat.device.type == "cpu" and flat.nbytes <= BLOCK:
-            total = zlib.crc32(flat.view(torch.uint8).numpy().data, total)
-        elif flat.numel():
-            total = zlib.crc32(_blocks(flat.view(torch.uint8)).cpu().numpy().data, total)
-    return total & ((1 << BITS) - 1)
+    found: list[list[bytes | int]] = []  # of each group: bytes, or the number of a tensor that is hashed in blocks
+    blocks: list[Tensor] = []
+    for tensors in groups:
+        found.append([])
+        for x in tensors:
+            found[-1].append(f"{x.dtype} {tuple(x.shape)}".encode())
+            flat = x.detach().contiguous().view(-1)
+            if flat.dtype.is_complex:
+                flat = torch.view_as_real(flat).reshape(-1)
+            if flat.device.type == "cpu" and flat.nbytes <= BLOCK:
+                found[-1].append(flat.view(torch.uint8).numpy().tobytes())
+            elif flat.numel():
+                found[-1].append(len(blocks))
+                blocks.append(_blocks(flat.view(torch.uint8)))
+    sums = _read(blocks)
+    results = []
+    for parts in found:
+        total = 0
+        for part in parts:
+            total = zlib.crc32(part if isinstance(part, bytes) else sums[part], total)
+        results.append(total & ((1 << BITS) - 1))
+    return results
+
+
+def _read(blocks: Sequence[Tensor]) -> list[bytes]:
+    """The bytes of tensors that are perhaps on a device, copied to the host together."""
+    if not blocks:
+        return []
+    together = torch.cat([b.view(-1) for b in blocks]).cpu()
+    return [x.numpy().tobytes() for x in together.split([b.numel() for b in blocks])]
 
 
 def _blocks(flat: Tensor) -> Tensor:
     """u8[n] -> i64[m]: a sum for each stretch of 64 KiB, every 8 bytes of it weighed by an odd number of their own
-    place, so that elements that changed places change the sum. (Arithmetic of int64 wraps around.)
+    place, so that elements that changed places change the sum. (Arithmetic of int64 wraps around.) It takes memory for
+    64 MiB at a time.
     """
     words = 1 << 13
-    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % (8 * words)))
-    numbers = flat.view(torch.int64).view(-1, words)
     weights = torch.arange(words, device=flat.device, dtype=torch.int64).mul_(2 * 0x5851F42D4C957F2D % 2**63).add_(1)
-    return (numbers * weights).sum(1)
+    sums = []
+    for piece in flat.split(1024 * 8 * words):
+        whole = torch.nn.functional.pad(piece, (0, -piece.numel() % (8 * words)))
+        sums.append((whole.view(torch.int64).view(-1, words) * weights).sum(1))
+    return torch.cat(sums)
 
 
-def check(mesh: Any, facts: Sequence[Fact]) -> None:
+def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> None:
     """Compare facts over the ranks of a runtime mesh. Collective: every rank brings the same facts in the same order.
 
-    Raises ShardcError, on all ranks, for facts that differ: what, on which ranks, the remedy.
+    call: what this rank is about to do; where ranks do different things, that alone is the error. Raises ShardcError,
+    on all ranks, for facts that differ: what, on which ranks, the remedy.
     """
     layout: Mesh = mesh.layout
     if layout.world == 1:
         return
-    sums: list[int] = []
+    doing = stated("what this rank does", call, fix=SAME_CALLS)
+    vector = _vector(doing, mesh)
     for f in facts:
-        mine = [0] * (2 * _slots(f, layout))
-        slot = 2 * _slot(f, mesh)
-        mine[slot : slot + 2] = f.value, f.value**2
-        sums += mine
-    sums = mesh.sum_on_host(sums)
-    differing, start = [], 0
+        vector += _vector(f, mesh)
+    sums = mesh.sum_on_host(vector[:ROOM] + [0] * (ROOM - len(vector)))
+    if _differs(doing, sums, layout):
+        _refuse(mesh, [doing], CallsDifferError)
+    if len(vector) > ROOM:
+        sums += mesh.sum_on_host(vector[ROOM:])
+    differing, start = [], 2
     for f in facts:
-        slots = _slots(f, layout)
-        ranks = layout.world // slots  # of each slot
-        pairs = [(sums[i], sums[i + 1]) for i in range(start, start + 2 * slots, 2)]
-        start += 2 * slots
-        if any(ranks * squares != total**2 for total, squares in pairs):
+        if _differs(f, sums[start:], layout):
             differing.append(f)
+        start += 2 * _slots(f, layout)
     if differing:
         _refuse(mesh, differing)
 
 
-def _refuse(mesh: Any, facts: Sequence[Fact]) -> None:
+def _vector(fact: Fact, mesh: Any) -> list[int]:
+    mine = [0] * (2 * _slots(fact, mesh.layout))
+    slot = 2 * _slot(fact, mesh)
+    mine[slot : slot + 2] = fact.value, fact.value**2
+    return mine
+
+
+def _differs(fact: Fact, sums: Sequence[int], layout: Mesh) -> bool:
+    slots = _slots(fact, layout)
+    ranks = layout.world // slots  # of each slot
+    return any(ranks * sums[i + 1] != sums[i] ** 2 for i in range(0, 2 * slots, 2))
+
+
+def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = DisagreementError) -> NoReturn:
     """Find out who differs. All ranks have seen the same sums, and get here together."""
     errors, layout = Errors(), mesh.layout
-    for f in facts:
+    for f in facts[:SHOWN]:
         values = [0] * layout.world
         values[mesh.rank] = f.value
         every = mesh.sum_on_host(values)
@@ -132,12 +195,15 @@ def _refuse(mesh: Any, facts: Sequence[Fact]) -> None:
         for rank in range(layout.world):
             coords = layout.coords(rank)
             groups.setdefault(tuple(coords[a] for a in f.axes), []).append(rank)
-        odd: list[int] = []
-        for ranks in groups.values():
-            usual, _ = Counter(every[r] for r in ranks).most_common(1)[0]
-            odd += [r for r in ranks if every[r] != usual]
-        errors.add(f"{f.what} {_who(odd, layout)}", where=f.where, fix=f.fix)
-    errors.raise_any()
+        errors.add(f"{f.what} {_who(every, groups.values(), layout)}{_texts(mesh, f)}", where=f.where, fix=f.fix)
+    if len(facts) > SHOWN:
+        errors.add(f"{len(facts) - SHOWN} more differ, the last of them {facts[-1].what}")
+    try:
+        errors.raise_any()
+    except ShardcError as e:
+        combined = e.errors if len(e.errors) > 1 else ()
+        raise kind(e.what, where=e.where, fix=e.fix, errors=combined) from None
+    raise AssertionError("facts that differ are errors")
 
 
 def said(mesh: Any, text: str, rank: int = 0) -> str:
@@ -155,17 +221,62 @@ def failures(mesh: Any, problem: str | None) -> tuple[list[int], str]:
     return ranks, said(mesh, problem or "", ranks[0]) if ranks else ""
 
 
-def program_facts(program: Program, *, seed: int, clip_norm: float | None) -> list[Fact]:
-    """What an engine is made of: the program's graphs, layouts, buckets and schedule, and its options."""
+def _texts(mesh: Any, fact: Fact) -> str:
+    """The values that ranks have, each with the first rank that has it; "" where they are only hashes."""
+    numbers = TEXT // 7
+    text = fact.shown.encode()[:TEXT].ljust(TEXT, b"\0")
+    sent = [0] * (numbers * mesh.layout.world)
+    for i in range(numbers):
+        sent[mesh.rank * numbers + i] = int.from_bytes(text[7 * i : 7 * i + 7], "big")
+    came = mesh.sum_on_host(sent)
+    first: dict[str, int] = {}
+    for rank in range(mesh.layout.world):
+        words = b"".join(n.to_bytes(7, "big") for n in came[rank * numbers : (rank + 1) * numbers])
+        first.setdefault(words.rstrip(b"\0").decode(errors="ignore"), rank)
+    if len(first) < 2:
+        return ""
+    return ": " + ", ".join(f"{value or 'nothing'} on rank {rank}" for value, rank in list(first.items())[:SHOWN])
+
+
+def program_facts(program: Program, *, seed: int, **options: object) -> list[Fact]:
+    """What an engine is made of: the program's graphs, layouts, buckets and schedule, and its options, by name."""
     stored = [(x.name, x.shape, str(x.dtype), str(x.layout)) for x in program.stored]
     graphs = [str(stage.graph) for stage in program.stages]
     order = str(program.schedule) if program.schedule is not None else ""
+    size = f"{len(stored)} weights, {sum(len(stage.graph.nodes) for stage in program.stages)} ops"
     same = "compile the same model and spec, with the same version of shardc and torch, on all ranks"
+    value = hashed(stored, graphs, program.buckets, program.microbatches, order)
     return [
-        Fact("the program", hashed(stored, graphs, program.buckets, program.microbatches, order), fix=same),
-        Fact("the version of torch", hashed(str(torch.__version__)), fix="install one version on all machines"),
-        Fact("the seed", hashed(seed), fix="give all ranks one seed"),
-        Fact("clip_norm", hashed(clip_norm), fix="give all ranks one clip_norm"),
+        stated("the version of torch", str(torch.__version__), fix="install one version on all machines"),
+        Fact("the program", value, fix=same, shown=size),
+        stated("the seed", seed, fix="give all ranks one seed"),
+        *(stated(name, value, fix=f"give all ranks one {name}") for name, value in options.items()),
+    ]
+
+
+def optimizer_facts(program: Program, optimizer: torch.optim.Optimizer | None) -> list[Fact]:
+    """The optimizer's class, and what its parameter groups are set to. Stages of a pipeline may have other groups."""
+    stage = (program.axis,) if program.axis else ()
+    name = class_of(optimizer) if optimizer is not None else "none"
+    groups = optimizer.param_groups if optimizer is not None else []
+    plain = (bool, int, float, str, tuple, type(None))
+    settings = [{k: v for k, v in sorted(g.items()) if isinstance(v, plain) and k != "lr"} for g in groups]
+    shown = [f"{k}={g[k]}" for g in settings[:1] for k in ("weight_decay", "betas", "momentum") if k in g]
+    return [
+        stated("the optimizer", name, stage, fix=SAME_OPTIMIZER),
+        Fact("the setting of the optimizer", hashed(settings), stage, fix=SAME_OPTIMIZER, shown=", ".join(shown)),
+    ]
+
+
+def loader_facts(order: Order) -> list[Fact]:
+    """What a loader reads in which order: ranks with other orders would read some samples twice, and others never."""
+    fix = "make the dataset and engine.loader(...) alike on all ranks"
+    return [
+        stated("the length of the dataset", order.size, fix=fix),
+        stated("the loader's shuffling", order.shuffle, fix=fix),
+        stated("the loader's seed", order.seed, fix=fix),
+        stated("what the loader does with the rest of an epoch", "reads it" if order.rest else "drops it", fix=fix),
+        stated("where the loader stands", (order.epoch, order.consumed), fix="load one checkpoint into all ranks"),
     ]
 
 
@@ -174,8 +285,10 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     part, such as those of a tensor-parallel group.
     """
     tensors = {path: x for path, x in leaves(batch) if isinstance(x, Tensor)}
+    names = ", ".join(f"{name_of(path)} {type_name(x.dtype, x.shape)}" for path, x in tensors.items())
     if not local:
-        return [Fact("the global batch", fingerprint(tensors.values()), fix=SAME_BATCH)]
+        form = Fact("the form of the batch", hashed(names), fix=SAME_BATCH, shown=names)
+        return [form, Fact("the global batch", fingerprint(tensors.values()), fix=SAME_BATCH)]
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for x in program.inputs:
         split = {part for axis, _ in x.layout.shards() for part in program.mesh.parts(axis)}
@@ -187,48 +300,12 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     shapes = [tuple(tensors[x.path].shape) if x.path in tensors else () for x in program.inputs]
     lengths = "pad them to one length on all ranks: batch: {lengths: [...], pad: {name: number}} in the spec does"
     alike = Fact("the sizes of the part of the batch", hashed(shapes), where=where, fix=lengths)
-    return [alike] + [
-        Fact("the part of the batch", fingerprint(xs), axes, where, SAME_BATCH) for axes, xs in parts.items()
+    inputs = ", ".join(f"{name_of(path)} {x.dtype}" for path, x in tensors.items())
+    return [
+        stated("the inputs in the part of the batch", inputs, where=where, fix=SAME_BATCH),
+        alike,
+        *(Fact("the part of the batch", fingerprint(xs), axes, where, SAME_BATCH) for axes, xs in parts.items()),
     ]
-
-
-def printed(parts: Iterable[tuple[str, Any]], prints: dict[str, int]) -> Iterator[tuple[str, Any]]:
-    """The same (name, tensor) pairs, whose fingerprints go into `prints` as they pass."""
-    for name, x in parts:
-        prints[name] = fingerprint([x])
-        yield name, x
-
-
-def check_weights(program: Program, mesh: Any, prints: Mapping[str, int]) -> None:
-    """Compare weights and buffers. prints: the fingerprints of this rank's parts, cut by the program's layouts, by
-    placeholder name. Collective.
-
-    Raises ShardcError, on all ranks, that names weights that differ.
-    """
-    groups = _weights(program, prints)
-    try:
-        check(mesh, [whole for whole, _ in groups])
-    except ShardcError:
-        for _, each in groups:
-            check(mesh, each)
-        raise  # hashes of hashes differ, and no hash does: nothing to name
-
-
-def _weights(program: Program, prints: Mapping[str, int]) -> list[tuple[Fact, list[Fact]]]:
-    """For each set of axes that splits weights: one fact of all weights that these axes split, and a fact of each of
-    them, to name those that differ.
-    """
-    stored: list[Param | Buffer] = [*program.params, *program.buffers]
-    by_axes: dict[tuple[str, ...], list[Param | Buffer]] = {}
-    for x in stored:
-        split = {part for axis, _ in x.layout.shards() for part in program.mesh.parts(axis)}
-        # a stage's weights are compared among its own ranks; ranks of other stages do not have them
-        by_axes.setdefault(tuple(a for a in program.mesh.names if a in split or a == program.axis), []).append(x)
-    groups = []
-    for axes, mine in by_axes.items():
-        each = [Fact(f"the weight {x.fqn or x.name}", prints.get(x.name, 0), axes, fix=SAME_WEIGHTS) for x in mine]
-        groups.append((Fact("the weights", hashed(*(f.value for f in each)), axes), each))
-    return groups
 
 
 def _slots(fact: Fact, mesh: Mesh) -> int:
@@ -245,8 +322,25 @@ def _slot(fact: Fact, mesh: Any) -> int:
     return slot
 
 
-def _who(ranks: Sequence[int], mesh: Mesh) -> str:
-    """The ranks that differ from most others, with their coordinates."""
-    names = [f"rank {r} ({', '.join(f'{a}={c}' for a, c in mesh.coords(r).items())})" for r in sorted(ranks)[:SHOWN]]
-    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    return f"{'differs' if len(ranks) == 1 else 'differ'} on {', '.join(names)}{more}"
+def _who(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh) -> str:
+    """The ranks that differ from most others of their group, with their coordinates; all that differ from each other
+    where no value is that of most.
+    """
+    odd: list[int] = []
+    apart: list[int] = []
+    for ranks in groups:
+        (usual, n), *others = Counter(values[r] for r in ranks).most_common()
+        if others and others[0][1] == n:
+            apart += ranks if not apart else []  # the first such group says enough
+        else:
+            odd += [r for r in ranks if values[r] != usual]
+    if odd:
+        return f"{'differs' if len(odd) == 1 else 'differ'} on {_named(sorted(odd), mesh)}"
+    return f"differs between {_named(sorted(apart), mesh)}"
+
+
+def _named(ranks: Sequence[int], mesh: Mesh) -> str:
+    names = [f"rank {r} ({', '.join(f'{a}={c}' for a, c in mesh.coords(r).items())})" for r in ranks[:SHOWN]]
+    if len(ranks) > SHOWN:
+        return f"{', '.join(names)} and {len(ranks) - SHOWN} more"
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]

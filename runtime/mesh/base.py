@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,10 @@ class Work:
             self._handle.wait()
         if self._then is not None:
             self._then()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of it without waiting: as long as somebody holds the handle, the connections that it uses stay."""
         self._handle = self._then = self._kept = None
 
 
@@ -208,6 +213,16 @@ class RankMesh(ABC):
         data = data.to(self.device) if self.rank == 0 else torch.zeros_like(data, device=self.device)
         data = self.all_reduce(data, self.layout.names, direction="state", tag=tag)
         return data.view(whole.dtype).view(whole.shape)
+
+    def together(self, doing: str) -> AbstractContextManager[None]:
+        """Around what all ranks do together: an error in it on some ranks only ends it on the others too, which raise
+        shardc.runtime.mesh.failure.RankFailedError. doing: for that error, such as "step 5".
+        """
+        return nullcontext()
+
+    def reconnect(self) -> None:
+        """After such an error, on all ranks: meet again, to save what there is. Collective."""
+        return
 
     @abstractmethod
     def barrier(self) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,15 +19,19 @@ from torch.distributed.rendezvous import rendezvous
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import check_variables
-from shardc.runtime.mesh.agreement import Fact, check, hashed
+from shardc.runtime.mesh.agreement import DisagreementError, check, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
+from shardc.runtime.mesh.failure import Failures, RankFailedError, cut_off
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
-from shardc.torch_private import process_groups
+from shardc.torch_private import default_store, process_groups
 
 # torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+#: How long ranks wait for each other when they meet again after an error.
+AGAIN = timedelta(seconds=30)
 
 
 class TorchMesh(RankMesh):
@@ -63,17 +71,29 @@ class TorchMesh(RankMesh):
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         _check_world(layout, world)
         super().__init__(layout, rank, here, record)
-        self._timeout = timeout
+        self._timeout, self._together, self._cut = timeout, False, False
+        self._store = default_store() if world > 1 else None
+        self._works: WeakSet[Work] = WeakSet()
+        self._failures = Failures(self._store, rank, world)
         self._groups: dict[frozenset[str], Any] = {}
         self._made: set[frozenset[str]] = set()  # also those that this rank is not in
+        self._lines: dict[tuple[str, bool], Any] = {}
+        self._host: Any = None
+        self._along = tuple(lines)
+        self._connect([layout.names, *((n,) for n in layout.names), *axes])
+
+    def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
+        """Make all process groups. Collective."""
+        layout = self.layout
         # of gloo, also beside NCCL: what is agreed on the host does not wait for the device
-        separate_host = world > 1 and here.type == "cuda"
-        self._host = dist.new_group(backend="gloo", timeout=timeout, group_desc="host") if separate_host else None
-        check(self, [Fact("the mesh", hashed(layout.axes), fix="start all ranks with the same spec and --mesh")])
-        self.add_groups([layout.names, *((n,) for n in layout.names), *axes])
+        if layout.world > 1 and self.device.type == "cuda":
+            self._host = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="host")
+        facts = [stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")]
+        check(self, facts, "joining the mesh")
+        self.add_groups(axes)
         self._lines = {
             (axis, upwards): self._new_group(layout.groups((axis,)), f"{axis} {'up' if upwards else 'down'}")
-            for axis in lines
+            for axis in self._along
             for upwards in (True, False)
         }
 
@@ -137,15 +157,15 @@ class TorchMesh(RankMesh):
         return x * self.layout.world if backend_of("cpu") == "fake" else x
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
-        return Work(dist.all_reduce(flat, group=self._group(axes), async_op=True))
+        return self._under_way(Work(dist.all_reduce(flat, group=self._group(axes), async_op=True)))
 
     def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
-        return Work(_all_gather_single(whole, part, group=self._group((axis,)), async_op=True))
+        return self._under_way(Work(_all_gather_single(whole, part, group=self._group((axis,)), async_op=True)))
 
     def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
         group = self._group((axis,))
         if self.device.type == "cuda":
-            return Work(_reduce_scatter_single(part, flat, group=group, async_op=True))
+            return self._under_way(Work(_reduce_scatter_single(part, flat, group=group, async_op=True)))
         got = torch.empty_like(flat)  # as in _reduce_scatter
 
         def add_up() -> None:
@@ -154,7 +174,7 @@ class TorchMesh(RankMesh):
             for other in others:
                 part.add_(other)
 
-        return Work(dist.all_to_all_single(got, flat, group=group, async_op=True), add_up)
+        return self._under_way(Work(dist.all_to_all_single(got, flat, group=group, async_op=True), add_up))
 
     def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
         out = x.new_empty((self.size(axis), *x.shape))
@@ -188,14 +208,82 @@ class TorchMesh(RankMesh):
 
     def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
         group = self._lines[axis, to > self.coordinate(axis)]
-        return Work(dist.isend(x, group=group, group_dst=to), kept=x)
+        return self._under_way(Work(dist.isend(x, group=group, group_dst=to), kept=x))
 
     def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
-        return Work(dist.irecv(into, group=self._lines[axis, source < self.coordinate(axis)], group_src=source))
+        group = self._lines[axis, source < self.coordinate(axis)]
+        return self._under_way(Work(dist.irecv(into, group=group, group_src=source)))
 
     def barrier(self) -> None:
         if dist.is_initialized():
             dist.barrier()
+
+    def _under_way(self, work: Work) -> Work:
+        self._works.add(work)
+        return work
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        if self.layout.world == 1 or self._together:  # within something larger
+            yield
+            return
+        self._together = True
+        try:
+            yield
+        except DisagreementError:
+            raise  # all ranks do
+        except Exception as e:
+            self._failed(e, doing)
+            raise
+        finally:
+            self._together = False
+
+    def _failed(self, error: Exception, doing: str) -> None:
+        """Tell the others, or learn from them: returns if the error is this rank's own."""
+        if not cut_off(error):
+            if not self._failures.report(error, doing):
+                self._leave(error)
+            return
+        found = self._failures.cause()
+        self._leave(error)
+        said = [f"rank {r} ({_place(self.layout, r)}) failed in {what}" for r, what in sorted(found.items())]
+        what = said[0] if said else f"the connection to another rank broke in {doing}: its process was killed, or hangs"
+        fix = "see the error of that rank; go on from the last checkpoint"
+        raise RankFailedError(what, where=doing, fix=fix) from error
+
+    def _leave(self, error: Exception) -> None:
+        """Cut all connections: whoever waits for this rank is woken. They end with the last that refers to
+        them: groups, handles of what is under way, and the variables of the functions that the error came through.
+        """
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        for work in list(self._works):
+            work.abandon()
+        self._groups.clear()
+        self._lines.clear()
+        self._host, self._cut = None, True
+        dist.destroy_process_group()
+        gc.collect()
+
+    def reconnect(self) -> None:
+        if not self._cut:
+            return
+        store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)
+        backend = "gloo" if self.device.type == "cpu" else "nccl"
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.layout.world,
+            timeout=AGAIN,
+            device_id=self.device if backend == "nccl" else None,
+        )
+        axes = [tuple(sorted(names)) for names in self._made]
+        self._made = set()
+        self._connect(axes)
+        self._cut, self.owner = False, True
 
     def close(self) -> None:
         """Leave the world, if this mesh joined it; it can then send nothing more.
@@ -223,6 +311,15 @@ def _join(here: torch.device, timeout: timedelta | None) -> None:
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=world, timeout=timeout, pg_options=options, device_id=here
     )
+
+
+def _place(layout: Mesh, rank: int) -> str:
+    return ", ".join(f"{a}={c}" for a, c in layout.coords(rank).items())
+
+
+def rank_here() -> int:
+    """This process's rank in torch.distributed's world, or in the one that its environment describes; 0 in neither."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def _check_world(layout: Mesh, world: int) -> None:

@@ -20,8 +20,8 @@ from shardc.ir.outputs import sum_axes
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
-from shardc.runtime.mesh import TorchMesh, agreement
-from shardc.runtime.mesh.agreement import Fact, hashed
+from shardc.runtime.mesh import TorchMesh, agreement, replicas
+from shardc.runtime.mesh.agreement import Fact, hashed, stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.ops.expert_parallel import experts_route
@@ -91,6 +91,8 @@ class Engine:
     shardc.runtime.step.expert_load.Load a layer.
     check: compare what all ranks share: weights, program and seed here, batch, step and learning rate in each step
         (shardc.runtime.mesh.agreement); a difference is an error on all ranks.
+    check_every: steps between two comparisons of all copies of weights, buffers and optimizer states, which find a bit
+        that flipped in one of them (shardc.runtime.mesh.replicas); `save` compares them too. 0: never.
     broadcast: rank 0's weights for all ranks, for models that are not seeded.
     nonfinite: where a loss is nan or inf: "ignore", "stop" (raise NotFiniteError before anything is updated, naming the
         op that made it) or "skip" (leave out the update). The loss is read on the host for it. Loss scaling skips by
@@ -131,6 +133,7 @@ class Engine:
         norm: bool = False,
         routing: bool = False,
         check: bool = True,
+        check_every: int = replicas.CHECK_EVERY,
         broadcast: bool = False,
         nonfinite: Literal["ignore", "stop", "skip"] = "ignore",
         mesh: Any = None,
@@ -144,23 +147,29 @@ class Engine:
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
         check = check and self.mesh.layout.world > 1  # one rank agrees with itself: nothing is hashed
         self._checks, self._nonfinite, self._skipping = check, nonfinite, False
+        self._check_every = check_every if check else 0
         if check:
-            agreement.check(self.mesh, agreement.program_facts(program, seed=seed, clip_norm=clip_norm))
+            options = {"clip_norm": clip_norm, "nonfinite": nonfinite, "broadcast": broadcast, "norm": norm}
+            options |= {"check_every": check_every, "routing": routing}
+            facts = agreement.program_facts(program, seed=seed, **options)
+            agreement.check(self.mesh, facts, "making an engine")
         given = state.weights_for(model, weights, seed)
         self.weight_notes = given.notes
         self._skeleton, self._folder = state.skeleton(given.model), given.folder
         parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
         self._offload = offload(program.offload, self.mesh)
         prints: dict[str, int] = {}
-        self.buckets = Buckets(program, agreement.printed(parts, prints) if check else parts, self.mesh, self._offload)
+        self.buckets = Buckets(program, replicas.printed(parts, prints) if check else parts, self.mesh, self._offload)
         if check:
             prints |= {name: agreement.fingerprint([b]) for name, b in self.buffers.items()}
-            agreement.check_weights(program, self.mesh, prints)
+            replicas.check_weights(program, self.mesh, prints)
         self.params = self.buckets.owned
         self._updates, self._whole = optimizer is not None, True
         self.optimizer = (
             self._optimizer(optimizer) if optimizer is not None else None
         )  # None also where a rank has nothing to train
+        if check:
+            agreement.check(self.mesh, agreement.optimizer_facts(program, self.optimizer), "making an engine")
         whole = (
             clip_norm is not None or program.loss_scale is not None or bool(self._offload.places)
         )  # nothing may be updated before all is there
@@ -236,6 +245,11 @@ class Engine:
         return self._schedulers.returned if self._schedulers is not None else None
 
     @property
+    def whole(self) -> bool:
+        """Whether all of the state is that of one step: not after an error in an update."""
+        return self._whole
+
+    @property
     def lr(self) -> float | None:
         """The learning rate that the next step uses, of the first parameter group; None without an optimizer."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else None
@@ -254,8 +268,9 @@ class Engine:
         """
         self._stepping = self._overlapped is not None and self._overlapped.possible()
         try:
-            result = self.backward(batch, local=local, gather=gather)
-            self.update()
+            with self.mesh.together(f"step {self.rng.step + 1}"):
+                result = self.backward(batch, local=local, gather=gather)
+                self.update()
         finally:
             self._stepping = False
         return result
@@ -296,17 +311,16 @@ class Engine:
     def _facts(self) -> list[Fact]:
         """What all ranks share between steps. Stages of a pipeline may have other parameter groups."""
         rates = [float(g["lr"]) for g in self.optimizer.param_groups] if self.optimizer is not None else []
-        same = "construct the optimizer and its scheduler alike on all ranks, and load one checkpoint into all"
-        stage = (self.program.axis,) if self.program.axis else ()
+        same, stage = agreement.SAME_OPTIMIZER, (self.program.axis,) if self.program.axis else ()
         return [
-            Fact("the number of steps done", hashed(self.rng.step), fix="load one checkpoint into all ranks"),
-            Fact("the seed", hashed(self.rng.seed), fix="give all ranks one seed"),
-            Fact("the learning rate", hashed(rates), stage, fix=same),
+            stated("the number of steps done", self.rng.step, fix="load one checkpoint into all ranks"),
+            stated("the seed", self.rng.seed, fix="give all ranks one seed"),
+            Fact("the learning rate", hashed(rates), stage, fix=same, shown=", ".join(map(str, dict.fromkeys(rates)))),
         ]
 
     def _not_finite(self, loss: Tensor, interpreter: Interpreter, values: Sequence[dict[str, Any]]) -> ShardcError:
         """The error of a loss that is nan or inf: with the first op of forward, of any rank, whose result is."""
-        where = first_not_finite(interpreter.program, self.mesh, values) if not self.program.axis else ""
+        where = first_not_finite(interpreter, values)
         what = f"the loss of step {self.rng.step + 1} is {float(loss)}"
         what += f"; {where} is the first result that is not finite" if where else ""
         fix = "nothing was updated: try a lower learning rate, clip_norm, or nonfinite='skip'"
@@ -319,7 +333,8 @@ class Engine:
             batch, local = batch.batch, False
         batch = sizes.prepared(self.program, self.mesh, batch, local=local)
         if self._checks:
-            agreement.check(self.mesh, [*agreement.batch_facts(self.program, batch, local=local), *self._facts()])
+            facts = [*agreement.batch_facts(self.program, batch, local=local), *self._facts()]
+            agreement.check(self.mesh, facts, "a step" if self.rng.training else "evaluating")
         interpreter, constants = self._sized(batch, local=local)
         program = interpreter.program
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
@@ -378,6 +393,13 @@ class Engine:
             self.scaler.update()
         self.rng.step += 1
         self._whole = True
+        if self._check_every and self.rng.step % self._check_every == 0 and not self.program.offload.used:
+            self._compare_replicas("a step")
+
+    def _compare_replicas(self, call: str) -> None:
+        replicas.check_replicas(
+            self.program, self.mesh, self.params, self.buffers, self.optimizer, step=self.rng.step, call=call
+        )
 
     def _check(self) -> None:
         """After an error in backward the next step is as any other; after one in an update, nobody knows what was
@@ -433,7 +455,14 @@ class Engine:
         DataLoader. What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the
         same samples. Raises ShardcError for a batch size that was not compiled, and for datasets shorter than a batch.
         """
-        return self.loaders.add(Loader(self.program, self.mesh, dataset, batch_size=batch_size, **options))
+        loader = self.loaders.add(Loader(self.program, self.mesh, dataset, batch_size=batch_size, **options))
+        if self._checks:
+            agreement.check(self.mesh, agreement.loader_facts(loader.order), "making a loader")
+        return loader
+
+    def local(self, batch: Any) -> Any:
+        """This rank's part of a global batch, for `step(part, local=True)`. See shardc.ir.program.Program.local."""
+        return inputs.local(self.program, batch, self.mesh.rank)
 
     # --- state
 
@@ -456,6 +485,10 @@ class Engine:
         if not wait and isinstance(self.mesh, TorchMesh):
             self._saves.finish_at_exit()
         with self._offload.at_home():
+            if self._check_every:
+                self._compare_replicas("saving")
+            elif self._checks:
+                agreement.check(self.mesh, [], "saving")
             state.save(
                 folder,
                 self.program,
@@ -519,6 +552,8 @@ class Engine:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
+        if self._checks:
+            agreement.check(self.mesh, [], "full_state_dict")
         return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers)
 
     def export(

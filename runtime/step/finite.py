@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of, values_of
-from shardc.ir.program import Program
+from shardc.runtime.step.interpreter import Interpreter, on_device
 
 
 class NotFiniteError(ShardcError):
     """A loss is nan or inf, and the engine was made with nonfinite="stop". Nothing of the step was updated."""
 
 
-@torch.no_grad()
-def first_not_finite(program: Program, mesh: Any, values: Sequence[Mapping[str, Any]]) -> str:
-    """Run forward again op by op, all ranks together, and name the first op whose result is not finite.
+def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any]]) -> str:
+    """Run forward again op by op, all ranks and all stages together, and name the first op whose result is not finite.
 
     values: of each microbatch: {placeholder: value}. Returns the op with its module and line; "" where all results of
-    forward are finite on every rank. For programs of one stage.
+    forward are finite on every rank.
     """
-    (stage,) = program.stages
-    nodes = list(stage.graph.nodes)
-    first = len(nodes)
-    for microbatch in values:
-        run = _Looking(fx.GraphModule(nn.Module(), stage.graph))
-        run.run(*(microbatch[n.target] for n in nodes if n.op == "placeholder"))
-        first = min(first, run.first)
+    program, mesh = interpreter.program, interpreter.mesh
+    looking = {
+        s: _Looking(fx.GraphModule(nn.Module(), on_device(program.stages[s].graph, mesh.device)))
+        for s in interpreter.stages
+    }
+    with interpreter.replaced({s: x.run for s, x in looking.items()}):
+        interpreter.evaluate(values)
+    # nodes are counted through all stages: what comes first in forward has the lowest number
+    starts = list(accumulate((len(stage.graph.nodes) for stage in program.stages), initial=0))
     every = [0] * mesh.layout.world
-    every[mesh.rank] = first
+    every[mesh.rank] = min((starts[s] + x.first for s, x in looking.items() if x.found), default=starts[-1])
     first = min(mesh.sum_on_host(every))
-    if first == len(nodes):
+    if first == starts[-1]:
         return ""
-    node = nodes[first]
+    stage = bisect_right(starts, first) - 1
+    node = list(program.stages[stage].graph.nodes)[first - starts[stage]]
     return f"{node.name} of {source}" if str(source := source_of(node)) else node.name
 
 
 class _Looking(fx.Interpreter):
-    """nan, inf: the numbers of the first nodes whose results have one. An inf counts where a gradient flows, and where
-    no operand has one: masks are made of -inf on purpose.
+    """nan, inf: the numbers of the first nodes whose results have one, in any run. An inf counts where a gradient
+    flows, and where no operand has one: masks are made of -inf on purpose.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -53,6 +56,14 @@ class _Looking(fx.Interpreter):
     @property
     def first(self) -> int:
         return self.nan if self.nan < self._end else self.inf
+
+    @property
+    def found(self) -> bool:
+        return self.first < self._end
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self._number = -1
+        return super().run(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         self._number += 1

@@ -55,6 +55,22 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
     local: the batch is this rank's own part already. Leaves that are no tensors were baked into the program and are not
     looked at. Raises ShardcError for every input that is missing, unknown or of another shape or dtype: its name, what
     came, what should."""
+    parts = _cut(program, batch, mesh.rank, given_local=local, wanted_local=local)
+    # programs give inputs no gradient
+    return [part.detach().to(mesh.device, non_blocking=True).contiguous() for part in parts.values()]
+
+
+def local(program: Program, batch: Any, rank: int) -> Any:
+    """A rank's part of a global batch, in the batch's own form: what `local=True` and a module take. Tensors keep their
+    device. Raises ShardcError as `take` does, and for a program that pads its batch, which no part of it could be told.
+    """
+    parts = _cut(program, batch, rank, given_local=False, wanted_local=True)
+    cut = {x.path: part.contiguous() for x, part in zip(program.inputs, parts.values(), strict=True)}
+    return mapped(batch, (), lambda path, leaf: cut.get(path, leaf))
+
+
+def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_local: bool) -> dict[str, Tensor]:
+    """{input's name: a rank's part}, in the program's order. given_local: the batch is that part already."""
     by_path = dict(leaves(batch))
     errors = Errors()
     for path, leaf in by_path.items():
@@ -63,27 +79,25 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
                 name_of(path), [name_of(x.path) for x in program.inputs if x.path not in by_path], 1
             )
             errors.add(
-                f"the program was compiled without this input, {_type(leaf.dtype, leaf.shape)}",
+                f"the program was compiled without this input, {type_name(leaf.dtype, leaf.shape)}",
                 where=name_of(path),
                 fix=f"name it {near[0]!r}" if near else "leave it out, or compile again with a batch that has it",
             )
-    parts = []
+    parts = {}
     for x in program.inputs:
-        if local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
+        if wanted_local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
             what = f"its size {list(x.shape)} does not divide over the ranks, so no rank's part says what the whole is"
             errors.add(
                 what, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide"
             )
             continue
-        want = x.layout.local_shape(x.shape, program.mesh) if local else x.shape
+        want = x.layout.local_shape(x.shape, program.mesh) if given_local else x.shape
         leaf = by_path.get(x.path)
         if isinstance(leaf, Tensor) and tuple(leaf.shape) == want and leaf.dtype == x.dtype:
-            part = leaf if local else x.layout.local(leaf, program.mesh, program.mesh.coords(mesh.rank), copies=True)
-            parts.append(
-                part.detach().to(mesh.device, non_blocking=True).contiguous()
-            )  # programs give inputs no gradient
+            coords = program.mesh.coords(rank)
+            parts[x.name] = leaf if given_local else x.layout.local(leaf, program.mesh, coords, copies=True)
         else:
-            errors.add(_mismatch(x, by_path, want, local), where=name_of(x.path), fix=_fix(x, leaf, local))
+            errors.add(_mismatch(x, by_path, want, given_local), where=name_of(x.path), fix=_fix(x, leaf, given_local))
     errors.raise_any()
     return parts
 
@@ -123,24 +137,27 @@ def microbatches(program: Program, parts: Sequence[Tensor]) -> list[list[Tensor]
     return cut
 
 
-def _type(dtype: torch.dtype, shape: Sequence[int]) -> str:
+def type_name(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """i64[8, 64]"""
     return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
 
 
 def _mismatch(x: Input, by_path: Mapping[Path, Any], want: Sequence[int], local: bool) -> str:
-    expected = f"the program was compiled for {_type(x.dtype, want)}{' on each rank' if local else ''}"
+    expected = f"the program was compiled for {type_name(x.dtype, want)}{' on each rank' if local else ''}"
     if x.path not in by_path:
         return (
             f"the batch does not have it (it has {', '.join(sorted(map(name_of, by_path))) or 'nothing'}); {expected}"
         )
     leaf = by_path[x.path]
-    got = _type(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+    got = type_name(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
     return f"the batch gives {got}, but {expected}"
 
 
 def _fix(x: Input, leaf: Any, local: bool) -> str:
     if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and local and tuple(leaf.shape) == x.shape:
-        return "pass this rank's own part, or the whole batch without local=True"
+        return (
+            "this is the whole batch: cut this rank's part with program.local(batch), or let engine.step(batch) do it"
+        )
     return "pass a batch of the compiled shapes and dtypes, or compile again for this one"
 
 

@@ -4,7 +4,7 @@ by DDP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,14 @@ from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
-from shardc.runtime.mesh import agreement
-from shardc.runtime.mesh.agreement import Fact, hashed
+from shardc.runtime.mesh import agreement, replicas
+from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import failures, inputs, outputs
+from shardc.runtime.step import failures, gradient_part, inputs, outputs
 from shardc.runtime.step.engine import runtime_mesh
 from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.zero.bucket_launch import Buckets
-from shardc.runtime.zero.grad_norm import GradNorm
+from shardc.runtime.zero.grad_norm import GradNorm, norm_axes
 from shardc.torch_private import after_backward
 
 
@@ -34,8 +34,8 @@ class _Start(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, buckets: Buckets) -> Tensor:
-        ctx.buckets = buckets
+    def forward(ctx: Any, loss: Tensor, buckets: Buckets, finish: Callable[[], None]) -> Tensor:
+        ctx.buckets, ctx.finish = buckets, finish
         return loss.view_as(loss)
 
     @staticmethod
@@ -44,25 +44,33 @@ class _Start(Function):
         buckets: Buckets = ctx.buckets
         if not buckets.active:  # of two losses in one backward, the first one opens
             buckets.start()
-            after_backward(buckets.finish)
-        return g, None
+            after_backward(ctx.finish)
+        return g, None, None
 
 
 class _Updates:
-    """Tells when parameters may have changed since they were last gathered: after a backward, or when weights were
-    loaded.
+    """Whether parameters may have changed since they were last gathered: by a backward and what follows it, by weights
+    that were loaded, or by anybody who writes to them, as what keeps an average of them does.
     """
 
     def __init__(self, buckets: Buckets) -> None:
-        self.buckets, self.due = buckets, False
+        self.buckets, self._noted = buckets, False
+        self._versions = self._now()
+
+    @property
+    def due(self) -> bool:
+        return self._noted or self._versions != self._now()
 
     def note(self, *_: Any) -> None:
-        self.due = True
+        self._noted = True
 
     def carry_out(self) -> None:
         if self.due:
             self.buckets.publish()
-        self.due = False
+        self._noted, self._versions = False, self._now()
+
+    def _now(self) -> int:
+        return sum(p._version for p in self.buckets.owned.values())
 
 
 @dataclass
@@ -79,7 +87,13 @@ class _Running:
     buckets: Buckets
     updates: _Updates
     norm: GradNorm
+    split: tuple[nn.Parameter, ...]
+    check_every: int
     check: bool
+
+    def finish_backward(self) -> None:
+        self.buckets.finish()
+        gradient_part.mark(self.split)
 
 
 class ShardedModule(nn.Module):
@@ -104,6 +118,7 @@ class ShardedModule(nn.Module):
         *,
         weights: Any = None,
         check: bool = True,
+        check_every: int = replicas.CHECK_EVERY,
         broadcast: bool = False,
         mesh: Any = None,
     ) -> None:
@@ -131,36 +146,76 @@ class ShardedModule(nn.Module):
         mesh = mesh if mesh is not None else runtime_mesh(program)
         check = check and mesh.layout.world > 1  # one rank agrees with itself: nothing is hashed
         if check:
-            agreement.check(mesh, agreement.program_facts(program, seed=seed, clip_norm=None))
+            facts = agreement.program_facts(program, seed=seed, broadcast=broadcast, check_every=check_every)
+            agreement.check(mesh, facts, "making a module")
         given = state.weights_for(model, weights, seed)
         parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast)
         prints: dict[str, int] = {}
-        buckets = Buckets(program, agreement.printed(parts, prints) if check else parts, mesh)
+        buckets = Buckets(program, replicas.printed(parts, prints) if check else parts, mesh)
         if check:
             prints |= {name: agreement.fingerprint([b]) for name, b in buffers.items()}
-            agreement.check_weights(program, mesh, prints)
+            replicas.check_weights(program, mesh, prints)
+        self._hold(
+            _running(
+                program,
+                model if isinstance(model, nn.Module) else given.model,
+                mesh,
+                Rng(seed),
+                buckets,
+                check_every if check else 0,
+                check,
+            ),
+            buffers,
+        )
+
+    def _hold(self, running: _Running, buffers: Mapping[str, Tensor]) -> None:
+        """Register parameters and buffers under the model's names."""
+        program = running.program
         for x in program.params:
             for fqn in (x.fqn, *x.aliases):
                 parent, name = _home(self, fqn)
-                parent.register_parameter(name, buckets.owned[x.name])
+                parent.register_parameter(name, running.buckets.owned[x.name])
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
                 parent, name = _home(self, fqn)
                 parent.register_buffer(name, buffers[b.name], persistent=b.persistent)
-        updates = _Updates(buckets)
-        self.register_load_state_dict_post_hook(updates.note)  # type: ignore[no-untyped-call]
-        self._running = _Running(
-            program,
-            model if isinstance(model, nn.Module) else given.model,
-            mesh,
-            Rng(seed),
-            runnable(program.stages[0], mesh.device, program),
-            buckets,
-            updates,
-            GradNorm(program, buckets.owned, mesh),
-            check,
+        self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
+        self._running = running
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
+        """A module with parameters and buffers of its own, on the same mesh: what averages weights begins with one
+        (torch.optim.swa_utils.AveragedModel). At ZeRO >= 1 collective: parameters are gathered.
+        """
+        r = self._running
+        r.updates.carry_out()
+        owned = r.buckets.owned
+        parts = (
+            (name, nn.Parameter(whole.clone(), requires_grad=owned[name].requires_grad))
+            for name, whole in r.buckets.wholes().items()
         )
+        buckets, rng = Buckets(r.program, parts, r.mesh), Rng(r.rng.seed)
+        rng.step = r.rng.step
+        result = ShardedModule.__new__(ShardedModule)
+        nn.Module.__init__(result)
+        buffers = {name: b.clone() for name, b in self._buffers_by_name().items()}
+        result._hold(_running(r.program, r.model, r.mesh, rng, buckets, r.check_every, r.check), buffers)
+        memo[id(self)] = result
+        memo.update({id(p): buckets.owned[name] for name, p in owned.items()})
+        return result.train(self.training)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardcError(
+            "a module of one rank of a running world cannot be pickled",
+            where="pickle of program.module(...)",
+            fix="save module.state_dict() on each rank, or module.full_state_dict(), the whole model's",
+        )
+
+    def _buffers_by_name(self) -> dict[str, Tensor]:
+        """{placeholder name: buffer}"""
+        return {
+            b.name: self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in self._running.program.buffers
+        }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The global loss of this rank's part of a batch; (loss, {name: value}) if the loss function names values
@@ -170,8 +225,15 @@ class ShardedModule(nn.Module):
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         batch = inputs.from_call(r.program, r.model, args, kwargs)
         if r.check:
-            facts = agreement.batch_facts(r.program, batch, local=True)
-            agreement.check(r.mesh, [*facts, Fact("the number of steps done", hashed(r.rng.step))])
+            facts = [
+                *agreement.batch_facts(r.program, batch, local=True),
+                stated("the number of steps done", r.rng.step, fix=SAME_CALLS),
+                stated("whether the module trains", self.training, fix="call train() or eval() on all ranks"),
+                stated("whether parameters changed", r.updates.due, fix="update parameters on all ranks alike"),
+            ]
+            agreement.check(r.mesh, facts, "forward")
+            if self.training and r.check_every and r.rng.step and r.rng.step % r.check_every == 0:
+                replicas.check_replicas(r.program, r.mesh, r.buckets.owned, self._buffers_by_name(), step=r.rng.step)
         tensors = inputs.take(r.program, batch, r.mesh, local=True)
         r.buckets.reset()
         r.rng.training = self.training
@@ -179,7 +241,7 @@ class ShardedModule(nn.Module):
         params = [
             r.buckets.given[p.name] if p.name in r.buckets.runs else self.get_parameter(p.fqn) for p in r.program.params
         ]
-        buffers = [self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in r.program.buffers]
+        buffers = self._buffers_by_name().values()
         with failures.named(r.program.stages[0].graph), r.buckets.saving():
             loss, news = r.run(r.mesh, r.rng, *params, *buffers, *tensors)
         if self.training:
@@ -187,7 +249,7 @@ class ShardedModule(nn.Module):
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
                 self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
         if loss.requires_grad:
-            loss = _Start.apply(loss, r.buckets)  # type: ignore[no-untyped-call]
+            loss = _Start.apply(loss, r.buckets, r.finish_backward)  # type: ignore[no-untyped-call]
             loss.register_hook(r.updates.note)
         beside = outputs.combined(r.program, r.mesh, self._outputs(news))
         return outputs.result(r.program, r.mesh, loss, beside, gather=False)
@@ -207,13 +269,25 @@ class ShardedModule(nn.Module):
         """Scale gradients so that the 2-norm of the whole model's is at most `max_norm`. After backward; collective.
 
         Returns the norm before, 0-dim, the same on every rank. torch.nn.utils.clip_grad_norm_ on `parameters()` would
-        take the norm of this rank's parts, another number on every rank.
+        take the norm of this rank's parts, another number on every rank, and is refused where parameters are split.
         """
         norm = self._running.norm
         norm.start()
         total = norm.total()
         nn.utils.clip_grads_with_norm_(self._running.buckets.owned.values(), max_norm, total)
         return total
+
+    def local(self, batch: Any) -> Any:
+        """This rank's part of a global batch, as `forward` takes it. See shardc.ir.program.Program.local."""
+        return inputs.local(self._running.program, batch, self._running.mesh.rank)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
+        r = self._running
+        if r.check:
+            agreement.check(r.mesh, [stated("whether parameters changed", r.updates.due)], "full_state_dict")
+        r.updates.carry_out()
+        return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:
         # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or
@@ -226,6 +300,25 @@ class ShardedModule(nn.Module):
     def extra_repr(self) -> str:
         r = self._running
         return f"rank {r.mesh.rank} of {r.program.mesh}"
+
+
+def _running(
+    program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, check_every: int, check: bool
+) -> _Running:
+    owned = buckets.owned
+    return _Running(
+        program,
+        model,
+        mesh,
+        rng,
+        runnable(program.stages[0], mesh.device, program),
+        buckets,
+        _Updates(buckets),
+        GradNorm(program, owned, mesh),
+        tuple(owned[p.name] for p in program.params if norm_axes(program, p.name)),
+        check_every,
+        check,
+    )
 
 
 def _home(root: nn.Module, fqn: str) -> tuple[nn.Module, str]:

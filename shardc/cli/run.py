@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardc.cli.worker import Job
     from shardc.ir.program import Program
 
+FAILED = 1  # exit status of a run in which a rank failed; 2: its input was wrong
 SAVING = 120.0  # seconds that ranks have to save in when the run is stopped by a signal
 
 
@@ -72,6 +74,9 @@ def command(
         Path | None,
         typer.Option(help="begin from these: a folder or file of safetensors, a torch file, or what --save wrote"),
     ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="after a rank failed, begin again from the last --save so many times")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="of initial weights and dropout")] = 0,
     log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
     routing: Annotated[
@@ -96,6 +101,9 @@ def command(
         joined = launch.in_world()
         world = int(os.environ["WORLD_SIZE"]) if joined else nproc
         program = program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world, model=model_)
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun's own --max-restarts
+            resume = _checkpoint(save) or resume
+            overwrite = overwrite or resume is None
         _check(program, model_ or program.meta.get("model_ref"), model, resume, world)
         _check_weights(weights)
         _check_folders(save, log, resume, overwrite=overwrite)
@@ -131,6 +139,14 @@ def command(
             joined=joined,
         )
         status = _train(job, folder, program, show)
+        for restart in range(1, max_restarts + 1):
+            if joined or status != FAILED:
+                break
+            again = _checkpoint(save) or resume
+            where = f"the checkpoint in {again}" if again else "the beginning"
+            print(f"restart {restart} of {max_restarts}, from {where}", file=sys.stderr, flush=True)
+            job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite and not again)
+            status = _train(job, folder, program, show)
         result = Path(job.result)
         if status == 0 and result.exists():
             summary = json.loads(result.read_text())
@@ -139,6 +155,11 @@ def command(
     if joined:
         worker.leave(status)
     raise typer.Exit(status)
+
+
+def _checkpoint(save: Path | None) -> Path | None:
+    """The folder of --save, if there is a checkpoint in it."""
+    return save if save is not None and (save / "checkpoint").is_dir() else None
 
 
 def _check(program: Program, file: str | None, model: str, resume: Path | None, world: int | None) -> None:

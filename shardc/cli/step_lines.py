@@ -19,7 +19,7 @@ from shardc.runtime.zero.optimizer_list import class_of
 SOONEST, LATEST = 1.0, 10.0
 
 
-def header(program: Program, engine: Any, data: str, steps: int, weights: Sequence[str]) -> str:
+def header(program: Program, engine: Any, data: str, held_out: str, steps: int, weights: Sequence[str]) -> str:
     """What runs: model, parameters, mesh, bytes of a rank, weights, optimizer, precision, data; then the notes of
     compile. weights: where training begins, in lines.
     """
@@ -41,6 +41,7 @@ def header(program: Program, engine: Any, data: str, steps: int, weights: Sequen
         *weights,
         f"{_optimizer(engine.optimizer)}; {parts}{begun}",
         f"data: {data}",
+        *([f"held-out data: {held_out}"] if held_out else []),
         *note_lines(program.notes),
     ]
     return "\n".join(lines)

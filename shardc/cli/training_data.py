@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from shardc.errors import ShardcError
+from shardc.runtime.data.loader import Loader
 
 
 def seed_everything(*numbers: int) -> None:
@@ -34,7 +35,7 @@ class Batches:
 
     def __init__(self, source: Any, make: Callable[[], Any], seed: int, *, local: bool, description: str) -> None:
         self.local, self.description, self.epoch = local, description, 0
-        self._source, self._make, self._seed = source, make, seed
+        self._source, self._make, self._seed, self._read = source, make, seed, False
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -54,8 +55,9 @@ class Batches:
         """The batches of one epoch. An iterator that is used up is made again by data()."""
         if not self.local:
             seed_everything(self._seed, self.epoch)
-        if self.epoch and isinstance(self._source, Iterator):
+        if self._read and isinstance(self._source, Iterator):
             self._source = self._make()
+        self._read = True
         return iter(self._source)
 
 
@@ -78,12 +80,11 @@ def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
     name = split if train else None
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         loader = engine.loader(source, shuffle=train, seed=seed, collate_fn=file.collate, name=name)
-        return Batches(loader, make, seed, local=True, description=f"{len(source)} samples")  # type: ignore[arg-type]
+        return Batches(loader, make, seed, local=True, description=_samples(loader))
     if isinstance(source, DataLoader) and (options := _taken_over(source)) is not None:
         loader = engine.loader(source.dataset, seed=seed, name=name, **options)
         how = "shuffled" if options["shuffle"] else "in order"
-        length = len(source.dataset)  # type: ignore[arg-type]
-        return Batches(loader, make, seed, local=True, description=f"{length} samples of a DataLoader, {how}")
+        return Batches(loader, make, seed, local=True, description=f"{_samples(loader)} of a DataLoader, {how}")
     return Batches(source, make, seed, local=False, description=f"global batches of a {type(source).__name__}")
 
 
@@ -92,6 +93,15 @@ def example(file: Any, seed: int) -> Batches:
     once = [file.batch]
     description = "the one example batch of batch(), again and again (the model file has no data())"
     return Batches(once, lambda: once, seed, local=False, description=description)
+
+
+def _samples(loader: Loader) -> str:
+    """How many there are, and how many of them an epoch leaves out, because they fill no batch."""
+    size = loader.order.size or 0
+    left = 0 if loader.order.rest else size % loader.batch_size
+    return f"{size} samples" + (
+        f", {left} of which an epoch leaves out (batches of {loader.batch_size})" if left else ""
+    )
 
 
 def _taken_over(loader: DataLoader[Any]) -> dict[str, Any] | None:

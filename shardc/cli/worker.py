@@ -133,7 +133,8 @@ def run(job: Job) -> dict[str, Any]:
     begin_from = (
         [f"weights: those of {job.resume}"] if job.resume else engine.weight_notes or [file.note] * bool(file.note)
     )
-    lines.say(header(program, engine, train.description, job.steps, begin_from))
+    held_out = valid.description if valid is not None else ""
+    lines.say(header(program, engine, train.description, held_out, job.steps, begin_from))
     training = _Training(job, engine, train, valid, lines, signals)
     begun, begin = engine.step_count, time.perf_counter()
     try:
@@ -194,8 +195,6 @@ class _Training:
 
     def run(self) -> list[float]:
         """Train up to the last step. Returns the losses. Raises Interrupted, or what the user's code raised."""
-        from shardc.runtime.step.finite import NotFiniteError
-
         losses: list[float] = []
         stream = iter(self.train)
         for _ in range(0 if self.train.local else self.engine.step_count):
@@ -203,11 +202,7 @@ class _Training:
         while self.engine.step_count < self.job.steps:
             batch = self._next(stream)
             start, lr = time.perf_counter(), self.engine.lr
-            try:
-                result = self._step(batch)
-            except NotFiniteError as e:
-                saved = self._saved_beside(f"step-{self.engine.step_count + 1}-not-finite")
-                raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
+            result = self._step(batch)
             loss, beside = result if self.engine.program.outputs else (result, {})
             losses.append(float(loss))
             numbers = {name: x.item() for name, x in beside.items() if x.numel() == 1}
@@ -217,16 +212,50 @@ class _Training:
         return losses
 
     def _step(self, batch: Any) -> Any:
-        """One step. A save in the background that failed is told, and training goes on: the next one may succeed."""
+        """One step. What goes wrong in it is raised when the state before it is saved, as far as all ranks still have
+        that. A save in the background that failed is told, and training goes on: the next one may succeed.
+        """
+        from shardc.runtime.mesh.replicas import ReplicasDifferError
         from shardc.runtime.state import SavingError
+        from shardc.runtime.step.finite import NotFiniteError
 
+        number = self.engine.step_count + 1
         try:
-            loss = self.engine.step(batch, local=self.train.local)
-        except SavingError as e:  # raised before the step began
-            self._not_saved(e)
-            loss = self.engine.step(batch, local=self.train.local)
+            try:
+                result = self.engine.step(batch, local=self.train.local)
+            except SavingError as e:  # raised before the step began
+                self._not_saved(e)
+                result = self.engine.step(batch, local=self.train.local)
+        except NotFiniteError as e:
+            saved = self._saved_beside(f"step-{number}-not-finite")
+            raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
+        except ReplicasDifferError:
+            raise  # the state is wrong: the last checkpoint is better
+        except Exception:
+            print(f"step {number} failed: {self._rescued()}", file=sys.stderr, flush=True)
+            raise
         self._tell_saved()
-        return loss
+        return result
+
+    def _rescued(self) -> str:
+        """Save after an error in a step, if no rank has updated anything in it, and say so."""
+        engine = self.engine
+        if not self.job.save:
+            return self._saved()
+        try:
+            engine.mesh.reconnect()
+            n, world = engine.step_count, engine.mesh.layout.world
+            whole, total, squares = engine.mesh.sum_on_host([int(engine.whole), n, n * n])
+            if whole < world or world * squares != total * total:
+                return f"some ranks had updated already, so nothing was saved; {self._last()}"
+            return f"after step {n}: {self._saved()}"
+        except Exception as e:  # another process is gone, or the disk: what failed first matters more
+            return f"what there was could not be saved ({type(e).__name__}: {e}); {self._last()}"
+
+    def _last(self) -> str:
+        """Where the last checkpoint is."""
+        there = (Path(self.job.save) / "checkpoint").is_dir()
+        return f"the last checkpoint is in {self.job.save}" if there else "there is no checkpoint (see --save-every)"
 
     def _tell_saved(self) -> None:
         if self.writing is not None and self.engine.saving is None:
@@ -301,7 +330,8 @@ class _Training:
         """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
         if self.valid is None:
             return {}
-        values: dict[str, float] = self.engine.evaluate_all(self.valid.one_epoch(), local=self.valid.local)
+        with self.engine.mesh.together("evaluating"):
+            values: dict[str, float] = self.engine.evaluate_all(self.valid.one_epoch(), local=self.valid.local)
         return values
 
     def save(self) -> None:
@@ -369,11 +399,17 @@ def main(file: str) -> None:
     """Run a job, and leave at once if it fails: a rank that waits in a destructor for its
     peers would hide the cause.
     """
+    from shardc.runtime.mesh.failure import RankFailedError
+    from shardc.runtime.mesh.replicas import ReplicasDifferError
+
     job = Job(**json.loads(Path(file).read_text()))
     try:
         summary = run(job)
     except ShardcError as e:
-        _refuse(job, e)
+        if isinstance(e, RankFailedError):
+            time.sleep(FIRST_WORD)
+        # 2: the input was wrong. A machine that failed is another matter: that run may go on
+        _refuse(job, e, 1 if isinstance(e, (RankFailedError, ReplicasDifferError)) else 2)
     except Interrupted as e:
         print(e, file=sys.stderr, flush=True)
         _report_errors(job, [{"where": "signal", "what": str(e), "fix": ""}])
@@ -394,13 +430,13 @@ def main(file: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _refuse(job: Job, error: ShardcError) -> NoReturn:
+def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
     """Say what is wrong, unless another rank says the same, and end."""
     if isinstance(error, OutOfMemoryError):
         error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
     print(for_this_rank(str(error)) if job.joined else error, file=sys.stderr, flush=True)
     _report_errors(job, error.to_json())
-    os._exit(2)
+    os._exit(status)
 
 
 def _expected(job: Job) -> str:

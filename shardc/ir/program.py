@@ -488,6 +488,17 @@ class Program:
 
         return ShardedModule(self, model, seed, **options)
 
+    def local(self, batch: Any, rank: int | None = None) -> Any:
+        """A rank's part of a global batch, in the same form: what a module, and an engine with local=True, take.
+
+        rank: default: this process's, in torch.distributed's world. Raises ShardcError for a batch that is not of the
+        compiled names, shapes and dtypes, and where the program pads it.
+        """
+        from shardc.runtime.mesh import rank_here
+        from shardc.runtime.step import inputs
+
+        return inputs.local(self, batch, rank_here() if rank is None else rank)
+
     def text(self, *, full: bool = False) -> str:
         """Its typed text: how everything is stored, and what a rank runs, with every collective's cause and bytes.
         Layers that are equal are shown once, unless `full`.

@@ -29,7 +29,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
-PARTS = ["tensor", "zero", "checkpoint", "experts", "pipeline"]
+PARTS = ["tensor", "zero", "checkpoint", "experts", "checks", "pipeline"]
 Round = dict[str, dict[str, list[float]]]  # {contender: {"wall", "cpu": seconds of each step}}
 
 

@@ -22,6 +22,7 @@ class Ours:
     spec: str
     mesh: dict[str, int]
     settings: tuple[str, ...] = ()
+    options: tuple[tuple[str, int], ...] = ()  # of the engine
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ SHARDC = {
         "llama", {"dp": 2, "tp": 1}, ('checkpoint=[{match: "model.layers.*", save: [linear, attention]}]',)
     ),
     "shardc experts": Ours("mixtral", {"dp": 1, "ep": 2}),
+    "shardc unchecked": Ours("llama", {"dp": 2, "tp": 1}, (), (("check", 0),)),
+    "shardc checked": Ours("llama", {"dp": 2, "tp": 1}),
+    "shardc replicas compared every step": Ours("llama", {"dp": 2, "tp": 1}, (), (("check_every", 1),)),
     **{f"shardc zero {z}": Ours("llama", {"dp": 2, "tp": 1}, (f"data.zero={z}",)) for z in range(4)},
 }
 
@@ -81,6 +85,10 @@ PARTS = {
         Group("shardc selective", ("DDP, selective checkpoint",), 1.00),
     ),
     "experts": (Group("shardc experts", ("DDP, replicated experts", "DeepSpeed MoE"), 1.00),),
+    "checks": (
+        Group("shardc checked", ("shardc unchecked",), 1.00),
+        Group("shardc replicas compared every step", ("shardc unchecked",), 1.00),
+    ),
     "pipeline": tuple(Group(f"shardc {s}", (f"pipelining {s}",), 1.00) for s in ("gpipe", "1f1b", "interleaved")),
 }
 
@@ -105,7 +113,7 @@ def prepare(name: str, files: Path) -> Callable[[Any], Step]:
     if name in SHARDC:
         import ours
 
-        return lambda model: ours.Contender(files / name, model)
+        return lambda model: ours.Contender(files / name, model, dict(SHARDC[name].options))
     if name.startswith("DTensor"):
         import peers_tensor
 

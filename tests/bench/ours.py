@@ -20,10 +20,10 @@ from shardc.runtime.step.engine import groups_of
 class Contender:
     """Call it with a global batch; `overlap()` then reports on the steps since its last call."""
 
-    def __init__(self, artifact: Path, model: Any) -> None:
+    def __init__(self, artifact: Path, model: Any, options: dict[str, Any]) -> None:
         program = load(artifact)
         self._mesh = TimedMesh(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else ())
-        self._engine = program.engine(model, optimizer=llama.optimizer, mesh=self._mesh)
+        self._engine = program.engine(model, optimizer=llama.optimizer, mesh=self._mesh, **options)
         self._steps = 0
 
     def __call__(self, batch: dict[str, Tensor]) -> float:

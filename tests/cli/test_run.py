@@ -19,9 +19,26 @@ from shardc.cli.step_lines import StepLines, duration
 from shardc.cli.training_data import Batches, _taken_over, seed_everything
 
 MODEL = """
-import os, time, torch
+import os, time, shardc, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+steps = 0
+
+@torch.library.custom_op("test_run::checked", mutates_args=())
+def checked(x: torch.Tensor) -> torch.Tensor:
+    global steps
+    steps += 1
+    once = os.path.exists("failed")
+    if MODE in ("op raises", "op raises once") and steps == 3 and os.environ.get("RANK") == "1" and not once:
+        if MODE == "op raises once":
+            open("failed", "w").close()
+        raise OSError("the machine is tired")
+    return x.clone()
+
+checked.register_fake(torch.empty_like)
+checked.register_autograd(lambda ctx, g: g)
+shardc.rule(checked, "... -> ...", linear="0", samples=[lambda: (torch.randn(4, 6),)])
 
 class Net(nn.Module):
     def __init__(self):
@@ -29,7 +46,7 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x):
-        return (self.down(self.up(x).relu()) - x).square().mean()
+        return (self.down(checked(self.up(x)).relu()) - x).square().mean()
 
 def model():
     return Net()
@@ -44,6 +61,18 @@ def data(split):
         rows = TensorDataset(torch.randn(24, 8))
         return DataLoader(rows, batch_size=8, shuffle=True, collate_fn=lambda s: {"x": torch.stack([x for x, in s])})
     return stream()
+
+def optimizer(params):
+    class Mine(torch.optim.SGD):
+        count = 0
+
+        def step(self, closure=None):
+            self.count += 1
+            if MODE == "optimizer raises" and self.count == 3 and os.environ.get("RANK") == "1":
+                raise OSError("no room for its state")
+            super().step()
+
+    return Mine(params, lr=1e-2)
 
 def stream():
     for i in range(3):
@@ -105,6 +134,32 @@ def test_a_loss_of_nan_stops_and_keeps_what_was_before(folder: Path) -> None:
     assert "the state before that step is in out/step-3-not-finite" in done.stderr
     assert (folder / "out" / "checkpoint").is_dir()
     assert not (folder / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=1", "dp=1,tp=2"])
+def test_an_error_in_a_step_on_one_rank_ends_all_and_saves_first(folder: Path, mesh: str) -> None:
+    done = run(folder, "op raises", "--steps", "9", "--save", "out", "--mesh", mesh)
+    assert done.returncode == 1, done.stderr
+    assert "step 3 failed: after step 2: saved to out; go on with --resume out" in done.stderr
+    assert "OSError: the machine is tired" in done.stderr
+    done = run(folder, "stream", "--steps", "3", "--resume", "out", "--json")
+    assert json.loads(done.stdout)["step"] == 3
+
+
+def test_an_error_in_an_update_on_one_rank_ends_all(folder: Path) -> None:
+    done = run(folder, "optimizer raises", "--steps", "9", "--save", "out", "--save-every", "2")
+    assert done.returncode == 1, done.stderr
+    assert "step 3 failed: some ranks had updated already, so nothing was saved" in done.stderr
+    assert "the last checkpoint is in out" in done.stderr
+    assert "OSError: no room for its state" in done.stderr
+
+
+def test_a_run_that_failed_begins_again_from_its_last_checkpoint(folder: Path) -> None:
+    args = ("--steps", "5", "--save", "out", "--json")
+    done = run(folder, "op raises once", *args, "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 1, from the checkpoint in out" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["step"] == 5
 
 
 def test_a_signal_saves_and_says_where(folder: Path) -> None:

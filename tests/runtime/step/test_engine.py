@@ -255,7 +255,7 @@ def test_a_whole_batch_where_a_part_is_asked_for() -> None:
 
     with pytest.raises(
         ShardcError,
-        match=r"compiled for f64\[4, 6\] on each rank\n  fix: pass this rank's own part, or the whole batch",
+        match=r"compiled for f64\[4, 6\] on each rank\n  fix: this is the whole batch: cut this rank's part",
     ):
         on_ranks(2, 1, work)
 

@@ -1,0 +1,75 @@
+"""An error on one rank of torch.distributed's world: the others learn of it, instead of waiting for it.
+
+A rank that fails in the middle of a step never comes to the next collective, in which the others wait for it, half an
+hour by default. So it says what happened in the store over which the processes met, and cuts its connections: a rank
+that waits for it fails in turn, reads the store, and raises an error that names the rank, what it was doing and why.
+
+    rank 0   step 5 ── all_reduce ..................... cut off ── reads ── "rank 1 failed in step 5: ValueError"
+    rank 1   step 5 ── ValueError ── says so ── is it everybody's? no ── cuts its connections
+
+Where all ranks report an error of their own within moments, such as a batch of a wrong shape, nobody waits for anybody:
+the connections stay, and the next step can begin.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shardc.errors import ShardcError
+
+#: Seconds in which all ranks report an error that all meet; in which a rank that is cut off learns of the cause.
+OWN, CAUSE = 3.0, 10.0
+_SIGNS = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", "nccl error")
+
+
+class RankFailedError(ShardcError):
+    """Another rank failed, and this one stopped where it waited for it."""
+
+
+class Failures:
+    """The reports of a world's ranks. store: torch.distributed's. number: how many failures there were before."""
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store, self._rank, self._world, self.number = store, rank, world, 0
+
+    def report(self, error: Exception, doing: str) -> bool:
+        """Say that this rank failed. Returns whether all did, each by an error of its own."""
+        first = next(iter(str(error).splitlines()), "")
+        self._store.set(self._key(self._rank), f"{doing}: {type(error).__name__}: {first}")
+        everybody = [self._key(r) for r in range(self._world)]
+        every = _within(OWN, lambda: self._store.check(everybody))
+        self.number += 1
+        return every
+
+    def cause(self) -> dict[int, str]:
+        """{rank: what it reported}, of the failure that cut this rank off; empty if it died without a word."""
+        found: dict[int, str] = {}
+
+        def look() -> bool:
+            for r in range(self._world):
+                if r not in found and self._store.check([self._key(r)]):
+                    found[r] = self._store.get(self._key(r)).decode(errors="replace")
+            return bool(found)
+
+        _within(CAUSE, look)
+        self.number += 1
+        return found
+
+    def _key(self, rank: int) -> str:
+        return f"shardc/failure{self.number}/rank{rank}"
+
+
+def cut_off(error: Exception) -> bool:
+    """Is it the error of a rank whose peer has gone?"""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+
+
+def _within(seconds: float, done: Any) -> bool:
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,129 @@
+"""Copies of one weight, compared: when an engine is made, and again while it trains.
+
+Where a weight, a buffer or an optimizer's state lies on several ranks, all of them compute the same update, and nothing
+is ever sent to make them equal. So a difference, such as a bit that flips in one machine's memory, stays, and spreads
+into gradients: it has to be looked for. What each rank alone has (a slice of tensor parallelism, a stretch of ZeRO) has
+no copy to be compared with, and is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.ir.program import Buffer, Param, Program
+from shardc.runtime.mesh.agreement import (
+    CallsDifferError,
+    DisagreementError,
+    Fact,
+    check,
+    fingerprint,
+    fingerprints,
+    hashed,
+)
+
+#: Steps between two looks at all replicas.
+CHECK_EVERY = 256
+SAME_WEIGHTS = (
+    "give every rank the same weights: call torch.manual_seed before the model is made, pass the function that builds"
+    " it, or broadcast=True, which sends those of rank 0"
+)
+REPAIR = (
+    "go on from the last checkpoint, and test the memory of that machine; if it happens again elsewhere, some kernel"
+    " adds in no fixed order: torch.use_deterministic_algorithms(True)"
+)
+
+
+class ReplicasDifferError(DisagreementError):
+    """Copies of a weight, a buffer or an optimizer's state are not equal any more; the run began with equal ones."""
+
+
+def printed(parts: Iterable[tuple[str, Any]], prints: dict[str, int]) -> Iterator[tuple[str, Any]]:
+    """The same (name, tensor) pairs, whose fingerprints go into `prints` as they pass."""
+    for name, x in parts:
+        prints[name] = fingerprint([x])
+        yield name, x
+
+
+def check_weights(program: Program, mesh: Any, prints: Mapping[str, int]) -> None:
+    """Compare weights and buffers as they were given. prints: the fingerprints of this rank's parts, cut by the
+    program's layouts, by placeholder name. Collective.
+
+    Raises ShardcError, on all ranks, that names weights that differ.
+    """
+    facts = [Fact(_named(x), prints.get(x.name, 0), axes, fix=SAME_WEIGHTS) for x, axes in _parts(program)]
+    _check(mesh, facts, "making an engine")
+
+
+def check_replicas(
+    program: Program,
+    mesh: Any,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    call: str = "comparing replicas",
+) -> None:
+    """Compare what ranks hold copies of, after some training. Collective.
+
+    params: what the optimizer updates, by placeholder name: at ZeRO >= 1 a stretch of each. step: the last one, for the
+    error. Raises ReplicasDifferError, on all ranks: what, on which ranks.
+    """
+    held: list[tuple[str, tuple[str, ...], list[Tensor]]] = []
+    for x, axes in _parts(program, owned=True):
+        if all(mesh.layout.size(a) == 1 for a in mesh.layout.names if a not in axes):
+            continue  # nobody else has it
+        tensor = buffers.get(x.name) if isinstance(x, Buffer) else params.get(x.name)
+        held.append((_named(x), axes, [] if tensor is None else [tensor]))
+        if isinstance(x, Param):
+            state = optimizer.state.get(tensor, {}) if optimizer is not None and tensor is not None else {}
+            values = [v for _, v in sorted(state.items()) if isinstance(v, Tensor)]
+            held.append((f"the optimizer's state of {x.fqn}", axes, values))
+    where = f"after step {step}"
+    prints = fingerprints(tensors for _, _, tensors in held)
+    facts = [Fact(name, n, axes, where, REPAIR) for (name, axes, _), n in zip(held, prints, strict=True)]
+    try:
+        _check(mesh, facts, call)
+    except CallsDifferError:
+        raise
+    except DisagreementError as e:
+        raise ReplicasDifferError(
+            e.what, where=e.where, fix=e.fix, errors=() if e.errors == (e,) else e.errors
+        ) from None
+
+
+def _named(x: Param | Buffer) -> str:
+    return f"the {'weight' if isinstance(x, Param) else 'buffer'} {x.fqn or x.name}"
+
+
+def _parts(program: Program, *, owned: bool = False) -> Iterator[tuple[Param | Buffer, tuple[str, ...]]]:
+    """Each weight and buffer, with the axes whose ranks hold different parts of it; along the others lie copies. owned:
+    as the optimizer has it, with what ZeRO shards.
+    """
+    stored: list[Param | Buffer] = [*program.params, *program.buffers]
+    for x in stored:
+        split = {part for axis, _ in x.layout.shards() for part in program.mesh.parts(axis)}
+        bucket = program.bucket(x) if owned and isinstance(x, Param) else None
+        if bucket is not None and bucket.zero:
+            split |= set(program.mesh.parts(bucket.shard))
+        # a stage's weights are compared among its own ranks; ranks of other stages do not have them
+        yield x, tuple(a for a in program.mesh.names if a in split or a == program.axis)
+
+
+def _check(mesh: Any, facts: Iterable[Fact], call: str) -> None:
+    """Compare many facts, with one number for all that are split alike; each by itself only if one of those differs."""
+    by_axes: dict[tuple[str, ...], list[Fact]] = {}
+    for f in facts:
+        by_axes.setdefault(f.axes, []).append(f)
+    together = [Fact("the weights", hashed(*(f.value for f in each)), axes) for axes, each in by_axes.items()]
+    try:
+        check(mesh, together, call)
+    except CallsDifferError:
+        raise
+    except DisagreementError:
+        check(mesh, [f for each in by_axes.values() for f in each], call)
+        raise  # hashes of hashes differ, and no hash does: nothing to name

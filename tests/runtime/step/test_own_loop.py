@@ -1,0 +1,216 @@
+"""A loop of one's own around program.module: cutting a batch, clipping, averages of weights, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.gradient_part import GradientPart
+from shardc.runtime.step.module import ShardedModule
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.norm(self.up(x)).relu()) - x).square().mean()
+
+
+torch.manual_seed(0)
+NET = Net()
+BATCH = {"x": torch.linspace(-1, 1, 64).view(8, 8).sin()}
+SPECS: dict[str, dict[str, Any]] = {
+    "tp": {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}},
+    "zero 1": {"mesh": {"dp": 4}, "data": {"axis": "dp", "zero": 1}},
+    "zero 3": {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}, "data": {"axis": "dp", "zero": 3}},
+}
+
+
+@functools.cache
+def compiled(name: str) -> shardc.Program:
+    return shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **SPECS[name]})
+
+
+def backward(module: ShardedModule) -> None:
+    module(**module.local(BATCH)).backward()
+
+
+NORMS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "clip_grad_norm_": lambda ps: nn.utils.clip_grad_norm_(ps, 1.0),
+    "foreach": lambda ps: nn.utils.clip_grad_norm_(ps, 1.0, foreach=True),
+    "get_total_norm": lambda ps: nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None]),
+    "by hand": lambda ps: torch.stack([p.grad.norm() for p in ps if p.grad is not None]).norm(),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_norm_over_parts_of_gradients_is_refused(spec: str) -> None:
+    program = compiled(spec)
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        backward(module)
+        for norm in NORMS.values():
+            with pytest.raises(ShardcError, match=r"module\.clip_grad_norm_"):
+                norm(list(module.parameters()))
+        nn.utils.clip_grad_value_(module.parameters(), 2**-10)
+        assert all(float(p.grad.abs().max()) <= 2**-10 for p in module.parameters() if p.grad is not None and p.numel())
+
+    loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}])
+def test_a_norm_over_whole_gradients_is_torchs(mesh: dict[str, int]) -> None:
+    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, "mesh": mesh})
+    reference = copy.deepcopy(NET)
+    reference(**BATCH).backward()
+    want = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        backward(module)
+        torch.testing.assert_close(nn.utils.clip_grad_norm_(module.parameters(), 0.1), want)
+
+    loopback(program.mesh, work)
+
+
+def test_a_part_of_a_gradient_is_a_tensor_otherwise() -> None:
+    part = torch.randn(3, 4).as_subclass(GradientPart)
+    assert type(part * 2) is Tensor
+    assert type(copy.deepcopy(part)) is GradientPart
+    assert float(part.norm(dim=1).sum()) > 0  # of rows
+    file = io.BytesIO()
+    torch.save(part, file)
+    file.seek(0)
+    assert type(torch.load(file)) is Tensor
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_optimizers_step_on_parts(spec: str, options: dict[str, bool]) -> None:
+    program = compiled(spec)
+    reference = copy.deepcopy(NET)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    for _ in range(2):
+        plain.zero_grad()
+        reference(**BATCH).backward()
+        plain.step()
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3, **options)
+        for zeros in (True, False):  # eps: up.bias has no gradient but noise
+            optimizer.zero_grad(set_to_none=zeros)
+            backward(module)
+            optimizer.step()
+        torch.testing.assert_close(module.full_state_dict(), dict(reference.state_dict()), rtol=1e-4, atol=1e-4)
+
+    loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_average_of_weights_is_the_plain_models(spec: str) -> None:
+    program = compiled(spec)
+
+    def train(model: Any, loss: Callable[[Any], Tensor], average: AveragedModel) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model).backward()
+            optimizer.step()
+            average.update_parameters(model)
+
+    def averaged(model: nn.Module) -> AveragedModel:
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+
+    reference = copy.deepcopy(NET)
+    want = averaged(reference)
+    train(reference, lambda m: m(**BATCH), want)
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        average = averaged(module)
+        train(module, lambda m: m(**m.local(BATCH)), average)
+        torch.testing.assert_close(average.module.full_state_dict(), dict(want.module.state_dict()))
+        torch.testing.assert_close(module.full_state_dict(), dict(reference.state_dict()))
+        average.eval()
+        want.eval()
+        torch.testing.assert_close(average(**program.local(BATCH, mesh.rank)), want(**BATCH))
+
+    loopback(program.mesh, work)
+
+
+def test_a_copy_shares_nothing_and_a_pickle_is_refused() -> None:
+    program = compiled("tp")
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        optimizer = torch.optim.AdamW(module.parameters())
+        backward(module)
+        other, its = copy.deepcopy((module, optimizer))
+        assert {id(p) for g in its.param_groups for p in g["params"]} == {id(p) for p in other.parameters()}
+        backward(other)
+        its.step()
+        before = NET.up.weight.chunk(2)[mesh.coordinate("tp")]
+        assert torch.equal(module.get_parameter("up.weight"), before)
+        assert not torch.equal(other.get_parameter("up.weight"), before)
+        with pytest.raises(ShardcError, match="full_state_dict"):
+            pickle.dumps(module)
+        state = io.BytesIO()
+        torch.save(module.state_dict(), state)
+
+    loopback(program.mesh, work)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    name: str
+
+
+@pytest.mark.parametrize("batch", [BATCH, {"x": BATCH["x"], "note": "kept"}])
+def test_a_batch_is_cut_in_its_own_form(batch: dict[str, Any]) -> None:
+    program = compiled("tp")
+    parts = [program.local(batch, rank) for rank in range(4)]
+    assert all(list(part) == list(batch) for part in parts)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part["x"], BATCH["x"].chunk(2)[rank // 2])
+
+
+def test_forms_of_batches_that_are_no_dicts() -> None:
+    class Two(nn.Module):
+        def forward(self, pair: Any) -> Tensor:
+            return pair[0].square().mean()
+
+    program = shardc.compile(Two(), (Pair(BATCH["x"], "n"),), {"shardc": 1, "mesh": {"dp": 2}})
+    (part,) = program.local((Pair(BATCH["x"], "n"),), 1)
+    assert isinstance(part, Pair)
+    assert torch.equal(part.x, BATCH["x"][4:])
+    with pytest.raises(ShardcError, match="the batch gives"):
+        program.local((Pair(BATCH["x"][:4], "n"),), 1)
+
+
+def test_a_whole_batch_for_a_module_is_told_how_to_cut_it() -> None:
+    program = compiled("tp")
+
+    def work(mesh: LoopbackMesh) -> None:
+        with pytest.raises(ShardcError, match=r"program\.local\(batch\)"):
+            ShardedModule(program, NET, mesh=mesh)(**BATCH)
+        with pytest.raises(ShardcError, match=r"program\.local\(batch\)"):
+            Engine(program, NET, mesh=mesh).step(BATCH, local=True)
+
+    loopback(program.mesh, work)
