@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import traceback
 from collections.abc import Iterable, Iterator
@@ -302,6 +303,9 @@ def _join(here: torch.device, timeout: timedelta | None) -> None:
     """Enter the world that the environment describes. Raises ShardcError if another process of this machine has the
     same GPU: NCCL would say so minutes later, or wait.
     """
+    # its functions have the world that exists when they are defined as a default argument, and so would keep its
+    # connections open when a rank that failed leaves it
+    importlib.import_module("torch.distributed.nn.functional")
     if here.type != "cuda":
         dist.init_process_group("gloo", timeout=timeout)
         return
