@@ -158,8 +158,8 @@ def command(
 
 
 def _checkpoint(save: Path | None) -> Path | None:
-    """The folder of --save, if there is a checkpoint in it."""
-    return save if save is not None and (save / "checkpoint").is_dir() else None
+    """The folder of --save, if there is a finished checkpoint in it."""
+    return save if save is not None and _in_use(save / "checkpoint") else None
 
 
 def _check(program: Program, file: str | None, model: str, resume: Path | None, world: int | None) -> None:

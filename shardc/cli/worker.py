@@ -24,6 +24,7 @@ import torch
 
 from shardc.cli.told_once import for_this_rank
 from shardc.errors import ShardcError
+from shardc.runtime.state.generations import generations
 from shardc.runtime.step.failures import OutOfMemoryError, no_memory, out_of_memory
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ class _Training:
 
     def _last(self) -> str:
         """Where the last checkpoint is."""
-        there = (Path(self.job.save) / "checkpoint").is_dir()
+        there = generations(Path(self.job.save) / "checkpoint")
         return f"the last checkpoint is in {self.job.save}" if there else "there is no checkpoint (see --save-every)"
 
     def _tell_saved(self) -> None:
