@@ -33,7 +33,7 @@ from shardc.ir.placement import Shard
 from shardc.ir.program import Param, Program
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup, uses
 from shardc.spec import Spec
-from shardc.spec.form import EXPERTS_AXIS, Expert
+from shardc.spec.schema import EXPERTS_AXIS, Expert
 from shardc.spec.yaml_reader import Places
 
 

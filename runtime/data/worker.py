@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from shardc.runtime.data.order import Key
+from shardc.runtime.data.sampler import Key
 from shardc.runtime.rng import key
 
 # Python's, numpy's and torch's random states belong to the process: ranks that are threads take turns with them.

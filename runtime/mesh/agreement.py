@@ -32,7 +32,7 @@ from torch import Tensor
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
-from shardc.runtime.data.order import Order
+from shardc.runtime.data.sampler import Order
 from shardc.runtime.step.inputs import leaves, name_of, type_name
 from shardc.runtime.zero.optimizer_list import class_of
 
@@ -127,7 +127,7 @@ def _read(blocks: Sequence[Tensor]) -> list[bytes]:
     if not blocks:
         return []
     together = torch.cat([b.view(-1) for b in blocks]).cpu()
-    return [x.numpy().tobytes() for x in together.split([b.numel() for b in blocks])]
+    return [x.numpy().tobytes() for x in torch.split(together, [b.numel() for b in blocks])]
 
 
 def _blocks(flat: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def _blocks(flat: Tensor) -> Tensor:
     words = 1 << 13
     weights = torch.arange(words, device=flat.device, dtype=torch.int64).mul_(2 * 0x5851F42D4C957F2D % 2**63).add_(1)
     sums = []
-    for piece in flat.split(1024 * 8 * words):
+    for piece in torch.split(flat, 1024 * 8 * words):
         whole = torch.nn.functional.pad(piece, (0, -piece.numel() % (8 * words)))
         sums.append((whole.view(torch.int64).view(-1, words) * weights).sum(1))
     return torch.cat(sums)

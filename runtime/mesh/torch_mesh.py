@@ -271,7 +271,8 @@ class TorchMesh(RankMesh):
     def reconnect(self) -> None:
         if not self._cut:
             return
-        store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)
+        assert self._store is not None
+        store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)  # type: ignore[attr-defined]
         backend = "gloo" if self.device.type == "cpu" else "nccl"
         dist.init_process_group(
             backend,

@@ -12,7 +12,7 @@ place in the global tensor, never by how a program shards, so that any mesh read
     saving_boxes          which boxes of a global tensor a rank writes and reads
     saving_optimizer      the optimizer's state in a checkpoint
     tensor_file, digest   .safetensors files by stretches of bytes, and how damage is told
-    files                 every call that reaches a disk
+    disk_calls            every call that reaches a disk
     parts                 this rank's part of each parameter and buffer
     export                folders and files for others
     sources               where weights come from: a model, a builder, a state_dict, files

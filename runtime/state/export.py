@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import files
+from shardc.runtime.state import disk_calls
 from shardc.runtime.state.init_recorder import Recorder, Tape
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.saving_boxes import Runs, kept, model_parts
@@ -307,7 +307,7 @@ def write(
             layout.folder.mkdir(parents=True, exist_ok=True)
             for part, (first, placed) in zip(parts, headers, strict=True):
                 part.unlink(missing_ok=True)
-                files.write_file(part, first)
+                disk_calls.write_file(part, first)
                 os.truncate(part, placed[-1].stop if placed else len(first))
     except OSError as e:
         problem = e
@@ -325,7 +325,7 @@ def write(
                     if problem is None:
                         _put(descriptor, entry, piece.place, data)
             if problem is None:
-                files.sync(descriptor)
+                disk_calls.sync(descriptor)
         except OSError as e:
             problem = e
         finally:
@@ -336,7 +336,7 @@ def write(
         if mesh.rank == 0:
             _name(layout, groups, parts, single)
             layout.finish()
-            files.sync_folder(layout.folder)
+            disk_calls.sync_folder(layout.folder)
     except OSError as e:
         problem = e
     _agree(mesh, problem, layout.folder)
@@ -376,7 +376,7 @@ def _put(descriptor: int, entry: Entry, place: Box, data: Tensor) -> None:
     size, data = length * entry.dtype.itemsize, data.contiguous()
     memory = bytes_of(data)
     for i, start in enumerate(starts):
-        files.write(descriptor, memory[i * size : (i + 1) * size], entry.start + start * entry.dtype.itemsize)
+        disk_calls.write(descriptor, memory[i * size : (i + 1) * size], entry.start + start * entry.dtype.itemsize)
 
 
 def _name(layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Path], single: Path | None) -> None:
@@ -388,7 +388,7 @@ def _name(layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Pa
     ]
     finals = [single] if single is not None else [layout.folder / name for name in names]
     for part, final in zip(parts, finals, strict=True):
-        files.rename(part, final)
+        disk_calls.rename(part, final)
     if single is not None:
         return
     index_name = f"{layout.stem}.safetensors.index.json"

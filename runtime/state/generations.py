@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardc.errors import ShardcError
-from shardc.runtime.state import checkpoint_index, files
+from shardc.runtime.state import checkpoint_index, disk_calls
 from shardc.runtime.state.checkpoint_index import FILE, Index
 
 _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
@@ -101,8 +101,8 @@ def prune(folder: Path, keep: int, *, known: Path | None = None) -> list[Path]:
     for g in generations(folder):
         if whole >= keep:
             gone = g.path.with_name(f"{WORK}{g.path.name}")
-            files.rename(g.path, gone)  # its name goes first: what is left of it is never taken for a checkpoint
-            files.remove_folder(gone)
+            disk_calls.rename(g.path, gone)  # its name goes first: what is left of it is never taken for a checkpoint
+            disk_calls.remove_folder(gone)
             removed.append(g.path)
         else:
             whole += g.path == known or complete(g.path)
@@ -116,7 +116,9 @@ def read_index(path: Path) -> Index:
     """The index of one checkpoint. Raises DamagedError for one that is damaged, ShardcError where there is none."""
     where = str(path / checkpoint_index.NAME)
     try:
-        return checkpoint_index.from_bytes(files.read_file(path / checkpoint_index.NAME, checkpoint_index.MAX_BYTES))
+        return checkpoint_index.from_bytes(
+            disk_calls.read_file(path / checkpoint_index.NAME, checkpoint_index.MAX_BYTES)
+        )
     except (FileNotFoundError, NotADirectoryError):
         if path.is_dir() and any(FILE.fullmatch(n) for n in os.listdir(path)):
             raise DamagedError("the index is missing", where=where) from None
@@ -130,12 +132,12 @@ def check_file(path: Path, index: Index, number: int) -> None:
     file = index.files[number]
     where = str(path / file.name)
     try:
-        with files.opened(path / file.name) as descriptor:
+        with disk_calls.opened(path / file.name) as descriptor:
             size = os.fstat(descriptor).st_size
             if size != file.nbytes:
                 raise DamagedError(f"the file has {size} bytes, and had {file.nbytes}", where=where)
             header = bytearray(file.header)
-            files.read_into(descriptor, memoryview(header), 0)
+            disk_calls.read_into(descriptor, memoryview(header), 0)
     except OSError as e:
         what = "the file is missing" if isinstance(e, FileNotFoundError) else f"the file cannot be read: {e}"
         raise DamagedError(f"{what}; rank {file.rank} wrote it", where=where) from None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.state import files
+from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_index import Index, Slice, Stored
 from shardc.runtime.state.generations import DamagedError, check_file, read_index
 from shardc.runtime.state.loading import damage, read_box, read_whole
@@ -39,7 +39,7 @@ def verify(path: Path) -> Iterator[ShardcError]:
             yield e
             if not (path / file.name).is_file():
                 continue
-        with files.opened(path / file.name) as descriptor:
+        with disk_calls.opened(path / file.name) as descriptor:
             for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].place):
                 if read_whole(descriptor, index.tensors[key], s) is None:
                     yield damage(path / file.name, key, s)
@@ -95,7 +95,7 @@ def _compare(a: Path, first: Index, b: Path, second: Index, key: str) -> tuple[i
     stored, count, most = first.tensors[key], 0, 0.0
     for s in stored.slices:
         file = a / first.files[s.file].name
-        with files.opened(file) as descriptor:
+        with disk_calls.opened(file) as descriptor:
             x = read_whole(descriptor, stored, s)
         if x is None:
             raise damage(file, key, s)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import files
+from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
 from shardc.runtime.state.digest import BLOCK, Digest
 from shardc.runtime.state.generations import (
@@ -189,7 +189,7 @@ class _Loading:
             for number in sorted({s.file for s in targets}):
                 mine = sorted((s for s in targets if s.file == number), key=lambda s: s.place)
                 file = self.path / self.index.files[number].name
-                with files.opened(file) as descriptor:
+                with disk_calls.opened(file) as descriptor:
 
                     def whole(s: Slice, descriptor: int = descriptor) -> bool:
                         key, boxes = targets[s]
@@ -233,7 +233,7 @@ def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
     try:
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]
-            files.read_into(descriptor, block, s.place + start)
+            disk_calls.read_into(descriptor, block, s.place + start)
             found.add(block)  # while it is in the cache
     except OSError:
         return False
@@ -272,7 +272,7 @@ def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers
     for s in stored.slices:
         if overlap(offset, shape, s.offset, s.shape) is not None:
             file = path / index.files[s.file].name
-            with files.opened(file) as descriptor:
+            with disk_calls.opened(file) as descriptor:
                 if not read_slice(descriptor, stored, s, [(box, found)]):
                     raise damage(file, key, s)
     return found

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import checkpoint_index, files
+from shardc.runtime.state import checkpoint_index, disk_calls
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored
 from shardc.runtime.state.digest import BLOCK, Digest
 from shardc.runtime.state.generations import LOCK, WORK, aside, free_name, generations, prune
@@ -142,7 +142,7 @@ class _Save:
         self.cancelled = False
         self.committing = False
         self.done = self.nbytes = 0
-        self.lock: files.Lock | None = None
+        self.lock: disk_calls.Lock | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, work: Callable[[], None], *, background: bool) -> None:
@@ -177,7 +177,7 @@ class _Save:
             if pieces:
                 self._write_file(kind, pieces, mine)
         part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(mine), self.plan.tensors)}
-        files.write_file(self._part(self.mesh.rank), json.dumps(part).encode())
+        disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part).encode())
 
     def _part(self, rank: int) -> Path:
         return self.work / f"part-{rank:05d}.json"
@@ -187,9 +187,9 @@ class _Save:
         entries = [Entry(self._name(p), *stored_as(p.dtype, p.shape)) for p in pieces]
         head, entries = header(entries, {"checkpoint": self.id, "step": str(self.step)})
         name = f"{kind}-{self.mesh.rank:05d}.safetensors"
-        descriptor = files.create(self.work / name)
+        descriptor = disk_calls.create(self.work / name)
         try:
-            files.write(descriptor, memoryview(head), 0)
+            disk_calls.write(descriptor, memoryview(head), 0)
             for piece, entry in zip(pieces, entries, strict=True):
                 if self.cancelled:
                     raise _Cancelled
@@ -198,12 +198,12 @@ class _Save:
                 for start in range(0, len(data), BLOCK):
                     block = data[start : start + BLOCK]
                     check.add(block)
-                    files.write(descriptor, block, entry.start + start)  # while it is in the cache
+                    disk_calls.write(descriptor, block, entry.start + start)  # while it is in the cache
                 found = Slice(len(mine), entry.start, piece.offset, piece.shape, check.text())
                 whole = self.plan.tensors[piece.key]
                 self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, found))
                 self.done += len(data)
-            files.sync(descriptor)
+            disk_calls.sync(descriptor)
         finally:
             os.close(descriptor)
         nbytes = entries[-1].stop
@@ -219,31 +219,31 @@ class _Save:
 
     def prepare(self) -> None:
         """The folder to write into. Raises SavingError where another process is saving to the same place."""
-        files.make_folder(self.folder)
+        disk_calls.make_folder(self.folder)
         try:
-            self.lock = files.Lock(self.folder / LOCK)
+            self.lock = disk_calls.Lock(self.folder / LOCK)
         except BlockingIOError:
             fix = "give every run a folder of its own"
             raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
         for name in os.listdir(self.folder):
             if name.startswith(WORK):  # of a process that ended: nobody else has the lock
-                files.remove_folder(self.folder / name)
-        files.make_folder(self.work)
+                disk_calls.remove_folder(self.folder / name)
+        disk_calls.make_folder(self.work)
 
     def commit(self) -> None:
         """Make it visible, from the parts of all ranks; then remove checkpoints that are not to be kept."""
         index = self._index([self._read(r) for r in range(self.mesh.layout.world)])
-        files.write_file(self.work / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
+        disk_calls.write_file(self.work / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
         for r in range(self.mesh.layout.world):
-            files.unlink(self._part(r))
-        files.sync_folder(self.work)
+            disk_calls.unlink(self._part(r))
+        disk_calls.sync_folder(self.work)
         path = free_name(self.folder, self.step)
-        files.rename(self.work, path)
-        files.sync_folder(self.folder)
+        disk_calls.rename(self.work, path)
+        disk_calls.sync_folder(self.folder)
         try:
             for g in generations(self.folder):
                 if not g.replaced and g.step > self.step:
-                    files.rename(g.path, aside(g))
+                    disk_calls.rename(g.path, aside(g))
             if self.keep is not None:
                 prune(self.folder, self.keep, known=path)
         except OSError as e:
@@ -253,7 +253,7 @@ class _Save:
 
     def _read(self, rank: int) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(
-            files.read_file(self._part(rank), checkpoint_index.MAX_BYTES), object_pairs_hook=unique
+            disk_calls.read_file(self._part(rank), checkpoint_index.MAX_BYTES), object_pairs_hook=unique
         )
         return found
 
@@ -284,7 +284,7 @@ class _Save:
             try:
                 if failed:
                     with contextlib.suppress(OSError):
-                        files.remove_folder(self.work)
+                        disk_calls.remove_folder(self.work)
             finally:
                 self.lock.release()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
 from shardc.ir.program import Buffer, Param, Program
-from shardc.runtime.zero.rank_parts import Run, elements
+from shardc.runtime.zero.flat_partition import Run, elements
 
 Runs = Mapping[str, Run]
 Numbers = tuple[int, ...]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.state import files
+from shardc.runtime.state import disk_calls
 
 #: safetensors' names of dtypes, for those that both it and torch have.
 DTYPES: dict[str, torch.dtype] = {
@@ -130,12 +130,12 @@ def read_header(descriptor: int, where: str) -> tuple[dict[str, Entry], dict[str
 
 def _parse(descriptor: int, size: int) -> tuple[dict[str, Any], int]:
     start = bytearray(8)
-    files.read_into(descriptor, memoryview(start), 0)
+    disk_calls.read_into(descriptor, memoryview(start), 0)
     length = int.from_bytes(start, "little")
     if length > min(MAX_HEADER, size - 8):
         raise ValueError(f"it would have {length} bytes, and the file has {size}")
     text = bytearray(length)
-    files.read_into(descriptor, memoryview(text), 8)
+    disk_calls.read_into(descriptor, memoryview(text), 8)
     found = json.loads(bytes(text).decode(), object_pairs_hook=unique)
     if not isinstance(found, dict):
         raise TypeError("it is not a table")
@@ -179,7 +179,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with files.opened(path, links=True) as descriptor:
+            with disk_calls.opened(path, links=True) as descriptor:
                 self.entries, self.metadata = read_header(descriptor, str(path))
         except OSError as e:
             fix = "name a .safetensors file that can be read"
@@ -192,6 +192,8 @@ class TensorFile:
         e = self.entries[name]
         (first, count), *inner = box or [(0, n) for n in e.shape] or [(0, 1)]
         rows = torch.empty((count, *e.shape[1:]) if e.shape else (), dtype=e.dtype)
-        with files.opened(self.path, links=True) as descriptor:
-            files.read_into(descriptor, bytes_of(rows), e.start + first * math.prod(e.shape[1:]) * e.dtype.itemsize)
+        with disk_calls.opened(self.path, links=True) as descriptor:
+            disk_calls.read_into(
+                descriptor, bytes_of(rows), e.start + first * math.prod(e.shape[1:]) * e.dtype.itemsize
+            )
         return rows[(slice(None), *(slice(a, a + n) for a, n in inner))].contiguous() if inner else rows

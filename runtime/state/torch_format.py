@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.state import files
+from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_index import Slice, Stored
 from shardc.runtime.state.generations import DamagedError, check_file, is_one, newest, read_index
 from shardc.runtime.state.loading import damage, read_whole
@@ -119,7 +119,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _read_metadata(path: Path) -> Metadata:
     try:
-        found = _Unpickler(io.BytesIO(files.read_file(path, _MAX_METADATA))).load()
+        found = _Unpickler(io.BytesIO(disk_calls.read_file(path, _MAX_METADATA))).load()
     except FileNotFoundError:
         fix = "name a folder with .metadata and *.distcp files"
         raise ShardcError("there is no checkpoint of torch's in this folder", where=str(path.parent), fix=fix) from None
@@ -133,7 +133,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(files.read_file(path, _MAX_METADATA))
+        found = json.loads(disk_calls.read_file(path, _MAX_METADATA))
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as e:
@@ -171,9 +171,9 @@ def _read_chunk(folder: Path, info: Any, key: str, shape: tuple[int, ...], dtype
         fix = "the checkpoint is not to be trusted"
         raise ShardcError(f"{key} would be read from {str(info.relative_path)!r}", where=str(folder), fix=fix)
     try:
-        with files.opened(where) as descriptor:
+        with disk_calls.opened(where) as descriptor:
             data = bytearray(int(info.length) if 0 <= info.length <= where.stat().st_size else 0)
-            files.read_into(descriptor, memoryview(data), int(info.offset))
+            disk_calls.read_into(descriptor, memoryview(data), int(info.offset))
         found = torch.load(io.BytesIO(bytes(data)), map_location="cpu", weights_only=True)
     except Exception as e:  # what torch.load raises for damaged files is of many kinds
         raise ShardcError(f"{key} cannot be read: {e}", where=str(where), fix="get the file again") from None
@@ -224,14 +224,14 @@ def export_checkpoint(folder: Path, new: Path) -> str:
     writer.finish(metadata, [results])
     manifest = {"format": _MANIFEST_FORMAT, "model": index.model, "mesh": index.mesh, "extra": index.extra}
     manifest |= {"optimizer": index.optimizer} if index.optimizer is not None else {}
-    files.write_file(new / "manifest.json", json.dumps(manifest, indent=2).encode() + b"\n")
+    disk_calls.write_file(new / "manifest.json", json.dumps(manifest, indent=2).encode() + b"\n")
     return f"{len(index.tensors)} tensors of {path}"
 
 
 def _slice(path: Path, name: str, key: str, stored: Stored, s: Slice | None) -> Tensor:
     if s is None:
         return torch.empty(stored.shape, dtype=stored.dtype)
-    with files.opened(path / name) as descriptor:
+    with disk_calls.opened(path / name) as descriptor:
         found = read_whole(descriptor, stored, s)
     if found is None:
         raise damage(path / name, key, s)

@@ -9,7 +9,7 @@
 
     bucket_launch      all buckets of a rank: when each begins its sum, and is waited for
     grad_norm          the norm of the whole gradient, for clipping
-    rank_parts         where each parameter is in a bucket's flat buffer, and which part a rank owns
+    flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
     sharded_bucket     what ZeRO 1 to 3 share
     gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward
     optimizer          a user's optimizer on this rank's stretches of parameters

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime.offload import Offload
+from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.gather import Gathered
-from shardc.runtime.zero.rank_parts import Run
 from shardc.runtime.zero.replicated_bucket import ReplicatedBucket
 from shardc.runtime.zero.sharded_grad_bucket import ShardedGradBucket
 from shardc.runtime.zero.sharded_param_bucket import ShardedParamBucket

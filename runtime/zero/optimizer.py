@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.optimizer_check import has_param_shape
-from shardc.runtime.zero.rank_parts import Run
 
 
 def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:

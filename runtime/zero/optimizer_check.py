@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Param, Program
+from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.optimizer_list import members_of
-from shardc.runtime.zero.rank_parts import Run
 
 _STEPS, _SIDE = 3, 4
 _LR = 1e-2  # at least: a warm-up may begin at 0, and 16-bit numbers do not move by little, which would show nothing

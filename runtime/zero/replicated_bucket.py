@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from shardc.ir.program import Bucket, Program
 from shardc.runtime.mesh import Work
+from shardc.runtime.zero.flat_partition import Flat, Run
 from shardc.runtime.zero.gather import views
-from shardc.runtime.zero.rank_parts import Flat, Run
 from shardc.runtime.zero.trained_params import trained_params
 
 

@@ -1,6 +1,6 @@
 """Capture: an unmodified model and one global batch become the global graph, a `Program` on no mesh.
 
-    batch.py, loss.py   a module that takes the batch's tensors and returns only the loss
+    batch_leaves.py, loss.py   a module that takes the batch's tensors and returns only the loss
     export.py           torch.export of it, non-strict, on fake tensors; regions and writes in place removed
     lift.py             a Program: placeholders mesh, rng, params, buffers, inputs; typed nodes with module and line
     compare_eager.py    proof that loss, gradients and buffers are those of eager mode
@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from shardc.capture import causes, compare_eager, expert_loops, patches, side_effects
-from shardc.capture.batch import Leaves, with_plain_dicts
+from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.chosen_rows.unfit import DrawnError
 from shardc.capture.export import export
 from shardc.capture.forward_arguments import keys_of_loss

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from shardc.capture import causes, functionalize, inner_autograd, patches, side_effects, transformers
-from shardc.capture.batch import Leaves
+from shardc.capture.batch_leaves import Leaves
 from shardc.capture.data_dependent_values import known_values
 from shardc.capture.forward_arguments import arguments, check_call
 from shardc.capture.loss import Loss, LossOf

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from shardc.capture.batch import Leaves
+from shardc.capture.batch_leaves import Leaves
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values

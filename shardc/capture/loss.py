@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardc.capture.batch import Leaves
+from shardc.capture.batch_leaves import Leaves
 from shardc.capture.forward_arguments import arguments
 from shardc.errors import ShardcError
 from shardc.ir.source import of_function

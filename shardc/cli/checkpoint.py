@@ -101,12 +101,12 @@ def prune(
     debug: DebugOption = False,
 ) -> None:
     """Remove all but the last checkpoints of a folder. The last one that is whole always stays."""
-    from shardc.runtime.state import files, generations
+    from shardc.runtime.state import disk_calls, generations
 
     with reporting(debug, as_json) as show:
         holder = _all(folder)[0].path.parent
         try:
-            lock = files.Lock(holder / generations.LOCK)
+            lock = disk_calls.Lock(holder / generations.LOCK)
         except OSError as e:
             fix = "wait until the run that saves to it has ended"
             raise ShardcError(f"the folder cannot be locked: {e.strerror}", where=str(holder), fix=fix) from None

@@ -134,8 +134,8 @@ def run(job: Job) -> dict[str, Any]:
     begin_from = (
         [f"weights: those of {job.resume}"] if job.resume else engine.weight_notes or [file.note] * bool(file.note)
     )
-    held_out = valid.description if valid is not None else ""
-    lines.say(header(program, engine, train.description, held_out, job.steps, begin_from))
+    held_out_data = valid.description if valid is not None else ""
+    lines.say(header(program, engine, train.description, held_out_data, job.steps, begin_from))
     training = _Training(job, engine, train, valid, lines, signals)
     begun, begin = engine.step_count, time.perf_counter()
     try:

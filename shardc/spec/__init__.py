@@ -1,7 +1,7 @@
 """The sharding spec: a frozen `Spec` from YAML or a dict. All mistakes are reported at once, with line and column.
 
 yaml_reader.py   text -> values and the places of each     explain.py    errors of the grammar -> where, what, fix
-form.py          the grammar of every section              check.py      axes, sizes, what is not built yet
+schema.py        the grammar of every section              check.py      axes, sizes, what is not built yet
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from shardc.ir.patterns import nearest
 from shardc.spec import yaml_reader
 from shardc.spec.check import Check, data_axes, refuse_unbuilt, resolve_mesh
 from shardc.spec.explain import check_form
-from shardc.spec.form import (
+from shardc.spec.names import Names
+from shardc.spec.schema import (
     Batch,
     Checkpoint,
     Data,
@@ -36,7 +37,6 @@ from shardc.spec.form import (
     Style,
     Use,
 )
-from shardc.spec.names import Names
 from shardc.spec.yaml_reader import Document, Places, say
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any
 from shardc.errors import Errors
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import nearest
-from shardc.spec.form import EXPERTS_AXIS, Batch, Data, DimShard, Form
+from shardc.spec.schema import EXPERTS_AXIS, Batch, Data, DimShard, Form
 from shardc.spec.yaml_reader import Path, Places, dotted, reach
 
 #: Of a mesh. The largest clusters have a tenth of it.

@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 
 from shardc.errors import Errors
 from shardc.ir.patterns import nearest
-from shardc.spec.form import Form, is_axis
 from shardc.spec.others import ours
+from shardc.spec.schema import Form, is_axis
 from shardc.spec.yaml_reader import Document, Path, dotted, flow, reach, say, scalar, without
 
 Details = Any  # pydantic_core.ErrorDetails: type, loc, msg, input, ctx

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardc.errors import Errors
 from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, of_every_layer
-from shardc.spec.form import Form
+from shardc.spec.schema import Form
 from shardc.spec.yaml_reader import Path, Places
 
 #: So many patterns get a like name looked for: that takes time, and more are not read.

@@ -113,7 +113,7 @@ def test_a_shuffling_data_loader_trains_alike_on_every_mesh(folder: Path) -> Non
 def test_data_that_ends_begins_again_and_a_header_says_what_runs(folder: Path) -> None:
     done = run(folder, "stream", "--steps", "7", "--mesh", "dp=1,tp=1")
     assert done.returncode == 0, done.stderr
-    for text in ("Net: 280 parameters, float32", "AdamW, lr 0.0003; 7 steps", "data: global batches of a generator"):
+    for text in ("Net: 280 parameters, float32", "Mine, lr 0.01; 7 steps", "data: global batches of a generator"):
         assert text in done.stdout
     assert "step     7" in done.stdout
 

@@ -16,8 +16,8 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.spec import Spec
 from shardc.spec.check import UNBUILT
-from shardc.spec.form import DTYPES, STYLES, Form
 from shardc.spec.others import KEYS, VALUES, ours
+from shardc.spec.schema import DTYPES, STYLES, Form
 from shardc.spec.yaml_reader import dotted
 
 HEAD = "shardc: 1\nmesh: {dp: 2, tp: 2}\n"  # wrong specs go on in line 3

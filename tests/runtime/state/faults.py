@@ -37,7 +37,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.state import files, inspecting
+from shardc.runtime.state import disk_calls, inspecting
 from tests.runtime.state.test_state import OPTIMIZERS, Net, program_of
 
 Value = dict[str, Any]
@@ -364,14 +364,14 @@ class Faulty:
         self._renamed: list[tuple[Path, Path]] = []
 
     def __enter__(self) -> Faulty:
-        self._real = {name: getattr(files, name) for name in CALLS}
+        self._real = {name: getattr(disk_calls, name) for name in CALLS}
         for name in CALLS:
-            setattr(files, name, self._wrapped(name))
+            setattr(disk_calls, name, self._wrapped(name))
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, real in self._real.items():
-            setattr(files, name, real)
+            setattr(disk_calls, name, real)
         if self.lose and self.hit:
             for path in self._written.values():
                 with contextlib.suppress(FileNotFoundError):

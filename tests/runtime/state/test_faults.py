@@ -15,7 +15,7 @@ import shardc
 from shardc.ir.mesh import Mesh
 from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.state import files
+from shardc.runtime.state import disk_calls
 from shardc.runtime.state.generations import generations
 from tests.runtime.state.faults import load, save, trained, try_all_faults, try_damages, try_hostile
 
@@ -109,7 +109,7 @@ def test_a_later_version_is_told(tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_save_to_one_folder_at_once(tmp_path: Path) -> None:
-    lock = files.Lock(tmp_path / ".lock")
+    lock = disk_calls.Lock(tmp_path / ".lock")
     raised = save(tmp_path, 1)
     assert "another process is saving to this folder" in str(raised[0])
     assert all(isinstance(e, state.SavingError) for e in raised)
@@ -119,13 +119,13 @@ def test_two_runs_do_not_save_to_one_folder_at_once(tmp_path: Path) -> None:
 
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of the moment of `save` are written, whatever becomes of the tensors; one save at a time."""
-    going, real = threading.Event(), files.sync
+    going, real = threading.Event(), disk_calls.sync
 
     def sync(descriptor: int) -> None:
         assert going.wait(30)
         real(descriptor)
 
-    monkeypatch.setattr(files, "sync", sync)
+    monkeypatch.setattr(disk_calls, "sync", sync)
 
     def work(mesh: LoopbackMesh) -> None:
         program, params, buffers, optimizer = trained(mesh, 1)
@@ -164,7 +164,7 @@ def test_an_engine_tells_on_all_ranks_and_goes_on(tmp_path: Path, monkeypatch: p
     """A full disk behind a save in the background is raised before a step has begun, which can then be taken."""
     model, batch = torch.nn.Linear(4, 4), {"input": torch.ones(4, 4)}
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, loss=lambda y, _: y.square().mean())
-    real = files.sync
+    real = disk_calls.sync
 
     def run(mesh: LoopbackMesh, *, fails: bool) -> list[float]:
         engine = program.engine(model, mesh=mesh)
@@ -188,7 +188,7 @@ def test_an_engine_tells_on_all_ranks_and_goes_on(tmp_path: Path, monkeypatch: p
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor)
 
-    monkeypatch.setattr(files, "sync", full)
+    monkeypatch.setattr(disk_calls, "sync", full)
     assert loopback(program.mesh, lambda mesh: run(mesh, fails=True)) == straight
     assert _names(tmp_path / "False") == ["step-000001"]
     assert _names(tmp_path / "True") == []

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardc.errors import ShardcError
-from shardc.runtime.state import files
+from shardc.runtime.state import disk_calls
 from shardc.runtime.state.digest import BLOCK, Digest, digest
 from shardc.runtime.state.tensor_file import DTYPES, Entry, TensorFile, bytes_of, header, stored_as
 
@@ -32,10 +32,10 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
     given = tensors()
     data, entries = header([Entry(n, x.dtype, tuple(x.shape)) for n, x in given.items()], {"k": "v"})
-    descriptor = files.create(tmp_path / "f")
-    files.write(descriptor, memoryview(data), 0)
+    descriptor = disk_calls.create(tmp_path / "f")
+    disk_calls.write(descriptor, memoryview(data), 0)
     for e in entries:
-        files.write(descriptor, bytes_of(given[e.name]), e.start)
+        disk_calls.write(descriptor, bytes_of(given[e.name]), e.start)
     os.close(descriptor)
     found = load_file(tmp_path / "f")
     assert all(torch.equal(found[n], x) for n, x in given.items())
