@@ -422,7 +422,7 @@ def needing(user: fx.Node) -> str:
     they are stored.
     """
     if user.op == "output":
-        return "the buffer that it is the new value of, or who asked for it beside the loss,"
+        return "the buffer that it is the new value of, or the caller who gets it beside the loss,"
     target: Any = user.target
     return str(target) if isinstance(target, OpOverload) else str(target.__name__)
 
