@@ -299,7 +299,7 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     where = "its part of the batch"
     shapes = [tuple(tensors[x.path].shape) if x.path in tensors else () for x in program.inputs]
     lengths = "pad them to one length on all ranks: batch: {lengths: [...], pad: {name: number}} in the spec does"
-    alike = Fact("the sizes of the part of the batch", hashed(shapes), where=where, fix=lengths)
+    alike = Fact("the length of the part of the batch", hashed(shapes), where=where, fix=lengths)
     inputs = ", ".join(f"{name_of(path)} {x.dtype}" for path, x in tensors.items())
     return [
         stated("the inputs in the part of the batch", inputs, where=where, fix=SAME_BATCH),
