@@ -115,6 +115,12 @@ class Loader:
 
         The saved seed and order win. Raises ShardcError for a dataset of another size.
         """
+        self.check(state)
+        self.order.load_state_dict(state)
+        self._reading = None  # its reader has the seed
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ShardcError if the saved loader read a dataset of another size."""
         if state["size"] != self.order.size:
             sizes = [
                 f"{n} samples" if n is not None else "an iterable dataset" for n in (state["size"], self.order.size)
@@ -124,8 +130,6 @@ class Loader:
                 where=self._where,
                 fix="continue with the same dataset, or give this loader another name: it then starts anew",
             )
-        self.order.load_state_dict(state)
-        self._reading = None  # its reader has the seed
 
     # --- reading
 
@@ -308,6 +312,11 @@ class Loaders(dict[str, Loader]):
 
     def state_dict(self) -> dict[str, Any]:
         return self._waiting | {name: loader.state_dict() for name, loader in self.items()}
+
+    def check(self, states: Mapping[str, Any]) -> None:
+        """Raises ShardcError where a loader cannot go on from its state."""
+        for name in self.keys() & states.keys():
+            self[name].check(states[name])
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """States of loaders that the engine does not have wait until it has them."""

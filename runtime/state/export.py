@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from shardc.runtime.state.saving_boxes import Runs, kept, model_parts
 from shardc.runtime.state.slices import Box, index, runs, whole
 from shardc.runtime.state.tape_slices import OnTape, Piece
 from shardc.runtime.state.tensor_file import NAMES, Entry, bytes_of, header
+from shardc.torch_private import pytree
 
 #: Files of a folder that belong to a model and not to its weights: they are carried along.
 _CARRIED = re.compile(
@@ -210,14 +211,23 @@ def skeleton(model: nn.Module | None) -> nn.Module | None:
     """A model of transformers or peft without its weights, to keep for an export; None for other models."""
     if model is None or not (is_adapted(model) or "" in pretrained_modules(model)):
         return None
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(x.is_meta for x in tensors):
-        return model
-    memo: dict[int, Any] = {}
-    for x in tensors:
-        empty = torch.empty_like(x, device="meta")
-        memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
+    bare: dict[int, Any] = {}  # by the id of what it is a copy of: tied weights and shared modules stay one
+
+    def without_values(x: Any) -> Any:
+        if id(x) in bare:
+            return bare[id(x)]
+        if isinstance(x, Tensor):
+            empty = torch.empty_like(x.detach(), device="meta")
+            bare[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+        elif isinstance(x, nn.Module):
+            bare[id(x)] = module = x.__class__.__new__(x.__class__)
+            # not copy.deepcopy: modules also hold what cannot be copied, such as states of the last call, or a lock
+            module.__dict__.update({name: pytree.tree_map(without_values, value) for name, value in vars(x).items()})
+        else:
+            return x
+        return bare[id(x)]
+
+    return cast(nn.Module, without_values(model))
 
 
 def is_adapted(model: nn.Module) -> bool:

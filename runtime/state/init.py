@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.state.init_recorder import RECORDING, Recorder, Ref, Tape
+from shardc.runtime.state.init_recorder import Recorder, Ref, Tape
 from shardc.runtime.state.reading_calls import lazily
 from shardc.torch_private import pytree
 
@@ -74,7 +74,7 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
 
     Raises ShardcError, with the line, where building depends on random values or uses randomness that is not torch's.
     """
-    with RECORDING, Recorder() as recorder, lazily(recorder):
+    with Recorder() as recorder, lazily(recorder):
         before = _foreign_randomness()
         model = builder()
         if not isinstance(model, nn.Module):

@@ -210,6 +210,7 @@ class Recorder:
         self.folder: Path | None = None
 
     def __enter__(self) -> Recorder:
+        self._stack.enter_context(RECORDING)
         self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))
         self._stack.enter_context(_Pretend(self))
         self._stack.enter_context(_Dispatch(self))

@@ -52,20 +52,21 @@ def load(
     runs: Runs | None = None,
     room: Room | None = None,
     last_good: bool = False,
+    accept: Callable[[Mapping[str, Any]], None] = lambda extra: None,
     changing: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Fill params, buffers and the optimizer in place from a checkpoint of any mesh; returns its `extra`. Collective.
 
     folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if it is damaged, read the
     last one that is not.
-    room: where the optimizer's state is to be; default: on its parameter's device. changing: called before anything
-    is changed.
+    room: where the optimizer's state is to be; default: on its parameter's device. accept: raises what does not fit in
+    `extra`. changing: called before anything is changed.
 
     Raises ShardcError, on all ranks, naming them, if the checkpoint has other parameters, shapes or another optimizer,
     before anything changes; DamagedError where a file is not what was saved: what was read until then is changed."""
     problems: list[ShardcError] = []
     for path in candidates(Path(folder), mesh, last_good=last_good):
-        loading = _Loading(path, program, mesh, params, buffers, optimizer, runs or {}, room)
+        loading = _Loading(path, program, mesh, params, buffers, optimizer, runs or {}, room, accept)
         try:
             _together(mesh, path, loading.check)
             changing()
@@ -141,9 +142,10 @@ class _Loading:
         optimizer: Optimizer | None,
         runs: Runs,
         room: Room | None,
+        accept: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.path, self.program, self.mesh, self.params, self.buffers = path, program, mesh, params, buffers
-        self.optimizer, self.runs, self.room = optimizer, runs, room
+        self.optimizer, self.runs, self.room, self.accept = optimizer, runs, room, accept
         self.index = Index("", 0, "", "", {}, {}, None)
         self._parts: dict[str, Part] = {}
         self._states: dict[str, dict[str, Any]] = {}
@@ -173,6 +175,7 @@ class _Loading:
                 self.room,
                 self.mesh,
             )
+        self.accept(index.extra)
 
     def read(self) -> None:
         """Every slice that this rank has some of, in the order of the files. Raises DamagedError that names those that

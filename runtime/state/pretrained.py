@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.state.init_recorder import RECORDING, Recorder
+from shardc.runtime.state.init_recorder import Recorder
 from shardc.runtime.state.slices import WeightFiles
 
 #: Names that an error or a note gives.
@@ -249,7 +249,7 @@ def load_converted(
 
     config = options.pop("config", None) or LoadStateDictConfig(weight_mapping=list(mapping))
     quiet = mock.patch.object(core_model_loading, "tqdm", lambda items, **_: items)
-    with RECORDING, mock.patch.dict("os.environ", HF_DEACTIVATE_ASYNC_LOAD="1"), quiet, recorder.recording():
+    with recorder.recording(), mock.patch.dict("os.environ", HF_DEACTIVATE_ASYNC_LOAD="1"), quiet:
         info, _ = core_model_loading.convert_and_load_state_dict_in_model(
             model=module, state_dict=dict(given), load_config=config, disk_offload_index=None
         )

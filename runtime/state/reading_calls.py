@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.state.init_recorder import Recorder
+from shardc.runtime.state.init_recorder import RECORDING, Recorder
 from shardc.runtime.state.pretrained import folded, load_converted
 from shardc.runtime.state.slices import InMemory, WeightFiles, of_files
 from shardc.torch_modes import untraced
@@ -40,7 +40,7 @@ def lazily(recorder: Recorder | None) -> Iterator[None]:
     want their values."""
     own = recorder if recorder is not None else Recorder()
     calls = _Calls(own)
-    with ExitStack() as stack:
+    with RECORDING, ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "load", calls.load(torch.load)))
         for module in (safetensors, safetensors.torch):
             stack.enter_context(mock.patch.object(module, "safe_open", calls.only_here(calls.open, module.safe_open)))

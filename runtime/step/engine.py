@@ -533,6 +533,7 @@ class Engine:
                 runs=self.buckets.runs,
                 room=room,
                 last_good=last_good,
+                accept=self._accept,
                 changing=self._changing,
             )
         self._offload.changed()
@@ -546,6 +547,12 @@ class Engine:
             self._schedulers.load_state_dict(extra["scheduler"])
         self.loaders.load_state_dict(extra.get("loaders", {}))
         self._whole = True
+
+    def _accept(self, extra: Mapping[str, Any]) -> None:
+        """Do schedulers and loaders continue these?"""
+        if self._schedulers is not None and "scheduler" in extra:
+            self._schedulers.check(extra["scheduler"])
+        self.loaders.check(extra.get("loaders", {}))
 
     def _changing(self) -> None:
         self._whole = False  # if what follows fails, or does not fit

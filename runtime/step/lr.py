@@ -59,35 +59,29 @@ class Schedulers:
         states = [state_dict(m) for m in self.members]
         return states[0] if isinstance(self.returned, LRScheduler) else states
 
-    def load_state_dict(self, saved: Any) -> None:
-        """The inverse of `state_dict`. Raises ShardcError where there were other schedulers, or more or fewer."""
+    def check(self, saved: Any) -> None:
+        """Raises ShardcError where there were other schedulers, or more or fewer."""
         states = saved if isinstance(saved, list) else [saved]
         if len(states) != len(self.members):
             what = f"the checkpoint is of {len(states)} schedulers, not {len(self.members)}"
             raise ShardcError(what, where="scheduler", fix="make as many as then, in that order")
         for m, state in zip(self.members, states, strict=True):
-            load_state_dict(m, state)
+            if state["class"] != type(m).__name__:
+                what = f"the checkpoint is of the scheduler {state['class']}, not {type(m).__name__}"
+                fix = f"use {state['class']}, or make the new one from engine.optimizer after loading"
+                raise ShardcError(what, where="scheduler", fix=fix)
+
+    def load_state_dict(self, saved: Any) -> None:
+        """The inverse of `state_dict`, of what `check` takes. As in torch, what was saved wins over what the schedulers
+        were made with."""
+        for m, state in zip(self.members, saved if isinstance(saved, list) else [saved], strict=True):
+            m.load_state_dict(_like(m.state_dict(), state["state"]))
+            _regroup(m)
 
 
 def state_dict(scheduler: LRScheduler) -> dict[str, Any]:
     """Its class and state as JSON-able values."""
     return {"class": type(scheduler).__name__, "state": _plain(scheduler.state_dict())}
-
-
-def load_state_dict(scheduler: LRScheduler, saved: Mapping[str, Any]) -> None:
-    """The inverse of `state_dict`. As in torch, what was saved wins over what the scheduler was made with.
-
-    Raises ShardcError where it was another class's.
-    """
-    if saved["class"] != type(scheduler).__name__:
-        what = f"the checkpoint is of the scheduler {saved['class']}, not {type(scheduler).__name__}"
-        raise ShardcError(
-            what,
-            where="scheduler",
-            fix=f"use {saved['class']}, or make the new one from engine.optimizer after loading",
-        )
-    scheduler.load_state_dict(_like(scheduler.state_dict(), saved["state"]))
-    _regroup(scheduler)
 
 
 def _regroup(scheduler: LRScheduler) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -213,30 +214,40 @@ class _Training:
         return losses
 
     def _step(self, batch: Any) -> Any:
-        """One step. What goes wrong in it is raised when the state before it is saved, as far as all ranks still have
-        that. A save in the background that failed is told, and training goes on: the next one may succeed.
-        """
-        from shardc.runtime.mesh.replicas import ReplicasDifferError
+        """One step. A save in the background that failed is told, and training goes on: the next one may succeed."""
         from shardc.runtime.state import SavingError
         from shardc.runtime.step.finite import NotFiniteError
 
         number = self.engine.step_count + 1
         try:
-            try:
-                result = self.engine.step(batch, local=self.train.local)
-            except SavingError as e:  # raised before the step began
-                self._not_saved(e)
-                result = self.engine.step(batch, local=self.train.local)
+            with self._rescuing(f"step {number}"):
+                try:
+                    result = self.engine.step(batch, local=self.train.local)
+                except SavingError as e:  # raised before the step began
+                    self._not_saved(e)
+                    result = self.engine.step(batch, local=self.train.local)
         except NotFiniteError as e:
             saved = self._saved_beside(f"step-{number}-not-finite")
             raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
-        except ReplicasDifferError:
-            raise  # the state is wrong: the last checkpoint is better
-        except Exception:
-            print(f"step {number} failed: {self._rescued()}", file=sys.stderr, flush=True)
-            raise
         self._tell_saved()
         return result
+
+    @contextmanager
+    def _rescuing(self, doing: str) -> Iterator[None]:
+        """What all ranks do together: where it fails, the state is saved as far as all ranks still have that of one
+        step, and the first failure is raised.
+        """
+        from shardc.runtime.mesh.replicas import ReplicasDifferError
+        from shardc.runtime.step.finite import NotFiniteError
+
+        try:
+            with self.engine.mesh.together(doing):
+                yield
+        except (NotFiniteError, ReplicasDifferError):
+            raise  # on all ranks alike; and where replicas differ the last checkpoint is better than the state
+        except Exception:
+            print(f"{doing} failed: {self._rescued()}", file=sys.stderr, flush=True)
+            raise
 
     def _rescued(self) -> str:
         """Save after an error in a step, if no rank has updated anything in it, and say so."""
@@ -248,6 +259,7 @@ class _Training:
             n, world = engine.step_count, engine.mesh.layout.world
             whole, total, squares = engine.mesh.sum_on_host([int(engine.whole), n, n * n])
             if whole < world or world * squares != total * total:
+                self._finish_save()  # of a step before
                 return f"some ranks had updated already, so nothing was saved; {self._last()}"
             return f"after step {n}: {self._saved()}"
         except Exception as e:  # another process is gone, or the disk: what failed first matters more
@@ -289,7 +301,8 @@ class _Training:
         world, rank = self.engine.mesh.layout.world, self.engine.mesh.rank
         states = [0] * (world + 1)
         states[rank], states[world] = int(problem is not None), self.signals.seen
-        *failed, signalled = self.engine.mesh.sum_on_host(states)
+        with self._rescuing(f"the meeting before step {self.engine.step_count + 1}"):
+            *failed, signalled = self.engine.mesh.sum_on_host(states)
         if signalled:
             number = self.signals.seen or signal.SIGTERM
             after = f"stopped by {signal.Signals(number).name} after step {self.engine.step_count}"
@@ -331,12 +344,19 @@ class _Training:
         """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
         if self.valid is None:
             return {}
-        with self.engine.mesh.together("evaluating"):
+        with self._rescuing(f"the evaluation after step {self.engine.step_count}"):
             values: dict[str, float] = self.engine.evaluate_all(self.valid.one_epoch(), local=self.valid.local)
         return values
 
     def save(self) -> None:
         """Save now, unless this step is saved already, and wait until all is on the disk."""
+        self._finish_save()
+        if self.saved != self.engine.step_count:
+            self.engine.save(checkpoints(Path(self.job.save), new=True), keep=self.job.keep)
+            self.saved = self.engine.step_count
+
+    def _finish_save(self) -> None:
+        """Wait until the save in the background is on the disk, and say so, or why it is not."""
         from shardc.runtime.state import SavingError
 
         try:
@@ -344,9 +364,6 @@ class _Training:
         except SavingError as e:
             self._not_saved(e)
         self._tell_saved()
-        if self.saved != self.engine.step_count:
-            self.engine.save(checkpoints(Path(self.job.save), new=True), keep=self.job.keep)
-            self.saved = self.engine.step_count
 
     def export(self) -> None:
         self.engine.export(self.job.save)

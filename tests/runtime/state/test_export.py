@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.state.export import skeleton
 from tests.runtime.state.test_pretrained import EXPERTS, FAMILIES, PEFT_WARNS, SPECS, TP, Net, X, batch, family, net
 
 torch.set_num_threads(1)
@@ -68,6 +70,21 @@ def test_in_trained_out_and_back_to_from_pretrained(name: str, tmp_path: Path) -
             assert names == set(safe_open(into / "model.safetensors", "pt").keys())
         assert {"config.json", "generation_config.json", "tokenizer.json"} <= {f.name for f in out.iterdir()}
         assert not [f.name for f in out.iterdir() if f.name.startswith(".")]
+
+
+def test_a_model_keeps_its_shape_for_an_export_but_no_values() -> None:
+    """Whatever it holds besides: states of the last call, what cannot be copied, weights by a second name."""
+    model = family("gpt2", tied=True)
+    held: Any = model
+    held.lock, held.last = threading.Lock(), [logits(model), model.get_input_embeddings().weight]  # type: ignore[operator]
+    bare: Any = skeleton(model)
+    assert type(bare) is type(model)
+    assert {n: (x.shape, x.device.type) for n, x in bare.state_dict().items()} == {
+        n: (x.shape, "meta") for n, x in model.state_dict().items()
+    }
+    assert bare.last[0].is_meta and bare.last[1] is bare.get_input_embeddings().weight is bare.lm_head.weight
+    assert bare.lock is held.lock
+    assert not any(x.is_meta for x in model.parameters())
 
 
 def test_another_dtype_and_an_earlier_export_of_more_files(tmp_path: Path) -> None:

@@ -178,15 +178,12 @@ def test_a_schedule_goes_on_where_the_first_rank_has_none(tmp_path: Path) -> Non
     assert on_ranks(program, model, resumed, scheduler=halved) == [None, 0.025]
     other: Any = lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)  # noqa: E731
 
-    def half_loaded(engine: Engine) -> None:
-        if engine.scheduler is None:
-            return
+    def refused(engine: Engine) -> None:
         with pytest.raises(ShardcError, match="the checkpoint is of the scheduler StepLR, not ExponentialLR"):
-            engine.load(tmp_path / "saved")
-        with pytest.raises(ShardcError, match="an update or a load failed halfway"):
-            engine.step(batch())
+            engine.load(tmp_path / "saved")  # on both ranks, and before anything changes
+        engine.step(batch())
 
-    on_ranks(program, model, half_loaded, scheduler=other)
+    on_ranks(program, model, refused, scheduler=other)
 
 
 def by_layer(params: Any) -> torch.optim.Optimizer:

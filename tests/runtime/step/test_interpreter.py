@@ -243,7 +243,8 @@ def test_a_process_that_fails_ends_all_and_names_where_it_was(name: str, body: s
     assert done.returncode == 1
     assert f"{said}; all ranks were ended" in done.stderr
     if name == "raise":
-        assert "ValueError: the culprit\nat 1F1 of the schedule: stage 1, microbatch 1" in done.stderr
+        assert "ValueError: the culprit\nin two (model.py:22): " in done.stderr
+        assert "\nat 1F1 of the schedule: stage 1, microbatch 1" in done.stderr
     assert time.monotonic() - began < 100
 
 
