@@ -21,9 +21,9 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from shardc.errors import Errors, ShardcError
+from shardc.ir.assumed_machine import MEMORY_BYTES_PER_NETWORK_BYTE, PEAK_FLOPS_PER_MEMORY_BYTE
 from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.layers import layer_of
-from shardc.ir.machine import MEMORY_BYTES_PER_NETWORK_BYTE, PEAK_FLOPS_PER_MEMORY_BYTE
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.rules import registry

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import fx
 
+from shardc.ir.assumed_machine import FLOPS_PER_LINK_BYTE
 from shardc.ir.graph import copy_graph, operands_of, producer_of, values_of
-from shardc.ir.machine import FLOPS_PER_LINK_BYTE
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard

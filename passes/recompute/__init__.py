@@ -16,7 +16,7 @@ of several entries may be nested.
 
 The budget is a share of the bytes that backward would keep of the region without a checkpoint. It is spent as in a
 knapsack: first on what saves most work for its bytes, where work is flops, memory touched and bytes sent, in the
-proportions of shardc.ir.machine.
+proportions of shardc.ir.assumed_machine.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
+from shardc.ir.assumed_machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
 from shardc.ir.graph import copy_graph, operands_of, source_of
-from shardc.ir.machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
 from shardc.ir.patterns import Selector, enclosing, select_modules
 from shardc.ir.program import Collective, Program, Region
 from shardc.ir.types import op_name

@@ -26,6 +26,7 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.ops.expert_parallel import experts_route
 from shardc.runtime.rng import Rng
+from shardc.runtime.state.generations import KEEP
 from shardc.runtime.step import inputs, lr, outputs, param_groups, sizes
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.finite import NotFiniteError, first_not_finite
@@ -466,7 +467,7 @@ class Engine:
 
     # --- state
 
-    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = 2) -> None:
+    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEP) -> None:
         """Write a checkpoint that any mesh can load, `folder/step-N`: parameters, buffers, optimizer, scheduler,
         loaders, step, seed. Collective.
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.artifact.fold import NOTHING, Folded
+from shardc.artifact.repeated_layers import NOTHING, Folded
 from shardc.errors import ShardcError
-from shardc.folding import note_lines
+from shardc.folded_messages import note_lines
 from shardc.ir.graph import source_of
 from shardc.ir.outputs import Output
 from shardc.ir.program import Bucket, Buffer, Collective, Input, OffloadPlaces, Param, Program, Region, Source, Value
@@ -48,7 +48,7 @@ def function(
 ) -> str:
     """One graph as the text of a Python function.
 
-    left_out: nodes that are not shown, with the line in their place ("": none), as in `shardc.artifact.fold`.
+    left_out: nodes that are not shown, with the line in their place ("": none), as in `repeated_layers`.
 
     Raises ShardcError where a name of the model hides one that the text needs, TypeError for an argument with no
     written form."""

@@ -6,7 +6,7 @@
     compare_eager.py    proof that loss, gradients and buffers are those of eager mode
 
 patches.py, transformers.py, data_dependent_*.py and inner_autograd.py surround the export: they refuse what it would
-drop without a word, and let it trace what it could not. causes.py says in the user's terms why a capture failed.
+drop without a word, and let it trace what it could not. refusals.py says in the user's terms why a capture failed.
 
 The model is captured in the mode it is in: put it in train mode first. It may be on the meta device; it is not changed.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from shardc.capture import causes, compare_eager, expert_loops, patches, side_effects
+from shardc.capture import compare_eager, expert_loops, patches, refusals, side_effects
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.chosen_rows.unfit import DrawnError
 from shardc.capture.export import export
@@ -62,7 +62,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
                 exported, updated, beside, notes = export(model, leaves, loss, sizes=sizes, rows=rows)
             break
         except ShardcError as e:
-            if rows or (sizes and not causes.of_values(e)):
+            if rows or (sizes and not refusals.of_values(e)):
                 raise (refused if rows and refused and not isinstance(e, DrawnError) else e) from None
             refused = e
     changes.refuse_created()

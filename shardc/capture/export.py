@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from shardc.capture import causes, functionalize, inner_autograd, patches, side_effects, transformers
+from shardc.capture import functionalize, inner_autograd, patches, refusals, side_effects, transformers
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.data_dependent_values import known_values
 from shardc.capture.forward_arguments import arguments, check_call
@@ -68,7 +68,7 @@ def export(
                 check_call(
                     model, *arguments(model, leaves.batch(leaves.tensors), loss is not None), own_loss=loss is not None
                 )
-            raise causes.of_error(e, leaves.named(reads.inputs)) from e
+            raise refusals.of_error(e, leaves.named(reads.inputs)) from e
         if side_effects.random_state() != numbers:
             with mode:
                 raise side_effects.refuse_random(
@@ -86,11 +86,11 @@ def export(
         for spec in signature.input_specs:
             kinds.setdefault(spec.kind, {})[nodes[spec.arg.name]] = str(spec.target)
             if spec.kind == InputKind.CUSTOM_OBJ:
-                raise causes.of_input(nodes[spec.arg.name], "object")
+                raise refusals.of_input(nodes[spec.arg.name], "object")
             if spec.kind == InputKind.CONSTANT_TENSOR and isinstance(
                 exported.constants[str(spec.target)].detach(), FakeTensor
             ):
-                raise causes.of_input(nodes[spec.arg.name], "fake")
+                raise refusals.of_input(nodes[spec.arg.name], "fake")
         stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
         updated = None if transformed else functionalize.remove_inplace(gm.graph, *stored, cut)
         if (
@@ -141,14 +141,14 @@ def _check(graph: fx.Graph, read: list[str]) -> None:
         val = node.meta.get("val")
         many = val if isinstance(val, (tuple, list)) else (val,)
         name = values.op_name(node.target)
-        if re.search(causes.REJECTION, name):
-            raise causes.of_op(node, str(node.target))
+        if re.search(refusals.REJECTION, name):
+            raise refusals.of_op(node, str(node.target))
         if any(isinstance(v, Tensor) and v.layout is not torch.strided for v in many):
-            raise causes.of_op(node, f"sparse {name}")
+            raise refusals.of_op(node, f"sparse {name}")
         if is_call(node) and not isinstance(node.target, OpOverload):
-            raise causes.of_op(node, f"transform {name}")
+            raise refusals.of_op(node, f"transform {name}")
         dynamic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or any(
             isinstance(v, Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape) for v in many
         )
         if dynamic:
-            raise causes.of_op(node, values.op_name(producer_of(node)[0].target), read)
+            raise refusals.of_op(node, values.op_name(producer_of(node)[0].target), read)

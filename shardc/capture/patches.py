@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.capture import autograd_function
-from shardc.capture.causes import PACKED, PADDED
+from shardc.capture.refusals import PACKED, PADDED
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
 from shardc.torch_modes import untraced

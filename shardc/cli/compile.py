@@ -51,7 +51,7 @@ def command(
 
 def _summary(program: Program) -> str:
     """Sizes, the entries of `shard:` that `use:` stands for, and notes."""
-    from shardc.folding import note_lines
+    from shardc.folded_messages import note_lines
     from shardc.ir.units import size
     from shardc.report.comm import bytes_sent
 

@@ -76,7 +76,7 @@ def command(
             return
         from shardc import report
         from shardc.artifact import emit
-        from shardc.artifact.fold import fold
+        from shardc.artifact.repeated_layers import fold
 
         one_device = before and spec is None and not common.is_artifact(model)
         dump = Path(folder) if diff else None

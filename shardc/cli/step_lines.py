@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from shardc.folding import note_lines
+from shardc.folded_messages import note_lines
 from shardc.ir.program import Program
 from shardc.ir.units import count, per_second, plural, size
 from shardc.runtime.zero.optimizer_list import class_of

@@ -25,7 +25,7 @@ import torch
 
 from shardc.cli.told_once import for_this_rank
 from shardc.errors import ShardcError
-from shardc.runtime.state.generations import generations
+from shardc.runtime.state.generations import KEEP, generations
 from shardc.runtime.step.failures import OutOfMemoryError, no_memory, out_of_memory
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Job:
     seed: int = 0
     save: str = ""
     save_every: int = 0
-    keep: int = 2
+    keep: int = KEEP
     eval_every: int = 0
     clip: float | None = None
     nonfinite: str = "stop"

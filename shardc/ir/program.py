@@ -504,7 +504,7 @@ class Program:
         Layers that are equal are shown once, unless `full`.
         """
         from shardc.artifact import emit
-        from shardc.artifact.fold import NOTHING, fold
+        from shardc.artifact.repeated_layers import NOTHING, fold
 
         return emit.text(self, NOTHING if full else fold(self))
 

@@ -113,8 +113,8 @@ class Planner:
         cores = finder.cores(devices)
         rows, note = self._batch(devices, batch, cores)
         estimates = finder.estimate(devices, rows, cores)
-        if not any(p.peak <= self.usable for _, p in estimates) and devices > self.device.node:
-            estimates += finder.estimate(devices, rows, [c for c in finder.cores(devices, wide=True) if c not in cores])
+        if not any(p.peak <= self.usable for _, p in estimates):
+            estimates += finder.estimate(devices, rows, finder.cores(devices, over_nodes=True))
         exact = finder.refine(finder.ranked(estimates))
         target = self.target(devices, rows, (note,))
         candidates = [self._candidate(c, p, target) for c, p in exact.items()]

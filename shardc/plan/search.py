@@ -53,14 +53,14 @@ class Search:
     def __post_init__(self) -> None:
         self.estimates = Estimates(self.library)
 
-    def cores(self, devices: int, *, wide: bool = False) -> list[Core]:
-        """The splits that compile accepts for so many devices, without recomputation. wide: also tensor parallelism
-        over several nodes.
+    def cores(self, devices: int, *, over_nodes: bool = False) -> list[Core]:
+        """The splits that compile accepts for so many devices, without recomputation: tensor parallelism inside a node,
+        or over several.
         """
         node = self.library.device.node
         self.on("one microbatch", 0, 0)
         self.library.takes_microbatches()
-        widths = tensor_widths(devices, node, wide=wide)
+        widths = tensor_widths(devices, node)[over_nodes]
         some = {1, 2, node, self.experts}
         experts = [e for e in divisors(devices) if e in some and self.experts % e == 0] if self.experts else [1]
         splits = [(t, e) for t in widths for e in experts if devices % (t * e) == 0]

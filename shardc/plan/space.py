@@ -133,14 +133,15 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def tensor_widths(devices: int, node: int, *, wide: bool = False) -> list[int]:
-    """Sizes of the tensor-parallel axis: groups that lie inside a node of so many devices; wide: also of up to 4 nodes.
+def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:
+    """Sizes of the tensor-parallel axis: those whose groups lie inside a node of so many devices; and groups of 2 to 4
+    whole nodes, which are slow: they are tried only where nothing of the first kind fits into memory.
 
-    >>> tensor_widths(24, 8), tensor_widths(24, 8, wide=True)
-    ([1, 2, 4, 8], [1, 2, 4, 8, 24])
+    >>> tensor_widths(24, 8)
+    ([1, 2, 4, 8], [24])
     """
-    whole_nodes = range(node, 4 * node + 1, node) if wide else ()
-    return [t for t in divisors(devices) if t in whole_nodes or (t <= node and (node % t == 0 or devices <= node))]
+    inside = [t for t in divisors(devices) if t <= node and (node % t == 0 or devices <= node)]
+    return inside, [t for t in divisors(devices) if t in range(2 * node, 4 * node + 1, node)]
 
 
 def choices(

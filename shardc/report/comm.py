@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from shardc.folding import note_lines
+from shardc.folded_messages import note_lines
 from shardc.ir.outputs import sum_axes, summed
 from shardc.ir.program import Program, Value
 from shardc.ir.units import size

@@ -13,8 +13,14 @@ from typing import Any
 from rich.text import Text
 from torch import fx
 
+from shardc.ir.assumed_machine import (
+    MEMORY,
+    MEMORY_BYTES_PER_NETWORK_BYTE,
+    NETWORK,
+    PEAK_FLOPS,
+    PEAK_FLOPS_PER_MEMORY_BYTE,
+)
 from shardc.ir.graph import operands_of, values_of
-from shardc.ir.machine import MEMORY, MEMORY_BYTES_PER_NETWORK_BYTE, NETWORK, PEAK_FLOPS, PEAK_FLOPS_PER_MEMORY_BYTE
 from shardc.ir.program import Program
 from shardc.ir.units import si, size
 from shardc.report.svg import CHARACTER, INK, LINE, SOFT, Picture, cut, ticks
@@ -120,7 +126,7 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
 
 #: Pixels of the picture, and of what is beside the rows.
 WIDTH, _LEFT, _RIGHT = 1100, 130, 96
-#: What the costs of a program count as: see shardc.ir.machine.
+#: What the costs of a program count as: see shardc.ir.assumed_machine.
 ASSUMED = f"an H100 at its peak: {si(PEAK_FLOPS, 'FLOP/s')}, memory {size(MEMORY)}/s, between stages {size(NETWORK)}/s"
 
 

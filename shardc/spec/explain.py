@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from shardc.errors import Errors
 from shardc.ir.patterns import nearest
-from shardc.spec.others import ours
+from shardc.spec.foreign_words import ours
 from shardc.spec.schema import Form, is_axis
 from shardc.spec.yaml_reader import Document, Path, dotted, flow, reach, say, scalar, without
 

@@ -16,7 +16,7 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.spec import Spec
 from shardc.spec.check import UNBUILT
-from shardc.spec.others import KEYS, VALUES, ours
+from shardc.spec.foreign_words import KEYS, VALUES, ours
 from shardc.spec.schema import DTYPES, STYLES, Form
 from shardc.spec.yaml_reader import dotted
 

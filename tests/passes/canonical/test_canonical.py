@@ -22,7 +22,7 @@ from shardc.runtime.step.interpreter import on_device
 from shardc.spec import Spec
 from shardc.torch_private import OpOverload
 from shardc.verify.reference import interpret, tensors_of
-from shardc.verify.widen import widen_graph
+from shardc.verify.to_float64 import graph_to_float64
 from tests import zoo
 
 torch.set_num_threads(1)
@@ -362,7 +362,7 @@ def test_a_float32_program_can_be_run_in_float64() -> None:
     model, batch = zoo.llama(dtype=torch.float32)
     program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
     model.double()
-    loss, _ = interpret(program, *tensors_of(program, model, batch), graph=widen_graph(program.graph))
+    loss, _ = interpret(program, *tensors_of(program, model, batch), graph=graph_to_float64(program.graph))
     with zoo.Wide():
         want = model(**batch).loss
     assert loss.dtype == torch.float64

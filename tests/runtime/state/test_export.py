@@ -82,7 +82,8 @@ def test_a_model_keeps_its_shape_for_an_export_but_no_values() -> None:
     assert {n: (x.shape, x.device.type) for n, x in bare.state_dict().items()} == {
         n: (x.shape, "meta") for n, x in model.state_dict().items()
     }
-    assert bare.last[0].is_meta and bare.last[1] is bare.get_input_embeddings().weight is bare.lm_head.weight
+    assert bare.last[0].is_meta
+    assert bare.last[1] is bare.get_input_embeddings().weight is bare.lm_head.weight
     assert bare.lock is held.lock
     assert not any(x.is_meta for x in model.parameters())
 

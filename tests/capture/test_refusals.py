@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc.capture import capture, compare_eager
-from shardc.capture.causes import CAUSES
+from shardc.capture.refusals import CAUSES
 from shardc.errors import ShardcError
 from tests.zoo import hf
 
@@ -301,7 +301,7 @@ def test_one_message_per_cause(function: Function, what: str, fix: str) -> None:
     assert len(e.value.errors) == 1
     assert what in e.value.what
     assert fix in e.value.fix
-    assert "test_causes.py:" in e.value.where
+    assert "test_refusals.py:" in e.value.where
 
 
 def test_every_row_can_be_read() -> None:
@@ -338,7 +338,7 @@ def test_state_outside_of_buffers_is_refused(function: Function, name: str) -> N
         capture(model, X)
     assert f"the model returns another loss when it is called again: its forward sets '{name}'" in e.value.what
     assert "register_buffer" in e.value.fix
-    assert e.value.where.startswith("test_causes.py:")
+    assert e.value.where.startswith("test_refusals.py:")
     assert all(model.__dict__[k] is v for k, v in held.items())
 
 
@@ -498,7 +498,7 @@ def test_numbers_that_only_python_sees_are_noted() -> None:
 
     notes = [n for n in capture(net(prints), X).notes if "Python" in n]
     assert len(notes) == 1  # one a line
-    assert notes[0].startswith("test_causes.py:")
+    assert notes[0].startswith("test_refusals.py:")
     assert (
         "only Python sees (print(y.mean().item(), y.max().item())): steps of the program do not run this line"
         in notes[0]
@@ -520,5 +520,5 @@ def test_a_batch_that_does_not_fit_forward(batch: Any, what: str, fix: str) -> N
     with pytest.raises(ShardcError) as e:
         capture(net(lambda s, y: y.sum()), batch)
     assert e.value.what == f"the batch does not fit the model's forward(x): {what}"
-    assert e.value.where.startswith("test_causes.py:")
+    assert e.value.where.startswith("test_refusals.py:")
     assert fix in e.value.fix

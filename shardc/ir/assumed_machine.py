@@ -6,7 +6,7 @@ factors, and a figure that follows a data sheet to three digits would change pro
 What a step takes on a given device, in seconds, is another question: shardc.cost answers it, from devices/*.yaml.
 
 Source: NVIDIA H100 Tensor Core GPU datasheet (dense bfloat16); DGX H100, one 400 Gbit/s NIC a GPU. The same figures are
-in shardc/cost/devices/h100-80g.yaml; tests/ir/test_machine.py compares them, and holds each ratio to them.
+in shardc/cost/devices/h100-80g.yaml; tests/ir/test_assumed_machine.py compares them, and holds each ratio to them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def _wide(x: Any) -> Any:
     return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
 
 
-def widen_graph(graph: fx.Graph) -> fx.Graph:
+def graph_to_float64(graph: fx.Graph) -> fx.Graph:
     """A copy in which every floating dtype is float64: of casts, of factories, of the nodes' types. Run it with float64
     tensors.
     """
@@ -28,7 +28,7 @@ def widen_graph(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def widen(program: Program) -> Program:
+def to_float64(program: Program) -> Program:
     """The same program with every floating dtype float64."""
 
     def typed(x: Any) -> Any:
@@ -41,9 +41,9 @@ def widen(program: Program) -> Program:
     first = program.prologue
     return replace(
         program,
-        graph=widen_graph(program.graph),
-        stages=tuple(replace(s, graph=widen_graph(s.graph)) for s in program.stages),
-        prologue=first and replace(first, graph=widen_graph(first.graph)),
+        graph=graph_to_float64(program.graph),
+        stages=tuple(replace(s, graph=graph_to_float64(s.graph)) for s in program.stages),
+        prologue=first and replace(first, graph=graph_to_float64(first.graph)),
         params=tuple(map(typed, program.params)),
         buffers=tuple(map(buffer, program.buffers)),
         inputs=tuple(map(typed, program.inputs)),

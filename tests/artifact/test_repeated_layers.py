@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import shardc
-from shardc.artifact.fold import fold
+from shardc.artifact.repeated_layers import fold
 from shardc.cli import app
 from tests import zoo
 

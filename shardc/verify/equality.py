@@ -1,0 +1,179 @@
+"""The numeric check: the compiled program on all ranks of the loopback mesh against the single-device graph, in
+float64.
+
+Weights and inputs are random. What is compared is what a user would never notice: the loss, every gradient, every
+buffer."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from shardc.ir.graph import values_of
+from shardc.ir.program import Program, Value
+from shardc.ir.types import OUTSIDE_DOMAIN
+from shardc.ir.units import plural, size
+from shardc.runtime.rng import Rng
+from shardc.runtime.step.outputs import divided
+from shardc.verify.random_batch import random_inputs, random_state
+from shardc.verify.reference import interpret_all, reach
+from shardc.verify.simulate import simulate
+from shardc.verify.to_float64 import to_float64
+
+#: Relative; the noise of float64 is 5e-16 per operation, and sums over ranks come in another order.
+TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not equal. where: parameter or value; what: how far off; fix: what to do about it."""
+
+    where: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}\n  fix: {self.fix}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of `verify`. checked: number of values compared; worst: largest relative difference seen; seconds:
+    duration.
+    """
+
+    findings: tuple[Finding, ...]
+    checked: int
+    worst: float
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def __repr__(self) -> str:
+        return f"<Report: {str(self).partition(chr(10))[0]}>"
+
+    def __str__(self) -> str:
+        if not self.ok and not self.checked:
+            return "\n".join(["not compared with one device", *map(str, self.findings)])
+        head = "equal to one device" if self.ok else f"{plural(len(self.findings), 'difference')} from one device"
+        lines = [f"{head}: {self.checked} values, worst relative difference {self.worst:.1e}, {self.seconds:.1f} s"]
+        return "\n".join([*lines, *map(str, self.findings)])
+
+
+def verify(program: Program, *, seed: int = 0) -> Report:
+    """Run one training step both ways and compare loss, gradients and buffers. Dropout stays on: its masks are the same
+    on every mesh.
+
+    Needs memory for the model in float64 on every rank of the mesh; a program too large for this machine gives a
+    finding that says so. Nothing is read from or written to disk.
+
+    Every dtype is widened, the casts of `precision:` too: what is checked is the algebra of the splits, not the
+    rounding of 16 bits."""
+    start = time.perf_counter()
+    need, there = _memory(program), _available()
+    if need > there:
+        finding = Finding(
+            program.meta.get("model", "program"),
+            f"the check needs about {size(need)}, this machine has {size(there)} free",
+            "verify a smaller batch or fewer layers of the same model: rules and spec are the same",
+        )
+        return Report((finding,), 0, float("nan"), time.perf_counter() - start)
+    double = to_float64(program)
+    why = ""
+    filled = any(b.constant is None and not b.dtype.is_floating_point for b in double.buffers)
+    for integers, fractions in product((0, 1) if filled else (0,), (False, True)):
+        weights = random_state(double, seed, integers=integers)
+        params = {p.name: p.whole(weights).clone().requires_grad_(p.requires_grad) for p in double.params}
+        buffers = {b.name: weights[b.fqn] for b in double.buffers if b.constant is None}
+        batch = random_inputs(double, seed, fractions=fractions)
+        try:
+            loss, news, outputs = interpret_all(
+                double, params, buffers, {i.name: reach(batch, i.path) for i in double.inputs}, Rng(seed)
+            )
+        except OUTSIDE_DOMAIN as e:  # a target that is no probability, a matrix that is not positive definite
+            why = f"the model fails on one device ({type(e).__name__}: {str(e).splitlines()[0]})"
+            continue
+        if bool(torch.isfinite(loss)):
+            break
+        why = f"the model's loss is {float(loss.detach())} on one device"
+    else:
+        what = f"on random weights and inputs {why}: nothing can be compared"
+        finding = Finding("loss", what, "compare with real weights: shardc.verify.simulate(program, model, batch)")
+        return Report((finding,), 0, float("nan"), time.perf_counter() - start)
+    loss.backward()  # type: ignore[no-untyped-call]
+    sim = simulate(double, weights, batch, seed=seed)
+
+    pairs: list[tuple[str, Tensor | None, Tensor | None]] = [("loss", loss.detach(), sim.loss)]
+    for p in (p for p in double.params if p.requires_grad):
+        gradient = params[p.name].grad
+        one_by_one = {} if gradient is None else p.by_name(gradient)
+        pairs += [(n, one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
+    pairs += [(b.fqn, news[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
+    findings, worst = [], 0.0
+    # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
+    # measure it against the whole gradient's size
+    floor = 1e-3 * float(
+        sum((g.double().norm().square() for n, g, _ in pairs[1:] if g is not None), torch.zeros(())).sqrt()
+    )
+    named = divided(double, {name: x.detach() for name, x in outputs.items()})
+    off_by = [(name, difference(one, many, 0.0 if name == "loss" else floor)) for name, one, many in pairs]
+    off_by += [(f"output {name!r}", _of_output(x, sim.outputs[name])) for name, x in named.items()]
+    for name, off in off_by:
+        worst = max(worst, off)
+        if not off <= TOLERANCE:
+            what = (
+                f"the {name.partition(' ')[0]}"
+                if name == "loss" or name.startswith("output ")
+                else "its gradient"
+                if name in {n for p in double.params for n in p.names}
+                else "its new value"
+            )
+            findings.append(
+                Finding(
+                    name,
+                    f"{what} differs from one device by {off:.1e} relative",
+                    "a bug in shardc or in a rule of your own: please report it",
+                )
+            )
+    return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start)
+
+
+def difference(one: Tensor | None, many: Tensor | None, floor: float = 0.0) -> float:
+    """‖many - one‖ / max(‖one‖, floor); a gradient that is missing counts as zeros."""
+    if one is None and many is None:
+        return 0.0
+    if one is None or many is None:
+        there = one if one is not None else many
+        assert there is not None
+        return 0.0 if not there.any() else float("inf")
+    scale = max(float(one.double().norm()), floor)
+    return float((many.double() - one.double()).norm()) / scale if scale else float(many.double().norm())
+
+
+def _of_output(one: Tensor, many: Tensor) -> float:
+    """The difference of an output, which may be nan or inf where the user's formula is: of no row at all, say."""
+    wide, other = one.double(), many.double()
+    same = (wide == other) | (wide.isnan() & other.isnan())
+    return difference(wide.masked_fill(same, 0), other.masked_fill(same, 0), float(wide[wide.isfinite()].norm()))
+
+
+def _memory(program: Program) -> float:
+    """Bytes in float64: weights and gradients, twice on the reference, once a rank; activations of one device and of
+    the ranks.
+    """
+    weights = sum(8 * Value(p.shape, torch.float64).nbytes() // 8 for p in program.params)
+    local = sum(Value(p.shape, torch.float64, False, p.layout).nbytes(program.mesh) for p in program.params)
+    computed = (v for n in program.graph.nodes if n.op == "call_function" for v in values_of(n))
+    acts = sum(replace(v, dtype=torch.float64).nbytes() for v in computed)
+    return 3 * weights + program.mesh.world * 2 * local + 3 * acts
+
+
+def _available() -> float:
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) * 0.8
