@@ -111,7 +111,7 @@ def text(line: dict[str, Any]) -> str:
     return (
         f"step {line['step']:>5}  loss {line['loss']:.4f}  {numbers(line.get('outputs', {}))}"
         f"grad norm {line['grad_norm']:.3f}  {lr}"
-        f"{speed(line):>18}  {size(line['memory_mb'] * 2**20)}"
+        f"{speed(line):>18}  {size(line['memory_mb'] * 2**20)} peak"
         + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
         + (f"  held-out loss {line['held_out']:.4f}" if line.get("held_out") is not None else "")
         + f"  {numbers(line.get('held_out_outputs', {}))}".rstrip()

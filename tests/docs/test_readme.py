@@ -31,7 +31,7 @@ def shown() -> Iterator[tuple[list[str], str]]:
 def same(text: str) -> str:
     """Without what differs from run to run: seconds, speeds, memory."""
     text = re.sub(r"\b\d[\d.]* s\b", "_ s", text)
-    return re.sub(r" +[\d.]+( [kM])? samples/s( +[\d.]+ MiB)?", " _ samples/s", text)
+    return re.sub(r" +[\d.]+( [kM])? samples/s( +[\d.]+ MiB( peak)?)?", " _ samples/s", text)
 
 
 @pytest.fixture
