@@ -29,6 +29,10 @@ _LAST = 5  # lines at the end of an error that name its kind; notes come after i
 _NOTE = 160  # bytes of a rank's note of what it is doing
 # seconds in which ranks may still fail because another one did; then, in which a SIGTERM is heeded
 GRACE = 1.0
+#: Exit status of a rank that ended because another one did not answer any more (shardc.runtime.mesh.watch).
+GAVE_UP = 75
+#: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
+STOPPED = 6.0
 
 
 def in_world() -> bool:
@@ -122,7 +126,31 @@ class Progress:
         return file.read_bytes().rstrip(b"\0").decode(errors="replace") if file.exists() else ""
 
 
-class Stopped(BaseException):
+class Told:
+    """What ranks have to say while they run, in a file that the launcher shows: their standard errors are shown at the
+    end.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._shown = folder / "told", 0
+
+    def begin(self) -> None:
+        """Forget what ranks of an earlier start have said."""
+        self._file.unlink(missing_ok=True)
+
+    def say(self, text: str) -> None:
+        with self._file.open("a") as f:
+            f.write(f"{text}\n")
+
+    def show(self) -> None:
+        """On this process's standard error, what has come since the last time."""
+        if self._file.exists():
+            text = self._file.read_text(errors="replace")
+            print(text[self._shown :], file=sys.stderr, end="", flush=True)
+            self._shown = len(text)
+
+
+class _Interrupt(BaseException):
     """The launcher got a signal to stop."""
 
 
@@ -157,10 +185,13 @@ def launch(
     env.setdefault("OMP_NUM_THREADS", threads)
 
     def stop(number: int, _: object) -> None:
-        raise Stopped(number)
+        raise _Interrupt(number)
 
     before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     ranks: list[subprocess.Popen[bytes]] = []
+    watched, told = _StoppedRanks(ranks), Told(progress) if progress is not None else None
+    if told is not None:
+        told.begin()
     with tempfile.TemporaryDirectory(prefix="shardc-") as folder:
         logs = [Path(folder) / f"rank{r}.err" for r in range(world)]
         try:
@@ -179,25 +210,23 @@ def launch(
                             preexec_fn=_die_with_parent,
                         )
                     )
-            while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+            stopped: int | None = None
+            while stopped is None and any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
                 time.sleep(POLL)
-            failed = [r for r, p in enumerate(ranks) if p.poll()]
+                stopped = watched.since(STOPPED)
+                if told is not None:
+                    told.show()
+            failed = [r for r, p in enumerate(ranks) if p.poll()] if stopped is None else [stopped]
             if not failed:
                 _repeat(logs[0])
                 return 0
-            culprit = _culprit(ranks, logs, failed)
-            code = ranks[culprit].returncode
+            culprit = _culprit(ranks, logs, failed) if stopped is None else stopped
             failed_first(culprit)
-            _report(
-                culprit,
-                code,
-                mesh,
-                logs[culprit],
-                Progress.read(progress / f"rank{culprit}") if progress is not None else "",
-            )
-            return 2 if code == 2 else 1
-        except Stopped as e:
-            with contextlib.suppress(Stopped):
+            doing = Progress.read(progress / f"rank{culprit}") if progress is not None else ""
+            _report(culprit, ranks[culprit].returncode, mesh, logs[culprit], doing)
+            return 2 if ranks[culprit].returncode == 2 else 1
+        except _Interrupt as e:
+            with contextlib.suppress(_Interrupt):
                 _signal(ranks, e.args[0], patience)
             _repeat(logs[0])
             return 128 + int(e.args[0])
@@ -241,11 +270,41 @@ def _lost_peer(log: Path) -> bool:
     return any(sign in last for sign in signs)
 
 
-def _report(rank: int, code: int, mesh: Mesh, log: Path, doing: str) -> None:
+class _StoppedRanks:
+    """Ranks that a signal has stopped (SIGSTOP, SIGTSTP) while others run. Where all are stopped, somebody means it."""
+
+    def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+        self._ranks, self._since = ranks, dict[int, float]()
+
+    def since(self, seconds: float) -> int | None:
+        """The first rank that has been stopped for so long; None without one."""
+        now = time.monotonic()
+        stopped = {r for r, p in enumerate(self._ranks) if _state(p.pid) == "T"}
+        if len(stopped) == len(self._ranks):
+            stopped = set()
+        self._since = {r: self._since.get(r, now) for r in stopped}
+        return next((r for r, began in sorted(self._since.items(), key=lambda x: x[1]) if now - began > seconds), None)
+
+
+def _state(pid: int) -> str:
+    """What Linux says of a process: "R" runs, "S" sleeps, "T" is stopped; "" elsewhere, and where there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def _report(rank: int, code: int | None, mesh: Mesh, log: Path, doing: str) -> None:
+    """code: the exit status; None: the rank was stopped, and still is."""
     coords = ", ".join(f"{a}={c}" for a, c in mesh.coords(rank).items())
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
+    how = f"failed with exit status {code}"
+    if code is None:
+        how = f"was stopped (SIGSTOP) for {STOPPED:.0f} s"
+    elif code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
     sys.stdout.flush()
-    if code != 2:  # wrong input is the user's: the message alone says it
+    if code == GAVE_UP:
+        print("all ranks were ended", file=sys.stderr)  # the rank's own words say whom it waited for
+    elif code != 2:  # wrong input is the user's: the message alone says it
         print(
             (
                 f"rank {rank} ({coords}) {how}{f' {doing}' if doing else ''}; all ranks were ended"
@@ -258,6 +317,8 @@ def _report(rank: int, code: int, mesh: Mesh, log: Path, doing: str) -> None:
         from shardc.runtime.step.failures import LESS_MEMORY
 
         print(f"  fix: if nobody did, memory ran out (`dmesg` says so): {LESS_MEMORY}", file=sys.stderr)
+    elif code is None:
+        print("  fix: let it run, or stop all ranks together", file=sys.stderr)
     elif code < 0:
         print("  fix: native code crashed, of an op or an extension; see its last words", file=sys.stderr)
     print(log.read_text(errors="replace").rstrip(), file=sys.stderr)

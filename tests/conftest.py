@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,14 @@ settings.load_profile("shardc")
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # tests run side by side
+
+
+def pytest_collection_finish() -> None:
+    """Tests make graphs of many small objects, and Python would look through all that was imported again and again
+    (a sixth of the time)."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.step.context import StepContext
 
 
@@ -62,6 +63,7 @@ class RankMesh(ABC):
     layout: the mesh; rank: this one's number in it; device: where its tensors live; record: keep a list of what ran in
     `.records`. The name of an axis that is seen as several digits (shardc.ir.mesh) means all of them.
     `.step`: what ops may know of the step that runs (shardc.runtime.step.context): ops are given the mesh alone.
+    `.activity`: what the rank is doing, for messages about ranks that hang or are killed.
     Gathers and exchanges take and return *stacks* [ranks of the axis, ...] (shardc.runtime.ops.digits).
     """
 
@@ -72,7 +74,7 @@ class RankMesh(ABC):
         for axis in {n.partition(".")[0] for n in layout.names} - set(layout.names):
             self._sizes[axis] = layout.size(axis)
             self._coords[axis] = layout.group(rank, (axis,)).index(rank)
-        self.step = StepContext()
+        self.step, self.activity = StepContext(), Activity()
         self.records: list[CommRecord] = []
         self.recording = record
 
@@ -90,6 +92,7 @@ class RankMesh(ABC):
         return math.prod(self.size(a) for a in axes)
 
     def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
+        self.activity.begin(kind, axes, tag)
         if self.recording:
             direction = "recompute" if self.step.recomputing and direction == "forward" else direction
             self.records.append(CommRecord(kind, axes, nbytes, direction, tag))
@@ -193,6 +196,7 @@ class RankMesh(ABC):
         """Receive the next tensor that the rank at another coordinate of `axis` sends, in the background. into:
         contiguous, of its type.
         """
+        self.activity.begin("receive", (axis,), tag)
         return self._start_receive(into, axis, source, tag)
 
     def sum_on_host(self, numbers: Sequence[int]) -> list[int]:
@@ -201,6 +205,7 @@ class RankMesh(ABC):
         """
         if self.layout.world == 1:
             return list(numbers)
+        self.activity.begin("all_reduce", self.layout.names, "what ranks agree on")
         sums: list[int] = self._sum_on_host(torch.tensor(numbers, dtype=torch.int64)).tolist()
         return sums
 
@@ -214,11 +219,11 @@ class RankMesh(ABC):
         data = self.all_reduce(data, self.layout.names, direction="state", tag=tag)
         return data.view(whole.dtype).view(whole.shape)
 
-    def together(self, doing: str) -> AbstractContextManager[None]:
+    def together(self, doing: str) -> AbstractContextManager[Any]:
         """Around what all ranks do together: an error in it on some ranks only ends it on the others too, which raise
         shardc.runtime.mesh.failure.RankFailedError. doing: for that error, such as "step 5".
         """
-        return nullcontext()
+        return self.activity.during(doing)
 
     def reconnect(self) -> None:
         """After such an error, on all ranks: meet again, to save what there is. Collective."""

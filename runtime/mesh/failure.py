@@ -17,10 +17,13 @@ import time
 from typing import Any
 
 from shardc.errors import ShardcError
+from shardc.ir.mesh import Mesh
+from shardc.runtime.mesh.activity import Activity
 
 #: Seconds in which all ranks report an error that all meet; in which a rank that is cut off learns of the cause.
 OWN, CAUSE = 3.0, 10.0
-_SIGNS = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", "nccl error")
+_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", "nccl error")
+_LATE = ("timed out waiting", "watchdog caught collective operation timeout")
 
 
 class RankFailedError(ShardcError):
@@ -30,8 +33,8 @@ class RankFailedError(ShardcError):
 class Failures:
     """The reports of a world's ranks. store: torch.distributed's. number: how many failures there were before."""
 
-    def __init__(self, store: Any, rank: int, world: int) -> None:
-        self._store, self._rank, self._world, self.number = store, rank, world, 0
+    def __init__(self, store: Any, rank: int, layout: Mesh) -> None:
+        self._store, self._rank, self._layout, self._world, self.number = store, rank, layout, layout.world, 0
 
     def report(self, error: Exception, doing: str) -> bool:
         """Say that this rank failed. Returns whether all did, each by an error of its own."""
@@ -41,6 +44,20 @@ class Failures:
         every = _within(OWN, lambda: self._store.check(everybody))
         self.number += 1
         return every
+
+    def of_another(self, error: Exception, doing: str, activity: Activity) -> RankFailedError:
+        """The error of a rank that another one cut off, or let wait for too long."""
+        found = sorted(self.cause().items())
+        if found:
+            rank, said = found[0]
+            coordinates = ", ".join(f"{axis}={c}" for axis, c in self._layout.coords(rank).items())
+            what = f"rank {rank} ({coordinates}) failed in {said}"
+        elif _says(error, _LATE):
+            what = f"another rank did not come within the time limit to {activity.collective}, {activity}"
+        else:
+            what = f"the connection to another rank broke in {doing}: its process was killed, or hangs"
+        fix = "see the error of that rank; go on from the last checkpoint"
+        return RankFailedError(what, where=doing, fix=fix)
 
     def cause(self) -> dict[int, str]:
         """{rank: what it reported}, of the failure that cut this rank off; empty if it died without a word."""
@@ -61,9 +78,13 @@ class Failures:
 
 
 def cut_off(error: Exception) -> bool:
-    """Is it the error of a rank whose peer has gone?"""
+    """Is it the error of a rank whose peer has gone, or does not come?"""
+    return isinstance(error, RuntimeError) and _says(error, _GONE + _LATE)
+
+
+def _says(error: Exception, signs: tuple[str, ...]) -> bool:
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+    return any(sign in text for sign in signs)
 
 
 def _within(seconds: float, done: Any) -> bool:

@@ -23,8 +23,9 @@ from shardc.runtime.launch import check_variables
 from shardc.runtime.mesh.agreement import DisagreementError, check, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
-from shardc.runtime.mesh.failure import Failures, RankFailedError, cut_off
+from shardc.runtime.mesh.failure import Failures, cut_off
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
+from shardc.runtime.mesh.watch import Watch
 from shardc.torch_private import default_store, process_groups
 
 # torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
@@ -43,7 +44,8 @@ class TorchMesh(RankMesh):
     lines: axes along which ranks send to each other. Each gets a group for either direction: NCCL carries out what two
     ranks send each other in one group one after the other, and both would wait if each sent first.
     device: "cuda" (NCCL), "cuda:1" or "cpu" (gloo); default: see shardc.runtime.mesh.local_device. timeout: after which
-    a collective that some rank does not join is an error; default: torch's, 10 minutes with NCCL, 30 with gloo. Joins
+    a collective that some rank does not join is an error; default: torch's, 10 minutes with NCCL, 30 with gloo. watch:
+    name the rank that the others wait for within seconds, and end if it is gone (shardc.runtime.mesh.watch). Joins
     the world that torchrun (or `shardc run`) describes in the environment, unless a process group exists already.
     Raises ShardcError if the world has another number of ranks than the mesh, or ranks would share a GPU.
     """
@@ -57,6 +59,7 @@ class TorchMesh(RankMesh):
         device: torch.device | str | None = None,
         timeout: timedelta | None = None,
         record: bool = False,
+        watch: bool = True,
     ) -> None:
         here = local_device(device)
         if here.type == "cuda":
@@ -72,16 +75,17 @@ class TorchMesh(RankMesh):
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         _check_world(layout, world)
         super().__init__(layout, rank, here, record)
-        self._timeout, self._together, self._cut = timeout, False, False
+        self._timeout, self._cut = timeout, False
         self._store = default_store() if world > 1 else None
         self._works: WeakSet[Work] = WeakSet()
-        self._failures = Failures(self._store, rank, world)
+        self._failures = Failures(self._store, rank, layout)
         self._groups: dict[frozenset[str], Any] = {}
         self._made: set[frozenset[str]] = set()  # also those that this rank is not in
         self._lines: dict[tuple[str, bool], Any] = {}
         self._host: Any = None
         self._along = tuple(lines)
         self._connect([layout.names, *((n,) for n in layout.names), *axes])
+        self.watch = Watch(layout, rank, self.activity, self._store) if watch and _can_watch(self._store) else None
 
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""
@@ -225,19 +229,17 @@ class TorchMesh(RankMesh):
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        if self.layout.world == 1 or self._together:  # within something larger
-            yield
-            return
-        self._together = True
-        try:
-            yield
-        except DisagreementError:
-            raise  # all ranks do
-        except Exception as e:
-            self._failed(e, doing)
-            raise
-        finally:
-            self._together = False
+        with self.activity.during(doing) as outermost:
+            if self.layout.world == 1 or not outermost:
+                yield
+                return
+            try:
+                yield
+            except DisagreementError:
+                raise  # all ranks do
+            except Exception as e:
+                self._failed(e, doing)
+                raise
 
     def _failed(self, error: Exception, doing: str) -> None:
         """Tell the others, or learn from them: returns if the error is this rank's own."""
@@ -245,12 +247,9 @@ class TorchMesh(RankMesh):
             if not self._failures.report(error, doing):
                 self._leave(error)
             return
-        found = self._failures.cause()
+        failed = self._failures.of_another(error, doing, self.activity)
         self._leave(error)
-        said = [f"rank {r} ({_place(self.layout, r)}) failed in {what}" for r, what in sorted(found.items())]
-        what = said[0] if said else f"the connection to another rank broke in {doing}: its process was killed, or hangs"
-        fix = "see the error of that rank; go on from the last checkpoint"
-        raise RankFailedError(what, where=doing, fix=fix) from error
+        raise failed from error
 
     def _leave(self, error: Exception) -> None:
         """Cut all connections: whoever waits for this rank is woken. They end with the last that refers to
@@ -293,6 +292,8 @@ class TorchMesh(RankMesh):
         A group ends with the last that knows it, and its threads with it. They must not outlive the interpreter: they
         may hold a tensor, and letting go of it then aborts the process
         (https://github.com/pytorch/pytorch/pull/179291)."""
+        if self.watch is not None:
+            self.watch.stop()
         if self.owner and dist.is_initialized():
             dist.destroy_process_group()
             self._groups.clear()
@@ -318,8 +319,11 @@ def _join(here: torch.device, timeout: timedelta | None) -> None:
     )
 
 
-def _place(layout: Mesh, rank: int) -> str:
-    return ", ".join(f"{a}={c}" for a, c in layout.coords(rank).items())
+def _can_watch(store: Any) -> bool:
+    """Whether a thread can ask the store beside others: over a connection of its own."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore)
 
 
 def rank_here() -> int:

@@ -100,19 +100,17 @@ Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, but
 
 
 class Interpreter:
-    """The stages that this rank runs. mesh: a runtime mesh. note: is called with each action of a pipeline as it
-    begins. offloaded: where regions with `offload: cpu` keep tensors until backward."""
+    """The stages that this rank runs. mesh: a runtime mesh. offloaded: where regions with `offload: cpu` keep tensors
+    until backward."""
 
     def __init__(
         self,
         program: Program,
         mesh: Any,
-        note: Callable[[str], None] | None = None,
         *,
         offloaded: type[OffloadedTensor] = OffloadedTensor,
     ) -> None:
         self.program, self.mesh, self.axis = program, mesh, program.axis
-        self.note = note if note is not None and program.axis else lambda text: None
         self.schedule = program.schedule if program.schedule is not None else schedule.alone(program.microbatches)
         self.at = mesh.coordinate(self.axis) if self.axis else 0
         self.actions = self.schedule.actions[self.at]
@@ -298,14 +296,14 @@ class Run:
         for works in self.sending:
             for work in works:
                 work.wait()
-        self.on.note("after all actions of a step")
+        self._act("")
 
     def do(self, action: Action) -> None:
         """One action. STEP is the engine's."""
         doing = f"at {action} of the schedule" + (
             f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else ""
         )
-        self.on.note(doing)
+        self._act(doing)
         if action.kind in ("F", "B", "I", "W"):
             step = self.on.mesh.step
             step.set_microbatch(action.microbatch, len(self.values), step.running.totals)
@@ -320,6 +318,10 @@ class Run:
             if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
                 e.add_note(doing)
             raise
+
+    def _act(self, doing: str) -> None:
+        if self.on.axis:
+            self.on.mesh.activity.act(doing)
 
     # --- computing
 

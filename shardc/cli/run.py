@@ -135,7 +135,7 @@ def command(
             result=str(folder / "result.json"),
             trust=trust,
             routing=routing,
-            progress=str(folder),
+            progress="" if joined else str(folder),
             joined=joined,
         )
         status = _train(job, folder, program, show)

@@ -92,15 +92,18 @@ def run(job: Job) -> dict[str, Any]:
     from shardc.cli.step_lines import StepLines, header
     from shardc.compile import compile
     from shardc.recompile import Resizer
-    from shardc.runtime.launch import Progress
-    from shardc.runtime.step.engine import adamw
-    from shardc.runtime.step.interpreter import Interpreter
+    from shardc.runtime.launch import Progress, Told
+    from shardc.runtime.step.engine import adamw, runtime_mesh
 
     signals = _Signals()
     file = model_file.load(job.model, batch=job.batch, seq=job.seq, seed=job.seed)
     program = load(job.program, trust=job.trust)
     program.resize = Resizer(file.on_meta, file.loss, {}, compile)
-    note = Progress(Path(job.progress) / f"rank{os.environ.get('RANK', '0')}").note if job.progress else None
+    mesh = runtime_mesh(program)
+    if job.progress:
+        mesh.activity.written = Progress(Path(job.progress) / f"rank{mesh.rank}").note
+        if mesh.watch is not None:
+            mesh.watch.tell = Told(Path(job.progress)).say
     weights = Path(job.weights) if job.weights else file.weights
     engine = program.engine(
         file.build,
@@ -112,7 +115,7 @@ def run(job: Job) -> dict[str, Any]:
         clip_norm=job.clip,
         routing=job.routing,
         nonfinite=job.nonfinite,
-        interpreter=functools.partial(Interpreter, note=note),
+        mesh=mesh,
     )
     if job.resume:
         engine.load(checkpoints(Path(job.resume)), last_good=job.last_good)

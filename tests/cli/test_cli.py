@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import shardc
 from shardc.cli import app, worker
 from shardc.runtime.launch import free_port
+from tests import warm
 
 MODEL = """
 import torch
@@ -122,12 +123,7 @@ def test_run_trains_saves_and_resumes_on_another_mesh(files: Path) -> None:
     """Real processes: 2 steps on dp=2, then 1 more on tp=2, give the loss of 3 steps on one process."""
 
     def run(*args: str) -> dict[str, object]:
-        done = subprocess.run(
-            [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--json", *args],
-            capture_output=True,
-            text=True,
-            cwd=files,
-        )
+        done = warm.run("run", "model.py", "spec.yaml", "--json", *args, cwd=files)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert isinstance(found, dict)
@@ -187,8 +183,7 @@ def test_a_rank_that_raises_shows_the_users_line_and_ends_the_run(files: Path) -
     (files / "model.py").write_text(
         MODEL + "\ndef data(split):\n    yield batch()\n    raise OSError('the disk is gone')\n"
     )
-    command = [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--mesh", "dp=2,tp=1", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=files, timeout=120)
+    done = warm.run("run", "model.py", "spec.yaml", "--mesh", "dp=2,tp=1", "--json", cwd=files, timeout=120)
     assert done.returncode == 1
     (error,) = json.loads(done.stdout)["errors"]
     assert error["what"] == "OSError: the disk is gone"
@@ -509,7 +504,7 @@ def test_a_compiled_folder_with_an_op_of_the_users_own(files: Path) -> None:
     assert call("compile", "model.py", "spec.yaml", "-o", "out").exit_code == 0
 
     def elsewhere(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "shardc.cli", *args], capture_output=True, text=True)
+        return warm.run(*args, cwd=files)
 
     done = elsewhere("verify", "out")
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from shardc.cli.step_lines import StepLines, duration
 from shardc.cli.training_data import Batches, _taken_over, seed_everything
+from tests import warm
 
 MODEL = """
 import os, time, shardc, torch
@@ -97,7 +98,7 @@ def command(folder: Path, mode: str, *args: str) -> list[str]:
 
 
 def run(folder: Path, mode: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(folder, mode, *args), capture_output=True, text=True, cwd=folder)
+    return warm.run(*command(folder, mode, *args)[3:], cwd=folder)  # type: ignore[no-any-return]
 
 
 def test_a_shuffling_data_loader_trains_alike_on_every_mesh(folder: Path) -> None:
@@ -149,7 +150,7 @@ def test_an_error_in_a_step_on_one_rank_ends_all_and_saves_first(folder: Path, m
 def test_an_error_in_an_update_on_one_rank_ends_all(folder: Path) -> None:
     done = run(folder, "optimizer raises", "--steps", "9", "--save", "out", "--save-every", "2")
     assert done.returncode == 1, done.stderr
-    assert "rank 1 (dp=0, tp=1) failed with exit status 1; all ranks were ended" in done.stderr
+    assert "rank 1 (dp=0, tp=1) failed with exit status 1 in step 3, at " in done.stderr
     assert "step 3 failed: some ranks had updated already, so nothing was saved" in done.stderr
     assert "the last checkpoint is in out" in done.stderr
     assert "OSError: no room for its state" in done.stderr

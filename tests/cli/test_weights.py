@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import transformers
 from typer.testing import CliRunner
 
 from shardc.cli import app
+from tests import warm
 
 MODEL = """
 import torch
@@ -40,10 +39,9 @@ SPEC = "shardc: 1\nmesh: {tp: 2}\nshard: {use: structure}\n"
 
 
 def run(folder: Path, *args: str) -> str:
-    command = [sys.executable, "-m", "shardc.cli", "run", *args]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    done = warm.run("run", *args, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 
 import shardc
 import shardc.nn
@@ -25,7 +25,7 @@ from shardc.runtime import launch, ops, state
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.ops import expert_activation, grouped_mm
 from shardc.runtime.step.expert_load import Load
-from tests import equality, zoo
+from tests import equality, warm, zoo
 from tests.zoo import hf
 
 E, H, INNER, V = 8, 16, 12, 32
@@ -527,7 +527,7 @@ def test_processes(tmp_path: Path) -> None:
     """Over gloo, also where one rank gets all rows."""
     for name in ("top 2", "one expert takes all"):
         one(name).compile(spec(name, mesh={"ep": 2})).save(tmp_path / name)
-    multiprocessing.spawn(work, args=(launch.free_port(), str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    warm.ranks(work, launch.free_port(), str(tmp_path), world=2)
     for name, (loss, grads) in torch.load(tmp_path / "result.pt").items():
         equality.assert_equal(Namespace(loss=loss, grads=grads), one(name).loss, one(name).grads)
 

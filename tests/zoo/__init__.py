@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 BATCH, SEQ, VOCAB, HIDDEN, HEADS = 8, 16, 128, 64, 8
 Batch = dict[str, Tensor]
@@ -67,8 +66,9 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.empty_strided:  # export copies constants with it, dtype by dtype
             return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
-        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **named)
 
 
 # --- a GPT of ordinary PyTorch ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 
 import shardc
 from shardc.capture import capture
@@ -30,7 +30,7 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.loss_scale import INTERVAL, LossScaler
 from shardc.spec import Spec
 from shardc.verify.simulate import Simulation
-from tests import zoo
+from tests import warm, zoo
 from tests.zoo import plain as plain_zoo
 from tests.zoo import plain_gradients, plain_more  # noqa: F401 (they fill the zoo)
 
@@ -741,7 +741,7 @@ def test_two_processes(tmp_path: Path) -> None:
         folder = tmp_path / "".join(mesh)
         single.compile(**split("gpt", mesh, "tp" in mesh), precision=precision).save(folder / "program")
         run = functools.partial(process, world=2, port=launch.free_port(), folder=str(folder))
-        multiprocessing.spawn(_positional, args=(run,), nprocs=2)  # type: ignore[no-untyped-call]
+        warm.ranks(_positional, run, world=2)
         found = torch.load(folder / "result.pt")
         assert found["skipped"] == 0
         assert_close(found["loss"], found["grads"], single.sim)

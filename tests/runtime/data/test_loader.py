@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +25,7 @@ from shardc.ir.program import Input, Program
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
-from tests import example_program
+from tests import example_program, warm
 
 MESHES: list[dict[str, int]] = [
     {},
@@ -520,8 +518,7 @@ def test_run_reads_a_dataset_and_resumes_it_on_another_mesh(tmp_path: Path) -> N
     (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {dp: 2, tp: 2}\nshard:\n  up: column\n  down: row\n")
 
     def run(*args: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--json", *args]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        done = warm.run("run", "model.py", "spec.yaml", "--json", *args, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
         return found
@@ -536,19 +533,7 @@ def test_run_reads_a_dataset_and_resumes_it_on_another_mesh(tmp_path: Path) -> N
     (tmp_path / "model.py").write_text(
         MODEL.replace("return Rows(18)", "return None").replace(' if split == "train" else Rows(8)', "")
     )
-    command = [
-        sys.executable,
-        "-m",
-        "shardc.cli",
-        "run",
-        "model.py",
-        "spec.yaml",
-        "--mesh",
-        "dp=1,tp=1",
-        "--steps",
-        "1",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = warm.run("run", "model.py", "spec.yaml", "--mesh", "dp=1,tp=1", "--steps", "1", cwd=tmp_path)
     assert done.returncode == 2
     assert "data('train') returns None" in done.stderr
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import multiprocessing
 
 import shardc
 from shardc.runtime import launch, state
-from tests import zoo
+from tests import warm, zoo
 from tests.test_equal import reference, spec_of
 
 
@@ -49,7 +48,7 @@ def test_real_processes_equal_one_device(name: str, mesh: dict[str, int], tmp_pa
     program.save(tmp_path / "program")
     world = program.mesh.world
     run = functools.partial(work, world=world, port=launch.free_port(), name=name, folder=str(tmp_path))
-    multiprocessing.spawn(_positional, args=(run,), nprocs=world)  # type: ignore[no-untyped-call]
+    warm.ranks(_positional, run, world=world)
     found = torch.load(tmp_path / "result.pt")
     assert abs(float(found["loss"] - loss)) <= 1e-12 * abs(float(loss))
     floor = 1e-3 * float(torch.stack([g.norm() for g in grads.values()]).norm())

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh import CommRecord, RankMesh, TorchMesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from tests import warm
 
 GRID = Mesh((("dp", 2), ("tp", 2)))
 
@@ -76,7 +76,7 @@ def gloo(rank: int, folder: str, layout: Mesh) -> None:
 
 
 def test_gloo_processes_compute_every_collective(tmp_path: Path) -> None:
-    mp.spawn(gloo, (str(tmp_path), GRID), nprocs=4)  # type: ignore[no-untyped-call]
+    warm.ranks(gloo, str(tmp_path), GRID, world=4)
 
 
 def test_what_ran_is_recorded_with_the_bytes_of_the_whole_tensor() -> None:

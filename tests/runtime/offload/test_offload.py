@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,6 +31,7 @@ from shardc.runtime.offload import storage
 from shardc.runtime.offload.optimizer import prove_apart
 from shardc.runtime.offload.storage import Files
 from shardc.runtime.step.engine import Engine
+from tests import warm
 from tests.bench import offload as bench
 
 BUCKET_MB = 0.002  # some 500 numbers: several buckets, and several pages
@@ -269,7 +269,7 @@ def of_a_process(rank: int, port: int, folder: str) -> None:
 
 def test_gloo_processes(tmp_path: Path) -> None:
     """Two summands have one order only: bit for bit what loopback gives."""
-    mp.spawn(of_a_process, (launch.free_port(), str(tmp_path / "x")), nprocs=2)  # type: ignore[no-untyped-call]
+    warm.ranks(of_a_process, launch.free_port(), str(tmp_path / "x"), world=2)
     same(torch.load(tmp_path / "x.pt", weights_only=True), train(program({"dp": 2}, {})))
     assert list((tmp_path / "x").iterdir()) == []
 

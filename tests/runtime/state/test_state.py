@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, fx, nn
 
@@ -24,6 +23,7 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state.generations import newest, read_index
 from shardc.runtime.state.init import materialise_model, named_tensors, record
 from shardc.runtime.state.sources import check_names
+from tests import warm
 
 torch.set_num_threads(1)
 
@@ -573,7 +573,7 @@ def _process(rank: int, port: int, folder: str) -> None:
 def test_two_gloo_processes_resume_what_four_threads_saved(tmp_path: Path, free_port: int) -> None:
     make = OPTIMIZERS["adamw"]
     _trained({"dp": 2, "tp": 2}, make, tmp_path / "in", steps=2)
-    mp.spawn(_process, (free_port, str(tmp_path)), nprocs=2)
+    warm.ranks(_process, free_port, str(tmp_path), world=2)
     program, ranks, *_ = _trained({"dp": 1}, make, None, steps=4)
     again, back, _, extra, _ = _trained({"dp": 4}, make, None, 0, resume=tmp_path / "out")
     assert extra == {"step": 4}

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from shardc.errors import ShardcError
@@ -19,7 +18,7 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
 from shardc.verify.simulate import Comm, simulate
-from tests import example_program
+from tests import example_program, warm
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 3)]
 LR = 1e-2
@@ -409,7 +408,7 @@ def test_gloo_processes_train_like_one_device(dp: int, tp: int, tmp_path: Path) 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(train, (dp, tp, port, str(tmp_path / "out")), nprocs=dp * tp)  # type: ignore[no-untyped-call]
+    warm.ranks(train, dp, tp, port, str(tmp_path / "out"), world=dp * tp)
     got = torch.load(tmp_path / "out", weights_only=True)
     one = example_program.program(dropout=0.2).engine(example_program.Model(), adamw, seed=5, clip_norm=1.0)
     for _ in range(3):

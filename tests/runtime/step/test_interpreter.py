@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -24,7 +22,7 @@ from shardc.cli import app
 from shardc.ir.program import Program
 from shardc.report.comm import comm_rows
 from shardc.runtime.mesh.loopback import loopback
-from tests import zoo
+from tests import warm, zoo
 from tests.passes.pipeline.test_pipeline import SHARD, spec
 
 STEPS = 3
@@ -215,12 +213,12 @@ def batch():
         (
             "kill",
             "os.kill(os.getpid(), signal.SIGKILL)",
-            "rank 1 (pp=1) was killed by SIGKILL at 1F1 of the schedule: stage 1, microbatch 1",
+            "rank 1 (pp=1) was killed by SIGKILL in step 2, at 1F1 of the schedule: stage 1, microbatch 1",
         ),
         (
             "raise",
             "raise ValueError('the culprit')",
-            "rank 1 (pp=1) failed with exit status 1 at 1F1 of the schedule: stage 1, microbatch 1",
+            "rank 1 (pp=1) failed with exit status 1 in step 2, at 1F1 of the schedule: stage 1, microbatch 1",
         ),
     ],
 )
@@ -229,17 +227,7 @@ def test_a_process_that_fails_ends_all_and_names_where_it_was(name: str, body: s
     (tmp_path / "model.py").write_text(MODEL.format(name=name, body=body))
     (tmp_path / "spec.yaml").write_text(str(shardc.Spec.load(spec({"pp": 2}, 4, cut=["two"]))))
     began = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "shardc.cli",
-        "run",
-        str(tmp_path / "model.py"),
-        str(tmp_path / "spec.yaml"),
-        "--steps",
-        "1000",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = warm.run("run", "model.py", "spec.yaml", "--steps", "1000", cwd=tmp_path, timeout=120)
     assert done.returncode == 1
     assert f"{said}; all ranks were ended" in done.stderr
     if name == "raise":

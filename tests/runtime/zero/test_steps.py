@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 
 import shardc
 from shardc.capture import capture
 from shardc.ir.program import Program
 from shardc.runtime import launch, ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from tests import warm
 
 ROWS, TOKENS, VOCAB, HIDDEN = 24, 5, 26, 12
 STEPS = 5
@@ -368,6 +369,6 @@ def test_real_processes_equal_one_device(world: int, tmp_path: Path) -> None:
         if p.mesh.world == world:
             p.save(tmp_path / name)
             names.append(name)
-    multiprocessing.spawn(process, args=(launch.free_port(), str(tmp_path), names), nprocs=world)  # type: ignore[no-untyped-call]
+    warm.ranks(process, launch.free_port(), str(tmp_path), names, world=world)
     for name in names:
         check(torch.load(tmp_path / name / "state.pt"), "adamw")

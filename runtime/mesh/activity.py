@@ -1,0 +1,99 @@
+"""What a rank is doing: said by whoever does it, read by the thread that watches (shardc.runtime.mesh.watch), and kept
+where it outlives a process that is killed (shardc.runtime.launch.Progress).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+_PRODUCT = str(Path(__file__).parents[2])  # of shardc's own files, and
+_TORCH = str(Path(torch.__file__).parent)  # of torch's: neither is where a model's author would look
+_GENERATED = "<eval_with_key>"
+
+
+class Activity:
+    """doing: "step 5", between whose begin and end ranks may wait for each other; outside of it the last one. action:
+    of a pipeline's schedule, "at 1F1 of the schedule: stage 1, microbatch 1". collective: the last one that was begun,
+    "all_reduce 'h.0' over tp". count: of all collectives. written: is called with the text whenever it changes.
+    """
+
+    def __init__(self) -> None:
+        self.doing = self.action = self.collective = ""
+        self.inside, self.count = False, 0
+        self.written: Callable[[str], None] | None = None
+
+    @contextmanager
+    def during(self, doing: str) -> Iterator[bool]:
+        """What ranks do together. Gives whether it is not inside of something larger, whose name then counts."""
+        if self.inside:
+            yield False
+            return
+        self.doing, self.inside = doing, True
+        self._write()
+        try:
+            yield True
+        except BaseException:
+            self.written = None  # what is written stays: that is where it failed
+            raise
+        finally:
+            self.inside = False
+            self._write()
+
+    def act(self, action: str) -> None:
+        self.action = action
+        self._write()
+
+    def begin(self, kind: str, axes: tuple[str, ...], tag: str) -> None:
+        """A collective."""
+        self.count += 1
+        self.collective = f"{kind} {tag!r} over {'+'.join(axes)}" if tag else f"{kind} over {'+'.join(axes)}"
+        self._write()
+
+    def __str__(self) -> str:
+        """ "in step 5, at all_reduce 'h.0' over tp", "after step 5" """
+        if not self.doing:
+            return ""
+        if not self.inside:
+            return f"after {self.doing}"
+        place = self.action or (f"at {self.collective}" if self.collective else "")
+        return f"in {self.doing}, {place}" if place else f"in {self.doing}"
+
+    def _write(self) -> None:
+        if self.written is not None:
+            self.written(str(self))
+
+
+def waits() -> bool:
+    """Whether some thread of this process waits for other ranks now: torch.distributed's functions and Work.wait are
+    the only places where a program does.
+    """
+    here = threading.get_ident()
+    return any(_is_wait(f) for thread, f in sys._current_frames().items() if thread != here)
+
+
+def _is_wait(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_filename == c10d.__file__ or (code.co_name == "wait" and code.co_filename.endswith("mesh/base.py"))
+
+
+def place() -> str:
+    """Where the main thread is, in the user's code if it is called from there: "model.py:22, in forward"."""
+    thread = threading.main_thread().ident
+    frame: FrameType | None = sys._current_frames().get(thread) if thread is not None else None
+    first = frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_PRODUCT, _TORCH, _GENERATED, "<")) and "importlib" not in file:
+            break
+        frame = frame.f_back
+    if (frame := frame or first) is None:
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}"

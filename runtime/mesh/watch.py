@@ -1,0 +1,187 @@
+"""Who keeps the others waiting: a rank that hangs, or is stopped, is named within seconds.
+
+A thread of each rank looks whether the rank waits where it waited before. If it does for too long, it asks, by the
+store over which the processes met; every rank answers what it is doing; and the first that asked says who has not
+answered, or is not waiting:
+
+    rank 0   step 5 ── all_reduce ... asks ....... "rank 2 keeps the others waiting: at model.py:22, in forward"
+    rank 1   step 5 ── all_reduce ......... answers: waits
+    rank 2   step 5 ── model.py:22 ........ answers: model.py:22, in forward      (or nothing, if it is stopped)
+
+A rank that is slow is told of, and waited for, until torch.distributed's time limit. One that does not even answer is
+stopped, or its machine is gone: the others end after a while, as NCCL's watchdog would end them, only that they say
+whom they waited for. Nothing is sent while all goes well, but for a look into the store every few seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardc.ir.mesh import Mesh
+from shardc.runtime.launch import GAVE_UP
+from shardc.runtime.mesh import activity
+from shardc.runtime.mesh.activity import Activity
+
+#: Default seconds after which the rank that the others wait for is named; after which they end if it does not answer.
+NAMED, ENDED = 8.0, 60.0
+_SHOWN = 8  # ranks that a message lists
+
+
+@dataclass
+class _Question:
+    """That this rank was the first to ask. number: of the question; asked: when; told: somebody did not answer."""
+
+    number: int
+    asked: float
+    told: bool = False
+
+
+def told(text: str) -> None:
+    """On this process's standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Watch:
+    """The thread of one rank. activity: what the rank is doing. store: torch.distributed's; a connection of its own is
+    made. named, ended: seconds, see above. tell: what to do with a message.
+
+    Half of `named` passes until a rank asks, a fifth until all have seen it, a fifth until they have answered.
+    """
+
+    def __init__(
+        self,
+        layout: Mesh,
+        rank: int,
+        activity: Activity,
+        store: Any,
+        *,
+        named: float = NAMED,
+        ended: float = ENDED,
+        tell: Callable[[str], None] = told,
+    ) -> None:
+        self._layout, self._rank, self._activity, self._store = layout, rank, activity, store.clone()
+        self._named, self._ended, self.tell = named, ended, tell
+        # one store serves all ranks: it is asked at most some thousand times a second
+        self._look = max(named / 5, layout.world / 1000)
+        self._stop = threading.Event()
+        self._round = 0  # of questions
+        self._question: _Question | None = None
+        self._thread = threading.Thread(target=self._run, name="shardc-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Nobody watches any more; the connection to the store is not in use when the process ends."""
+        self._stop.set()
+        self._thread.join(timeout=1)
+
+    def _run(self) -> None:
+        # a store that is gone, with the process that held it: whoever waits for that one is woken by torch
+        with contextlib.suppress(Exception):
+            self._watch()
+
+    def _watch(self) -> None:
+        count, since, looked, patience = -1, time.monotonic(), 0.0, self._named / 2
+        while not self._stop.wait(self._named / 40):
+            now = time.monotonic()
+            if self._activity.count != count:
+                count, since, patience = self._activity.count, now, self._named / 2
+            elif now - since >= patience and activity.waits():
+                patience *= 4  # what is slow is told of now and then
+                self._ask(now)
+                looked = 0.0
+            if now - looked >= self._look:
+                looked = now
+                self._answer()
+                self._judge(now)
+
+    def _ask(self, now: float) -> None:
+        if self._store.add(f"{self._key(self._round)}/asked", 1) == 1:
+            self._question = _Question(self._round, now)
+
+    def _answer(self) -> None:
+        """What others want to know; and the end of the run, if one of them found out that a rank is gone."""
+        while self._store.check([f"{self._key(self._round)}/asked"]):
+            answer = {"waits": activity.waits(), "doing": str(self._activity), "place": activity.place()}
+            self._store.set(f"{self._key(self._round)}/rank{self._rank}", json.dumps(answer))
+            self._round += 1
+        if self._round and self._store.check([f"{self._key(self._round - 1)}/ended"]):
+            self._end(self._store.get(f"{self._key(self._round - 1)}/ended").decode())
+
+    def _judge(self, now: float) -> None:
+        question = self._question
+        if question is None or now - question.asked < self._look + self._named / 5:
+            return
+        answers = self._answers(question.number)
+        seconds = now - question.asked + self._named / 2
+        text = verdict(self._layout, answers, seconds)
+        if len(answers) == self._layout.world:
+            self._question = None
+            self.tell("all ranks answer again" if question.told else text)
+        elif seconds >= self._ended:
+            self._store.set(f"{self._key(question.number)}/ended", text)
+            self._end(text)
+        elif not question.told:
+            question.told = True
+            self.tell(f"{text}; unless it answers, the run ends in {self._ended - seconds:.0f} s")
+
+    def _answers(self, number: int) -> dict[int, dict[str, Any]]:
+        keys = {r: f"{self._key(number)}/rank{r}" for r in range(self._layout.world)}
+        there = {r: key for r, key in keys.items() if self._store.check([key])}
+        return {r: json.loads(self._store.get(key)) for r, key in there.items()}
+
+    def _end(self, text: str) -> None:
+        """The main thread waits in native code for a rank that is gone, and cannot be woken."""
+        if self._question is not None or activity.waits():
+            told(f"{text}; this rank has ended")
+            os._exit(GAVE_UP)
+
+    def _key(self, number: int) -> str:
+        return f"shardc/watch{number}"
+
+
+def verdict(layout: Mesh, answers: dict[int, dict[str, Any]], seconds: float) -> str:
+    """Whom the others wait for, and where they do. answers: by rank; those that are missing do not answer."""
+    waiting = {r: a["doing"] for r, a in answers.items() if a["waits"]}
+    silent = [r for r in range(layout.world) if r not in answers]
+    busy = [r for r, a in answers.items() if not a["waits"]]
+    where = f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it {_common(waiting)}" if waiting else ""
+    if silent:
+        what = f"does not answer for {seconds:.0f} s: it is stopped, or its machine is gone"
+        return f"{_named(layout, silent)} {what}" + (f"; {where}" if where else "")
+    if busy:
+        each = [f"{answers[r]['place']}{_comma(answers[r]['doing'])}" for r in busy[:_SHOWN]]
+        what = f"keeps the others waiting for {seconds:.0f} s: it is at {'; '.join(dict.fromkeys(each))}"
+        return f"{_named(layout, busy)} {what}" + (f"; {where}" if where else "")
+    each = [f"rank {r} {doing}" for r, doing in list(waiting.items())[:_SHOWN]]
+    return f"all ranks wait for each other for {seconds:.0f} s: {'; '.join(each)}"
+
+
+def _named(layout: Mesh, ranks: list[int]) -> str:
+    shown = [f"{r} ({', '.join(f'{a}={c}' for a, c in layout.coords(r).items())})" for r in ranks[:_SHOWN]]
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
+
+
+def _ranks(ranks: dict[int, Any]) -> str:
+    shown = ", ".join(map(str, list(ranks)[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _common(waiting: dict[int, str]) -> str:
+    """Where most of them wait."""
+    return max(waiting.values(), key=list(waiting.values()).count)
+
+
+def _comma(text: str) -> str:
+    return f", {text}" if text else ""
