@@ -29,7 +29,7 @@ _LAST = 5  # lines at the end of an error that name its kind; notes come after i
 _NOTE = 160  # bytes of a rank's note of what it is doing
 # seconds in which ranks may still fail because another one did; then, in which a SIGTERM is heeded
 GRACE = 1.0
-#: Exit status of a rank that ended because another one did not answer any more (shardc.runtime.mesh.watch).
+#: Exit status of a rank that ended because another one failed, or does not answer.
 GAVE_UP = 75
 #: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
 STOPPED = 6.0
@@ -253,7 +253,7 @@ def _culprit(ranks: list[subprocess.Popen[bytes]], logs: list[Path], failed: lis
         if killed and all(_lost_peer(logs[r]) for r in failed):
             return killed[0]
         failed = [*failed, *late]
-    own = [r for r in failed if not _lost_peer(logs[r])]
+    own = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(logs[r])]
     return (own or failed)[0]
 
 

@@ -14,6 +14,7 @@ the connections stay, and the next step can begin.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from shardc.errors import ShardcError
@@ -69,7 +70,8 @@ class Failures:
                     found[r] = self._store.get(self._key(r)).decode(errors="replace")
             return bool(found)
 
-        _within(CAUSE, look)
+        with suppress(RuntimeError):  # the store went with the process that held it
+            _within(CAUSE, look)
         self.number += 1
         return found
 

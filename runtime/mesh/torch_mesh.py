@@ -25,7 +25,7 @@ from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
 from shardc.runtime.mesh.failure import Failures, cut_off
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
-from shardc.runtime.mesh.watch import Watch
+from shardc.runtime.mesh.watch import NAMED, Watch
 from shardc.torch_private import default_store, process_groups
 
 # torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
@@ -45,7 +45,7 @@ class TorchMesh(RankMesh):
     ranks send each other in one group one after the other, and both would wait if each sent first.
     device: "cuda" (NCCL), "cuda:1" or "cpu" (gloo); default: see shardc.runtime.mesh.local_device. timeout: after which
     a collective that some rank does not join is an error; default: torch's, 10 minutes with NCCL, 30 with gloo. watch:
-    name the rank that the others wait for within seconds, and end if it is gone (shardc.runtime.mesh.watch). Joins
+    seconds after which the rank that the others wait for is named (shardc.runtime.mesh.watch); 0: never. Joins
     the world that torchrun (or `shardc run`) describes in the environment, unless a process group exists already.
     Raises ShardcError if the world has another number of ranks than the mesh, or ranks would share a GPU.
     """
@@ -59,7 +59,7 @@ class TorchMesh(RankMesh):
         device: torch.device | str | None = None,
         timeout: timedelta | None = None,
         record: bool = False,
-        watch: bool = True,
+        watch: float = NAMED,
     ) -> None:
         here = local_device(device)
         if here.type == "cuda":
@@ -85,7 +85,9 @@ class TorchMesh(RankMesh):
         self._host: Any = None
         self._along = tuple(lines)
         self._connect([layout.names, *((n,) for n in layout.names), *axes])
-        self.watch = Watch(layout, rank, self.activity, self._store) if watch and _can_watch(self._store) else None
+        self.watch = None
+        if watch and _can_watch(self._store):
+            self.watch = Watch(layout, rank, self.activity, self._store, named=watch)
 
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""

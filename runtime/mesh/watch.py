@@ -31,8 +31,9 @@ from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
 
-#: Default seconds after which the rank that the others wait for is named; after which they end if it does not answer.
-NAMED, ENDED = 8.0, 60.0
+#: Default seconds after which the rank that the others wait for is named. After so many times that they end if it does
+#: not answer.
+NAMED, ENDED = 8.0, 6
 _SHOWN = 8  # ranks that a message lists
 
 
@@ -52,7 +53,7 @@ def told(text: str) -> None:
 
 class Watch:
     """The thread of one rank. activity: what the rank is doing. store: torch.distributed's; a connection of its own is
-    made. named, ended: seconds, see above. tell: what to do with a message.
+    made. named: seconds until the rank that the others wait for is named. tell: what to do with a message.
 
     Half of `named` passes until a rank asks, a fifth until all have seen it, a fifth until they have answered.
     """
@@ -65,11 +66,10 @@ class Watch:
         store: Any,
         *,
         named: float = NAMED,
-        ended: float = ENDED,
         tell: Callable[[str], None] = told,
     ) -> None:
         self._layout, self._rank, self._activity, self._store = layout, rank, activity, store.clone()
-        self._named, self._ended, self.tell = named, ended, tell
+        self._named, self._ended, self.tell = named, ENDED * named, tell
         # one store serves all ranks: it is asked at most some thousand times a second
         self._look = max(named / 5, layout.world / 1000)
         self._stop = threading.Event()

@@ -69,9 +69,9 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
-def runtime_mesh(program: Program) -> TorchMesh:
-    """This rank of torch.distributed's world, with the groups that a program communicates in."""
-    return TorchMesh(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else ())
+def runtime_mesh(program: Program, **options: Any) -> TorchMesh:
+    """This rank of torch.distributed's world, with the groups that a program communicates in. options: TorchMesh's."""
+    return TorchMesh(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else (), **options)
 
 
 class Engine:

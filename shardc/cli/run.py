@@ -77,6 +77,12 @@ def command(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="after a rank failed, begin again from the last --save so many times")
     ] = 0,
+    watch: Annotated[
+        float, typer.Option(min=0, help="seconds after which a rank that the others wait for is named; 0: never")
+    ] = 8.0,
+    timeout: Annotated[
+        float, typer.Option(min=0, help="seconds that ranks wait for each other; 0: torch's, 30 min (10 with NCCL)")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="of initial weights and dropout")] = 0,
     log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
     routing: Annotated[
@@ -135,6 +141,8 @@ def command(
             result=str(folder / "result.json"),
             trust=trust,
             routing=routing,
+            watch=watch,
+            timeout=timeout,
             progress="" if joined else str(folder),
             joined=joined,
         )

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,7 +46,8 @@ class Job:
     nonfinite: what to do where a loss is not finite: "stop", "skip" the update, or "ignore". clip: norm of gradients.
     overwrite: the log begins anew. progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress).
     result: file into which rank 0 writes the summary. trust: run an edited artifact. routing: say how tokens are spread
-    over experts. joined: the processes were started by torchrun or Slurm.
+    over experts. watch: seconds after which the rank that the others wait for is named; timeout: seconds that they
+    wait; 0: torch's. joined: the processes were started by torchrun or Slurm.
     """
 
     program: str
@@ -70,6 +72,8 @@ class Job:
     progress: str = ""
     trust: bool = False
     routing: bool = False
+    watch: float = 0
+    timeout: float = 0
     joined: bool = False
 
 
@@ -99,7 +103,8 @@ def run(job: Job) -> dict[str, Any]:
     file = model_file.load(job.model, batch=job.batch, seq=job.seq, seed=job.seed)
     program = load(job.program, trust=job.trust)
     program.resize = Resizer(file.on_meta, file.loss, {}, compile)
-    mesh = runtime_mesh(program)
+    timeout = timedelta(seconds=job.timeout) if job.timeout else None
+    mesh = runtime_mesh(program, watch=job.watch, timeout=timeout)
     if job.progress:
         mesh.activity.written = Progress(Path(job.progress) / f"rank{mesh.rank}").note
         if mesh.watch is not None:
@@ -420,6 +425,7 @@ def main(file: str) -> None:
     """Run a job, and leave at once if it fails: a rank that waits in a destructor for its
     peers would hide the cause.
     """
+    from shardc.runtime.launch import GAVE_UP
     from shardc.runtime.mesh.failure import RankFailedError
     from shardc.runtime.mesh.replicas import ReplicasDifferError
 
@@ -430,7 +436,7 @@ def main(file: str) -> None:
         if isinstance(e, RankFailedError):
             time.sleep(FIRST_WORD)
         # 2: the input was wrong. A machine that failed is another matter: that run may go on
-        _refuse(job, e, 1 if isinstance(e, (RankFailedError, ReplicasDifferError)) else 2)
+        _refuse(job, e, GAVE_UP if isinstance(e, RankFailedError) else 1 if isinstance(e, ReplicasDifferError) else 2)
     except Interrupted as e:
         print(e, file=sys.stderr, flush=True)
         _report_errors(job, [{"where": "signal", "what": str(e), "fix": ""}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from shardc.cli.training_data import Batches, _taken_over, seed_everything
 from tests import warm
 
 MODEL = """
-import os, time, shardc, torch
+import os, signal, time, shardc, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,6 +34,10 @@ def checked(x: torch.Tensor) -> torch.Tensor:
         if MODE == "op raises once":
             open("failed", "w").close()
         raise OSError("the machine is tired")
+    if MODE in ("op hangs", "op stops") and steps == 3 and os.environ.get("RANK") == "1":
+        if MODE == "op stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1000)
     return x.clone()
 
 checked.register_fake(torch.empty_like)
@@ -155,6 +160,29 @@ def test_an_error_in_an_update_on_one_rank_ends_all(folder: Path) -> None:
     assert "the last checkpoint is in out" in done.stderr
     assert "OSError: no room for its state" in done.stderr
     assert [p.name for p in (folder / "out" / "checkpoint").iterdir() if p.is_dir()] == ["step-000002"]
+
+
+def test_a_rank_that_hangs_is_named_while_the_others_wait(folder: Path) -> None:
+    done = run(folder, "op hangs", "--steps", "9", "--watch", "1", "--timeout", "6")
+    assert done.returncode == 1
+    first, *_ = done.stderr.splitlines()
+    line = MODEL.splitlines().index("        time.sleep(1000)") + 1
+    assert re.fullmatch(
+        rf"rank 1 \(dp=0, tp=1\) keeps the others waiting for 1 s: it is at model.py:{line}, in checked, in step 3, at"
+        r" all_reduce .*; rank 0 waits for it in step 3, at all_reduce 'linear_1_sum' over tp",
+        first,
+    ), first
+    assert (
+        "another rank did not come within the time limit to all_reduce 'linear_1_sum' over tp, in step 3" in done.stderr
+    )
+    assert "rank 0" not in done.stderr.replace(first, ""), "it is not the one that failed"
+
+
+def test_a_rank_that_is_stopped_is_named_and_ends_all(folder: Path) -> None:
+    done = run(folder, "op stops", "--steps", "9")
+    assert done.returncode == 1
+    assert "rank 1 (dp=0, tp=1) was stopped (SIGSTOP) for 6 s in step 3, at all_reduce" in done.stderr
+    assert "all ranks were ended" in done.stderr
 
 
 def test_a_run_that_failed_begins_again_from_its_last_checkpoint(folder: Path) -> None:

@@ -1,0 +1,99 @@
+"""Who keeps the others waiting: what is said of the answers that ranks give."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardc.ir.mesh import Mesh
+from shardc.runtime.mesh import activity
+from shardc.runtime.mesh.activity import Activity
+from shardc.runtime.mesh.watch import Watch, verdict
+
+MESH = Mesh((("dp", 2), ("tp", 2)))
+
+
+def waiting(at: str = "in step 5, at all_reduce 'h' over tp") -> dict[str, Any]:
+    return {"waits": True, "doing": at, "place": "engine.py:3, in step"}
+
+
+BUSY = {"waits": False, "doing": "in step 5, at all_reduce 'g' over tp", "place": "model.py:22, in forward"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (
+            {0: waiting(), 1: BUSY, 2: waiting(), 3: waiting()},
+            "rank 1 (dp=0, tp=1) keeps the others waiting for 9 s: it is at model.py:22, in forward, in step 5, at"
+            " all_reduce 'g' over tp; ranks 0, 2, 3 wait for it in step 5, at all_reduce 'h' over tp",
+        ),
+        (
+            {0: waiting(), 1: waiting(), 3: waiting("after step 4")},
+            "rank 2 (dp=1, tp=0) does not answer for 9 s: it is stopped, or its machine is gone; ranks 0, 1, 3 wait for"
+            " it in step 5, at all_reduce 'h' over tp",
+        ),
+        (
+            {0: waiting("in step 5, at all_reduce 'h' over tp"), 1: waiting("in saving"), 2: waiting(), 3: waiting()},
+            "all ranks wait for each other for 9 s: rank 0 in step 5, at all_reduce 'h' over tp; rank 1 in saving;"
+            " rank 2 in step 5, at all_reduce 'h' over tp; rank 3 in step 5, at all_reduce 'h' over tp",
+        ),
+    ],
+)
+def test_what_is_said(answers: dict[int, dict[str, Any]], said: str) -> None:
+    assert verdict(MESH, answers, 9.2) == said
+
+
+def test_it_stays_short_on_thousands_of_ranks() -> None:
+    mesh = Mesh((("dp", 8192),))
+    text = verdict(mesh, dict.fromkeys(range(100, 8192), waiting()), 9.0)
+    assert "7 (dp=7) and 92 more does not answer" in text
+    assert len(text) < 500
+
+
+def test_what_a_rank_does() -> None:
+    written: list[str] = []
+    a = Activity()
+    a.written = written.append
+    assert str(a) == ""
+    with a.during("step 1") as outermost:
+        a.begin("all_reduce", ("dp", "tp"), "h")
+        with a.during("agreeing") as inner:
+            assert (outermost, inner) == (True, False)
+        a.act("at 1F0 of the schedule")
+    a.act("")
+    assert written == [
+        "in step 1",
+        "in step 1, at all_reduce 'h' over dp+tp",
+        "in step 1, at 1F0 of the schedule",
+        "after step 1",
+        "after step 1",
+    ]
+    with pytest.raises(ValueError, match="no"), a.during("step 2"):
+        raise ValueError("no")
+    assert written[-1] == "in step 2, at all_reduce 'h' over dp+tp", "where it failed is what stays"
+
+
+def test_two_ranks_ask_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both as threads of this process, which only says of one that it waits."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heard: list[str] = []
+    waits = {"0": True, "1": False}
+    monkeypatch.setattr(activity, "waits", lambda: waits[threading.current_thread().name])
+    monkeypatch.setattr(activity, "place", lambda: "model.py:22, in forward")
+    mesh = Mesh((("tp", 2),))
+    ranks = [Watch(mesh, r, Activity(), store, named=0.4, tell=heard.append) for r in range(2)]
+    for r, watch in enumerate(ranks):
+        watch._thread.name = str(r)
+    deadline = time.monotonic() + 30
+    while not heard and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for watch in ranks:
+        watch.stop()
+    assert heard[0].startswith(
+        "rank 1 (tp=1) keeps the others waiting for 0 s: it is at model.py:22, in forward; rank 0"
+    )
