@@ -323,9 +323,9 @@ def _join(here: torch.device, timeout: timedelta | None) -> None:
 
 def _can_watch(store: Any) -> bool:
     """Whether a thread can ask the store beside others: over a connection of its own."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
-    return isinstance(store, dist.TCPStore)
+    return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
 
 
 def rank_here() -> int:
