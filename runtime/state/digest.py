@@ -1,43 +1,51 @@
-"""A check of bytes that tells damage from what was written: CRC-32, and the sum of all 8-byte words modulo 2^64.
+"""A check of bytes that tells damage from what was written: BLAKE2b of sums over rows and columns of 8-byte words.
 
-    "5a7f3c01" + "00000000deadbeef"     8 + 16 hexadecimal digits
+    block of 256 KiB:  w[0, 0] ... w[0, 1023]    -> sum of row 0
+                       ...                          ...                 all modulo 2^64
+                       w[31, 0] ... w[31, 1023]  -> sum of row 31
+                       sums of columns: 1024 numbers
 
-A CRC finds every change within 32 neighbouring bits for certain, and misses one in 2^32 of other changes; the sum is
-of another kind, and misses one in 2^64 of those. Both together read 2 GB/s on one core, which a disk or the copy to
-memory does not; of the standard library's cryptographic hashes the fastest, SHA-256, reads half of that. Against
-somebody who changes a file on purpose neither helps: who can write the data can write their digests.
+What fills no row of 8 KiB is hashed itself. A change within one row is found for certain, as each of its words stands
+in a column of its own, and so is one within a column; of others one in 2^64 is missed. The two sums take a third of the
+time of a CRC-32, and half of what reading the bytes from the system's cache takes; the fastest cryptographic hash of the
+standard library, SHA-1, takes five times as long. Against somebody who changes a file on purpose it does not help: who
+can write the data can write their digests.
 """
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 
 import numpy as np
 
 #: Bytes that are looked at twice, and written or read, while they are in the cache.
 BLOCK = 1 << 18
+_ROW = 1 << 13
 
 
 class Digest:
-    """The digest of bytes that come one stretch after the other; all but the last are of whole words."""
+    """The digest of bytes that come one stretch after the other; all but the last are of whole blocks."""
 
     def __init__(self) -> None:
-        self._crc, self._sum, self._whole = 0, 0, True
+        self._hash, self._length = hashlib.blake2b(digest_size=12), 0
 
     def add(self, data: memoryview) -> None:
         """data: contiguous bytes."""
-        assert self._whole, "a stretch follows one that did not end on a whole word"
+        assert self._length % BLOCK == 0, "a stretch follows one that did not end on a whole block"
+        self._length += len(data)
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]
-            self._crc = zlib.crc32(block, self._crc)
-            words = len(block) // 8 * 8
-            self._sum += int(np.frombuffer(block[:words], dtype="<u8").sum(dtype=np.uint64))
-            self._sum += int.from_bytes(block[words:], "little")
-        self._whole = len(data) % 8 == 0
+            rows = len(block) // _ROW
+            words = np.frombuffer(block[: rows * _ROW], dtype="<u8").reshape(rows, _ROW // 8)
+            self._hash.update(words.sum(0))
+            self._hash.update(words.sum(1))
+            self._hash.update(block[rows * _ROW :])
 
     def text(self) -> str:
         """24 hexadecimal digits."""
-        return f"{self._crc:08x}{self._sum % 2**64:016x}"
+        whole = self._hash.copy()
+        whole.update(self._length.to_bytes(8, "little"))
+        return whole.hexdigest()
 
 
 def digest(data: memoryview) -> str:

@@ -105,17 +105,20 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_digest_sees_every_bit_and_every_place() -> None:
-    data = bytearray(os.urandom(BLOCK + 1003))
+    data = bytearray(os.urandom(2 * BLOCK + 3 * 8192 + 1003))
     whole = digest(memoryview(data))
     parts = Digest()
-    for start, stop in ((0, 8), (8, BLOCK // 2), (BLOCK // 2, len(data))):
+    for start, stop in ((0, BLOCK), (BLOCK, 2 * BLOCK), (2 * BLOCK, len(data))):
         parts.add(memoryview(data)[start:stop])
     assert parts.text() == whole
     for bit in range(0, 8 * len(data), 20011):
         data[bit // 8] ^= 1 << bit % 8
         assert digest(memoryview(data)) != whole
         data[bit // 8] ^= 1 << bit % 8
-    swapped = data[8:16] + data[:8] + data[16:]
-    assert digest(memoryview(swapped)) != whole
-    assert digest(memoryview(data + b"\0")) != whole
-    assert digest(memoryview(b"")) == "0" * 24
+    for size in (8, 8192, BLOCK):  # words of a row, rows, blocks
+        swapped = data[size : 2 * size] + data[:size] + data[2 * size :]
+        assert digest(memoryview(swapped)) != whole
+    for other in (data + b"\0", data[:-1], data[: 2 * BLOCK], bytes(BLOCK) + data[BLOCK:]):
+        assert digest(memoryview(other)) != whole
+    zeros = {digest(memoryview(bytes(n))) for n in (0, 1, 8, 8191, 8192, 16384, BLOCK, 2 * BLOCK)}
+    assert len(zeros) == 8
