@@ -92,8 +92,8 @@ class TorchMesh(RankMesh):
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""
         layout = self.layout
-        # of gloo, also beside NCCL: what is agreed on the host does not wait for the device
-        if layout.world > 1 and self.device.type == "cuda":
+        # where the world sends over NCCL alone: what is agreed on the host does not wait for the device
+        if layout.world > 1 and not backend_of("cpu"):
             self._host = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="host")
         facts = [stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")]
         check(self, facts, "joining the mesh")
@@ -133,8 +133,7 @@ class TorchMesh(RankMesh):
         mine = next((ranks for ranks in groups if self.rank in ranks), None)
         world: Any = dist.group.WORLD
         if self.device.type == "cuda" and world.bound_device_id is not None and backend_of("cuda") == "nccl":
-            lists = [list(ranks) for ranks in groups]
-            group = dist.split_group(split_ranks=lists, timeout=self._timeout, group_desc=name)
+            group = self._split_world(groups, name)
         elif self._same_on_all_ranks(process_groups()):
             # torch names the group after how many this process has: a rank that is in none makes one of itself
             own = mine or (self.rank,)
@@ -143,6 +142,10 @@ class TorchMesh(RankMesh):
             all_groups = [dist.new_group(list(ranks), timeout=self._timeout, group_desc=name) for ranks in groups]
             group = next((g for g, ranks in zip(all_groups, groups, strict=True) if ranks == mine), None)
         return group if mine else None
+
+    def _split_world(self, groups: list[tuple[int, ...]], name: str) -> Any:
+        """This rank's of `groups`, by one call of NCCL's."""
+        return dist.split_group(split_ranks=[list(g) for g in groups], timeout=self._timeout, group_desc=name)
 
     def _same_on_all_ranks(self, number: int) -> bool:
         total, squares = self.sum_on_host([number, number * number])
