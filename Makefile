@@ -1,11 +1,18 @@
-# make train | test | fuzz | hostile | faults | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | test | gpu | fuzz | hostile | faults | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test fuzz hostile faults lint bench table docs types clean
+# A tree of links that looks like the installed package, in a folder of build/.
+define link
+	@rm -rf $(1) && mkdir -p $(1)/shardc
+	@for f in shardc/*.py shardc/*/; do ln -s ../../../$${f%/} $(1)/$${f%/}; done
+	@for d in passes runtime specs; do ln -s ../../../$$d $(1)/shardc/$$d; done
+endef
+
+.PHONY: train test gpu fuzz hostile faults lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -19,6 +26,18 @@ train: $(READY)   ## the main job: a GPT over dp=2 x tp=2 on 4 processes, checke
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+# The machine's own Python, whose torch is built for its GPU, or that of .venv; wheels in .whl/ where no registry is reached.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(CURDIR)/$(BIN)/python,$(PYTHON))
+
+gpu: export PYTHONPATH := $(CURDIR)/build/gpu:$(CURDIR):$(CURDIR)/tests/bench
+gpu: export PYTHONSAFEPATH := 1
+gpu:   ## what wants a GPU: the checks of tests/gpu, then docs/measured/gpu.md. Without one: the same checks on the CPU
+	$(call link,build/gpu)
+	@$(GPU_PYTHON) -c 'import pydantic' 2>/dev/null || $(GPU_PYTHON) -m pip install -q --disable-pip-version-check --target build/gpu \
+		$(if $(wildcard .whl),--no-index --find-links .whl) 'pydantic>=2.6'
+	$(GPU_PYTHON) -m pytest -q -o pythonpath='build/gpu .' -W default tests/gpu
+	$(GPU_PYTHON) tests/bench/gpu.py
 
 hostile: $(READY)   ## hostile specs: each refused in a second and 100 MB; EXAMPLES mutations and as many random ones besides
 	PYTHONPATH=. $(BIN)/python tests/spec/hostile.py $(or $(EXAMPLES),700)
@@ -36,9 +55,7 @@ lint: $(READY) types
 
 # mypy cannot follow the package-dir map of an editable install, so it checks a tree of links that looks like the installed package.
 types: $(READY)
-	@rm -rf build/mypy && mkdir -p build/mypy/shardc
-	@for f in shardc/*.py shardc/*/; do ln -s ../../../$${f%/} build/mypy/$${f%/}; done
-	@for d in passes runtime specs; do ln -s ../../../$$d build/mypy/shardc/$$d; done
+	$(call link,build/mypy)
 	cd build/mypy && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache shardc
 
 .venv/.peers: $(READY)

@@ -28,7 +28,8 @@ FULL = Size(layers=8, hidden=512, heads=8, inter=1408, vocab=8192, batch=4, seq=
 QUICK = Size(
     layers=4, hidden=64, heads=4, inter=128, vocab=512, batch=4, seq=32
 )  # tries the harness; its figures say nothing
-SIZE = QUICK if os.environ.get("SHARDC_BENCH") == "quick" else FULL  # processes inherit it
+GPU = Size(layers=16, hidden=2048, heads=16, inter=5632, vocab=32000, batch=8, seq=1024)  # 0.95 billion parameters
+SIZE = {"quick": QUICK, "gpu": GPU}.get(os.environ.get("SHARDC_BENCH", ""), FULL)  # processes inherit it
 
 
 def model() -> nn.Module:

@@ -1,5 +1,6 @@
-"""Ranks of larger meshes, each alone on its device: a step's results are those of the CPU, all state is on the device, and
-the host waits for nothing but what experts send, once a layer."""
+"""Ranks of larger meshes, each alone on its device: a step's results are those of the CPU, all state is on the device,
+and the host waits for nothing but what experts send, once a layer.
+"""
 
 from __future__ import annotations
 

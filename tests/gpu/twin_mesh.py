@@ -1,5 +1,5 @@
-"""One rank of a larger mesh, alone on its device: what comes from others is what they would send if all of them had this
-rank's data.
+"""One rank of a larger mesh, alone on its device: what comes from others is what they would send if all of them had
+this rank's data.
 
 Collectives go through torch.distributed and its fake backend, as those of a real rank go through NCCL. The fake backend
 sends nothing and leaves most results as they were allocated, so that what a program makes of them would be chance; here
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the backend)

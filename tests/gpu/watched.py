@@ -1,4 +1,4 @@
-"""A device on which the host's waits are seen: the made-up second device, or a GPU in torch's mode that forbids them."""
+"""A device on which the host's waits are seen: the made-up one, or a GPU in torch's mode that forbids them."""
 
 from __future__ import annotations
 

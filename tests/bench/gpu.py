@@ -1,0 +1,198 @@
+"""Write docs/measured/gpu.md: a Llama on one GPU, as the plain model, under torch.compile, and as shardc's program. `make
+gpu` runs it on a machine with a GPU.
+
+`--device cpu`: tries the harness on the CPU, with a model whose figures say nothing; prints, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardc
+from shardc.cost import device as known_device
+from shardc.cost.measure import measure
+from shardc.runtime.mesh import TorchMesh
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "docs" / "measured" / "gpu.md"
+ROUNDS, WARM = 9, 3
+#: name: (spec, is the plain model's forward under autocast, does it recompute)
+SETTINGS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "float32": ({}, False, False),
+    "bfloat16": ({"precision": {"compute": "bfloat16"}}, True, False),
+    "bfloat16, recompute": (
+        {"precision": {"compute": "bfloat16"}, "checkpoint": [{"match": "model.layers.*"}]},
+        True,
+        True,
+    ),
+}
+HEAD = """\
+# On one GPU
+
+Made by `make gpu` (tests/bench/gpu.py) on {machine}, torch {torch}, Python {python}. One Llama ({size}),
+AdamW, one process, no mesh: what shardc's program costs on a device beside the model as it is. Medians of {rounds} steps each, taken in turns; peak memory is the
+allocator's, of each contender alone. *predicted*: `program.cost` with this machine as `shardc device --measure` finds it.
+
+| setting | contender | step, ms | / plain | peak, GiB | / plain | loss |
+|---|---|---:|---:|---:|---:|---:|
+"""
+
+Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+
+def plain(llama: Any, source: Any, device: torch.device, setting: str, *, compiled: bool) -> Step:
+    _, cast, recompute = SETTINGS[setting]
+    model = deepcopy(source).to(device)
+    if recompute:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer versions call it otherwise
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = llama.optimizer(model.parameters())
+    forward = torch.compile(model) if compiled else model
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16) if cast else nullcontext():
+            loss = forward(**{k: v.to(device, non_blocking=True) for k, v in batch.items()}).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return step
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def alone(make: Callable[[], Step], batch: Any, device: torch.device) -> tuple[float, float]:
+    """(bytes at the peak, first loss) of a contender; nothing of it is left."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    step = make()
+    loss = float(step(batch))
+    for _ in range(WARM - 1):
+        step(batch)
+    settle(device)
+    peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else float("nan")
+    del step
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return peak, loss
+
+
+def in_turns(makes: dict[str, Callable[[], Step]], batch: Any, device: torch.device, rounds: int) -> dict[str, float]:
+    """Seconds of a step, the median, by contender."""
+    steps = {name: make() for name, make in makes.items()}
+    for step in steps.values():
+        for _ in range(WARM):
+            step(batch)
+    took: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds):
+        order = list(steps)[:: 1 if i % 2 else -1]
+        for name in order:
+            settle(device)
+            begin = time.perf_counter()
+            steps[name](batch)
+            settle(device)
+            took[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(each) for name, each in took.items()}
+
+
+def rows(
+    llama: Any, source: Any, setting: str, device: torch.device, machine: Any, rounds: int, compiles: bool
+) -> list[str]:
+    """The table's lines of a setting. source: the model whose weights all begin with."""
+    batch = llama.batch()
+    program = shardc.compile(source, batch, {"shardc": 1, "mesh": {"dp": 1}, **SETTINGS[setting][0]}, prove=False)
+    mesh = TorchMesh(program.mesh, device=device)
+    makes: dict[str, Callable[[], Step]] = {"plain": lambda: plain(llama, source, device, setting, compiled=False)}
+    if compiles:
+        makes["torch.compile"] = lambda: plain(llama, source, device, setting, compiled=True)
+    makes["shardc"] = lambda: program.engine(source, llama.optimizer, mesh=mesh).step
+    peaks, lines = {}, []
+    for name in list(makes):
+        try:
+            peaks[name] = alone(makes[name], batch, device)
+        except Exception as e:  # a peer that does not run here; shardc has to
+            if name == "shardc":
+                raise
+            lines.append(f"| {setting} | {name} | {type(e).__name__}: {str(e).splitlines()[0][:80]} | | | | |")
+            del makes[name]
+    took = in_turns(makes, batch, device, rounds)
+    gc.collect()
+    losses = [loss for _, loss in peaks.values()]
+    assert max(losses) - min(losses) < 1e-2 * max(losses), f"{setting}: the losses differ: {losses}"
+    for name in makes:
+        peak, loss = peaks[name]
+        against = took[name] / took["plain"], peak / peaks["plain"][0]
+        lines.append(
+            f"| {setting} | {name} | {1e3 * took[name]:.1f} | {against[0]:.2f} | {peak / 2**30:.2f} | {against[1]:.2f} | {loss:.4f} |"
+        )
+    cost = program.cost(machine)
+    seconds, peak = cost.step_seconds, cost.memory.peak
+    lines.append(
+        f"| {setting} | shardc, predicted | {1e3 * seconds:.1f} | {seconds / took['plain']:.2f} | {peak / 2**30:.2f}"
+        f" | {peak / peaks['plain'][0]:.2f} | |"
+    )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--machine", help="the device to predict for; default: this one, measured")
+    parser.add_argument("--only", choices=list(SETTINGS), help="one setting; prints, and writes nothing")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU here: nothing is measured")
+        return 0
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    os.environ["SHARDC_BENCH"] = "gpu" if device.type == "cuda" else "quick"
+    import llama
+
+    torch.manual_seed(0)
+    source = llama.model()
+    machine = known_device(options.machine) if options.machine else measure(options.device)
+    s = llama.SIZE
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    text = HEAD.format(
+        machine=name,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        size=f"{s.layers} layers, hidden {s.hidden}, {s.heads} heads, vocabulary {s.vocab}, {s.batch} x {s.seq} tokens",
+        rounds=options.rounds,
+    )
+    print(text, end="", flush=True)
+    for setting in [options.only] if options.only else SETTINGS:
+        for line in rows(llama, source, setting, device, machine, options.rounds, not options.no_compile):
+            text += line + "\n"
+            print(line, flush=True)
+    if device.type == "cuda" and not options.only:
+        OUT.write_text(text)
+        print(f"{OUT.relative_to(ROOT)} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
