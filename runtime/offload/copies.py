@@ -37,8 +37,11 @@ class Mover:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.in_place = device, device.type == "cpu"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        on_gpu = device.type == "cuda"
+        # a thread begins on GPU 0, whoever's that is, and what it touches there takes memory
+        start: Any = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_gpu else {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload", **start)
+        self._stream: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._puts: list[Future[None]] = []
 
     def fetch(self, homes: Sequence[Home], dtype: torch.dtype | None = None) -> Future[tuple[list[Tensor], Any]]:

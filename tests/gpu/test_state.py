@@ -60,7 +60,9 @@ def test_initial_weights(program: Program, device: str) -> None:
     expected = tensors(program.engine(Net, adamw, mesh=TorchMesh(program.mesh, device="cpu")))
     engine = program.engine(Net, adamw, mesh=TorchMesh(program.mesh, device=device))
     assert {p.device.type for p in engine.params.values()} == {device}
-    alike(tensors(engine), expected)
+    found = tensors(engine)
+    torch.testing.assert_close(found.pop("down_weight"), expected.pop("down_weight"))  # of a library's QR
+    alike(found, expected)
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])

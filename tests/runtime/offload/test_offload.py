@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from shardc.ir.program import Program
 from shardc.runtime import launch
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.offload import storage
+from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.optimizer import prove_apart
 from shardc.runtime.offload.storage import Files
 from shardc.runtime.step.engine import Engine
@@ -535,3 +537,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_freed_memory_is_kept_or_returned() -> None:
     assert faults("return_freed") > 5 * faults("keep_freed")
+
+
+def test_the_thread_that_moves_stays_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's threads begin on GPU 0, and would keep a context there."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d)))
+    mover = Mover(torch.device("cuda:3"))
+    assert mover._thread.submit(lambda: threading.current_thread().name).result() == "offload_0"
+    assert chosen == [("offload_0", torch.device("cuda:3"))]
