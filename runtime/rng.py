@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.ir.cut import chunks, widen
 from shardc.ir.placement import Shard
@@ -47,16 +45,60 @@ class Key(NamedTuple):
 class Rng:
     """The random state of one step. training: False turns dropout off and BatchNorm to its running statistics.
 
-    block: how many numbers are hashed at a time on the CPU; a GPU hashes all at once."""
+    block: how many numbers are hashed at a time on the CPU; a GPU hashes all at once.
+    in_place: `words` are one tensor for all steps. For steps that are captured as a CUDA graph, which reads its inputs
+    at fixed addresses: call `words` after a change of `step`, outside of the graph, before the graph runs. Backward
+    must then come before the next change."""
 
     seed: int = 0
     step: int = 0
     microbatch: int = 0
     training: bool = True
     block: int = BLOCK
+    in_place: bool = False
+    _words: dict[torch.device, tuple[tuple[int, int, int], Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _factors: dict[Any, tuple[Any, tuple[Tensor, Tensor]]] = field(default_factory=dict, repr=False, compare=False)
 
     def key(self, stream: int) -> Key:
         return key(self.seed, stream, self.step, self.microbatch)._replace(block=self.block)
+
+    def words(self, device: torch.device) -> Tensor:
+        """i64[3]: seed, step and microbatch, on a device: what ops there make their keys of.
+
+        A new tensor when one of them has changed: a backward that comes later keeps those of its forward. Nothing waits
+        for the device."""
+        now = (self.seed, self.step, self.microbatch)
+        then, words = self._words.get(device, (None, None))
+        if then != now or words is None:
+            if words is None or not self.in_place:
+                words = torch.empty(3, dtype=torch.int64, device=device)
+            for i, word in enumerate(now):
+                words[i].fill_(_signed(word, 64))
+            self._words[device] = now, words
+        return words
+
+    def factors(
+        self,
+        shape: Sequence[int],
+        digits: Digits,
+        mesh: Any,
+        device: torch.device,
+        paddings: Paddings,
+        *,
+        last: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """`factors` of a rank's elements. Of each shape those of the latest microbatch are kept, which layers share."""
+        where = tuple((mesh.size(axis), mesh.coordinate(axis)) for _, axis, _, _ in digits)
+        part = (tuple(shape), tuple(digits), tuple(paddings), device, last)
+        if part not in self._factors or self._factors[part][0] != where:
+            self._factors[part] = where, factors(shape, digits, mesh, device, paddings, last=last)
+        return self._factors[part][1]
+
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
+        return [*(words for _, words in self._words.values()), *(v for _, pair in self._factors.values() for v in pair)]
 
 
 def key(*words: int) -> Key:
@@ -68,8 +110,13 @@ def key(*words: int) -> Key:
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
         state ^= state >> 31
-    low, high = state & 0xFFFFFFFF, state >> 32
-    return Key(low - (low >> 31 << 32), high - (high >> 31 << 32))
+    return Key(_signed(state, 32), _signed(state >> 32, 32))
+
+
+def _signed(word: int, bits: int) -> int:
+    """The signed number with the lowest bits of a word."""
+    low = word & ((1 << bits) - 1)
+    return low - (low >> (bits - 1) << bits)
 
 
 def _avalanche(x: Tensor, spare: Tensor) -> None:
@@ -137,82 +184,70 @@ def indices(
 
     paddings: (dim, padding, blocks) of each padded dim (shardc.ir.placement.Shard); padding has the index of some real
     element."""
-    wide = math.prod(shape) >= 2**31
-    total = torch.zeros((), dtype=torch.int64 if wide else torch.int32, device=device)
+    total = torch.zeros((), dtype=index_type(shape), device=device)
+    for d, own in enumerate(index_vectors(shape, digits, mesh, device, paddings)):
+        total = total + own.reshape(-1, *[1] * (len(shape) - 1 - d))
+    return total
+
+
+def index_type(shape: Sequence[int]) -> torch.dtype:
+    """Of indices into a tensor of this global shape: 64 bits where 32 are too few."""
+    return torch.int64 if math.prod(shape) >= 2**31 else torch.int32
+
+
+def index_vectors(
+    shape: Sequence[int], digits: Digits, mesh: Any, device: torch.device | str | None, paddings: Paddings = ()
+) -> list[Tensor]:
+    """One vector a dim, of the local size, whose elements add up to `indices`."""
+    vectors: list[Tensor] = []
     stride = 1
     for d in reversed(range(len(shape))):
-        own = torch.arange(shape[d], dtype=total.dtype, device=device)
+        own = torch.arange(shape[d], dtype=index_type(shape), device=device)
         for _, padding, blocks in (p for p in paddings if p[0] == d):
             own = widen(own, Shard(0, 1, (), padding, blocks))
         # inner digits first, as in Layout.local
         for _, axis, split, sections in sorted((x for x in digits if x[0] == d), key=lambda x: -x[2]):
             own = chunks(own, Shard(0, split, tuple(sections)), mesh.size(axis))[mesh.coordinate(axis)]
-        total = total + (own * stride).reshape(-1, *[1] * (len(shape) - 1 - d))
+        vectors.append(own * stride)
         stride *= shape[d]
-    return total
+    return vectors[::-1]
 
 
-class _Masked(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Tensor, p: float) -> Tensor:
-        ctx.save_for_backward(keep)
-        ctx.scale = 1 / (1 - p)
-        return (x * keep).mul_(ctx.scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        (keep,) = ctx.saved_tensors
-        return (g * keep).mul_(ctx.scale), None, None
+#: Columns of a tensor that nothing splits.
+COLUMNS = 4096
 
 
-def masked(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
-    """Dropout with a mask that is there (`dropout_mask`); x itself without one."""
-    if keep is None:
-        return x
-    kept: Tensor = _Masked.apply(x, keep, p)  # type: ignore[no-untyped-call]
-    return kept
-
-
-def dropout_mask(
-    p: float,
-    rng: Rng | None,
-    index: int,
-    mesh: Any,
+def factors(
     shape: Sequence[int],
-    digits: Digits = (),
+    digits: Digits,
+    mesh: Any,
+    device: torch.device | str | None,
     paddings: Paddings = (),
-    device: torch.device | str | None = None,
-) -> Tensor | None:
-    """Which elements `dropout` keeps, bool; None when rng is not training, or p is 0. It depends on no value: only on
-    where they are.
+    *,
+    last: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(rows, columns), two short vectors: element i of a rank's part, in row-major order, has the linear index
+    rows[i // len(columns)] + columns[i % len(columns)]. The last row may be longer than the part.
 
-    device: default: the mesh's.
+        [8, 16], nothing split      [0], [0, 1, ... 127]
+        [8@dp, 16@tp], rank (1, 1)  [64, 80, 96, 112], [8, 9, ... 15]
+
+    last: columns are the last dim.
     """
-    if rng is None or not rng.training or p == 0:
-        return None
-    where = indices(shape, digits, mesh, mesh.device if device is None else device, paddings)
-    # an element is kept where its number, uniform over the int32 range, is below (1 - p) of it
-    return bits(rng.key(index), where) < round((1 - p) * 2**32) - 2**31
+    if not digits and not paddings and not last:
+        size, dtype = math.prod(shape), index_type(shape)
+        columns = torch.arange(min(size, COLUMNS), dtype=dtype, device=device)
+        return torch.arange(0, size, COLUMNS, dtype=dtype, device=device), columns
+    vectors = index_vectors(shape, digits, mesh, device, paddings)
+    sizes = [len(v) for v in vectors]
+    shortest = min(range(len(sizes) + 1), key=lambda d: math.prod(sizes[:d]) + math.prod(sizes[d:]))
+    cut = len(sizes) - 1 if last else shortest
+    return _sums(vectors[:cut], index_type(shape), device), _sums(vectors[cut:], index_type(shape), device)
 
 
-def dropout(
-    x: Tensor,
-    p: float,
-    rng: Rng | None,
-    index: int,
-    mesh: Any = None,
-    shape: Sequence[int] | None = None,
-    digits: Digits = (),
-    paddings: Paddings = (),
-) -> Tensor:
-    """Zero each element with probability p, scale the others by 1 / (1 - p). Identity when rng is not training.
-
-    index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits: (dim, axis,
-    split, sections) of every shard, in global digits, telling which elements x holds; paddings: as in `indices`. Saves
-    one byte an element for backward."""
-    if p == 1 and rng is not None and rng.training:
-        return x * 0
-    return masked(
-        x, dropout_mask(p, rng, index, mesh, shape if shape is not None else x.shape, digits, paddings, x.device), p
-    )
+def _sums(vectors: Sequence[Tensor], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """All sums of one element of each vector, the last one's index running fastest."""
+    total = torch.zeros(1, dtype=dtype, device=device)
+    for v in vectors:
+        total = (total.unsqueeze(1) + v).view(-1)
+    return total

@@ -14,14 +14,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from shardc.errors import Errors
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Param, Program
 from shardc.passes.annotate.padding import pieces_of
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup
+from shardc.rules import attention
 
 #: Of the weights that share a split an error names so many.
 _NAMED = 3
@@ -137,7 +136,7 @@ class _Weights:
             shape = f" of shape {list(self.params[0].shape)}" if len(self.params) == 1 else ""
             errors.add(f"{names}{shape}: {dim.what(mesh)}", where=self.where, fix=dim.fix(mesh))
             return
-        attends = any(node.target is torch.ops.aten.scaled_dot_product_attention.default for node in self.group.ops)
+        attends = any(node.target in attention.OPS for node in self.group.ops)
         noun = "heads" if attends else "pieces"
         n = math.prod(mesh.size(a) for a in dim.axes)
         outer = dim.split // dim.parts  # ranks of the axes before the one at fault

@@ -18,7 +18,7 @@ from torch import fx
 
 from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.rules import registry
+from shardc.rules import attention, registry
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ def _sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:
         if node.op != "call_function":
             continue
         used = operands_of(node)
-        if node.target is aten.scaled_dot_product_attention.default:
+        if node.target in attention.OPS:
             q, k, v = used[:3]
             queries, keys = _shape(q), _shape(k)
             if len(queries) > 3 and len(keys) > 3 and keys[-3] < queries[-3]:

@@ -9,7 +9,7 @@ before                                              after
     randn_like(x)                                       random('normal', (0.0, 1.0), [8, 16], f32, rng, 5)
     cross_entropy_loss(x, t)                            sum(nll(x, t, -100)) / sum(t != -100)
     batch_norm(x, ...)                                  means and elementwise ops
-    scaled_dot_product_attention(q, k, v, None, 0.1)    matmul, softmax, dropout, matmul; one op without dropout
+    scaled_dot_product_attention(q, k, v, None, 0.1)    attention(q, k, v, None, 0.1, ..., rng, 6)
     arange(16, device=cpu)                              arange(16)                       the program says where it runs
 
 The rewrites are in the files beside this one, one per kind of op. An op that has neither a rewrite nor a rule is
@@ -238,4 +238,4 @@ def _number_random(graph: fx.Graph) -> None:
 
 
 #: Random ops -> the position of their index.
-_INDEX: dict[Any, int] = {ops.dropout: 3, ops.random: 5}
+_INDEX: dict[Any, int] = {ops.dropout: 3, ops.random: 5, ops.attention: 9}

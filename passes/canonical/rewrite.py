@@ -155,6 +155,13 @@ class Emit:
             return self(aten.zeros_like.default, x)
         return self.typed(value_of(x), ops.dropout, x, p, self.rng, 0)
 
+    def attention(self, result: Value, *args: Any) -> fx.Node:
+        """Attention with dropout (shardc/runtime/ops/attention.py); its index is set when the graph is finished.
+
+        args: up to `enable_gqa`."""
+        grad = values.carries_gradient(ops.attention, args, {})
+        return self.typed(replace(result, requires_grad=grad), ops.attention, *args, self.rng, 0)
+
     def random(self, kind: str, options: Sequence[float], size: Sequence[int], dtype: torch.dtype) -> fx.Node:
         """Numbers from the counter generator (shardc/runtime/ops/random_ops.py); their index is set when the graph is
         finished.

@@ -14,6 +14,7 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes.annotate import fused_weights
 from shardc.passes.annotate.indivisible import rank_counts
+from shardc.rules import attention
 from shardc.rules.choices import Choices
 from shardc.rules.views import reshape
 
@@ -94,7 +95,7 @@ def _noun(node: fx.Node) -> str:
     todo = [node]
     while todo:
         for user in todo.pop().users:
-            if user.target is torch.ops.aten.scaled_dot_product_attention.default:
+            if user.target in attention.OPS:
                 return " heads"
             if user.target in _TURNS:
                 todo.append(user)

@@ -26,7 +26,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardc.errors import Errors
@@ -43,8 +42,6 @@ from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.spec import Checkpoint as Entry
 
-#: A mask takes hashing its indices: so many times its size in 32-bit numbers read and written.
-HASHED = 80.0
 #: Small, and what it says has to be exchanged: always kept.
 ROUTING = (ops.experts_route, ops.experts_keep)
 _NORMS = {
@@ -94,7 +91,6 @@ class Recompute(Pass):
             for node in stage.graph.nodes:
                 if node.op == "call_function":
                     self._put(node, entries, regions, entry)
-            _part_masks(stage.graph)
         order = sorted(
             regions.values(), key=lambda r: r.name.count(".")
         )  # outer ones first: their names are the beginnings of others
@@ -147,29 +143,6 @@ class Recompute(Pass):
                 parent = call
         if parent:
             node.meta["region"] = parent
-
-
-def _part_masks(graph: fx.Graph) -> None:
-    """Split every dropout of a region into its mask and its product: a mask depends on no value, so that backward can
-    make it again without running anything before it.
-
-    before   y = dropout(x, 0.1, rng, 3)
-    after    keep = dropout_mask(0.1, rng, 3, mesh, [8, 16]);  y = masked(x, keep, 0.1)
-    """
-    mesh = next(iter(graph.nodes))
-    for node in list(graph.find_nodes(op="call_function", target=ops.dropout)):
-        x, p, rng, index, _, shape, *where = (*node.args, None, None)[: max(len(node.args), 6)]
-        if "region" not in node.meta or not isinstance(p, float) or p >= 1:
-            continue
-        assert isinstance(x, fx.Node)
-        value = node.meta["value"]
-        with graph.inserting_before(node):
-            sizes = list(value.shape) if shape is None else shape  # none: nothing is split
-            keep = graph.create_node(
-                "call_function", ops.dropout_mask, (p, rng, index, mesh, sizes, *where), {}, name=f"{node.name}_mask"
-            )
-        keep.meta = {**node.meta, "value": replace(value, dtype=torch.bool, requires_grad=False)}
-        node.target, node.args = ops.masked, (x, keep, p)
 
 
 def _notes(regions: Sequence[Region]) -> Iterable[str]:
@@ -250,8 +223,6 @@ class _Graph:
         rule, call = registry.find(node.target), self._types.call(node)
         flops = rule.flops(call) if rule is not None and rule.flops is not None else 0
         touched = float(sum(v.nbytes() for v in (*call.operands, *call.results)))
-        if node.target is ops.dropout_mask:
-            touched *= HASHED
         collective: Collective | None = node.meta.get("collective")
         sent = collective.bytes if collective is not None and collective.kind != "none" else 0
         return flops + FLOPS_PER_MEMORY_BYTE * touched + FLOPS_PER_LINK_BYTE * sent

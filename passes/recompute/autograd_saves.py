@@ -62,8 +62,7 @@ def _between(rows: int, x: Value, up: Value, down: Value) -> int:
 
 #: What the ops of programs keep; those that are not here keep nothing.
 _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
-    ops.dropout: lambda ins, outs: Saved(own=_elements(outs[0])),  # a mask of bools
-    ops.masked: lambda ins, outs: Saved((1,)),
+    ops.attention: lambda ins, outs: Saved(tuple(range(len(ins)))),
     ops.nll_parts: lambda ins, outs: Saved(own=ins[0].nbytes() + 9 * _elements(ins[1])),  # exponentials; indices; bools
     ops.nll_join: lambda ins, outs: Saved((0,), own=_elements(outs[0])),
     ops.embedding_partial: lambda ins, outs: Saved(own=9 * _elements(ins[1])),  # indices; bools

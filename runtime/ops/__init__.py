@@ -7,6 +7,7 @@ name, for the record of what ran.
 
 from __future__ import annotations
 
+from shardc.runtime.ops.attention import attention
 from shardc.runtime.ops.convert import (
     all_gather,
     all_gather_partial_grad,
@@ -22,6 +23,7 @@ from shardc.runtime.ops.convert import (
     to_partial,
     unshard_partial,
 )
+from shardc.runtime.ops.dropout import dropout
 from shardc.runtime.ops.expert_parallel import (
     experts,
     experts_apply,
@@ -46,7 +48,6 @@ from shardc.runtime.ops.local_math import (
 )
 from shardc.runtime.ops.random_ops import random
 from shardc.runtime.ops.zero import gather_start, gather_wait, updated
-from shardc.runtime.rng import dropout, dropout_mask, masked
 
 __all__ = [
     "all_gather",
@@ -54,9 +55,9 @@ __all__ = [
     "all_reduce",
     "all_reduce_max",
     "all_to_all",
+    "attention",
     "batch_stat",
     "dropout",
-    "dropout_mask",
     "embedding_partial",
     "experts",
     "experts_apply",
@@ -69,7 +70,6 @@ __all__ = [
     "first_grad",
     "gather_start",
     "gather_wait",
-    "masked",
     "nll",
     "nll_join",
     "nll_max",

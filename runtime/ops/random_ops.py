@@ -47,7 +47,7 @@ def random(
     kind, options: a distribution of KINDS and its parameters; "integers" are in [from, to), "permutation" is one of
     range(shape[0]).
     shape: global. index: ordinal of this op in the graph. digits, paddings: which part this rank holds, as in
-    `rng.dropout`."""
+    `ops.dropout`."""
     assert rng is not None, "random numbers need a random state"
     key = rng.key(index)
     where = indices(shape, digits, mesh, device, paddings)

@@ -19,7 +19,7 @@ holds x (from outside; w1 and w2 are the model's own anyway) and two *notes*, "t
     the first note      its last use
 
 So an op whose result nobody needs does not run again: the last products and sums of a layer never do, nor a collective
-whose result is kept. What an op makes for itself (a dropout's mask, a norm's statistics) is no op's result: that op
+whose result is kept. What an op makes for itself (a norm's statistics) is no op's result: that op
 runs again under autograd, alone, to catch what it saves. Regions may nest: what an inner region takes from its outer
 one is a note of the outer one.
 

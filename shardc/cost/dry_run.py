@@ -86,7 +86,7 @@ def dry_run(
         )
         recorded = engine.interpreter
         assert isinstance(recorded, _Recorded)
-        recorded.ledger, recorded.buckets = ledger, engine.buckets
+        recorded.ledger, recorded.buckets, recorded.rng = ledger, engine.buckets, engine.rng
         ledger.mark(engine.params.values(), "parameters")
         ledger.mark(engine.buffers.values(), "buffers")
         _mark_rest(ledger, "parameters")
@@ -190,6 +190,7 @@ class _Recorded(Interpreter):
 
     ledger: Ledger
     buckets: Any
+    rng: Rng
     microbatches: int
 
     def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -239,6 +240,7 @@ class _Run(Run):
         passing += [x for each in self.grads.values() for x in each.values()]
         passing += [x for each in self.outbox.values() for x in each]
         passing += [x for posted in self.posted.values() for _, into, _ in posted for x in into.values()]
+        ledger.mark(self.on.rng.tensors(), "buffers")  # of the next steps too
         ledger.mark([p.grad for p in self.on.buckets.given.values() if isinstance(p, Tensor)], "gradients")
         if action.kind == "F":
             _mark_rest(ledger, "activations")

@@ -10,6 +10,8 @@ What is kept is what the dry run kept; its sizes are read back as products of na
 have to differ (a batch of 5, not of 8 where there are 8 heads). They may be named: `cost.forms(heads=96)`.
 
 `papers` counts as "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022) does:
+    - a dropout keeps its mask, a byte an element, unless a checkpoint region computes it again; a program computes
+      all masks again;
     - numbers per row (a norm's mean and deviation) are left out: it keeps what has a factor hidden or heads;
     - what is gathered for a product (sequence parallelism) counts as the part that it was gathered from, as Megatron
       gathers it again in backward, while a program keeps it, if no checkpoint region says otherwise.
@@ -20,7 +22,7 @@ beside the part in 32 bits that the optimizer updates, while a program casts it 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 
@@ -32,9 +34,10 @@ from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import Storage
 from shardc.cost.symbolic_work import bytes_by_collective, flops_by_layer
 from shardc.cost.symbols import LayerSums, Symbols
-from shardc.ir.graph import source_of
+from shardc.ir.graph import source_of, value_of
 from shardc.ir.layers import layer_of
 from shardc.ir.program import Collective, Program
+from shardc.runtime import ops
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ def symbolic(program: Program, dry_runs: Sequence[DryRun], sizes: Mapping[str, i
         layer = layer_of(source_of(node).module) if node is not None else None
         ours.add(layer, nbytes)
         theirs.add(layer, _as_papers(symbols, nbytes, node))
+    for node in _dropouts(program, r):
+        theirs.add(layer_of(source_of(node).module), _as_papers(symbols, symbols.value(value_of(node)), node))
     lists = {
         name: Symbol("layers" if len(ours.lists()) == 1 else f"layers_{name}", positive=True) for name in ours.lists()
     }
@@ -124,6 +129,14 @@ def _kept(r: DryRun) -> list[Storage]:
             live.pop(id(storage), None)
     assert action.kind == "F"
     return [h for h in live.values() if h.kind in ("activations", "communication")]
+
+
+def _dropouts(program: Program, r: DryRun) -> Iterator[fx.Node]:
+    """Those of the first forward that no region computes again."""
+    stage = next(a.stage for a, _ in r.actions if a.kind == "F")
+    for node in program.stages[stage].graph.find_nodes(op="call_function", target=ops.dropout):
+        if "region" not in node.meta:
+            yield node
 
 
 def _of_weights(program: Program) -> set[fx.Node]:

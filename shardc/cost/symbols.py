@@ -194,7 +194,7 @@ def _detected(program: Program) -> dict[str, int]:
                 sizes["hidden"] = operands[1].shape[1]
             v = values_of(n)[0]
             if (
-                name in ("scaled_dot_product_attention", "softmax", "_softmax")
+                name in ("scaled_dot_product_attention", "attention", "softmax", "_softmax")
                 and len(v.shape) == 4
                 and "heads" not in sizes
             ):

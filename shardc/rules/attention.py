@@ -1,16 +1,22 @@
-"""Scaled dot product attention, kept as one op so that the fused kernels run."""
+"""Scaled dot product attention, kept as one op: torch's, so that the fused kernels run, and ours where weights are
+dropped."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+from torch import fx
 
 from shardc.rules.calls import Call
 from shardc.rules.notation import Dim, Signature
-from shardc.rules.registry import rule
+from shardc.rules.random import part_held
+from shardc.rules.registry import LocalCall, rule
+from shardc.runtime import ops
 
 aten = torch.ops.aten
+#: Both have queries, keys and values first, and their other arguments in one order.
+OPS = (aten.scaled_dot_product_attention.default, ops.attention)
 
 
 def attention(call: Call) -> Signature:
@@ -37,7 +43,7 @@ def attention(call: Call) -> Signature:
     full_query: list[Dim] = leading(out)
     query, key, value = leading(q), leading(k), leading(v)
     whole = {"t", "d", "e"} | ({"s"} if causal else set())
-    if lead and len(k) > 2 and len(q) > 2 and dict(call.kwargs).get("enable_gqa"):  # without the word heads broadcast
+    if lead and len(k) > 2 and len(q) > 2 and call.arg(7, "enable_gqa"):  # without the word heads broadcast
         few, many = sorted((k[-3], v[-3]))
         sizes |= {"g": few, "m": many // few, "r": q[-3] // many}
         full_query[-1] = query[-1] = ("g", "m", "r")
@@ -63,4 +69,13 @@ def attention_flops(call: Call) -> int:
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
-rule(aten.scaled_dot_product_attention.default, attention, linear="2", flops=attention_flops)
+def local_attention(call: LocalCall) -> fx.Node:
+    """The weights that a rank drops are split as its result is, but for the last dim: every rank has all keys."""
+    digits, paddings = part_held(call)
+    weights = (*call.call.results[0].shape[:-1], call.call.operands[1].shape[-2])
+    args = (*call.args[:10], call.mesh_node, weights, digits, *((paddings,) if paddings else ()))
+    return call.emit(call.call.target, args, {}) if digits else call.same()
+
+
+rule(OPS[0], attention, linear="2", flops=attention_flops)
+rule(OPS[1], attention, linear="2", flops=attention_flops, local=local_attention)

@@ -14,7 +14,7 @@ from shardc.runtime import ops
 from shardc.runtime.rng import Digits, Paddings
 
 
-def _held(call: LocalCall) -> tuple[Digits, Paddings]:
+def part_held(call: LocalCall) -> tuple[Digits, Paddings]:
     """Which part of its result a rank holds."""
     layout = call.outputs[0]
     digits = tuple((s.dim, axis, s.split, s.sections) for axis, s in layout.shards())
@@ -22,7 +22,7 @@ def _held(call: LocalCall) -> tuple[Digits, Paddings]:
 
 
 def local_dropout(call: LocalCall) -> fx.Node:
-    digits, paddings = _held(call)
+    digits, paddings = part_held(call)
     args = (*call.args[:4], call.mesh_node, call.call.results[0].shape, digits, *((paddings,) if paddings else ()))
     return call.emit(call.call.target, args, {}) if digits else call.same()
 
@@ -44,7 +44,7 @@ def drawn(call: Call) -> Signature:
 
 
 def local_random(call: LocalCall) -> fx.Node:
-    digits, paddings = _held(call)
+    digits, paddings = part_held(call)
     args = (*call.args[:6], call.mesh_node, digits, *((paddings,) if paddings else ()))
     return call.emit(call.call.target, args, {}) if digits else call.same()
 

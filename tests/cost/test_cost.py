@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import shardc
 from shardc.capture import capture
 from shardc.cost import Cost, device, names
 from shardc.cost.device import measured_file
+from shardc.cost.dry_run import dry_run
 from shardc.cost.extrapolate import extrapolate, layer_lists, with_layers
 from shardc.ir.program import Program
 from tests import live_bytes, zoo
@@ -58,9 +60,8 @@ def same(one: Any, other: Any) -> bool:
 def test_a_layer_keeps_what_the_paper_says() -> None:
     forms = cost({"dp": 1}).symbolic
     assert same(forms.papers.layers["h"], s * b * h * (34 + 5 * a * s / h))
-    assert same(
-        forms.layers["h"] - forms.papers.layers["h"], 8 * s * b
-    )  # mean and deviation of two norms in float16: left out there
+    # without masks; mean and deviation of two norms in float16 are left out there
+    assert same(forms.layers["h"], s * b * h * (32 + 4 * a * s / h) + 8 * s * b)
 
 
 def test_tensor_parallel() -> None:
@@ -73,13 +74,22 @@ def test_sequence_parallel() -> None:
     assert same(forms.papers.layers["h"], s * b * h * (34 / t + 5 * a * s / (h * t)))
     # the program keeps the gathered inputs of q, k, v and of fc, which Megatron gathers again in backward: 4 instead of
     # 4 / t
-    assert same(forms.layers["h"], s * b * h * (4 + 30 / t + 5 * a * s / (h * t)) + 8 * s * b / t)
+    assert same(forms.layers["h"], s * b * h * (4 + 28 / t + 4 * a * s / (h * t)) + 8 * s * b / t)
 
 
 def test_selective_recomputation() -> None:
     assert same(cost({"dp": 1}, checkpoint=[{"match": "h.*.core"}]).symbolic.papers.layers["h"], 34 * s * b * h)
     both = cost({"tp": 2}, shard=MEGATRON, activations=SPLIT, checkpoint=[{"match": "h.*.core"}]).symbolic
     assert same(both.papers.layers["h"], 34 * s * b * h / t)
+
+
+def test_what_a_random_state_keeps_is_no_activation() -> None:
+    """Its key, and vectors of indices: of the steps that come, too."""
+    model, batch = zoo.gpt(torch.float32, dropout=0.1)
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 4}}, prove=False)
+    drawn = [x for x in dry_run(program).resident if x.op in ("dropout", "attention")]
+    assert {x.kind for x in drawn} == {"buffers"}
+    assert [x.nbytes for x in drawn if x.dtype == torch.int64] == [24]
 
 
 def test_full_recomputation() -> None:
@@ -235,7 +245,7 @@ def test_the_predicted_peak_is_the_measured_one(setting: str) -> None:
         assert r.memory.host == max(x.outside_peak for x in here)
     assert (found.memory.host > 0) == ("host" in setting)
     assert sum(found.memory.kinds.values()) == found.memory.peak
-    assert found.memory.op
+    assert found.memory.op or found.memory.part == "update"
 
 
 class Spelling(nn.Module):
@@ -318,8 +328,8 @@ def test_a_faster_device_takes_less_time() -> None:
     one, other = program.cost("a100-80g"), gpt3_175b()
     assert other.step_seconds < one.step_seconds < 8 * other.step_seconds
     assert one.memory.peak == other.memory.peak
-    assert not other.fits
-    assert cost({"dp": 1}).fits
+    for memory, fits in ((one.memory.peak, True), (one.memory.peak - 1, False)):
+        assert replace(one, device=one.device.model_copy(update={"memory": memory})).fits == fits
     matmuls = (
         6 * 5 * 2048 * (other.symbolic.value(other.symbolic.elements) - 12288 * 2048)
     )  # 6 flops a token and parameter

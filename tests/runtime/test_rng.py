@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardc.ir.mesh import Mesh
-from shardc.ir.placement import Layout, Shard
 from shardc.runtime import rng
-from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.rng import Rng
 
 N = 1 << 20
@@ -125,72 +122,3 @@ def test_uniform_in_float32_stays_below_one() -> None:
     assert u.dtype == torch.float32
     assert float(u.max()) < 1
     torch.testing.assert_close(u.double(), rng.uniform(rng.key(1), index(), torch.float64), rtol=0, atol=2**-24)
-
-
-# --- masks
-
-SHAPE = (4, 24, 6)
-LAYOUTS: list[dict[str, Shard]] = [
-    {},
-    {"a": Shard(0)},
-    {"a": Shard(1)},
-    {"a": Shard(2)},
-    {"a": Shard(1, 3)},
-    {"a": Shard(1, 1, (16, 8))},
-    {"a": Shard(0), "b": Shard(2)},
-    {"a": Shard(1), "b": Shard(1, 2)},
-    {"a": Shard(1, 3), "b": Shard(1)},
-]
-
-
-@pytest.mark.parametrize("placed", LAYOUTS, ids=str)
-def test_masks_do_not_know_the_mesh(placed: dict[str, Shard]) -> None:
-    mesh = Mesh((("a", 2), ("b", 3)))
-    layout = Layout.of(placed, mesh)
-    assert not layout.fits(SHAPE, mesh)
-    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
-    whole = rng.dropout(x, 0.4, Rng(seed=3), 5)
-    digits = tuple((s.dim, a, s.split, s.sections) for a, s in layout.shards())
-    parts = loopback(
-        mesh, lambda m: rng.dropout(layout.local(x, mesh, mesh.coords(m.rank)), 0.4, Rng(seed=3), 5, m, SHAPE, digits)
-    )
-    assert torch.equal(layout.join(lambda coords: parts[mesh.rank(coords)], mesh), whole)
-    for rank, part in enumerate(parts):
-        assert torch.equal(part, layout.local(whole, mesh, mesh.coords(rank)))
-
-
-def test_dropout_keeps_the_mean_and_scales() -> None:
-    x = torch.ones(1000, 1000)
-    for p in (0.1, 0.5, 0.9):
-        y = rng.dropout(x, p, Rng(seed=1), 0)
-        kept = y != 0
-        assert abs(float(kept.double().mean()) - (1 - p)) < 4 * math.sqrt(p * (1 - p) / x.numel())
-        assert torch.all(y[kept] == torch.tensor(1.0) * (1 / (1 - p)))
-
-
-def test_dropout_of_nothing_and_of_everything() -> None:
-    x = torch.randn(5, requires_grad=True)
-    assert rng.dropout(x, 0.0, Rng(), 0) is x
-    assert rng.dropout(x, 0.5, Rng(training=False), 0) is x
-    assert rng.dropout(x, 0.5, None, 0) is x
-    assert not rng.dropout(x, 1.0, Rng(), 0).any()
-    scalar = torch.tensor(2.0)
-    assert float(rng.dropout(scalar, 0.5, Rng(), 0)) in (0.0, 4.0)
-
-
-def test_every_op_step_microbatch_and_seed_has_its_own_mask() -> None:
-    x = torch.ones(64)
-    states = [(Rng(), 0), (Rng(), 1), (Rng(step=1), 0), (Rng(microbatch=1), 0), (Rng(seed=1), 0), (Rng(step=1), 1)]
-    masks = {tuple(rng.dropout(x, 0.5, r, i).tolist()) for r, i in states}
-    assert len(masks) == len(states)
-
-
-def test_dropouts_gradient_uses_the_same_mask_and_keeps_one_byte_an_element() -> None:
-    x = torch.ones(50, 20, requires_grad=True)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = rng.dropout(x, 0.3, Rng(seed=2), 1)
-    y.backward(torch.ones_like(y))
-    assert x.grad is not None
-    assert torch.equal(x.grad, y.detach())
-    assert sum(t.nbytes for t in saved) == x.numel()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.samples.make import call, sample
+from shardc.rules.samples.make import RNG, call, sample
+from shardc.runtime import ops
 
 aten = torch.ops.aten
 
@@ -25,4 +26,36 @@ sample(
     lambda t: call(t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), enable_gqa=True),
     lambda t: call(t.real(12, 4, 3), t.real(12, 6, 3), t.real(12, 6, 4), is_causal=True),
     lambda t: call(t.real(2, 12, 4, 3), t.real(1, 12, 6, 3), t.real(1, 12, 6, 4)),
+)
+sample(
+    ops.attention,
+    lambda t: call(
+        t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), None, 0.3, False, None, False, RNG, 1
+    ),
+    lambda t: call(
+        t.real(2, 12, 12, 3), t.real(2, 12, 12, 3), t.real(2, 12, 12, 4), None, 0.3, True, 0.4, False, RNG, 2
+    ),
+    lambda t: call(
+        t.real(2, 12, 4, 3),
+        t.real(2, 12, 6, 3),
+        t.real(2, 12, 6, 4),
+        t.truth(2, 1, 4, 6) | torch.eye(4, 6).bool(),
+        0.3,
+        False,
+        None,
+        False,
+        RNG,
+        3,
+    ),
+    lambda t: call(
+        t.real(2, 12, 4, 3), t.real(2, 12, 6, 3), t.real(2, 12, 6, 4), t.real(12, 4, 6), 0.3, False, None, False, RNG, 4
+    ),
+    lambda t: call(
+        t.real(2, 24, 4, 3), t.real(2, 12, 6, 3), t.real(2, 4, 6, 4), t.real(1, 6), 0.3, False, None, True, RNG, 5
+    ),
+    lambda t: call(t.real(2, 24, 4, 3), t.real(2, 1, 6, 3), t.real(2, 1, 6, 4), None, 0.3, False, None, True, RNG, 6),
+    lambda t: call(t.real(12, 4, 3), t.real(12, 6, 3), t.real(12, 6, 4), None, 0.3, True, None, False, RNG, 7),
+    lambda t: call(
+        t.real(2, 12, 4, 3), t.real(1, 12, 6, 3), t.real(1, 12, 6, 4), None, 0.3, False, None, False, RNG, 8
+    ),
 )

@@ -119,7 +119,7 @@ def test_every_node_is_typed_and_has_a_source(name: str) -> None:
                 r.dtype,
                 r.requires_grad,
             ), f"{node.format_node()}: {v}"
-        if node.target not in (ops.nll, ops.dropout, ops.batch_stat, operator.getitem):
+        if node.target not in (ops.nll, ops.dropout, ops.attention, ops.batch_stat, operator.getitem):
             assert isinstance(node.target, OpOverload)
             assert not node.target._schema.is_mutable
             assert "device" not in node.kwargs
@@ -142,9 +142,10 @@ def test_dropouts_are_numbered_in_order() -> None:
     for build, count in ((zoo.gpt, 1 + 2 * 3), (zoo.bert, 1 + 2 * 3), (zoo.gpt2, 1 + 2 * 3)):
         model, batch = build(dropout=0.1)
         program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
-        drops = [n for n in program.graph.nodes if n.target is ops.dropout]
-        assert [n.args[3] for n in drops] == list(range(count))
-        assert all(n.args[1] == 0.1 and n.args[2].name == "rng" for n in drops)
+        at = {ops.dropout: (1, 2, 3), ops.attention: (4, 8, 9)}  # of p, rng, index among the arguments
+        drops = [[n.args[i] for i in at[n.target]] for n in program.graph.nodes if n.target in at]
+        assert [index for _, _, index in drops] == list(range(count))
+        assert all(p == 0.1 and rng.name == "rng" for p, rng, _ in drops)
         assert not [n for n in program.graph.nodes if n.target is aten.scaled_dot_product_attention.default]
 
 
@@ -336,7 +337,7 @@ def _heads(w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float", "grouped"])
-def test_attention_with_dropout_is_spelled_out(kind: str) -> None:
+def test_attention_with_dropout_is_one_op(kind: str) -> None:
     mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(2)) > 0.4
     mask[2] = False  # a query that sees nothing
     extra: dict[str, Any] = {
@@ -354,7 +355,7 @@ def test_attention_with_dropout_is_spelled_out(kind: str) -> None:
 
     model, program = compiled(function)
     names = Counter(op_name(n.target) for n in program.graph.nodes if n.op == "call_function")
-    assert (names["dropout"], names["scaled_dot_product_attention"]) == (1, 0)
+    assert (names["attention"], names["dropout"], names["scaled_dot_product_attention"]) == (1, 0, 0)
     check(program, model, (torch.zeros(1),), function(model.w, 0.0), Rng(0, training=False))
 
 

@@ -89,6 +89,13 @@ def test_features(spec: dict[str, Any]) -> None:
     assert waits == []
 
 
+@pytest.mark.parametrize("spec", [{}, {"checkpoint": [{"match": "h.*"}]}, {"batch": {"microbatches": 2}}], ids=str)
+def test_dropout(spec: dict[str, Any]) -> None:
+    """Of hidden states and of attention's weights."""
+    _, waits = losses_and_waits(lambda: zoo.gpt(dropout=0.1), {"mesh": {"dp": 2, "tp": 2}, **STRUCTURE, **spec})
+    assert waits == []
+
+
 def test_a_layer_of_experts_waits_once() -> None:
     """For how many tokens each rank gets; Mixtral has two layers here."""
     spec = {"mesh": {"dp": 2, "ep": 2}, "experts": [{"match": "*.experts", "axis": "ep"}]}

@@ -1,0 +1,162 @@
+"""Attention with dropout on its weights, in blocks of queries: memory grows with the sequence, not with its square.
+
+    for each block of QUERIES rows:
+        weights = softmax(q_block @ k^T)  [.., heads, QUERIES, keys]      all keys of a row: no sums to correct later
+        out_block = dropout(weights) @ v
+
+Backward computes each block again, with autograd, so that nothing but the operands is kept. The masks are those of
+`ops.dropout` on the whole weights [.., heads, queries, keys]: a function of the global element's index, so that batch,
+heads and queries may be split over ranks. (torch's fused kernels draw masks of their own. They run where nothing is
+dropped.)"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc.runtime.ops.dropout import dropped
+from shardc.runtime.rng import Digits, Paddings, Rng
+
+#: Rows of queries that are computed at a time.
+QUERIES = 128
+
+
+@dataclass(frozen=True)
+class _Options:
+    """rows: i[.., heads, queries], columns: i[keys], words: of the dropout of the weights (shardc.runtime.rng)."""
+
+    p: float
+    causal: bool
+    scale: float
+    words: Tensor
+    rows: Tensor
+    columns: Tensor
+    stream: int
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """f[.., h, n, m] @ f[.., g, m, e], each of y's heads for h / g of x's, in a row."""
+    heads, groups = x.shape[-3] if x.dim() > 2 else 1, y.shape[-3] if y.dim() > 2 else 1
+    if groups in (1, heads):
+        return x @ y
+    *lead, n, m = x.shape
+    return (x.reshape(*lead[:-1], groups, heads // groups * n, m) @ y).reshape(*lead, n, y.shape[-1])
+
+
+def _block(o: _Options, top: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows of the result that belong to these queries, the first of which is number `top`."""
+    scores = _product(q * o.scale, k.transpose(-2, -1))
+    hidden: Tensor | None = None
+    if o.causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(top + 1)
+    elif mask is not None and mask.dtype == torch.bool:
+        hidden = ~mask
+    elif mask is not None:
+        scores = scores + mask
+    if hidden is not None:  # the least number, not -inf: a row that sees nothing must become zeros (below), not NaN
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    narrow = scores.dtype  # exponentials add up in float32, as in the fused op
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(narrow, torch.float32)).to(narrow)
+    if hidden is not None and not o.causal:
+        weights = weights.masked_fill(hidden, 0.0)
+    rows = o.rows[..., top : top + q.shape[-2]].reshape(-1)
+    return _product(dropped(weights, o.words, rows, o.columns[: k.shape[-2]], o.stream, o.p), v)
+
+
+def _blocks(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> list[tuple[slice, slice, slice]]:
+    """Of each block: its queries, the keys that they see, its rows of the mask."""
+    count, keys = q.shape[-2], k.shape[-2]
+    blocks = []
+    for top in range(0, count, QUERIES):
+        rows = slice(top, min(top + QUERIES, count))
+        same = mask is None or mask.dim() < 2 or mask.shape[-2] == 1
+        blocks.append((rows, slice(0, min(rows.stop, keys) if causal else keys), slice(None) if same else rows))
+    return blocks
+
+
+def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
+    return mask if mask is None or rows == slice(None) else mask[..., rows, :]
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: _Options) -> Tensor:
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.options = o
+        out = q.new_empty((*o.rows.shape, v.shape[-1]))
+        for rows, keys, seen in _blocks(q, k, mask, o.causal):
+            block = q[..., rows, :], k[..., keys, :], v[..., keys, :], _rows(mask, seen)
+            out[..., rows, :] = _block(o, rows.start, *block)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        operands: tuple[Tensor | None, ...] = ctx.saved_tensors
+        q, k, _, mask = ctx.saved_tensors
+        # sums over blocks, in float32 at least
+        totals = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if x is not None and needed else None
+            for x, needed in zip(operands, ctx.needs_input_grad, strict=False)
+        ]
+        for rows, keys, seen in _blocks(q, k, mask, ctx.options.causal):
+            columns = slice(None)
+            of_mask = (...,) if seen == columns else (..., seen, columns)
+            parts = (..., rows, columns), (..., keys, columns), (..., keys, columns), of_mask
+            leaves = [
+                None if x is None else x[part].detach().requires_grad_(total is not None)
+                for x, part, total in zip(operands, parts, totals, strict=True)
+            ]
+            with torch.enable_grad():
+                out = _block(ctx.options, rows.start, *leaves)  # type: ignore[arg-type]
+            wanted = [x for x in leaves if x is not None and x.requires_grad]
+            grads = iter(torch.autograd.grad(out, wanted, g[..., rows, :]))
+            for total, part in zip(totals, parts, strict=True):
+                if total is not None:
+                    total[part] += next(grads)
+        return *(None if t is None or x is None else t.to(x.dtype) for t, x in zip(totals, operands, strict=True)), None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    rng: Rng | None,
+    index: int,
+    mesh: Any = None,
+    shape: Sequence[int] | None = None,
+    digits: Digits = (),
+    paddings: Paddings = (),
+) -> Tensor:
+    """softmax(q @ k^T * scale + mask) @ v, each weight zeroed with probability p < 1 and the others scaled by
+    1 / (1 - p). torch's fused op, without dropout, when rng is not training.
+
+    q: f[.., h, s, d], k: f[.., g, t, d], v: f[.., g, t, e]; mask: bool (True where a key is seen) or float (added), of
+    a shape that broadcasts to [.., h, s, t]; scale: 1 / sqrt(d) if None. enable_gqa: each of g heads serves h / g.
+    index: ordinal of this op in the graph. shape: of the *global* weights [.., h, s, t] (default: this rank's); digits,
+    paddings: which part of them this rank holds, as of `ops.dropout`. Returns f[.., h, s, e]."""
+    if rng is None or not rng.training or p == 0:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    last = 3 if enable_gqa else 2  # with groups, keys and values have fewer heads
+    others = [(*x.shape[:-last], *[1] * (last - 2)) for x in (k, v)]
+    others += [] if mask is None else [mask.shape[:-2]]
+    lead = torch.broadcast_shapes(q.shape[:-2], *others)  # type: ignore[no-untyped-call]
+    held = (*lead, q.shape[-2], k.shape[-2])
+    rows, columns = rng.factors(held if shape is None else shape, digits, mesh, q.device, paddings, last=True)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    options = _Options(p, is_causal, scale, rng.words(q.device), rows.view(held[:-1]), columns, index)
+    result: Tensor = _Attention.apply(q, k, v, mask, options)  # type: ignore[no-untyped-call]
+    return result

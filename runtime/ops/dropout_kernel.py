@@ -1,0 +1,122 @@
+"""Dropout as one Triton kernel: reads x, hashes each element's global index in registers, writes the result.
+
+The same arithmetic as `dropout.by_blocks`, on unsigned 32-bit numbers, so that the results are equal bit for bit. The
+key is computed in the kernel, from words that lie on the device: a captured CUDA graph draws new numbers in every
+replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardc.runtime.ops.dropout import threshold
+
+#: Elements that one program of the kernel computes; at most so many of them side by side.
+TILE = 2048
+ACROSS = 256
+#: The dtype in which numbers are multiplied, as torch does: half precision in float32.
+_COMPUTED = {torch.float64: tl.float64}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _splitmix(state: Any, word: Any) -> Any:
+    """One word of rng.key."""
+    state = (state ^ word) + 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _avalanche(x: Any) -> Any:
+    """lowbias32, as rng._avalanche."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _hash(x: Any, low: Any, high: Any) -> Any:
+    return _avalanche(_avalanche(x ^ low) + high)
+
+
+@triton.jit(do_not_specialize=["stream", "size", "height"])  # type: ignore[untyped-decorator]
+def _kernel(
+    x_at: Any,
+    out_at: Any,
+    words_at: Any,
+    rows_at: Any,
+    columns_at: Any,
+    size: Any,
+    height: Any,
+    width: Any,
+    stream: Any,
+    limit: Any,
+    SCALE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COMPUTED: tl.constexpr,
+) -> None:
+    """HEIGHT rows by WIDTH columns of a part of height x width elements, of which the first `size` exist."""
+    state = tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
+    state = _splitmix(state, tl.load(words_at).to(tl.uint64))
+    state = _splitmix(state, tl.full((1,), 0, tl.uint64) + stream.to(tl.uint64))
+    state = _splitmix(state, tl.load(words_at + 1).to(tl.uint64))
+    state = _splitmix(state, tl.load(words_at + 2).to(tl.uint64))
+    low, high = state.to(tl.uint32)[:, None], (state >> 32).to(tl.uint32)[:, None]
+
+    across = (width + WIDTH - 1) // WIDTH
+    program = tl.program_id(0)
+    row = (program // across) * HEIGHT + tl.arange(0, HEIGHT)
+    column = (program % across) * WIDTH + tl.arange(0, WIDTH)
+    index = (
+        tl.load(rows_at + row, mask=row < height, other=0)[:, None]
+        + tl.load(columns_at + column, mask=column < width, other=0)[None, :]
+    )
+    number = index.to(tl.uint32)
+    if index.dtype == tl.int64:
+        above = (index >> 32).to(tl.uint32)
+        number = number ^ tl.where(above == 0, 0, _hash(above, high, low))
+    number = _hash(number, low, high)
+    keep = number.to(tl.int32, bitcast=True) < limit
+
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
+    there = (column < width)[None, :] & (place < size)
+    x = tl.load(x_at + place, mask=there, other=0)
+    # torch's rounding: first times 0 or 1, which makes infinities NaN and keeps zeros' signs, then times the scale
+    y = x.to(COMPUTED) * keep.to(COMPUTED)
+    y = y * tl.full((1, 1), SCALE, COMPUTED)
+    tl.store(out_at + place, y.to(x.dtype), mask=there)
+
+
+def launch(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:
+    """See `dropout.by_blocks`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if not x.numel():
+        return out
+    width = min(triton.next_power_of_2(len(columns)), ACROSS)
+    height = min(triton.next_power_of_2(len(rows)), TILE // width)
+    programs = triton.cdiv(len(rows), height) * triton.cdiv(len(columns), width)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        _kernel[(programs,)](
+            x,
+            out,
+            words,
+            rows,
+            columns,
+            x.numel(),
+            len(rows),
+            len(columns),
+            stream,
+            threshold(p),
+            SCALE=1 / (1 - p),
+            HEIGHT=height,
+            WIDTH=width,
+            COMPUTED=_COMPUTED.get(x.dtype, tl.float32),
+        )
+    return out
