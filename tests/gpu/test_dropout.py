@@ -8,8 +8,9 @@ import torch
 from shardc.runtime import ops, rng
 from shardc.runtime.ops.dropout import by_blocks
 from shardc.runtime.rng import Rng
+from tests.gpu.devices import needs_gpu
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
