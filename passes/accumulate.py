@@ -9,11 +9,11 @@ in time instead of m ranks at once:
              s     = sum(nll)                                  +microbatch +dp
              s_sum = all_reduce(s, ("dp", "microbatch"))
              loss  = s_sum / n_sum
-    after    n_tot = total(mesh, 0)                            the prologue has run on all microbatches: its sum
-             n_sum = all_reduce(n_tot, ("dp",))
-             s     = sum(nll)
-             s_sum = all_reduce(s, ("dp",))                    this microbatch's summand
-             loss  = s_sum / n_sum                             the microbatches' losses add up to the step's
+    after    n_sum = total(mesh, 0, ("dp",))                   the prologue has run on all microbatches: its sum,
+                                                               over dp too, once a step
+             s     = sum(nll)                                  +dp
+             loss  = s / n_sum                                 +dp: this rank's and this microbatch's summand; they are
+                                                               added up after the last backward
 
 Means therefore weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are
 those of the whole batch. What is gathered of the batch (all labels, counted on each rank) comes from the prologue too:
@@ -46,7 +46,17 @@ from shardc.errors import ShardcError
 from shardc.ir.conversions import CONVERSIONS, between
 from shardc.ir.graph import copy_graph, operands_of, placeholders, source_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
+from shardc.ir.placement import (
+    PARTIAL,
+    PARTIAL_GRAD,
+    REPLICATE,
+    Layout,
+    Partial,
+    PartialGrad,
+    Placement,
+    Replicate,
+    Shard,
+)
 from shardc.ir.program import Collective, Input, Program, Stage, Value
 from shardc.ir.types import behind
 from shardc.passes.base import Pass
@@ -154,6 +164,13 @@ def _same_in_all(node: fx.Node) -> bool:
     return all(v.layout[AXIS] in (REPLICATE, PARTIAL_GRAD) for v in values_of(node))
 
 
+def _mark_partial(node: fx.Node, axes: list[str]) -> None:
+    """Set a node's type: ranks of these axes have a summand of it."""
+    value: Value = node.meta["value"]
+    items = tuple((a, p) for a, p in value.layout.items if a not in axes)
+    node.meta["value"] = replace(value, layout=Layout((*items, *((a, PARTIAL) for a in axes))))
+
+
 def _trained(node: fx.Node) -> bool:
     return any(v.requires_grad for v in values_of(node))
 
@@ -164,7 +181,8 @@ class _Microbatch:
 
     From front to back each op is looked at once. A conversion over the axis goes by what its operand is:
 
-        all_reduce, gather   made of the batch alone: `ops.total`, and what it is the total of joins the prologue
+        all_reduce, gather   made of the batch alone: `ops.total`, and what it is the total of joins the prologue; the
+                             sum over other axes, too, is done there
         all_reduce           else: gone. The operand is this microbatch's *summand* of the value
         sum_grad, first_grad gone: gradients add up over microbatches anyway
         shard, pad, first    stays, and looks at the microbatch's number (`_OF_ONE_MICROBATCH`)
@@ -173,6 +191,9 @@ class _Microbatch:
     alone (`_once`). An op that is not linear gets the sum over all microbatches, `ops.summed` (`_sum`). The step's loss
     is a summand in the end. For `loss = s_sum / n_sum` above: n_sum is a total, s_sum a summand, and a quotient is
     linear in its first operand: so loss is a summand, as it should be.
+
+    Last (`_sum_after_step`), where the loss is linear in sums over other axes too, ranks keep their summands of it: its
+    gradient is the same, and no rank waits for others between microbatches.
     """
 
     old: fx.Graph
@@ -201,6 +222,7 @@ class _Microbatch:
         self._output(self.graph.output_node())
         if self.refused:
             raise self._refusal()
+        self._sum_after_step()
         for i, node in enumerate(self.sums.values()):
             node.args = (*node.args[:2], len(self.totals) + i)
         prologue = self._prologue() if self.totals else None
@@ -256,7 +278,7 @@ class _Microbatch:
         if node.target in (ops.sum_grad, ops.first_grad):
             return self._over_other_axes(node, node.args[0], rest) is node
         if node.target is ops.all_reduce and node in self.from_batch:
-            self._over_other_axes(node, self._total_before(node, node.args[0]), rest)
+            self._total_over(node, rest)
         elif node.target in (ops.all_gather, ops.all_gather_partial_grad) and node in self.from_batch:
             self._gather_in_prologue(node)
         elif node.target is ops.all_reduce:
@@ -294,6 +316,16 @@ class _Microbatch:
         total = self._before(node, ops.total, (self.mesh_node, len(self.totals)), f"{x.name}_total", value)
         self.totals.append(x)
         return total
+
+    def _total_over(self, node: fx.Node, rest: tuple[str, ...]) -> None:
+        """A sum of what is known from the batch alone: over all microbatches, and once a step over the other axes."""
+        total = self._total_before(node, node.args[0])
+        if rest:
+            total.args = (*total.args, rest)
+            total.kwargs = {"tag": total.name}
+            total.meta |= {"value": node.meta["value"], "collective": replace(node.meta["collective"], axes=rest)}
+        node.replace_all_uses_with(total)
+        self.graph.erase_node(node)
 
     def _gather_in_prologue(self, node: fx.Node) -> None:
         """All microbatches' parts in one: each among zeros, and their sum. Truth values are counted."""
@@ -425,6 +457,61 @@ class _Microbatch:
         self.adding = [new in self.summands or isinstance(self._placement(new), Partial) for new in news]
         if loss not in self.summands:
             node.args = ((self._once(node, loss), news),)
+
+    def _sum_after_step(self) -> None:
+        """Leave the loss's sums over ranks to the end of the step, if it is linear in sums over the same axes."""
+        output = self.graph.output_node()
+        returned: Any = output.args[0]
+        loss, news = returned
+        linear, sums, others = self._linear_in_sums(loss)
+        axes = {n.args[2] for n in sums}
+        if len(axes) != 1:
+            return
+        parts = [part for a in axes.pop() for part in self.mesh.parts(a)]  # type: ignore[union-attr]
+
+        def alike(x: fx.Node) -> bool:
+            return all(v.layout[a] in (REPLICATE, PARTIAL_GRAD) for v in values_of(x) for a in parts)
+
+        inside = {*linear, output}
+        if any(n in news or not inside.issuperset(n.users) for n in (*linear, *sums)) or not all(map(alike, others)):
+            return
+        if not all(alike(x) and not _trained(x) for n in linear for x in operands_of(n) if x not in self.summands):
+            return
+        for n in sums:
+            n.replace_all_uses_with(n.args[0])  # type: ignore[arg-type]
+            self.graph.erase_node(n)
+        for x in others:
+            brought = x
+            for a in parts:
+                one = ops.to_partial if x.meta["value"].layout[a] == REPLICATE else ops.partial_grad_to_partial
+                with self.graph.inserting_after(brought):
+                    brought = self.graph.create_node(
+                        "call_function", one, (brought, self.mesh_node, a), {}, name=f"{x.name}_once"
+                    )
+                brought.meta = {"value": x.meta["value"], "source": source_of(x)}
+                _mark_partial(brought, [a])
+            for n in (n for n in linear if x in n.all_input_nodes):
+                n.replace_input_with(x, brought)
+        for n in linear:
+            _mark_partial(n, parts)
+
+    def _linear_in_sums(self, loss: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """What the loss is made of, from it backwards: (ops linear in summands, sums over ranks, other summands)."""
+        linear: dict[fx.Node, None] = {}
+        sums: dict[fx.Node, None] = {}
+        others: dict[fx.Node, None] = {}
+        todo = [loss]
+        while todo:
+            n = todo.pop()
+            summands = [x for x in operands_of(n) if x in self.summands]
+            if n.target is ops.all_reduce:
+                sums[n] = None
+            elif summands and n not in linear:
+                linear[n] = None
+                todo += summands
+            elif not summands:
+                others[n] = None
+        return list(linear), list(sums), list(others)
 
     def _placement(self, node: fx.Node) -> Placement:
         """Of a result of the step over its microbatches."""

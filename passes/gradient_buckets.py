@@ -24,6 +24,7 @@ At zero >= 1 a bucket's flat buffer is sharded over the data axis, and ops read 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from shardc.ir.program import Bucket, Collective, Param, Program, Source, Value
 from shardc.passes.base import Pass
 from shardc.passes.precision import dtype_of
 from shardc.runtime import ops
+from shardc.runtime.zero.flat_partition import Flat
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class GradientBuckets(Pass):
                 zero == 3 and (p.requires_grad, p.name in uses.first, uses.far(p.name)),
             )
             last, filled = open_at.get(key, (-1, 0))
-            if last < 0 or filled + size > section.bucket_mb * 2**20:
+            ranks = math.prod(mesh.size(a) for a in {*p.reduce, *((axis,) if zero else ())})
+            if last < 0 or filled + size > section.bucket_bytes(ranks):
                 last, filled = len(buckets), 0
                 late = any("[" in a for a in p.reduce)
                 keep = zero == 3 and section.keep
@@ -206,9 +209,7 @@ class GradientBuckets(Pass):
         )
         if b.zero == 3:
             cause = f"{self.spec.where(('data', 'zero'))} zero: {self.spec.data.zero}"
-            n = program.mesh.size(b.shard)
-            count = sum(v.nbytes(program.mesh) // v.dtype.itemsize for v in _types(program, b))
-            nbytes = -(-count // n) * n * _types(program, b)[0].dtype.itemsize
+            nbytes = Flat.of(program, b).padded * _types(program, b)[0].dtype.itemsize
             back = "reduce_scatter" if b.shard in b.axes else "all_reduce" if b.axes else "none"
             node.meta["collective"] = Collective("all_gather", back, (b.shard,), nbytes, cause)
         return node

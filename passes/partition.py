@@ -37,6 +37,7 @@ from shardc.rules.pointwise import poles
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
+from shardc.runtime.ops.overlap import PRODUCTS
 from shardc.torch_private import OpOverload
 
 
@@ -50,6 +51,7 @@ class Partition(Pass):
     def run(self, program: Program) -> Program:
         writer = LocalProgram(program, program.mesh, outputs.batch_axes(self.spec, program.mesh))
         graph = writer.run()
+        _overlap(graph)
         if self.spec.strict:
             refuse_implicit(graph)
         better = dict.fromkeys(
@@ -66,6 +68,17 @@ class Partition(Pass):
             outputs=_typed(program, graph),
             notes=(*program.notes, *writer.notes, *fused),
         )
+
+
+def _overlap(graph: fx.Graph) -> None:
+    """Where backward sums the gradient of what products take, it begins the sum before the gradients of their weights
+    are computed, and waits for it after that: `overlap=True`.
+    """
+    for node in graph.nodes:
+        if node.target in (ops.sum_grad, ops.all_gather_partial_grad) and node.meta["collective"].backward != "none":
+            products = [u for u in node.users if u.target in PRODUCTS and u.args[PRODUCTS[u.target][0]] is node]
+            if any(v.requires_grad for u in products for x in operands_of(u) if x is not node for v in values_of(x)):
+                node.kwargs = {**node.kwargs, "overlap": True}
 
 
 def _typed(program: Program, graph: fx.Graph) -> tuple[Output, ...]:

@@ -85,7 +85,7 @@ def compile(
         program,
         spec=spec,
         loss_scale=spec.precision.loss_scale,
-        offload=OffloadPlaces(**spec.data.offload.model_dump(), page_mb=spec.data.bucket_mb),
+        offload=OffloadPlaces(**spec.data.offload.model_dump(), page_mb=spec.data.bucket_bytes() / 2**20),
         resize=Resizer.of(model, loss, compile),
         meta=meta,
     )

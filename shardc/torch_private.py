@@ -337,6 +337,14 @@ def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | N
     return hooks
 
 
+def set_sequence_number(node: Any, number: int) -> None:
+    """Give a node of autograd's that is a Function another number: of those that are ready, backward runs that of the
+    greatest first.
+    """
+    node.first_number = node._sequence_nr()
+    node._set_sequence_nr(number)
+
+
 def sequence_number() -> int:
     """Number that the next node of autograd's graph gets on this thread: nodes that an op makes lie between two calls
     around it.
@@ -349,7 +357,7 @@ def current_backward() -> int | None:
     stacks of all ops.
     """
     node = torch._C._current_autograd_node()
-    return int(node._sequence_nr()) if node is not None else None
+    return int(getattr(node, "first_number", None) or node._sequence_nr()) if node is not None else None
 
 
 def after_backward(callback: Callable[[], None]) -> None:

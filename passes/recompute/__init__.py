@@ -328,7 +328,12 @@ class _Choice:
             size for n, size in self.own.items() if n in needed
         )
         again = tuple(
-            n for n in self.members if n in needed and (c := n.meta.get("collective")) is not None and c.kind != "none"
+            n
+            for n in self.members
+            if n in needed
+            and (c := n.meta.get("collective")) is not None
+            and c.kind != "none"
+            and n.target is not ops.total
         )
         return _Found(kept, notes, again, sum(map(graph.cost, needed)), frozenset(held))
 

@@ -56,6 +56,11 @@ class Work:
         """Let go of it without waiting: as long as somebody holds the handle, the connections that it uses stay."""
         self._handle = self._then = self._kept = None
 
+    def pass_on(self) -> None:
+        """The current CUDA stream waits for the collective. Whoever needs its tensor still has to `wait`."""
+        if self._handle is not None:
+            self._handle.wait()
+
 
 class RankMesh(ABC):
     """What all meshes share: coordinates, records, and groups of one rank, over which nothing is sent or recorded.
@@ -90,6 +95,13 @@ class RankMesh(ABC):
     def members(self, axes: Iterable[str]) -> int:
         """Number of ranks in a group over `axes`."""
         return math.prod(self.size(a) for a in axes)
+
+    #: Can a collective begin when another one ends, while this rank does something else? See `after`.
+    chains = False
+
+    def after(self, work: Work) -> AbstractContextManager[None]:
+        """Collectives that begin in here begin when `work` ends; only where `chains` is true."""
+        raise NotImplementedError
 
     def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
         self.activity.begin(kind, axes, tag)

@@ -79,6 +79,7 @@ class TorchMesh(RankMesh):
         self._store = default_store() if world > 1 else None
         self._works: WeakSet[Work] = WeakSet()
         self._failures = Failures(self._store, rank, layout)
+        self._waiting: torch.cuda.Stream | None = None
         self._groups: dict[frozenset[str], Any] = {}
         self._made: set[frozenset[str]] = set()  # also those that this rank is not in
         self._lines: dict[tuple[str, bool], Any] = {}
@@ -155,6 +156,20 @@ class TorchMesh(RankMesh):
         names = self._split(axes)
         assert names in self._groups, f"no process group for {sorted(names)}: name it when the mesh is made"
         return self._groups[names]
+
+    @property
+    def chains(self) -> bool:
+        """A stream of a GPU can wait for a collective while others go on; gloo would have this thread wait."""
+        return self.device.type == "cuda"
+
+    @contextmanager
+    def after(self, work: Work) -> Iterator[None]:
+        """See RankMesh.after."""
+        if self._waiting is None:
+            self._waiting = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._waiting):  # what begins here waits for this stream, not for the computation
+            work.pass_on()
+            yield
 
     def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)

@@ -7,6 +7,9 @@ three forms in which programs call the ops:
     ops.to_partial(x, mesh, "tp")                one axis
     ops.all_gather(x, mesh, "tp", 0, 3, ())      one axis, and the digit of a dim that is cut or joined
 
+overlap=True: backward begins its sum, and waits for it when the gradients of weights are there
+(shardc.runtime.ops.overlap).
+
 `dim`, `split`, `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding, blocks: what the whole
 dim lacks of its padded size (0 where another axis still splits it). Uneven parts are padded, so that collectives see
 equal ones: `widen` before a dim is cut, `trim` after it is joined. How much is decided at compile time
@@ -26,7 +29,9 @@ from torch.autograd.function import once_differentiable
 from shardc.ir.conversions import BY_OP, Move
 from shardc.ir.cut import trim, widen
 from shardc.ir.placement import Shard
+from shardc.runtime.mesh.base import Work
 from shardc.runtime.ops import digits
+from shardc.runtime.ops.overlap import begun
 
 Mesh = Any  # shardc.runtime.mesh's meshes; a protocol would only repeat their docstrings
 Record = dict[str, str]  # for the mesh's record of what ran: "direction", "tag"
@@ -99,9 +104,48 @@ class _Convert(Function):
         return move(g, *where), *[None] * 6
 
 
+def _start_all_reduce(
+    g: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: None, record: Record
+) -> tuple[Tensor, Work]:
+    total = g.clone(memory_format=torch.contiguous_format)
+    return total, mesh.start_all_reduce(total, axes, **record)
+
+
+def _start_reduce_scatter(
+    g: Tensor, mesh: Mesh, axis: str, old: None, new: Shard, record: Record
+) -> tuple[Tensor, Work]:
+    parts = digits.stack(widen(g, new), new, mesh.size(axis))
+    part = torch.empty_like(parts[0])
+    return part, mesh.start_reduce_scatter(parts.view(-1), part.view(-1), axis, **record)
+
+
+#: Of moves that backward may begin, and wait for later.
+_STARTS: dict[Move, Callable[..., tuple[Tensor, Work]]] = {
+    "all_reduce": _start_all_reduce,
+    "reduce_scatter": _start_reduce_scatter,
+}
+
+
 def _convert(
-    x: Tensor, op: str, mesh: Mesh, over: str | tuple[str, ...], old: Shard | None, new: Shard | None, tag: str
+    x: Tensor,
+    op: str,
+    mesh: Mesh,
+    over: str | tuple[str, ...],
+    old: Shard | None,
+    new: Shard | None,
+    tag: str,
+    overlap: bool = False,
 ) -> Tensor:
+    several = mesh.members((over,) if isinstance(over, str) else over) > 1
+    if overlap and several and x.requires_grad and torch.is_grad_enabled():
+        row = BY_OP[op]
+        forward: Record = {"direction": "forward", "tag": tag}
+        backward: Record = {"direction": "backward", "tag": tag}
+        return begun(
+            x,
+            lambda x: _MOVES[row.forward](x, mesh, over, old, new, forward),
+            lambda g: _STARTS[row.backward](g, mesh, over, new, old, backward),
+        )
     result: Tensor = _Convert.apply(x, op, mesh, over, old, new, tag)  # type: ignore[no-untyped-call]
     return result
 
@@ -112,7 +156,9 @@ def _convert(
 class OverAxes(Protocol):
     """Converts several axes at once, in one collective."""
 
-    def __call__(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor: ...
+    def __call__(
+        self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "", *, overlap: bool = False
+    ) -> Tensor: ...
 
 
 class OverAxis(Protocol):
@@ -136,6 +182,7 @@ class OfDigit(Protocol):
         blocks: int = 1,
         *,
         tag: str = "",
+        overlap: bool = False,
     ) -> Tensor: ...
 
 
@@ -152,8 +199,8 @@ def _named(op: str, function: _Op) -> _Op:
 
 
 def _over_axes(op: str) -> OverAxes:
-    def convert(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor:
-        return _convert(x, op, mesh, axes, None, None, tag)
+    def convert(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "", *, overlap: bool = False) -> Tensor:
+        return _convert(x, op, mesh, axes, None, None, tag, overlap)
 
     return _named(op, convert)
 
@@ -179,9 +226,10 @@ def _of_digit(op: str) -> OfDigit:
         blocks: int = 1,
         *,
         tag: str = "",
+        overlap: bool = False,
     ) -> Tensor:
         digit = Shard(dim, split, tuple(sections), padding, blocks)
-        return _convert(x, op, mesh, axis, digit if joins else None, None if joins else digit, tag)
+        return _convert(x, op, mesh, axis, digit if joins else None, None if joins else digit, tag, overlap)
 
     return _named(op, convert)
 

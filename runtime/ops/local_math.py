@@ -99,9 +99,14 @@ def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:
     return batch if rng is None or rng.training else running.to(batch.dtype).reshape(batch.shape)
 
 
-def total(mesh: Mesh, index: int) -> Tensor:
-    """The sum over a step's microbatches of what its prologue computed on this rank (shardc.passes.accumulate)."""
-    result: Tensor = mesh.step.running.totals[index]
+def total(mesh: Mesh, index: int, axes: tuple[str, ...] = (), tag: str = "") -> Tensor:
+    """The sum over a step's microbatches of what its prologue computed (shardc.passes.accumulate): on this rank, or on
+    all ranks of `axes`. It is begun before the first microbatch.
+    """
+    running = mesh.step.running
+    if index in running.sums:
+        running.sums[index].wait()
+    result: Tensor = running.totals[index]
     return result
 
 

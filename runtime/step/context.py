@@ -6,9 +6,10 @@ The interpreter and the engine set it; ops and collectives read it, as `mesh.ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -20,11 +21,12 @@ Routing = tuple[str, Tensor, int]
 @dataclass(frozen=True)
 class MicrobatchContext:
     """The microbatch that runs. count: of how many in the step; totals: what all of them add up to, by number
-    (shardc.passes.accumulate)."""
+    (shardc.passes.accumulate); sums: of those that are still being summed over ranks."""
 
     index: int
     count: int
     totals: tuple[Tensor, ...] = ()
+    sums: Mapping[int, Any] = field(default_factory=dict)  # shardc.runtime.mesh.Work
 
 
 class StepContext:
@@ -47,9 +49,11 @@ class StepContext:
         assert self.microbatch is not None, "no microbatch runs"
         return self.microbatch
 
-    def set_microbatch(self, index: int, count: int, totals: Iterable[Tensor] = ()) -> None:
+    def set_microbatch(
+        self, index: int, count: int, totals: Iterable[Tensor] = (), sums: Mapping[int, Any] | None = None
+    ) -> None:
         """From here on programs run on this microbatch."""
-        self.microbatch = MicrobatchContext(index, count, tuple(totals))
+        self.microbatch = MicrobatchContext(index, count, tuple(totals), sums or {})
 
     @contextmanager
     def recompute(self, microbatch: MicrobatchContext | None) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
-from shardc.ir.outputs import sum_axes
+from shardc.ir.outputs import loss_axes, sum_axes
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
@@ -60,7 +60,7 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     found += [norm_axes(program, p.name) for p in program.params]
     for stage in program.stages:
         found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
-    found.append(sum_axes(program.outputs, program.mesh, program.axis))
+    found += [sum_axes(program.outputs, program.mesh, program.axis), loss_axes(program)]
     found += [(a,) for o in program.outputs for a, _ in o.layout.shards()]
     if program.loss_scale is not None or any(
         s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
@@ -114,8 +114,8 @@ class Engine:
     optimizer as they are, on every rank.
 
     `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets still are
-    (shardc.runtime.zero.early_step), if the optimizer steps each parameter by itself and nothing has to be known of all
-    gradients first (clip_norm, loss scaling).
+    (shardc.runtime.zero.early_step), at ZeRO 0 on a CPU, if the optimizer steps each parameter by itself and nothing
+    has to be known of all gradients first (clip_norm, loss scaling).
 
     An error in a step before its update (a wrong batch, a failing op, Ctrl-C) leaves the engine as it was, if all ranks
     meet it: the next step starts afresh. One in the update itself, as in an optimizer of one's own, does not: the
@@ -176,7 +176,7 @@ class Engine:
         )  # nothing may be updated before all is there
         self._overlapped = (
             OverlappedStep(self.optimizer, self.params)
-            if self.optimizer is not None and not whole and self.buckets.several
+            if self.optimizer is not None and not whole and self.buckets.arrive_apart
             else None
         )
         self._stepping = False
@@ -289,7 +289,8 @@ class Engine:
             p.grad = None
         self._norm.start()
         scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
-        hooks = StepHooks(self.buckets.saving, self.buckets.start, self.buckets.pause, self.buckets.reduce, scaled)
+        b = self.buckets
+        hooks = StepHooks(b.saving, b.start, b.start_inputs, b.pause, b.reduce, scaled)
         self.mesh.step.routings = [] if self._loads is not None else None
         total, news, beside = interpreter.step(values, hooks)
         self._skipping = self._nonfinite != "ignore" and self.scaler is None and not math.isfinite(float(total))

@@ -29,10 +29,12 @@ from torch import Tensor, fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph
+from shardc.ir.outputs import loss_axes, loss_value
 from shardc.ir.program import Edge, Program, Stage, Value
 from shardc.runtime import ops, schedule
 from shardc.runtime.mesh import Work
-from shardc.runtime.ops.local_math import summed
+from shardc.runtime.ops.local_math import summed, total
+from shardc.runtime.ops.overlap import PRODUCTS, product
 from shardc.runtime.schedule import Action
 from shardc.runtime.step import failures, outputs
 from shardc.runtime.step.activation_offload import OffloadedTensor
@@ -59,13 +61,31 @@ def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
     return copy
 
 
+def _overlapped(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph whose products compute the gradients of their weights while that of their input is summed,
+    where the program says so (`overlap=True`).
+    """
+    copy = copy_graph(graph)
+    for node in copy.nodes:
+        for user in list(node.users) if node.kwargs.get("overlap") else ():
+            if user.target in PRODUCTS and user.args[PRODUCTS[user.target][0]] is node:
+                user.args, user.target = (user.target, *user.args), product
+    return copy
+
+
 def runnable(
-    stage: Stage, device: torch.device, program: Program, offloaded: type[OffloadedTensor] = OffloadedTensor
+    stage: Stage,
+    device: torch.device,
+    program: Program,
+    offloaded: type[OffloadedTensor] = OffloadedTensor,
+    *,
+    divided: bool = False,
 ) -> fx.GraphModule:
     """A stage as a function of its placeholders; frees each value after its last use.
 
-    offloaded: where regions with `offload: cpu` keep tensors until backward."""
-    graph = stage.graph
+    offloaded: where regions with `offload: cpu` keep tensors until backward. divided: backward comes in two
+    (shardc.runtime.step.split_backward), and that of weights is late anyway."""
+    graph = stage.graph if divided else _overlapped(stage.graph)
     if device.type != "cpu":
         graph = on_device(graph, device)
     with _WRITING:
@@ -90,6 +110,7 @@ class StepHooks:
 
     saving: Callable[..., Any]
     start: Callable[..., None]
+    start_inputs: Callable[..., None]
     pause: Callable[[], None]
     reduce: Callable[[], None]
     scaled: Callable[[Tensor], Tensor]
@@ -126,6 +147,11 @@ class Interpreter:
                 else []
             )
             summing = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=summed)]
+            summed_over = [
+                n for s in mine for n in program.stages[s].graph.find_nodes(op="call_function", target=total)
+            ]
+            #: Of totals over ranks too: (axes, tag), by number.
+            self._over = {int(n.args[1]): (n.args[2], n.name) for n in summed_over if len(n.args) > 2}
             self._sums = max((int(str(n.args[2])) + 1 for n in summing), default=0)
         self.adding = {b.name for b in program.buffers if b.adds}
 
@@ -138,12 +164,16 @@ class Interpreter:
                 self.mesh.step.set_microbatch(i, len(values))
                 sums, _ = self._count(*(microbatch.get(n) for n in self._counted))  # of parameters it looks at none
                 totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else list(sums)
-        self.mesh.step.set_microbatch(0, len(values), totals)
+        over_ranks = {
+            i: self.mesh.start_all_reduce(totals[i], axes, direction="forward", tag=tag)
+            for i, (axes, tag) in sorted(self._over.items())
+        }
+        self.mesh.step.set_microbatch(0, len(values), totals, over_ranks)
         if self._sums:
             sums = self._summed(values)
             none = torch.zeros((), device=self.mesh.device)  # of stages elsewhere
             later = (sums.get(i, none) for i in range(len(totals), self._sums))
-            self.mesh.step.set_microbatch(0, len(values), (*totals, *later))
+            self.mesh.step.set_microbatch(0, len(values), (*totals, *later), over_ranks)
 
     @torch.no_grad()
     def _summed(self, values: Values) -> dict[int, Tensor]:
@@ -214,15 +244,14 @@ class Interpreter:
         return run
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
+        """The step's loss, of the summands that this rank has."""
         total = sum(losses[1:], losses[0]) if losses else self._zero()
-        if self.axis and self.mesh.size(self.axis) > 1:
-            total = self.mesh.all_reduce(total, (self.axis,), direction="forward", tag="loss")
-        return total
+        axes = loss_axes(self.program)
+        return self.mesh.all_reduce(total, axes, direction="forward", tag="loss") if axes else total
 
     def _zero(self) -> Tensor:
         """The loss of a rank that does not compute it."""
-        returned: Any = self.program.graph.output_node().args[0]
-        return torch.zeros((), dtype=returned[0].meta["value"].dtype, device=self.mesh.device)
+        return torch.zeros((), dtype=loss_value(self.program).dtype, device=self.mesh.device)
 
 
 class _Runnable:
@@ -240,7 +269,7 @@ class _Runnable:
             split_stage(stage, {p.name for p in program.params}, {x.name for x in program.inputs}) if divided else stage
         )
         self.graph = whole.graph
-        self.run: Callable[..., Any] = runnable(whole, device, program, offloaded)
+        self.run: Callable[..., Any] = runnable(whole, device, program, offloaded, divided=divided)
         if not self.piped:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
 
@@ -306,7 +335,7 @@ class Run:
         self._act(doing)
         if action.kind in ("F", "B", "I", "W"):
             step = self.on.mesh.step
-            step.set_microbatch(action.microbatch, len(self.values), step.running.totals)
+            step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.sums)
         try:
             if action.kind != "STEP":
                 getattr(self, _DOES[action.kind])(action)
@@ -383,10 +412,12 @@ class Run:
         kept = self.kept[key]
         tensors, begin = self._begin(kept, key)
         assert kept.split is not None
+        assert self.hooks is not None
         leaves = {n: x for n, x in kept.leaves.items() if x.requires_grad}
-        self._give_back(
-            action, dict(zip(leaves, kept.split.inputs(tensors, begin, list(leaves.values())), strict=True))
-        )
+        self.hooks.start_inputs(key, action.stage)
+        grads = kept.split.inputs(tensors, begin, list(leaves.values()))
+        self._pause()
+        self._give_back(action, dict(zip(leaves, grads, strict=True)))
         kept.leaves, kept.made, kept.loss = {}, {}, None
 
     def weights(self, action: Action) -> None:

@@ -425,7 +425,7 @@ class Tape:
         frame.wanted = [w for w in frame.wanted if w.saved() is not None]
         frame.plan = self.regions.plan(frame.region, frozenset(w.origin for w in frame.wanted))
         chain = frame.region.above
-        for node in frame.plan.inputs:
+        for node in reversed(frame.plan.inputs):  # what is noted last is expected first in backward (zero.gather)
             x = frame.seen[node]
             if isinstance(x, Tensor):
                 frame.inputs[node] = saved = Saved()

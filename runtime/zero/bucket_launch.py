@@ -100,9 +100,11 @@ class Buckets:
         return set(self._of)
 
     @property
-    def several(self) -> bool:
-        """Is there a sum that another one can overlap with?"""
-        return len(self._all) > 1
+    def arrive_apart(self) -> bool:
+        """Are some sums still under way when the first are there, after backward, so that a bucket's update hides them?
+        ZeRO's are: one at a time is under way. So are a GPU's, which are queued behind backward like the updates.
+        """
+        return len(self._all) > 1 and self.mesh.device.type == "cpu" and not any(b.spec.zero for b in self._all)
 
     @property
     def active(self) -> bool:
@@ -127,11 +129,15 @@ class Buckets:
                 b.start(first)
             if last:
                 self._left[b].discard(stage)
-        self._gathered.begin_backward(run)
+        self._gathered.begin_backward(run, stage)
+
+    def start_inputs(self, run: Hashable, stage: int) -> None:
+        """Before the half of a backward that brings no parameter's gradient (shardc.runtime.step.split_backward)."""
+        self._gathered.begin_backward(run, (stage, "inputs"))
 
     def pause(self) -> None:
-        """After a backward that others of the same step may follow."""
-        self._gathered.finish()
+        """After a backward, or a half of one, that others of the same step may follow."""
+        self._gathered.end_backward()
 
     def reduce(self) -> None:
         """After the last backward of a stage: begin the sums that wait for gradients which did not come."""
@@ -177,7 +183,7 @@ class Buckets:
         under way.
         """
         self._launch(all_of_them=True)
-        self._gathered.finish()
+        self._gathered.end_backward()
         for b in self._all:
             if isinstance(b, ShardedParamBucket):
                 b.launch()

@@ -1,8 +1,11 @@
 """How a bucket's parameters are laid out in one flat buffer, and which part of it each rank of the data axis keeps.
 Pure arithmetic.
 
-    parameters of 5, 3 and 4 elements, 3 ranks    a a a a | a b b b | c c c c    each rank keeps 4 elements
-    8 elements of one, 3 ranks                    d d d | d d d | d d -          padded to a multiple of the ranks
+    parameters of 5, 3 and 4 elements, 3 ranks    a a a a | a - - - | b b b - | c c c c    aligned to 4 elements
+    the same, 2 ranks                             a a a a a - - - | b b b - c c c c        each rank keeps 8 elements
+
+A parameter and a part begin at multiples of 16 bytes, as kernels that read 16 bytes at once want it (grouped products
+refuse other addresses), and a bucket has as many parts as ranks: what is in between is padding, which nobody reads.
 """
 
 from __future__ import annotations
@@ -13,33 +16,54 @@ from itertools import accumulate
 
 from shardc.ir.program import Bucket, Program
 
+#: Bytes.
+ALIGNMENT = 16
+
 
 @dataclass(frozen=True)
 class Flat:
-    """names: the bucket's parameters; shapes: of their local parts; ranks: that keep a part each."""
+    """names: the bucket's parameters; shapes: of their local parts; ranks: that keep a part each. aligned: parameters
+    and parts begin at multiples of so many elements.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     ranks: int = 1
+    aligned: int = 1
 
     @classmethod
     def of(cls, program: Program, bucket: Bucket) -> Flat:
-        shapes = tuple(program.param(n).value.local_shape(program.mesh) for n in bucket.params)
-        return cls(bucket.params, shapes, program.mesh.size(bucket.shard) if bucket.shard else 1)
+        params = [program.param(n) for n in bucket.params]
+        shapes = tuple(p.value.local_shape(program.mesh) for p in params)
+        # parameters as stored, as ops take them, and their gradients lie alike
+        dtypes = (
+            {p.dtype for p in params} | {bucket.dtype} | ({bucket.compute} if bucket.compute is not None else set())
+        )
+        aligned = max(ALIGNMENT // min(d.itemsize for d in dtypes), 1)
+        return cls(bucket.params, shapes, program.mesh.size(bucket.shard) if bucket.shard else 1, aligned)
 
     @property
     def sizes(self) -> list[int]:
         return [math.prod(s) for s in self.shapes]
 
+    def _up(self, elements: int) -> int:
+        return -(-elements // self.aligned) * self.aligned
+
     @property
     def starts(self) -> list[int]:
         """Where each parameter begins in the buffer."""
-        return list(accumulate(self.sizes, initial=0))[:-1]
+        return list(accumulate(map(self._up, self.sizes), initial=0))[:-1]
 
     @property
     def part(self) -> int:
         """Elements that each rank keeps."""
-        return -(-sum(self.sizes) // self.ranks)
+        return self._up(-(-sum(map(self._up, self.sizes)) // self.ranks))
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding of the buffer, (start, stop) of each stretch."""
+        ends = [start + size for start, size in zip(self.starts, self.sizes, strict=True)]
+        return [(end, start) for end, start in zip(ends, [*self.starts[1:], self.padded], strict=True) if end < start]
 
     @property
     def padded(self) -> int:

@@ -8,16 +8,22 @@ by a note, and the note is looked up in what backward gathers:
     forward     linear(x, w), w a view of bucket 0     autograd saves (bucket 0, offset, size, stride) in place of w
                                                        bucket 0 is freed when no op uses it
     backward    the note of bucket 0 is unpacked       bucket 0 is gathered; the next `prefetch` buckets that backward
-                                                       will need start too
+                                                       will ask for start too
                 all gradients of bucket 0 are there    it is freed, and their reduce_scatter starts
 
-Backward uses buckets in the reverse order of their last use in forward: the notes say which comes next, on all ranks
-alike."""
+Which bucket comes next is known from the last backward of the same stage: it asked in the same order, on all ranks
+alike. The first one goes by the notes, last one first. For a region that is computed again that is forward order: it
+notes what it takes in reverse (shardc.runtime.step.recompute).
+
+    forward     region of b0, b1, b2     notes b0 b1 b2, then of what it takes b2 b1 b0
+    backward    computes again b0 b1 b2, then uses b2 b1 b0"""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,11 +34,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.runtime.mesh import Work
 
+#: A bucket is small beside one of so many times its elements.
+SMALL = 16
+
 
 class Source(Protocol):
-    """A bucket that can be gathered."""
+    """A bucket that can be gathered. elements: of all its parameters."""
 
     prefetch: int
+    elements: int
 
     def start_gather(self, direction: str) -> tuple[Tensor, Work]:
         """A flat tensor, and when the bucket's parameters will be in it."""
@@ -48,18 +58,37 @@ class _Saved:
     stride: tuple[int, ...]
 
 
+class _Notes:
+    """The notes of one forward. left: how many of each bucket's are not unpacked yet; order: whose they are, in the
+    order in which they were made, notes of one bucket in a row once.
+    """
+
+    def __init__(self) -> None:
+        self.left: Counter[Source] = Counter()
+        self.order: list[Source] = []
+
+    def add(self, bucket: Source) -> None:
+        self.left[bucket] += 1
+        if not self.order or self.order[-1] is not bucket:
+            self.order.append(bucket)
+
+
 class Gathered:
     """The gathered buckets of one rank, forward and backward."""
 
     def __init__(self) -> None:
         self._under_way: dict[Source, tuple[Tensor, Work]] = {}
         self._alive: dict[tuple[StorageWeakRef, torch.dtype], Source] = {}  # what forward has gathered
-        # of each forward that waits for its backward: how many notes of each bucket are not unpacked yet, in the order
-        # of last use
-        self._waiting: dict[Hashable, dict[Source, int]] = {}
-        self._needed: dict[Source, int] = {}  # of the forward or backward that runs
+        self._waiting: dict[Hashable, _Notes] = {}  # of each forward that waits for its backward
+        self._notes = _Notes()  # of the forward or backward that runs
         self._here: dict[Source, Tensor] = {}  # in backward
         self._current: Source | None = None
+        # of backwards of one kind: the order in which the last one asked for buckets
+        self._asked: dict[Hashable, list[Source]] = {}
+        self._kind: Hashable = None
+        self._asking: list[Source] = []  # by the backward that runs
+        self._expected: list[Source] = []
+        self._place = 0  # in what is expected
 
     # --- forward
 
@@ -79,7 +108,7 @@ class Gathered:
     @contextmanager
     def saving(self, run: Hashable = 0) -> Iterator[None]:
         """Around forward: autograd keeps notes of gathered buckets instead of the buckets."""
-        self._needed = self._waiting[run] = {}
+        self._notes = self._waiting[run] = _Notes()
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -90,14 +119,18 @@ class Gathered:
         bucket = self._alive.get(_storage(x)) if x.layout is torch.strided else None
         if bucket is None or x.is_conj() or x.is_neg() or x.numel() == 0:
             return x
-        self._needed[bucket] = self._needed.pop(bucket, 0) + 1
+        self._notes.add(bucket)
         return _Saved(bucket, int(x.storage_offset()), x.shape, x.stride())
 
-    def begin_backward(self, run: Hashable) -> None:
-        """Backward of this run of forward comes next."""
-        self._needed = self._waiting.setdefault(run, {})
+    # --- backward
 
-    # --- backward, which uses buckets in the reverse order of their last use in forward, on all ranks alike
+    def begin_backward(self, run: Hashable, kind: Hashable) -> None:
+        """Backward of this run of forward comes next. kind: what backwards that ask for the same buckets have in
+        common.
+        """
+        self._notes = self._waiting.setdefault(run, _Notes())
+        self._kind, self._asking, self._place = kind, [], 0
+        self._expected = self._asked[kind] if kind in self._asked else self._notes.order[::-1]
 
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:
         if isinstance(saved, Tensor):
@@ -105,23 +138,42 @@ class Gathered:
         bucket = saved.bucket
         if bucket is not self._current:
             self._fetch(bucket)
-        self._needed[bucket] = self._needed.get(bucket, 0) - 1
+        self._notes.left[bucket] -= 1
         return self._here[bucket].as_strided(saved.size, saved.stride, saved.offset)
 
     def _fetch(self, bucket: Source) -> None:
         """Have a bucket whole, let go of those that are done with, and start the next ones."""
-        for done in [b for b in self._here if self._needed.get(b, 0) <= 0]:
+        for done in [b for b in self._here if self._notes.left[b] <= 0]:
             del self._here[done]  # an op that still works with it keeps it alive
         self._current = bucket
+        self._asking.append(bucket)
         if bucket not in self._here:
             whole, work = self._under_way.pop(bucket) if bucket in self._under_way else bucket.start_gather("backward")
             work.wait()
             self._here[bucket] = whole
-        order = list(self._needed)
-        before = order[: order.index(bucket)] if bucket in order else []
-        for ahead in before[::-1][: bucket.prefetch]:
-            if ahead not in self._here and ahead not in self._under_way and self._needed[ahead] > 0:
+        with suppress(ValueError):  # not expected here: it is the first backward, or one that asks for others
+            self._place = self._expected.index(bucket, self._place) + 1
+        for ahead in self._next(bucket):
+            if ahead not in self._under_way:
                 self._under_way[ahead] = ahead.start_gather("backward")
+
+    def _next(self, bucket: Source) -> list[Source]:
+        """The buckets to have under way while this one is used: the next `prefetch` that are expected and not here. A
+        few small ones, as of biases, come along: an op takes them together with a large one.
+        """
+        ahead: list[Source] = []
+        counted, room = 0, bucket.elements // SMALL
+        for other in itertools.islice(self._expected, self._place, None) if bucket.prefetch else ():
+            if other in self._here or other in ahead:
+                continue
+            if other.elements <= room:
+                room -= other.elements
+            elif counted == bucket.prefetch:
+                break
+            else:
+                counted += 1
+            ahead.append(other)
+        return ahead
 
     def drop(self, bucket: Source) -> None:
         """Its gradients are there: backward needs it no more."""
@@ -129,12 +181,18 @@ class Gathered:
         if self._current is bucket:
             self._current = None
 
+    def end_backward(self) -> None:
+        """After a backward that ran to its end: the next of its kind will ask for buckets in this order."""
+        if self._asking:
+            self._asked[self._kind] = self._asking
+        self.finish()
+
     def finish(self) -> None:
-        """After backward: nothing is kept."""
+        """Nothing is kept."""
         for _, work in self._under_way.values():
             work.wait()
         self._under_way.clear()
-        self._needed.clear()
+        self._notes, self._asking, self._expected = _Notes(), [], []
         self._alive.clear()  # an evaluation's gathers are nobody's to note
         self._here.clear()
         self._current = None

@@ -64,7 +64,8 @@ class ReplicatedBucket:
         """The buffer of whole gradients, made when the step's first one arrives."""
         if self._buffer is None:
             self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
-            self._buffer[sum(self.flat.sizes) :].zero_()
+            for start, stop in self.flat.gaps:
+                self._buffer[start:stop].zero_()
             self._views = dict(
                 zip(self.spec.params, views(self._buffer, self.flat.starts, self.flat.shapes), strict=True)
             )

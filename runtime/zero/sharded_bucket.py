@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.ir.program import Program
+from shardc.runtime.mesh import Work
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Home
 from shardc.runtime.zero.gather import views
@@ -39,6 +40,14 @@ class ShardedBucket(ReplicatedBucket):
         self.rest = tuple(a for a in self.spec.axes if a != self.spec.shard)
         self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
         self._sum: Tensor | None = None  # the gradients' part
+        self._rest_work = Work()  # the sum over the other axes
+        self._rest_begun = False
+
+    def start(self, first: bool) -> None:
+        if first:
+            self._rest_work.wait()  # of a step that failed halfway
+            self._rest_begun = False
+        super().start(first)
 
     def _slices(self, part: Tensor) -> dict[str, Tensor]:
         """This rank's stretch of every parameter in its part of the flat buffer."""
@@ -73,10 +82,20 @@ class ShardedBucket(ReplicatedBucket):
         elif self.spec.zero > 1:  # else it is a part of flat
             part.copy_(flat[self.low : self.high])  # all ranks of the axis have the same gradient
 
-    def _rest(self, part: Tensor) -> None:
-        """Go on over the other axes."""
-        if self.rest and self.mesh.members(self.rest) > 1:
-            self._work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
+    def _rest(self, part: Tensor, *, at_once: bool = False) -> None:
+        """Go on over the other axes, once a step. at_once: when the sum over the first axis is there, without waiting
+        for it here; not on every mesh.
+        """
+        if self._rest_begun or not self.rest or self.mesh.members(self.rest) == 1:
+            return
+        if not at_once:
+            self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
+        elif self.mesh.chains:
+            with self.mesh.after(self._work):
+                self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
+        else:
+            return
+        self._rest_begun = True
 
     def _give_part(self, part: Tensor) -> None:
         self._give({n: x for n, x in self._slices(part).items() if self.runs[n].size})

@@ -62,6 +62,7 @@ class ShardedGradBucket(ShardedBucket):
         else:
             self._sum = torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
         self._reduce(flat, self._sum)
+        self._rest(self._sum, at_once=True)
         self._settled = False
 
     def settle(self) -> None:
@@ -75,7 +76,7 @@ class ShardedGradBucket(ShardedBucket):
 
     def finish(self) -> None:
         self.settle()
-        self._work.wait()
+        self._rest_work.wait()
         assert self._sum is not None
         self._give_part(self._sum)
         self._sum = None

@@ -33,11 +33,12 @@ class ShardedParamBucket(ShardedBucket):
     ) -> None:
         super().__init__(program, index, mesh, offload)
         self._gathered, self._launched, self._last = gathered, launched, last
-        self.prefetch = self.spec.prefetch
+        self.prefetch, self.elements = self.spec.prefetch, self.flat.padded
         self._master: Tensor | None = None
         self._trained = False
         self._coming: Tensor | None = None  # the sum that is under way, where earlier ones are there already
         self._flying: Tensor | None = None
+        self._final = False  # the sum under way is the step's last
         #: With `keep`: what was gathered, until the step's last backward.
         self._kept_whole: tuple[Tensor, Work] | None = None
         self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
@@ -101,7 +102,7 @@ class ShardedParamBucket(ShardedBucket):
     def start(self, first: bool) -> None:
         super().start(first)
         if first:
-            self._fresh, self._coming, self._flying = True, None, None
+            self._fresh, self._coming, self._flying, self._final = True, None, None, False
             self._buffer, self._views = None, {}
 
     def arrived(self, grads: Sequence[Tensor | None]) -> None:
@@ -125,6 +126,9 @@ class ShardedParamBucket(ShardedBucket):
         self._flying, self._coming = flat, part
         self._buffer, self._views = None, {}
         self._reduce(flat, part)
+        self._final = not self.spec.late and self._last(self)  # of a late bucket, other ranks may bring the last one
+        if self._final and (self._fresh or self._sum is None):
+            self._rest(part, at_once=True)
         self._launched(self)
 
     def settle(self) -> None:
@@ -135,6 +139,8 @@ class ShardedParamBucket(ShardedBucket):
             else:
                 self._sum.add_(self._coming)
             self._coming = self._flying = None
+            if self._final:
+                self._rest(self._sum)
 
     def launch(self) -> None:
         """Of the step's last backward: the sum over the axes that replicate."""
@@ -149,7 +155,7 @@ class ShardedParamBucket(ShardedBucket):
 
     def finish(self) -> None:
         self._kept_whole = None
-        self._work.wait()
+        self._rest_work.wait()
         if self._sum is not None:
             self._give_part(self._sum)
             self._sum = None

@@ -14,6 +14,7 @@ from shardc.cli import common
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
+    from shardc.cost import Cost
     from shardc.ir.program import Program
     from shardc.report import Coverage
 
@@ -32,7 +33,9 @@ def command(
         str | None,
         typer.Option(help="what a pass changed, by its name; `--diff list` lists the passes that ran"),
     ] = None,
-    comm: Annotated[bool, typer.Option("--comm", help="collectives of a step by axis and cause")] = False,
+    comm: Annotated[
+        bool, typer.Option("--comm", help="collectives of a step by axis and cause; what hides them")
+    ] = False,
     coverage: Annotated[
         bool, typer.Option("--coverage", help="ops of a model file that no rule knows, and their lines; needs no spec")
     ] = False,
@@ -41,7 +44,7 @@ def command(
         bool, typer.Option("--memory", help="what a step holds on each rank, by kind; the op at the peak")
     ] = False,
     device: Annotated[
-        str, typer.Option(help="with --memory: a name that `shardc device` lists, or a YAML file")
+        str, typer.Option(help="with --memory and --comm: a name that `shardc device` lists, or a YAML file")
     ] = "h100-80g",
     schedule: Annotated[
         bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")
@@ -113,7 +116,7 @@ def command(
         elif before:
             show(report.before(program, full=full))
         elif comm:
-            show(report.comm_table(program))
+            show(report.comm_table(program, _cost(program, device, quiet=as_json)))
         elif stage is not None:
             one = program.stages[stage]
             left_out = {} if full else fold(program).nodes[one.name]
@@ -140,13 +143,17 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
         return coverage(file.on_meta(), file.batch, loss=file.loss)
 
 
+def _cost(program: Program, device: str, *, quiet: bool) -> Cost:
+    with common.progress("running a step without data", quiet=quiet) as told:
+        return program.cost(
+            device, on=lambda rank, done, total: told(f"running a step of {rank} without data", done, total)
+        )
+
+
 def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show: common.Show) -> None:
     from shardc.report import cost as cost_report
 
-    with common.progress("running a step without data", quiet=as_json) as told:
-        cost = program.cost(
-            device, on=lambda rank, done, total: told(f"running a step of {rank} without data", done, total)
-        )
+    cost = _cost(program, device, quiet=as_json)
     if svg:
         svg.write_text(cost_report.svg(cost), encoding="utf-8")
     if as_json:

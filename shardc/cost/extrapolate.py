@@ -101,19 +101,23 @@ def extrapolate(few: Cost, more: Cost, layers_few: int, layers_more: int, number
     def line(one: float, other: float) -> float:
         return one + (other - one) * share
 
-    def lines(one: Mapping[Any, int], other: Mapping[Any, int]) -> dict[Any, int]:
-        return {k: round(line(one.get(k, 0), other.get(k, 0))) for k in {**one, **other}}
+    def lines(one: Mapping[Any, float], other: Mapping[Any, float]) -> dict[Any, float]:
+        return {k: line(one.get(k, 0), other.get(k, 0)) for k in {**one, **other}}
+
+    def whole(numbers: Mapping[Any, float]) -> dict[Any, int]:
+        return {k: round(n) for k, n in numbers.items()}
 
     a, b = few.ranks[0], more.ranks[0]
-    kinds = lines(a.memory.kinds, b.memory.kinds)
-    resident, host = lines(a.memory.resident, b.memory.resident), round(line(a.memory.host, b.memory.host))
+    kinds = whole(lines(a.memory.kinds, b.memory.kinds))
+    resident = whole(lines(a.memory.resident, b.memory.resident))
+    host = round(line(a.memory.host, b.memory.host))
     memory = Memory(kinds, b.memory.part, b.memory.op, resident, b.memory.curve, host)
     return RankCost(
         b.at,
         b.rank,
         memory,
         round(line(a.flops, b.flops)),
-        lines(a.comm, b.comm),
+        whole(lines(a.comm, b.comm)),
         line(a.seconds, b.seconds),
-        line(a.waited, b.waited),
+        lines(a.exposed, b.exposed),
     )

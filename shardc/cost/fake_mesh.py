@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -13,6 +15,14 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh import RankMesh, Work
 
 
+class _Keyed(Work):
+    """key: as in Sent."""
+
+    def __init__(self, key: int, then: Callable[[], None]) -> None:
+        super().__init__(then=then)
+        self.key = key
+
+
 class FakeMesh(RankMesh):
     """Records collectives in a ledger. Buffers are as with NCCL: none besides arguments and results."""
 
@@ -20,6 +30,7 @@ class FakeMesh(RankMesh):
         super().__init__(layout, rank, torch.device("cpu"), record=True)
         self._ledger = ledger
         self._keys = count()
+        self._after: int | None = None
 
     def _mark(self, x: Tensor, kind: str) -> None:
         self._ledger.mark([x], kind)
@@ -29,11 +40,22 @@ class FakeMesh(RankMesh):
         key, work = next(self._keys), self._ledger.parts[-1].work
         last = next(i for i in reversed(range(len(work))) if isinstance(work[i], Sent))
         work[last] = work[last]._replace(key=key)  # type: ignore[call-arg]
-        return Work(then=lambda: self._ledger.parts[-1].work.append(Waited(key)))
+        return _Keyed(key, lambda: self._ledger.parts[-1].work.append(Waited(key)))
+
+    chains = True
+
+    @contextmanager
+    def after(self, work: Work) -> Iterator[None]:
+        """See RankMesh.after."""
+        self._after = work.key if isinstance(work, _Keyed) else None
+        try:
+            yield
+        finally:
+            self._after = None
 
     def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
         super()._note(kind, axes, nbytes, direction, tag)
-        self._ledger.parts[-1].work.append(Sent(self.records[-1]))
+        self._ledger.parts[-1].work.append(Sent(self.records[-1], after=self._after))
 
     def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)

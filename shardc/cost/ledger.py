@@ -93,11 +93,12 @@ class Op(NamedTuple):
 
 class Sent(NamedTuple):
     """A collective. key: names one that overlaps with what comes next, until `Waited` of that key; None: the next op
-    waits for it.
+    waits for it. after: the key of another one that it begins after.
     """
 
     record: CommRecord
     key: int | None = None
+    after: int | None = None
 
 
 class Waited(NamedTuple):

@@ -13,6 +13,7 @@ from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.ledger import Part
 from shardc.cost.peak_memory import Memory, memory, parts
+from shardc.cost.streams import Span, Streams
 from shardc.cost.symbolic import Symbolic, symbolic
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program, Source
@@ -33,7 +34,8 @@ class RankCost:
 
     at: its coordinate on the pipeline's axis; rank: its number.
     flops: of its matrix products, forward, backward and recomputed. comm: {(axis, kind): bytes} of whole tensors, as in
-    CommRecord. seconds: of computing; waited: of waiting for collectives.
+    CommRecord. seconds: of the step, but for what other stages do; exposed: of these, those of waiting for collectives,
+    by their axes ("dp", "dp+tp").
     """
 
     at: int
@@ -42,7 +44,12 @@ class RankCost:
     flops: int
     comm: Mapping[tuple[str, str], int]
     seconds: float
-    waited: float
+    exposed: Mapping[str, float]
+
+    @property
+    def waited(self) -> float:
+        """Seconds of waiting for collectives."""
+        return sum(self.exposed.values())
 
     def __repr__(self) -> str:
         work = f"{si(self.flops, 'FLOP')}, {duration(self.seconds)}"
@@ -83,6 +90,22 @@ class Cost:
         return max((r.comm for r in self.ranks), key=lambda c: sum(c.values()))
 
     @property
+    def exposed(self) -> Mapping[str, float]:
+        """{axes: seconds for which the rank waits for collectives over them}, of the rank that waits longest."""
+        return max(self.ranks, key=lambda r: r.waited).exposed
+
+    def spans(self) -> list[list[Span]]:
+        """When every collective of a step runs, behind what, and how long it is waited for; of each rank of `ranks`."""
+        schedule = _schedule(self.program)
+        spans = []
+        for r in self.dry_runs:
+            clock = Streams(self.device, self.program.mesh, r.rank)
+            for _, part in parts(r, schedule.actions[r.at]):
+                clock.run(part)
+            spans.append(clock.spans)
+        return spans
+
+    @property
     def fits(self) -> bool:
         """Whether the peak fits into the device's memory."""
         return self.memory.peak <= self.device.memory
@@ -105,12 +128,16 @@ class Cost:
 
 def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: OnRank, **options: Any) -> Cost:
     """See `Program.cost`. options: of Engine."""
-    schedule = program.schedule or schedules.alone(program.microbatches)
+    schedule = _schedule(program)
     dry_runs = []
     for at in range(schedule.ranks):
         on(f"{program.axis}={at}" if program.axis else "a rank", at, schedule.ranks)
         dry_runs.append(dry_run(program, at, optimizer, cpu=device.kind == "cpu", **options))
     return assemble(program, schedule, dry_runs, device)
+
+
+def _schedule(program: Program) -> Schedule:
+    return program.schedule or schedules.alone(program.microbatches)
 
 
 def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], device: Device) -> Cost:
@@ -133,7 +160,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
             flops += part.flops
             _add(comm, part)
         ends.append(clock.now - computing)
-        ranks.append(RankCost(r.at, r.rank, memory(r, actions), flops, dict(comm), clock.now, clock.waited))
+        ranks.append(RankCost(r.at, r.rank, memory(r, actions), flops, dict(comm), clock.now, dict(clock.exposed)))
     if schedule.ranks == 1:
         return Cost(device, tuple(ranks), ranks[0].seconds, 0.0, program, tuple(dry_runs))
     transfer = {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,7 @@ from shardc.ir.placement import Layout, Partial, Shard
 
 if TYPE_CHECKING:
     from shardc.ir.mesh import Mesh
+    from shardc.ir.program import Program, Value
 
 #: Elements up to which a value that ranks have summands of is summed at the end of the step; a larger one in the graph.
 SMALL = 1024
@@ -54,6 +55,20 @@ class Output:
     def summed_over(self) -> tuple[str, ...]:
         """The axes over which ranks have summands."""
         return tuple(a for a, p in self.layout.items if isinstance(p, Partial))
+
+
+def loss_value(program: Program) -> Value:
+    """The type of what a stage returns as the loss of one microbatch."""
+    returned: list[Any] = [s.graph.output_node().args[0] for s in program.stages]
+    value: Value = next(loss for loss, *_ in returned if loss is not None).meta["value"]
+    return value
+
+
+def loss_axes(program: Program) -> tuple[str, ...]:
+    """The axes over which ranks have summands of a step's loss: those over which it is partial, and a pipeline's."""
+    axes = {a for a, p in loss_value(program).layout.items if isinstance(p, Partial)}
+    axes |= {program.axis} if program.axis else set()
+    return program.mesh.merge(tuple(a for a in axes if program.mesh.size(a) > 1))
 
 
 def divisors(outputs: tuple[Output, ...]) -> frozenset[str]:

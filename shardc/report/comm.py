@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardc.folded_messages import note_lines
-from shardc.ir.outputs import sum_axes, summed
+from shardc.ir.outputs import loss_axes, loss_value, sum_axes, summed
 from shardc.ir.program import Program, Value
-from shardc.ir.units import size
+from shardc.ir.units import seconds, size
 from shardc.runtime import ops
+from shardc.runtime.mesh import CommRecord
+from shardc.runtime.zero.flat_partition import Flat
+
+if TYPE_CHECKING:
+    from shardc.cost import Cost
 
 IMPLICIT = "no annotation implies it"
 
@@ -45,13 +53,18 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
 
     m = program.microbatches
     rank_of = program.schedule.placement if program.schedule is not None else (0,)
+    totals: set[tuple[int, Any]] = set()
     sender = {name: rank_of[i] for i, stage in enumerate(program.stages) for name in stage.sends}
     for i, stage in enumerate(program.stages):
         for node in stage.graph.nodes if at in (None, rank_of[i]) else ():
             c = node.meta.get("collective")
             if sender.get(node.name) == rank_of[i] and node.op == "placeholder":
                 continue  # from another stage of the same rank
-            if c is not None and node.target is not ops.gather_start:
+            if c is not None and node.target is ops.total:  # once a step and rank
+                once = (rank_of[i], node.args[1])
+                add(c.axes, c.kind, "forward", c.cause, c.bytes, int(once not in totals))
+                totals.add(once)
+            elif c is not None and node.target is not ops.gather_start:
                 add(c.axes, c.kind, "forward", c.cause, c.bytes, m)
                 add(c.axes, c.kind, "recompute", c.cause, c.bytes, m * node.meta.get("again", 0))
                 add(c.axes, c.backward, "backward", c.cause, c.bytes, m)
@@ -60,20 +73,20 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
                 add(c.axes, c.kind, "forward", c.cause, c.bytes, 1 if b.keep else m)
                 add(c.axes, c.kind, "backward", c.cause, c.bytes, 0 if b.keep else m)
     for b in program.buckets:
-        numbers = sum(math.prod(program.param(n).value.local_shape(program.mesh)) for n in b.params)
-        n = program.mesh.size(b.shard) if b.zero else 1
-        padded = -(-numbers // n) * n
+        flat = Flat.of(program, b)
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
         mine = [s for s in b.stages if at in (None, rank_of[s])]
         ranks = len({rank_of[s] for s in mine})
         if b.zero and b.shard in b.axes:
             times = m * len(mine) if b.zero == 3 and not b.keep else ranks
-            add((b.shard,), "reduce_scatter", "backward", "gradients, in buckets", padded * b.dtype.itemsize, times)
+            add(
+                (b.shard,), "reduce_scatter", "backward", "gradients, in buckets", flat.padded * b.dtype.itemsize, times
+            )
         if rest:
-            add(rest, "all_reduce", "backward", "gradients, in buckets", padded // n * b.dtype.itemsize, ranks)
+            add(rest, "all_reduce", "backward", "gradients, in buckets", flat.part * b.dtype.itemsize, ranks)
         if b.zero in (1, 2):
             dtype = b.compute or program.param(b.params[0]).dtype
-            add((b.shard,), "all_gather", "update", "updated parameters", padded * dtype.itemsize, ranks)
+            add((b.shard,), "all_gather", "update", "updated parameters", flat.padded * dtype.itemsize, ranks)
     stages = program.mesh.size(program.axis) if program.axis else 1
     if axes := sum_axes(program.outputs, program.mesh, program.axis):
         nbytes = 8 * sum(math.prod(o.shape) for o in summed(program.outputs, program.axis))
@@ -84,11 +97,10 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
             receivers = [c for c in range(stages) if c != rank_of[o.stage] and at in (None, c)]
             cause = f"output {o.name!r}, to every stage"
             add((program.axis,), "send_recv", "forward", cause, nbytes, len(receivers))
+    if axes := loss_axes(program):
+        nbytes = loss_value(program).dtype.itemsize
+        add(axes, "all_reduce", "forward", "the loss, to every rank", nbytes, stages if at is None else 1)
     if program.axis and program.mesh.size(program.axis) > 1:
-        returned: Any = program.graph.output_node().args[0]
-        nbytes = returned[0].meta["value"].dtype.itemsize
-        ranks = program.mesh.size(program.axis) if at is None else 1
-        add((program.axis,), "all_reduce", "forward", "the loss, to every rank", nbytes, ranks)
         for x in program.buffers:
             receivers = [to for to in program.broadcast_of(x)[1] if at in (None, to)]
             nbytes = x.value.nbytes(program.mesh)
@@ -100,27 +112,92 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
     return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
 
 
-def comm_table(program: Program) -> str:
+@dataclass(frozen=True)
+class Timed:
+    """Of the collectives of a row, on a device. seconds: in which they run; exposed: in which the rank waits for them.
+    behind: what runs beside them for the longest time; "" if nothing does.
+    """
+
+    seconds: float
+    exposed: float
+    behind: str
+
+
+def timed(cost: Cost) -> dict[tuple[str, str, str, str], Timed]:
+    """{(axes, direction, kind, cause) of a row: when its collectives run}, by a simulation of streams. What stages send
+    each other is not in it: `--schedule` shows who waits for whom.
+    """
+    cause_of = _causes(cost.program)
+    takes: Counter[Any] = Counter()
+    exposed: Counter[Any] = Counter()
+    behind: dict[Any, Counter[Any]] = {}
+    for span in (s for of_rank in cost.spans() for s in of_rank if s.record.kind != "send_recv"):
+        r = span.record
+        key = (r.axis, r.direction, r.kind, cause_of(r))
+        takes[key] += span.seconds
+        exposed[key] += span.exposed
+        for (way, op), together in span.behind.items():
+            behind.setdefault(key, Counter())[_work(cost, way, op)] += together
+    return {
+        key: Timed(takes[key], exposed[key], most[0][0] if (most := behind.get(key, Counter()).most_common(1)) else "")
+        for key in takes
+    }
+
+
+def _work(cost: Cost, way: str, op: str) -> str:
+    """Part of a step, and the module of a product: `backward of h.*.fc`."""
+    module = cost.sources[op].module if op in cost.sources else ""
+    return f"{way} of {re.sub(r'(?<=[.])[0-9]+(?=[.]|$)', '*', module)}" if module else way
+
+
+def _causes(program: Program) -> Callable[[CommRecord], str]:
+    """Why a program has a collective that ran, as `comm_rows` says."""
+    nodes = {n.name: n for s in program.stages for n in s.graph.nodes if "collective" in n.meta}
+
+    def cause(r: CommRecord) -> str:
+        if r.tag == "loss":
+            return "the loss, to every rank"
+        if r.tag == "outputs":
+            return "outputs beside the loss"
+        if r.tag.startswith("bucket") and r.kind != "all_gather":
+            return "gradients, in buckets"
+        if r.tag.startswith("bucket") and r.direction == "update":
+            return "updated parameters"
+        return (nodes[r.tag].meta["collective"].cause or IMPLICIT) if r.tag in nodes else r.tag
+
+    return cause
+
+
+def comm_table(program: Program, cost: Cost | None = None) -> str:
     """The rows as a table of plain text, with a sum per axis; followed by the program's notes, if there are collectives
-    that no annotation requires.
+    that no annotation requires. With a cost: how long they take on its device, how much of that is exposed, and behind
+    what the rest is hidden.
     """
     rows = comm_rows(program)
     if not rows:
         return "no collectives: one rank"
-    lines = [
-        ("axis", "direction", "collective", "a step", "bytes, all stages" if program.axis else "bytes a rank", "cause")
-    ]
+    times = timed(cost) if cost is not None else {}
+    head = ["axis", "direction", "collective", "a step", "bytes, all stages" if program.axis else "bytes a rank"]
+    lines = [[*head, *(["takes", "exposed", "behind"] if cost is not None else []), "cause"]]
     for r in rows:
-        lines.append((r.axes, r.direction, r.kind, str(r.count), size(r.bytes), r.cause))
+        t = times.get((r.axes, r.direction, r.kind, r.cause))
+        cells = [seconds(t.seconds), seconds(t.exposed), t.behind] if t is not None else [""] * 3
+        each = [r.axes, r.direction, r.kind, str(r.count), size(r.bytes)]
+        lines.append([*each, *(cells if cost is not None else []), r.cause])
     for axes in dict.fromkeys(r.axes for r in rows):
         same = [r for r in rows if r.axes == axes]
-        lines.append((axes, "", "in all", str(sum(r.count for r in same)), size(sum(r.bytes for r in same)), ""))
-    widths = [max(len(line[i]) for line in lines) for i in range(5)]
+        mine = [t for key, t in times.items() if key[0] == axes]
+        cells = [seconds(sum(t.seconds for t in mine)), seconds(sum(t.exposed for t in mine)), ""]
+        each = [axes, "", "in all", str(sum(r.count for r in same)), size(sum(r.bytes for r in same))]
+        lines.append([*each, *(cells if cost is not None else []), ""])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
     text = []
     for line in lines:
-        cells = [c.rjust(w) if i in (3, 4) else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False))]
-        text.append("  ".join([*cells, line[5]]).rstrip())
+        cells = [c.rjust(w) if 3 <= i <= 6 else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False))]
+        text.append("  ".join([*cells, line[-1]]).rstrip())
     notes = note_lines(program.notes) if any(r.cause == IMPLICIT for r in rows) else []
+    if cost is not None:
+        notes = [f"on {cost.device.name}: a step of {seconds(cost.step_seconds)}", *notes]
     return "\n".join([text[0], "-" * len(text[0]), *text[1:], *notes])
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from shardc.cost import Cost, Memory, RankCost
 from shardc.cost.ledger import KINDS
 from shardc.cost.peak_memory import Point
-from shardc.ir.units import size
+from shardc.ir.units import seconds, size
 from shardc.report.svg import ALARM, CHARACTER, LINE, Picture, cut, ticks
 
 #: One colour a kind, from the bottom: kinds that stay between steps, those that grow, those that come and go.
@@ -51,9 +51,16 @@ def table(cost: Cost) -> str:
         for line in lines
     ]
     where = [f"{_name(cost, r)}: the peak is at {_where(cost, r.memory)}" for r in cost.ranks]
+    where += [exposed] if (exposed := _exposed(cost)) else []
     return "\n".join(
         [f"live memory of one step on {cost.device.name}, at the peak", text[0], "-" * len(text[0]), *text[1:], *where]
     )
+
+
+def _exposed(cost: Cost) -> str:
+    """What a step waits for collectives of, by axis; "" if for nothing."""
+    each = [f"{axes} {seconds(s)}" for axes, s in sorted(cost.exposed.items(), key=lambda item: -item[1]) if s > 0]
+    return f"a step of {seconds(cost.step_seconds)} waits for collectives over {', '.join(each)}" if each else ""
 
 
 def _where(cost: Cost, m: Memory) -> str:
@@ -291,7 +298,7 @@ def to_json(cost: Cost) -> dict[str, Any]:
             "flops": r.flops,
             "comm": {f"{a} {k}": n for (a, k), n in r.comm.items()},
             "seconds": r.seconds,
-            "waited": r.waited,
+            "exposed": dict(r.exposed),
             "curve": [
                 {"part": p.part, "op": p.op, "live": {k: n for k, n in p.live.items() if n}} for p in r.memory.curve
             ],

@@ -299,3 +299,26 @@ def test_what_needs_all_rows_is_refused(loss: Any, mesh: dict[str, int]) -> None
     y = torch.zeros(ROWS, dtype=torch.long)
     with pytest.raises(shardc.ShardcError, match="before the step's last microbatch"):
         shardc.compile(Model(loss), {"x": rows(6), "y": y}, spec("", mesh, 2), prove=False)
+
+
+def test_counts_are_summed_once_and_the_loss_after_the_step() -> None:
+    """Over ranks: no collective in forward of a microbatch is left."""
+    model, batch = Model(lambda m, x, y: F.cross_entropy(m.a(x), y, ignore_index=2)), (rows(6), torch.arange(ROWS) % 6)
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 4}})
+    sim = shardc.simulate(program, model, batch)
+    forward = [c for c in sim.comms if c.direction == "forward"]
+    assert [(c.kind, c.axis) for c in forward] == [("all_reduce", "dp")] * 2
+    torch.testing.assert_close(sim.loss, model(*batch).detach(), rtol=1e-12, atol=0.0)
+
+
+def test_a_loss_that_is_also_an_output_keeps_its_sum() -> None:
+    def loss(m: Any, x: Tensor, y: Tensor) -> Any:
+        each = F.mse_loss(m.a(x), x)
+        return {"loss": 2 * each, "each": each}
+
+    model, batch = Model(loss), (rows(6), torch.arange(ROWS))
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 4}})
+    sim = shardc.simulate(program, model, batch)
+    whole = model(*batch)
+    torch.testing.assert_close(sim.loss, whole["loss"].detach(), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(sim.outputs["each"], whole["each"].detach(), rtol=1e-12, atol=0.0)

@@ -132,7 +132,7 @@ def test_example_is_refused_by_name() -> None:
 def test_defaults() -> None:
     spec = Spec.load({"shardc": 1})
     assert spec.mesh.axes == ()
-    assert (spec.shard, spec.activations, spec.data_axes, spec.data.zero, spec.data.bucket_mb) == ((), (), (), 0, 25.0)
+    assert (spec.shard, spec.activations, spec.data_axes, spec.data.zero, spec.data.bucket_mb) == ((), (), (), 0, None)
     assert (spec.batch.dims, spec.batch.axes, spec.batch.microbatches) == ({"*": 0}, None, 1)
 
 
@@ -508,3 +508,9 @@ def test_of_mapping_copies() -> None:
     copy = of_mapping({"mesh": inner, "axes": ("a",)})
     copy["mesh"]["dp"] = 3
     assert (inner, copy["axes"]) == ({"dp": 2}, ["a"])
+
+
+def test_buckets_grow_with_the_ranks_that_sum_them_unless_the_spec_says_their_size() -> None:
+    data = Spec.load({"shardc": 1, "mesh": {}}).data
+    assert [data.bucket_bytes(n) / 2**20 for n in (1, 8, 128, 4096)] == [25, 25, 128, 256]
+    assert Spec.load({"shardc": 1, "mesh": {}, "data": {"bucket_mb": 7}}).data.bucket_bytes(1024) == 7 * 2**20

@@ -113,7 +113,7 @@ def slack(p: Program, n: int) -> float:
     """What padding of the buckets comes to, at most, and what stands once an engine or parameter: counters of steps, a
     loss.
     """
-    return len(p.buckets) * 16 * n + len(p.params) * 8 + 256
+    return len(p.buckets) * 32 * n + len(p.params) * 32 + 256
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])

@@ -1,0 +1,157 @@
+"""Backward of a column-parallel product: the gradient of its input is summed over ranks while the gradient of its
+weight is computed (Shoeybi et al. 2019, "Megatron-LM").
+
+    x_each = ops.sum_grad(x, mesh, ('tp',), tag='x_each', overlap=True)      Wait, then Begin
+    y = aten.linear.default(x_each, w, b)                                    OfWeights, then OfData
+
+Each line is two nodes of autograd. Backward goes through them like this:
+
+    OfData       g -> the gradient of x_each, for Begin; g itself for OfWeights
+    Begin        starts the sum of that gradient (all_reduce, or reduce_scatter after an all_gather in forward)
+    OfWeights    g, x -> the gradients of w and b
+    Wait         waits for the sum, which goes on from here
+
+Of the nodes that are ready, autograd runs that of the greatest number, and numbers grow in forward. So `OfWeights` is
+given a number between those of `Wait` and `Begin`: it runs after the sum has begun, however many products use x_each.
+The numbers that are computed are the same, by the same kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc.runtime.mesh.base import Work
+from shardc.torch_private import set_sequence_number
+
+aten = torch.ops.aten
+
+#: Products of an input and a weight: op -> the places of (input, weight, bias) among its arguments. The weight is
+#: [out, in] for linear, [in, out] else.
+PRODUCTS: dict[Any, tuple[int, int, int]] = {
+    aten.linear.default: (0, 1, 2),
+    aten.addmm.default: (1, 2, 0),
+    aten.mm.default: (0, 1, -1),
+    aten.matmul.default: (0, 1, -1),
+}
+
+#: Starts a sum of a gradient: -> (where the sum will be, and when).
+Start = Callable[[Tensor], tuple[Tensor, Work]]
+
+
+class _Sum:
+    """One sum under way. number: of `Begin` in autograd."""
+
+    def __init__(self, start: Start) -> None:
+        self.start, self.work, self.number = start, Work(), 0
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pending: _Sum) -> Tensor:
+        ctx.pending = pending
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        ctx.pending.work.wait()
+        return g, None
+
+
+class Begin(Function):
+    """move: what forward does with x, if anything."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, move: Callable[[Tensor], Tensor], pending: _Sum) -> Tensor:
+        ctx.pending = pending
+        result = move(x)
+        return x.view_as(x) if result is x else result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        total, ctx.pending.work = ctx.pending.start(g)
+        return total, None, None
+
+
+def begun(x: Tensor, move: Callable[[Tensor], Tensor], start: Start) -> Tensor:
+    """The result of a conversion whose backward starts a sum, and waits for it where the gradient of x is used."""
+    pending = _Sum(start)
+    waited: Tensor = _Wait.apply(x, pending)  # type: ignore[no-untyped-call]
+    result: Tensor = Begin.apply(waited, move, pending)  # type: ignore[no-untyped-call]
+    assert waited.grad_fn is not None
+    assert result.grad_fn is not None
+    pending.number = result.grad_fn._sequence_nr()
+    set_sequence_number(waited.grad_fn, max(pending.number - 2, 0))
+    return result
+
+
+class _OfWeights(Function):
+    """The way of the gradient g of a product to its weight and bias. The result stands for the product's: it has its
+    shape, and no memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, like: Tensor, last: bool, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.last, ctx.bias = last, bias is not None
+        return like.new_empty(()).expand(like.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        rows, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        weight = bias = None
+        if ctx.needs_input_grad[3]:
+            weight = g.t().mm(rows) if ctx.last else rows.t().mm(g)
+        if ctx.bias and ctx.needs_input_grad[4]:
+            bias = g.sum(0)
+        return None, None, None, weight, bias
+
+
+class _OfData(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, last: bool, weight: Tensor, x: Tensor, path: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.last = last
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        rows = g.reshape(-1, g.shape[-1])
+        x = rows.mm(weight if ctx.last else weight.t())
+        return None, None, None, x.view(*g.shape[:-1], x.shape[-1]), g
+
+
+def product(target: Any, *args: Any) -> Tensor:
+    """A product whose input's gradient is to be summed over ranks: as the op itself, but for the order of backward."""
+    at, of_weight, of_bias = PRODUCTS[target]
+    x, weight = args[at], args[of_weight]
+    bias = args[of_bias] if 0 <= of_bias < len(args) else None
+    begin = x.grad_fn
+    if (
+        not torch.is_grad_enabled()
+        or getattr(begin, "pending", None) is None
+        or not (weight.requires_grad or (bias is not None and bias.requires_grad))
+        or weight.dim() != 2
+        or x.dim() < 2
+        or (bias is not None and bias.dim() != 1)
+    ):
+        result: Tensor = target(*args)
+        return result
+    last = target is aten.linear.default
+    with torch.no_grad():
+        y = target(*args)
+    path: Tensor = _OfWeights.apply(x.detach(), y, last, weight, bias)  # type: ignore[no-untyped-call]
+    assert path.grad_fn is not None
+    set_sequence_number(path.grad_fn, max(begin.pending.number - 1, 0))
+    result = _OfData.apply(y, last, weight.detach(), x, path)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,65 @@
+"""When every collective of a rank's step runs, on the stream of its communicator beside the computation: what hides it,
+and for how long the computation waits for it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from shardc.cost.clock import Clock
+from shardc.cost.ledger import Op, Part, Sent
+from shardc.runtime.mesh import CommRecord
+
+_ACTION = re.compile(r"\d+(F|B|I|W)\d*")
+_WAYS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+
+
+@dataclass
+class Span:
+    """One collective. begin, end: seconds from the step's begin. exposed: seconds in which the rank waits for it, and
+    for those of its communicator that come first. behind: seconds of computing meanwhile, by (part of the step, op of
+    the program that a matrix product belongs to, or "").
+    """
+
+    record: CommRecord
+    begin: float
+    end: float
+    exposed: float = 0.0
+    behind: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass
+class Streams(Clock):
+    """A clock that keeps what it saw. spans: of all collectives that were started, in order."""
+
+    spans: list[Span] = field(default_factory=list)
+    _open: list[Span] = field(default_factory=list)
+    _part: str = ""
+
+    def run(self, part: Part) -> float:
+        action = _ACTION.match(part.name)
+        self._part = _WAYS[action[1]] if action else part.name
+        return super().run(part)
+
+    def compute(self, w: Op) -> None:
+        begin = self.now
+        super().compute(w)
+        if self._open:
+            self._open = [span for span in self._open if span.end > begin]
+        for span in self._open:
+            if (together := min(self.now, span.end) - max(begin, span.begin)) > 0:
+                span.behind[self._part, w.of] += together
+
+    def started(self, w: Sent, begin: float, end: float) -> None:
+        self.spans.append(Span(w.record, begin, end))
+        self._open.append(self.spans[-1])
+
+    def waited_for(self, record: CommRecord, seconds: float) -> None:
+        super().waited_for(record, seconds)
+        span = next(s for s in reversed(self.spans) if s.record is record)
+        span.exposed += seconds

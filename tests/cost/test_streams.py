@@ -1,0 +1,112 @@
+"""Which collectives a step hides, behind what, and for how long it waits: small steps whose answers are known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.cost.clock import Clock
+from shardc.cost.device import Device
+from shardc.cost.ledger import Op, Part, Sent, Waited
+from shardc.cost.streams import Streams
+from shardc.ir.mesh import Mesh
+from shardc.report import comm_table
+from shardc.runtime.mesh import CommRecord
+
+MESH = Mesh((("dp", 2), ("tp", 2)))
+#: A flop takes a second; so does a byte that two ranks gather, as each sends half of it.
+UNIT = Device.model_validate(
+    {
+        "name": "unit",
+        "memory": 1e9,
+        "flops": {"float32": 1.0},
+        "bandwidth": 1e30,
+        "node": 8,
+        "within": {"bandwidth": 0.5, "latency": 0.0},
+        "between": {"bandwidth": 0.5, "latency": 0.0},
+    }
+)
+
+
+def product(seconds: int, of: str = "linear") -> Op:
+    return Op(seconds, 0, torch.float32, of)
+
+
+def gather(seconds: int, axis: str = "dp", key: int | None = None, after: int | None = None) -> Sent:
+    return Sent(CommRecord("all_gather", (axis,), seconds, "backward", "bucket0"), key, after)
+
+
+def streams(*work: Op | Sent | Waited) -> Streams:
+    clock = Streams(UNIT, MESH, 0)
+    clock.run(Part("0B0", work=list(work)))
+    return clock
+
+
+def test_what_the_computation_does_not_cover_is_exposed() -> None:
+    clock = streams(gather(5, key=1), product(3), Waited(1))
+    (span,) = clock.spans
+    assert (span.seconds, span.exposed, dict(span.behind)) == (5, 2, {("backward", "linear"): 3})
+    assert (clock.now, dict(clock.exposed)) == (5, {"dp": 2})
+
+
+def test_one_that_the_next_op_needs_is_exposed_whole() -> None:
+    clock = streams(product(3), gather(5), product(3))
+    (span,) = clock.spans
+    assert (span.exposed, dict(span.behind), clock.now) == (5, {}, 11)
+
+
+def test_a_communicator_takes_one_at_a_time_and_two_run_side_by_side() -> None:
+    same = streams(gather(4, key=1), gather(4, key=2), product(5), Waited(1), Waited(2))
+    assert [(s.begin, s.end, s.exposed) for s in same.spans] == [(0, 4, 0), (4, 8, 3)]
+    apart = streams(gather(4, key=1), gather(4, "tp", key=2), product(5), Waited(1), Waited(2))
+    assert [(s.begin, s.end, s.exposed) for s in apart.spans] == [(0, 4, 0), (0, 4, 0)]
+
+
+def test_one_that_follows_another_begins_when_that_ends() -> None:
+    clock = streams(gather(4, key=1), gather(3, "tp", key=2, after=1), product(6), Waited(1), Waited(2))
+    assert [(s.begin, s.end, s.exposed) for s in clock.spans] == [(0, 4, 0), (4, 7, 1)]
+
+
+def test_streams_take_as_long_as_the_clock() -> None:
+    work = [gather(4, key=1), product(1), gather(2), product(1), Waited(1)]
+    clock = Clock(UNIT, MESH, 0)
+    clock.run(Part("0B0", work=list(work)))
+    assert (clock.now, clock.waited) == (streams(*work).now, streams(*work).waited)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.first(x)).relu()).square().mean()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_column_parallel_products_sum_hides_behind_the_gradient_of_its_weight(overlap: bool) -> None:
+    """On a rank the gradient of its weight is 2 * 4 * 8 * 16 flops: 1024 s. The sum of 4 x 8 float32 takes 256 s."""
+    spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}}
+    program = shardc.compile(Pair(), torch.randn(4, 8), spec)
+    each = next(n for n in program.stages[0].graph.nodes if n.kwargs.get("overlap"))
+    if not overlap:
+        each.kwargs = {k: v for k, v in each.kwargs.items() if k != "overlap"}
+    (span,) = [s for s in program.cost(UNIT).spans()[0] if s.record.tag == each.name]
+    assert span.seconds == 2 * 4 * 8 * 4
+    assert span.exposed == (0 if overlap else span.seconds)
+    assert set(span.behind) == ({("backward", "linear_1")} if overlap else set())
+
+
+def test_the_table_says_what_hides_a_collective() -> None:
+    spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}}
+    program = shardc.compile(Pair(), torch.randn(4, 8), spec)
+    cost = program.cost(UNIT)
+    lines = comm_table(program, cost).splitlines()
+    assert lines[0].split()[-4:] == ["takes", "exposed", "behind", "cause"]
+    (backward,) = [line for line in lines if "backward  " in line]
+    assert "256.00 s" in backward
+    assert "backward of up" in backward
+    assert set(cost.exposed) == {"tp"}
+    assert cost.exposed["tp"] == cost.ranks[0].waited
