@@ -75,8 +75,9 @@ _OF_ONE_MICROBATCH: dict[Any, Any] = {
     if row.forward in ("slice", "pad", "first")
     for alone in between(PartialGrad if row.source is Replicate else row.source, row.target)
 }
+_CONVERSIONS = {getattr(ops, row.op) for row in CONVERSIONS}
 #: Linear in their first operand, and blind to the axis: of a summand they give a summand. All conversions are.
-_LINEAR = {*(getattr(ops, row.op) for row in CONVERSIONS), ops.partial_mean, ops.select_partial, operator.getitem}
+_LINEAR = {*_CONVERSIONS, ops.partial_mean, ops.select_partial, operator.getitem}
 #: A tensor and a number, added.
 _PLUS = {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
 
@@ -464,16 +465,23 @@ class _Microbatch:
         returned: Any = output.args[0]
         loss, news = returned
         linear, sums, others = self._linear_in_sums(loss)
-        axes = {n.args[2] for n in sums}
-        if len(axes) != 1:
+        summed_over = {n.args[2] for n in sums}
+        if len(summed_over) != 1:
             return
-        parts = [part for a in axes.pop() for part in self.mesh.parts(a)]  # type: ignore[union-attr]
+        parts = [part for a in summed_over.pop() for part in self.mesh.parts(a)]  # type: ignore[union-attr]
 
         def alike(x: fx.Node) -> bool:
             return all(v.layout[a] in (REPLICATE, PARTIAL_GRAD) for v in values_of(x) for a in parts)
 
+        def converts(x: fx.Node) -> bool:
+            over: Any = x.args[2] if x.target in _CONVERSIONS else ()
+            axes = (over,) if isinstance(over, str) else over
+            return any(part in parts for a in axes for part in self.mesh.parts(a))
+
         inside = {*linear, output}
-        if any(n in news or not inside.issuperset(n.users) for n in (*linear, *sums)) or not all(map(alike, others)):
+        if any(n in news or not inside.issuperset(n.users) for n in (*linear, *sums)):
+            return
+        if any(map(converts, linear)) or not all(map(alike, (*linear, *others))):
             return
         if not all(alike(x) and not _trained(x) for n in linear for x in operands_of(n) if x not in self.summands):
             return

@@ -37,7 +37,7 @@ from shardc.rules.pointwise import poles
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
-from shardc.runtime.ops.overlap import PRODUCTS
+from shardc.runtime.ops.overlap import multiplies
 from shardc.torch_private import OpOverload
 
 
@@ -76,7 +76,7 @@ def _overlap(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         if node.target in (ops.sum_grad, ops.all_gather_partial_grad) and node.meta["collective"].backward != "none":
-            products = [u for u in node.users if u.target in PRODUCTS and u.args[PRODUCTS[u.target][0]] is node]
+            products = [u for u in node.users if multiplies(u, node)]
             if any(v.requires_grad for u in products for x in operands_of(u) if x is not node for v in values_of(x)):
                 node.kwargs = {**node.kwargs, "overlap": True}
 

@@ -96,11 +96,15 @@ class RankMesh(ABC):
         """Number of ranks in a group over `axes`."""
         return math.prod(self.size(a) for a in axes)
 
-    #: Can a collective begin when another one ends, while this rank does something else? See `after`.
-    chains = False
+    @property
+    def streams(self) -> bool:
+        """Does the device queue computing and collectives on streams, which wait for each other without the host?"""
+        return self.device.type == "cuda"
 
     def after(self, work: Work) -> AbstractContextManager[None]:
-        """Collectives that begin in here begin when `work` ends; only where `chains` is true."""
+        """Collectives that begin in here begin when `work` ends, and what was computed before is there; only where
+        `streams` is true.
+        """
         raise NotImplementedError
 
     def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:

@@ -157,17 +157,13 @@ class TorchMesh(RankMesh):
         assert names in self._groups, f"no process group for {sorted(names)}: name it when the mesh is made"
         return self._groups[names]
 
-    @property
-    def chains(self) -> bool:
-        """A stream of a GPU can wait for a collective while others go on; gloo would have this thread wait."""
-        return self.device.type == "cuda"
-
     @contextmanager
     def after(self, work: Work) -> Iterator[None]:
         """See RankMesh.after."""
         if self._waiting is None:
             self._waiting = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._waiting):  # what begins here waits for this stream, not for the computation
+        self._waiting.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._waiting):  # what begins here waits for this stream, not for later computation
             work.pass_on()
             yield
 

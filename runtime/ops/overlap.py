@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -38,6 +38,12 @@ PRODUCTS: dict[Any, tuple[int, int, int]] = {
     aten.mm.default: (0, 1, -1),
     aten.matmul.default: (0, 1, -1),
 }
+
+
+def multiplies(op: fx.Node, x: fx.Node) -> bool:
+    """Is an op of a program a product with x as its input?"""
+    return op.target in PRODUCTS and not op.kwargs and op.args[PRODUCTS[op.target][0]] is x
+
 
 #: Starts a sum of a gradient: -> (where the sum will be, and when).
 Start = Callable[[Tensor], tuple[Tensor, Work]]

@@ -34,7 +34,7 @@ from shardc.ir.program import Edge, Program, Stage, Value
 from shardc.runtime import ops, schedule
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops.local_math import summed, total
-from shardc.runtime.ops.overlap import PRODUCTS, product
+from shardc.runtime.ops.overlap import multiplies, product
 from shardc.runtime.schedule import Action
 from shardc.runtime.step import failures, outputs
 from shardc.runtime.step.activation_offload import OffloadedTensor
@@ -68,7 +68,7 @@ def _overlapped(graph: fx.Graph) -> fx.Graph:
     copy = copy_graph(graph)
     for node in copy.nodes:
         for user in list(node.users) if node.kwargs.get("overlap") else ():
-            if user.target in PRODUCTS and user.args[PRODUCTS[user.target][0]] is node:
+            if multiplies(user, node):
                 user.args, user.target = (user.target, *user.args), product
     return copy
 
@@ -164,6 +164,8 @@ class Interpreter:
                 self.mesh.step.set_microbatch(i, len(values))
                 sums, _ = self._count(*(microbatch.get(n) for n in self._counted))  # of parameters it looks at none
                 totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else list(sums)
+        for i in self._over:
+            totals[i] = totals[i].contiguous()  # summed in place
         over_ranks = {
             i: self.mesh.start_all_reduce(totals[i], axes, direction="forward", tag=tag)
             for i, (axes, tag) in sorted(self._over.items())

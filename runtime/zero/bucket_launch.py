@@ -102,9 +102,9 @@ class Buckets:
     @property
     def arrive_apart(self) -> bool:
         """Are some sums still under way when the first are there, after backward, so that a bucket's update hides them?
-        ZeRO's are: one at a time is under way. So are a GPU's, which are queued behind backward like the updates.
+        Not with ZeRO, where one at a time is under way; nor on a GPU, which queues updates behind backward anyway.
         """
-        return len(self._all) > 1 and self.mesh.device.type == "cpu" and not any(b.spec.zero for b in self._all)
+        return len(self._all) > 1 and not self.mesh.streams and not any(b.spec.zero for b in self._all)
 
     @property
     def active(self) -> bool:

@@ -6,6 +6,7 @@ the sum of its gradients.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -88,13 +89,10 @@ class ShardedBucket(ReplicatedBucket):
         """
         if self._rest_begun or not self.rest or self.mesh.members(self.rest) == 1:
             return
-        if not at_once:
-            self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
-        elif self.mesh.chains:
-            with self.mesh.after(self._work):
-                self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
-        else:
+        if at_once and not self.mesh.streams:
             return
+        with self.mesh.after(self._work) if at_once else nullcontext():
+            self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
         self._rest_begun = True
 
     def _give_part(self, part: Tensor) -> None:

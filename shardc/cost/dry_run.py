@@ -68,7 +68,7 @@ def dry_run(
     ledger = Ledger()
     with fake_mode(), ledger:
         names = _OpNames(ledger)
-        mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, coordinate), ledger)
+        mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, coordinate), ledger, streams=not cpu)
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _foreach(optimizer)
         offloaded = OffloadedTensor if cpu else host_memory.offloaded_tensor(ledger.host)

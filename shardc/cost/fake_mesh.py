@@ -26,9 +26,9 @@ class _Keyed(Work):
 class FakeMesh(RankMesh):
     """Records collectives in a ledger. Buffers are as with NCCL: none besides arguments and results."""
 
-    def __init__(self, layout: Mesh, rank: int, ledger: Ledger) -> None:
+    def __init__(self, layout: Mesh, rank: int, ledger: Ledger, *, streams: bool) -> None:
         super().__init__(layout, rank, torch.device("cpu"), record=True)
-        self._ledger = ledger
+        self._ledger, self._streams = ledger, streams
         self._keys = count()
         self._after: int | None = None
 
@@ -42,7 +42,10 @@ class FakeMesh(RankMesh):
         work[last] = work[last]._replace(key=key)  # type: ignore[call-arg]
         return _Keyed(key, lambda: self._ledger.parts[-1].work.append(Waited(key)))
 
-    chains = True
+    @property
+    def streams(self) -> bool:
+        """Those of the device whose cost is asked for."""
+        return self._streams
 
     @contextmanager
     def after(self, work: Work) -> Iterator[None]:

@@ -153,15 +153,16 @@ def _work(cost: Cost, way: str, op: str) -> str:
 def _causes(program: Program) -> Callable[[CommRecord], str]:
     """Why a program has a collective that ran, as `comm_rows` says."""
     nodes = {n.name: n for s in program.stages for n in s.graph.nodes if "collective" in n.meta}
+    buckets = {f"bucket{i}" for i in range(len(program.buckets))}
 
     def cause(r: CommRecord) -> str:
         if r.tag == "loss":
             return "the loss, to every rank"
         if r.tag == "outputs":
             return "outputs beside the loss"
-        if r.tag.startswith("bucket") and r.kind != "all_gather":
+        if r.tag in buckets and r.kind != "all_gather":
             return "gradients, in buckets"
-        if r.tag.startswith("bucket") and r.direction == "update":
+        if r.tag in buckets and r.direction == "update":
             return "updated parameters"
         return (nodes[r.tag].meta["collective"].cause or IMPLICIT) if r.tag in nodes else r.tag
 
