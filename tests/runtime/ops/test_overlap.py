@@ -13,7 +13,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime import ops
 from shardc.runtime.mesh import Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.ops.overlap import product
+from shardc.runtime.ops.overlap import multiplies, product
 
 aten = torch.ops.aten
 TP = Mesh((("tp", 2),))
@@ -43,39 +43,56 @@ def told(start: Any, events: list[str]) -> Any:
     return started
 
 
-def run(mesh: LoopbackMesh, convert: Any, overlap: bool) -> tuple[list[Tensor], list[str]]:
-    """(the result, all gradients, what happened in backward)."""
-    torch.manual_seed(mesh.rank)
-    x, w, b = torch.randn(4, 3, 8), torch.randn(5, 8), torch.randn(5)
-    v, c, m = torch.randn(8, 5), torch.randn(5), torch.randn(8, 5)
-    leaves = [t.requires_grad_() for t in (x, w, b, v, c, m)]
+def run(mesh: LoopbackMesh, convert: Any, rows: tuple[int, ...], overlap: bool) -> tuple[list[Tensor], list[str]]:
+    """(the result, all gradients, what happened in backward) of three products of one input [*rows, 8]."""
+    drawn = torch.Generator().manual_seed(mesh.rank)
+    shapes = {"x": (*rows, 8), "w": (5, 8), "b": (5,), "m": (8, 5), "v": (8, 5), "c": (5,)}
+    leaves = {n: torch.randn(shape, generator=drawn).requires_grad_() for n, shape in shapes.items()}
     events: list[str] = []
     for kind in ("start_all_reduce", "start_reduce_scatter"):
         setattr(mesh, kind, told(getattr(mesh, kind), events))
-    for name, p in (("w", w), ("v", v), ("m", m)):
-        p.register_hook(lambda _, name=name: events.append(name))
-    h = x * 1.0
-    joined = convert(h, mesh, overlap)
-    rows = joined.reshape(-1, 8)
+    for name in ("w", "m", "v"):
+        leaves[name].register_hook(lambda _, name=name: events.append(name))
+    x, w, b, m, v, c = leaves.values()
+    joined = convert(x * 1.0, mesh, overlap)
 
     def multiply(target: Any, *args: Any) -> Tensor:
         result: Tensor = product(target, *args) if overlap else target(*args)
         return result
 
     y = multiply(aten.linear.default, joined, w, b).sin() + multiply(aten.matmul.default, joined, m)
-    z = multiply(aten.addmm.default, c, rows, v)
-    (y.square().sum() + z.sum()).backward()  # type: ignore[no-untyped-call]
-    return [y.detach(), *(t.grad for t in leaves if t.grad is not None)], events
+    y = y + (
+        multiply(aten.addmm.default, c, joined, v)
+        if len(rows) == 1
+        else multiply(aten.linear.default, joined, v.t(), c)
+    )
+    y.square().sum().backward()  # type: ignore[no-untyped-call]
+    return [y.detach(), *(t.grad for t in leaves.values() if t.grad is not None)], events
 
 
+@pytest.mark.parametrize("rows", [(4, 3), (12,)], ids=str)
 @pytest.mark.parametrize("convert", [each, whole], ids=["all_reduce", "reduce_scatter"])
-def test_the_same_bits_and_the_sum_begins_before_the_gradients_of_weights(convert: Any) -> None:
-    for rank in loopback(TP, lambda mesh: (run(mesh, convert, False)[0], *run(mesh, convert, True))):
-        plain, overlapped, events = rank
+def test_the_same_bits_and_the_sum_begins_before_the_gradients_of_weights(convert: Any, rows: tuple[int, ...]) -> None:
+    def both(mesh: LoopbackMesh) -> tuple[list[Tensor], list[Tensor], list[str]]:
+        return run(mesh, convert, rows, False)[0], *run(mesh, convert, rows, True)
+
+    for plain, overlapped, events in loopback(TP, both):
         assert len(plain) == len(overlapped) == 7
         assert all(torch.equal(a, b) for a, b in zip(plain, overlapped, strict=True))
         assert events[0] == "begin"
-        assert events.index("wait") > max(events.index("w"), events.index("m"))
+        assert events[-1] == "wait"
+        assert sorted(events[1:-1]) == ["m", "v", "w"]
+
+
+def test_a_product_with_options_is_left_alone() -> None:
+    """Such as addmm's beta: its backward is another."""
+    graph = torch.fx.Graph()
+    x, w, b = map(graph.placeholder, "xwb")
+    plain = graph.call_function(aten.addmm.default, (b, x, w))
+    scaled = graph.call_function(aten.addmm.default, (b, x, w), {"beta": 2})
+    assert multiplies(plain, x)
+    assert not multiplies(plain, w)
+    assert not multiplies(scaled, x)
 
 
 def test_without_gradients_it_is_the_op_itself() -> None:
