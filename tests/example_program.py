@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL_GRAD, Layout, Placement, Shard
-from shardc.ir.program import Bucket, Buffer, Collective, Input, Param, Program, Stage
+from shardc.ir.program import Bucket, Buffer, Collective, Input, Param, Program, Stage, Value
 from shardc.runtime import ops
 
 B, K, H, N = 8, 6, 12, 4
@@ -130,6 +130,7 @@ def program(dp: int = 1, tp: int = 1, *, dropout: float = 0.0, dtype: torch.dtyp
     e = call("e", aten.sub.Tensor, call("zs", aten.mul.Tensor, z, given["scale"]), given["y"])
     s = total("s_sum", call("s", aten.sum.default, call("sq", aten.pow.Tensor_Scalar, e, 2)), "dp", dtype.itemsize)
     loss = call("loss", aten.div.Tensor, s, given["count"])
+    loss.meta["value"] = Value((), dtype, True, lay())
     m = total(
         "m_sum",
         call("m", ops.partial_mean, call("cut", aten.detach.default, z), [0], False, B),

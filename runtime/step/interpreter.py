@@ -418,7 +418,6 @@ class Run:
         leaves = {n: x for n, x in kept.leaves.items() if x.requires_grad}
         self.hooks.start_inputs(key, action.stage)
         grads = kept.split.inputs(tensors, begin, list(leaves.values()))
-        self._pause()
         self._give_back(action, dict(zip(leaves, grads, strict=True)))
         kept.leaves, kept.made, kept.loss = {}, {}, None
 

@@ -136,7 +136,7 @@ class Buckets:
         self._gathered.begin_backward(run, (stage, "inputs"))
 
     def pause(self) -> None:
-        """After a backward, or a half of one, that others of the same step may follow."""
+        """After a backward that others of the same step may follow."""
         self._gathered.end_backward()
 
     def reduce(self) -> None:

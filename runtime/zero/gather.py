@@ -126,8 +126,9 @@ class Gathered:
 
     def begin_backward(self, run: Hashable, kind: Hashable) -> None:
         """Backward of this run of forward comes next. kind: what backwards that ask for the same buckets have in
-        common.
+        common. What the one before has gathered stays, if it was not ended: parameters are the same.
         """
+        self._remember()
         self._notes = self._waiting.setdefault(run, _Notes())
         self._kind, self._asking, self._place = kind, [], 0
         self._expected = self._asked[kind] if kind in self._asked else self._notes.order[::-1]
@@ -181,10 +182,14 @@ class Gathered:
         if self._current is bucket:
             self._current = None
 
-    def end_backward(self) -> None:
-        """After a backward that ran to its end: the next of its kind will ask for buckets in this order."""
+    def _remember(self) -> None:
+        """The next backward of this kind will ask for buckets in the same order."""
         if self._asking:
             self._asked[self._kind] = self._asking
+
+    def end_backward(self) -> None:
+        """After a backward that ran to its end."""
+        self._remember()
         self.finish()
 
     def finish(self) -> None:

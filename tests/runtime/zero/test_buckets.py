@@ -78,7 +78,7 @@ def test_buckets_start_in_their_order_while_backward_runs() -> None:
     mesh.events.clear()
     buckets.finish(lambda names: mesh.events.append(f"ready {' '.join(names)}"))
     assert mesh.events == ["wait bucket0", "ready a b", "wait bucket1", "ready c", "wait bucket2", "ready d"]
-    assert [r.bytes for r in mesh.records] == [16, 8, 8]
+    assert [r.bytes for r in mesh.records] == [32, 16, 16]  # each parameter begins at 16 bytes
 
 
 def test_gradients_are_views_of_one_buffer_that_is_freed_with_them() -> None:
@@ -93,7 +93,7 @@ def test_gradients_are_views_of_one_buffer_that_is_freed_with_them() -> None:
         assert a is not None
         assert b is not None
         assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-        assert a.untyped_storage().nbytes() == 16
+        assert a.untyped_storage().nbytes() == 32
         assert a.tolist() == [step, 2 * step]
         memory = StorageWeakRef(a.untyped_storage())
         del a, b
