@@ -130,7 +130,7 @@ class Gathered:
         """
         self._remember()
         self._notes = self._waiting.setdefault(run, _Notes())
-        self._kind, self._asking, self._place = kind, [], 0
+        self._kind, self._asking, self._place, self._current = kind, [], 0, None
         self._expected = self._asked[kind] if kind in self._asked else self._notes.order[::-1]
 
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:
