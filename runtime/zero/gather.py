@@ -144,7 +144,7 @@ class Gathered:
 
     def _fetch(self, bucket: Source) -> None:
         """Have a bucket whole, let go of those that are done with, and start the next ones."""
-        for done in [b for b in self._here if self._notes.left[b] <= 0]:
+        for done in [b for b in self._here if self._notes.left[b] <= 0 and b is not bucket]:
             del self._here[done]  # an op that still works with it keeps it alive
         self._current = bucket
         self._asking.append(bucket)

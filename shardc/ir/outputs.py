@@ -58,8 +58,9 @@ class Output:
 
 
 def loss_value(program: Program) -> Value:
-    """The type of what a stage returns as the loss of one microbatch."""
-    returned: list[Any] = [s.graph.output_node().args[0] for s in program.stages]
+    """The type of what a stage returns as the loss of one microbatch; before there are stages, the graph."""
+    graphs = [s.graph for s in program.stages] or [program.graph]
+    returned: list[Any] = [graph.output_node().args[0] for graph in graphs]
     value: Value = next(loss for loss, *_ in returned if loss is not None).meta["value"]
     return value
 
