@@ -465,10 +465,10 @@ class _Microbatch:
         returned: Any = output.args[0]
         loss, news = returned
         linear, sums, others = self._linear_in_sums(loss)
-        summed_over = {n.args[2] for n in sums}
+        summed_over: set[Any] = {n.args[2] for n in sums}
         if len(summed_over) != 1:
             return
-        parts = [part for a in summed_over.pop() for part in self.mesh.parts(a)]  # type: ignore[union-attr]
+        parts = [part for a in summed_over.pop() for part in self.mesh.parts(a)]
 
         def alike(x: fx.Node) -> bool:
             return all(v.layout[a] in (REPLICATE, PARTIAL_GRAD) for v in values_of(x) for a in parts)

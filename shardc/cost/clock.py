@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from shardc.cost.device import Device
@@ -23,7 +23,7 @@ class Clock:
     mesh: Mesh
     rank: int
     now: float = 0.0
-    exposed: Counter[str] = field(default_factory=Counter)
+    exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _streams: dict[tuple[str, ...], float] = field(default_factory=dict)
     _under_way: dict[int, tuple[CommRecord, float]] = field(default_factory=dict)
     _seconds: dict[tuple[str, tuple[str, ...], int], float] = field(default_factory=dict)

@@ -4,7 +4,7 @@ and for how long the computation waits for it."""
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from shardc.cost.clock import Clock
@@ -26,7 +26,7 @@ class Span:
     begin: float
     end: float
     exposed: float = 0.0
-    behind: Counter[tuple[str, str]] = field(default_factory=Counter)
+    behind: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def seconds(self) -> float:

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from shardc.cost.clock import Clock
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun
-from shardc.cost.ledger import KINDS, Op, Part, Sent, Waited
+from shardc.cost.ledger import KINDS, Op, Part
 from shardc.ir.program import Program
+from shardc.runtime.mesh import CommRecord
 from shardc.spec import Spec
 
 Vector = NDArray[np.float64]
@@ -50,24 +51,15 @@ class Meter(Clock):
 
     roles: Mapping[str, str] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
-    _axis: dict[int, str] = field(default_factory=dict)
 
-    def run(self, part: Part) -> float:
-        begin = self.now
-        for w in part.work:
-            before = self.now
-            if isinstance(w, Op):
-                self.now += self.device.op_seconds(w.flops, w.traffic, w.dtype)
-                self.spent[self._what(w)] += self.now - before
-            elif isinstance(w, Waited):
-                self._until(self._ends.pop(w.key, self.now))
-                self.spent[self._axis.pop(w.key, "dp")] += self.now - before
-            else:
-                self._send(w)
-                if w.key is not None:
-                    self._axis[w.key] = self._named(w)
-                self.spent[self._named(w)] += self.now - before
-        return self.now - begin
+    def compute(self, w: Op) -> None:
+        before = self.now
+        super().compute(w)
+        self.spent[self._what(w)] += self.now - before
+
+    def waited_for(self, record: CommRecord, seconds: float) -> None:
+        super().waited_for(record, seconds)
+        self.spent[self._named(record)] += seconds
 
     def _what(self, w: Op) -> str:
         d = self.device
@@ -77,8 +69,8 @@ class Meter(Clock):
         )
         return "launch" if max(compute, traffic) < d.launch else "compute" if compute >= traffic else "memory"
 
-    def _named(self, w: Sent) -> str:
-        roles = {self.roles[a.partition("[")[0].partition(".")[0]] for a in w.record.axes}
+    def _named(self, record: CommRecord) -> str:
+        roles = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
         return next(a for a in ("pp", "dp", "ep", "tp") if a in roles)
 
 

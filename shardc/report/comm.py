@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -128,20 +128,18 @@ def timed(cost: Cost) -> dict[tuple[str, str, str, str], Timed]:
     each other is not in it: `--schedule` shows who waits for whom.
     """
     cause_of = _causes(cost.program)
-    takes: Counter[Any] = Counter()
-    exposed: Counter[Any] = Counter()
-    behind: dict[Any, Counter[Any]] = {}
+    takes: defaultdict[Any, float] = defaultdict(float)
+    exposed: defaultdict[Any, float] = defaultdict(float)
+    behind: dict[Any, defaultdict[str, float]] = {}
     for span in (s for of_rank in cost.spans() for s in of_rank if s.record.kind != "send_recv"):
         r = span.record
         key = (r.axis, r.direction, r.kind, cause_of(r))
         takes[key] += span.seconds
         exposed[key] += span.exposed
         for (way, op), together in span.behind.items():
-            behind.setdefault(key, Counter())[_work(cost, way, op)] += together
-    return {
-        key: Timed(takes[key], exposed[key], most[0][0] if (most := behind.get(key, Counter()).most_common(1)) else "")
-        for key in takes
-    }
+            behind.setdefault(key, defaultdict(float))[_work(cost, way, op)] += together
+    most = {key: max(beside, key=beside.__getitem__) for key, beside in behind.items()}
+    return {key: Timed(takes[key], exposed[key], most.get(key, "")) for key in takes}
 
 
 def _work(cost: Cost, way: str, op: str) -> str:
