@@ -24,6 +24,8 @@ from pathlib import Path
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 
+#: The address at which the ranks of one machine meet.
+LOOPBACK = "127.0.0.1"
 POLL = 0.05  # seconds between looks at the ranks
 _LAST = 5  # lines at the end of an error that name its kind; notes come after it
 _NOTE = 160  # bytes of a rank's note of what it is doing
@@ -97,7 +99,7 @@ def join_slurm() -> None:
 
 def free_port() -> int:
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((LOOPBACK, 0))
         return int(s.getsockname()[1])
 
 
@@ -177,7 +179,7 @@ def launch(
     threads = str(max(1, (os.cpu_count() or 1) // world))
     env = {
         **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),

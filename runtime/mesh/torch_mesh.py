@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
+import socket
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,11 +17,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.launch import check_variables
+from shardc.runtime.launch import LOOPBACK, check_variables
 from shardc.runtime.mesh.agreement import DisagreementError, check, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
@@ -324,15 +327,34 @@ def _join(here: torch.device, timeout: timedelta | None) -> None:
     # its functions have the world that exists when they are defined as a default argument, and so would keep its
     # connections open when a rank that failed leaves it
     importlib.import_module("torch.distributed.nn.functional")
+    store, rank, world = _meeting(timeout or default_pg_timeout)
     if here.type != "cuda":
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         return
-    store, rank, world = next(rendezvous("env://"))
     share_no_gpu(store, rank, here)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # whom others wait for goes first; splits too
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=world, timeout=timeout, pg_options=options, device_id=here
     )
+
+
+def _meeting(timeout: timedelta) -> tuple[Any, int, int]:
+    """(store, rank, world), as torch's env:// has them. Where all ranks are on this machine, as of `shardc run`, the
+    store, which asks nobody who they are, listens to this machine alone.
+    """
+    env = os.environ
+    if env["RANK"] == "0" and env["MASTER_ADDR"] == LOOPBACK and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        port, world = int(env["MASTER_PORT"]), int(env["WORLD_SIZE"])
+        with (
+            socket.socket() as here,
+            contextlib.suppress(OSError),
+        ):  # taken: by a store of this process, which is shared
+            here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            here.bind((LOOPBACK, port))
+            here.listen(world)
+            listening = {"multi_tenant": True, "master_listen_fd": here.detach()}
+            return dist.TCPStore(LOOPBACK, port, world, True, timeout, **listening), 0, world  # type: ignore[attr-defined]
+    return next(rendezvous("env://", timeout=timeout))
 
 
 def _can_watch(store: Any) -> bool:

@@ -559,11 +559,13 @@ class Engine:
     def _changing(self) -> None:
         self._whole = False  # if what follows fails, or does not fit
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank; rank0_only: on
+        the first, and {} on the others, which then keep nothing. Collective.
+        """
         if self._checks:
-            agreement.check(self.mesh, [], "full_state_dict")
-        return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers)
+            agreement.check(self.mesh, [stated("rank0_only", rank0_only)], "full_state_dict")
+        return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers, rank0_only=rank0_only)
 
     def export(
         self, folder: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5_000_000_000

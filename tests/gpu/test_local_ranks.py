@@ -66,6 +66,7 @@ CASES = {
     ),
     "zero 1": Case(llama, zero(1) | {"batch": {"microbatches": 2}}),
     "zero 2, tp": Case(llama, zero(2) | {"mesh": {"dp": 2, "tp": 2}, **STRUCTURE}),
+    "hybrid": Case(llama, {"mesh": {"dp_outer": 2, "dp": 2}, "data": {"axis": ["dp_outer", "dp"], "zero": 2}}),
     "zero 3, recompute": Case(llama, zero(3, bucket_mb=0.1) | {"checkpoint": [{"match": LAYERS}]}, second=True),
     "optimizer on the host": Case(llama, zero(2, **offload(optimizer="cpu")), waits=None),
     "parameters on the host": Case(llama, zero(3, **offload(optimizer="cpu", parameters="cpu")), waits=None),

@@ -42,8 +42,9 @@ class TwinMesh(TorchMesh):
 
     def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
         mine = flat.view(self.size(axis), -1)[self.coordinate(axis)] * self.size(axis)
-        work = super()._start_reduce_scatter(flat, part, axis, tag)
-        return Work(then=lambda: (work.wait(), part.copy_(mine))[0])
+        super()._start_reduce_scatter(flat, part, axis, tag).wait()
+        part.copy_(mine)
+        return Work()
 
     def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
         return super()._all_gather(x, axis, tag).copy_(x.expand(self.size(axis), *x.shape))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ import torch.multiprocessing as mp
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.runtime import launch
 from shardc.runtime.mesh import TorchMesh, local_device
 from shardc.runtime.mesh.local_device import local_device as device_of_this_process
 from shardc.runtime.mesh.local_device import share_no_gpu
+from tests import warm
 
 LARGE = """
 import torch.distributed as dist
@@ -61,6 +64,26 @@ def uneven(rank: int, folder: str) -> None:
 
 def test_processes_that_have_other_groups_of_their_own_meet(tmp_path: Path) -> None:
     mp.start_processes(uneven, (str(tmp_path),), nprocs=4, start_method="fork")
+
+
+def listens(rank: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    mesh = TorchMesh(Mesh.of({"dp": 2}), timeout=timedelta(seconds=50))
+    addresses = {
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
+    }
+    assert addresses == {f"0100007F:{port:04X}"}
+    mesh.barrier()
+    mesh.close()
+    TorchMesh(Mesh.of({"dp": 2})).close()  # the port is this process's still
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+def test_the_store_of_one_machine_listens_to_it_alone() -> None:
+    warm.ranks(listens, launch.free_port(), world=2)
 
 
 @pytest.mark.parametrize("axes", [("dp",), ("tp",), ("dp", "tp"), ("pp", "tp"), ("pp[0,2]",), ("dp", "pp[1,2]"), ()])

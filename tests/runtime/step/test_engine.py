@@ -419,3 +419,14 @@ def test_gloo_processes_train_like_one_device(dp: int, tp: int, tmp_path: Path) 
     torch.testing.assert_close(
         got["loop"], loop(example_program.Model(), example_program.batch(), 3), rtol=1e-12, atol=0
     )
+
+
+def test_the_whole_state_on_the_first_rank_alone() -> None:
+    program = example_program.program(2, 1)
+
+    def work(mesh: LoopbackMesh) -> dict[str, Tensor]:
+        return Engine(program, example_program.Model(), mesh=mesh).full_state_dict(rank0_only=True)
+
+    first, other = loopback(program.mesh, work)
+    assert first.keys() == example_program.Model().state_dict().keys()
+    assert other == {}
