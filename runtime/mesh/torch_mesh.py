@@ -352,9 +352,10 @@ def _meeting(timeout: timedelta) -> tuple[Any, int, int]:
             here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             here.bind((LOOPBACK, port))
             here.listen(world)
-            listening = {"multi_tenant": True, "master_listen_fd": here.detach()}
+            listening: Any = {"multi_tenant": True, "master_listen_fd": here.detach()}
             return dist.TCPStore(LOOPBACK, port, world, True, timeout, **listening), 0, world  # type: ignore[attr-defined]
-    return next(rendezvous("env://", timeout=timeout))
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    return store, rank, world
 
 
 def _can_watch(store: Any) -> bool:
