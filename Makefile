@@ -36,8 +36,8 @@ gpu:   ## what wants a GPU: the checks of tests/gpu, then docs/measured/gpu.md. 
 	$(call link,build/gpu)
 	@$(GPU_PYTHON) -c 'import pydantic' 2>/dev/null || $(GPU_PYTHON) -m pip install -q --disable-pip-version-check --target build/gpu \
 		$(if $(wildcard .whl),--no-index --find-links .whl) 'pydantic>=2.6'
-	$(GPU_PYTHON) -m pytest -q -o pythonpath='build/gpu .' -W default tests/gpu
-	$(GPU_PYTHON) tests/bench/gpu.py
+	@status=0; $(GPU_PYTHON) -m pytest -q -o pythonpath='build/gpu .' -W default tests/gpu || status=$$?; \
+		$(GPU_PYTHON) tests/bench/gpu.py && exit $$status
 
 hostile: $(READY)   ## hostile specs: each refused in a second and 100 MB; EXAMPLES mutations and as many random ones besides
 	PYTHONPATH=. $(BIN)/python tests/spec/hostile.py $(or $(EXAMPLES),700)

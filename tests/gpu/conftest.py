@@ -12,7 +12,7 @@ from tests.gpu.devices import CUDA
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """device: "cpu" and "cuda"; watched: "second" and "cuda"; gpu: "cuda" alone, for which nothing stands in."""
-    for name, values in {"device": ["cpu", CUDA], "watched": ["second", CUDA], "gpu": [CUDA]}.items():
+    """device: "cpu" and "cuda"; gpu: "cuda" alone, for which nothing stands in."""
+    for name, values in {"device": ["cpu", CUDA], "gpu": [CUDA]}.items():
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, values)

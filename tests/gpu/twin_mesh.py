@@ -79,4 +79,5 @@ def twin(program: Program, rank: int, device: str) -> Iterator[TwinMesh]:
         lines = (program.axis,) if program.axis else ()
         yield TwinMesh(program.mesh, groups_of(program), lines=lines, device=device, watch=0)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a step that failed has left
+            dist.destroy_process_group()
