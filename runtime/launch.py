@@ -189,8 +189,15 @@ def launch(
     def stop(number: int, _: object) -> None:
         raise _Interrupt(number)
 
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     ranks: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _: object) -> None:
+        for p in ranks:
+            if p.poll() is None:
+                os.kill(p.pid, number)
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, pass_on)
     watched, told = _StoppedRanks(ranks), Told(progress) if progress is not None else None
     if told is not None:
         told.begin()

@@ -38,6 +38,7 @@ from shardc.runtime.ops.overlap import multiplies, product
 from shardc.runtime.schedule import Action
 from shardc.runtime.step import failures, outputs
 from shardc.runtime.step.activation_offload import OffloadedTensor
+from shardc.runtime.step.ranges import with_ranges
 from shardc.runtime.step.recompute import taped
 from shardc.runtime.step.split_backward import SplitBackward, split_stage
 
@@ -122,7 +123,7 @@ Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, but
 
 class Interpreter:
     """The stages that this rank runs. mesh: a runtime mesh. offloaded: where regions with `offload: cpu` keep tensors
-    until backward."""
+    until backward. ranges: every node is a range of torch.profiler's (shardc.runtime.step.ranges)."""
 
     def __init__(
         self,
@@ -130,6 +131,7 @@ class Interpreter:
         mesh: Any,
         *,
         offloaded: type[OffloadedTensor] = OffloadedTensor,
+        ranges: bool = False,
     ) -> None:
         self.program, self.mesh, self.axis = program, mesh, program.axis
         self.schedule = program.schedule if program.schedule is not None else schedule.alone(program.microbatches)
@@ -138,7 +140,9 @@ class Interpreter:
         mine = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
         divided = any(a.kind == "I" for a in self.actions)
         with _WRITING:
-            self.stages = {s: _Runnable(program, s, mesh.device, offloaded, divided=divided) for s in mine}
+            self.stages = {
+                s: _Runnable(program, s, mesh.device, offloaded, divided=divided, ranges=ranges) for s in mine
+            }
             self.edges = {(e.source, e.target): e for e in program.edges}
             self._count = runnable(program.prologue, mesh.device, program) if program.prologue is not None else None
             self._counted = (
@@ -260,7 +264,14 @@ class _Runnable:
     """One stage, compiled. divided: its backward comes in two, for inputs and for weights."""
 
     def __init__(
-        self, program: Program, index: int, device: torch.device, offloaded: type[OffloadedTensor], *, divided: bool
+        self,
+        program: Program,
+        index: int,
+        device: torch.device,
+        offloaded: type[OffloadedTensor],
+        *,
+        divided: bool,
+        ranges: bool,
     ) -> None:
         stage = program.stages[index]
         self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
@@ -271,7 +282,8 @@ class _Runnable:
             split_stage(stage, {p.name for p in program.params}, {x.name for x in program.inputs}) if divided else stage
         )
         self.graph = whole.graph
-        self.run: Callable[..., Any] = runnable(whole, device, program, offloaded, divided=divided)
+        module = runnable(whole, device, program, offloaded, divided=divided)
+        self.run: Callable[..., Any] = with_ranges(module, whole.graph) if ranges else module
         if not self.piped:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
 

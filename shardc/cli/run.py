@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -34,6 +35,7 @@ from shardc.errors import ShardcError
 if TYPE_CHECKING:
     from shardc.cli.worker import Job
     from shardc.ir.program import Program
+    from shardc.spec import Run
 
 FAILED = 1  # exit status of a run in which a rank failed; 2: its input was wrong
 SAVING = 120.0  # seconds that ranks have to save in when the run is stopped by a signal
@@ -50,23 +52,36 @@ class Nonfinite(str, Enum):
 def command(
     model: Source,
     spec: SpecFile = None,
-    steps: Annotated[int, typer.Option(min=0, help="optimizer steps in all, those before --resume counted in")] = 100,
+    steps: Annotated[
+        int | None, typer.Option(min=0, help="optimizer steps in all, those before a resume counted in (default: 100)")
+    ] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="processes on this machine; default: what the mesh needs")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="folder for the checkpoint, and the weights for others")] = None,
-    save_every: Annotated[int, typer.Option(min=0, help="save every so many steps too (0: at the end)")] = 0,
-    keep: Annotated[int, typer.Option(min=1, help="checkpoints that stay in --save, the last ones")] = 2,
-    eval_every: Annotated[int, typer.Option(min=0, help="held-out loss every so many steps (0: at the end)")] = 0,
+    save: Annotated[Path | None, typer.Option(help="folder for checkpoints, and the weights for others")] = None,
+    save_every: Annotated[int | None, typer.Option(min=0, help="save every so many steps too; 0 = at the end")] = None,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="checkpoints that stay in --save, the last ones (default: 2)")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=0, help="held-out loss every so many steps; 0 = at the end")
+    ] = None,
     clip: Annotated[float | None, typer.Option(help="clip gradients to this norm of all of them")] = None,
     nonfinite: Annotated[
-        Nonfinite,
-        typer.Option(help="where a loss is nan or inf: stop before the update, skip the update, or ignore it"),
-    ] = Nonfinite.stop,
+        Nonfinite | None,
+        typer.Option(help="where a loss is nan or inf: stop before the update, skip it, or ignore it (default: stop)"),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace what an earlier run left in --save and --log")
     ] = False,
     resume: Annotated[Path | None, typer.Option(help="folder that --save wrote, on any mesh")] = None,
+    auto_resume: Annotated[
+        bool | None,
+        typer.Option(
+            "--auto-resume/--no-auto-resume",
+            help="go on from the last checkpoint in --save if there is one: one command starts and restarts",
+        ),
+    ] = None,
     last_good: Annotated[
         bool, typer.Option("--last-good", help="if the last checkpoint is damaged, resume from the last that is not")
     ] = False,
@@ -75,19 +90,33 @@ def command(
         typer.Option(help="begin from these: a folder or file of safetensors, a torch file, or what --save wrote"),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="after a rank failed, begin again from the last --save so many times")
-    ] = 0,
+        int | None, typer.Option(min=0, help="after a rank failed, begin again from --save so many times")
+    ] = None,
     watch: Annotated[
-        float, typer.Option(min=0, help="seconds after which a rank that the others wait for is named; 0: never")
-    ] = 8.0,
+        float | None,
+        typer.Option(
+            min=0, help="seconds after which a rank that the others wait for is named; 0 = never (default: 8)"
+        ),
+    ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0, help="seconds that ranks wait for each other; 0: torch's, 30 min (10 with NCCL)")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="of initial weights and dropout")] = 0,
+        float | None,
+        typer.Option(min=0, help="seconds that ranks wait for each other; 0 = torch's, 30 min (10 with NCCL)"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="of initial weights, dropout and the order of data")] = None,
     log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
+    tensorboard: Annotated[
+        bool | None,
+        typer.Option(
+            "--tensorboard/--no-tensorboard", help="write what the step lines say for TensorBoard, too, in --log"
+        ),
+    ] = None,
+    trace: Annotated[
+        list[int] | None, typer.Option(min=1, help="steps of which torch.profiler records a trace, in --log")
+    ] = None,
     routing: Annotated[
-        bool, typer.Option("--routing", help="say in every step line how tokens are spread over experts")
-    ] = False,
+        bool | None,
+        typer.Option("--routing/--no-routing", help="say in every step line how tokens are spread over experts"),
+    ] = None,
     mesh: MeshOption = None,
     set_: SetOption = None,
     batch: BatchOption = None,
@@ -100,6 +129,7 @@ def command(
     """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
     from shardc.cli import worker
     from shardc.runtime import launch
+    from shardc.spec import Run
 
     with reporting(debug, as_json) as show, tempfile.TemporaryDirectory(prefix="shardc-run-") as temporary:
         folder = Path(temporary)
@@ -107,6 +137,28 @@ def command(
         joined = launch.in_world()
         world = int(os.environ["WORLD_SIZE"]) if joined else nproc
         program = program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world, model=model_)
+        run = _settings(
+            program.spec.run if program.spec is not None else Run(),
+            steps=steps,
+            seed=seed,
+            clip=clip,
+            nonfinite=nonfinite.value if nonfinite is not None else None,
+            save=str(save) if save is not None else None,
+            save_every=save_every,
+            keep=keep,
+            auto_resume=auto_resume,
+            max_restarts=max_restarts,
+            eval_every=eval_every,
+            log=str(log) if log is not None else None,
+            tensorboard=tensorboard,
+            trace=tuple(trace) if trace else None,
+            routing=routing,
+            watch=watch,
+            timeout=timeout,
+        )
+        save, log = (Path(x) if x else None for x in (run.save, run.log))
+        if run.auto_resume and resume is None:
+            resume = _checkpoint(save)
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun's own --max-restarts
             resume = _checkpoint(save) or resume
             overwrite = overwrite or resume is None
@@ -124,35 +176,24 @@ def command(
             model=model_ or program.meta["model_ref"],
             batch=example.get("batch"),
             seq=example.get("seq"),
-            steps=steps,
-            seed=seed,
-            save=str(save or ""),
-            save_every=save_every,
-            keep=keep,
-            eval_every=eval_every,
-            clip=clip,
-            nonfinite=nonfinite.value,
+            run=run.model_dump(),
             overwrite=overwrite and not resume,
             resume=str(resume or ""),
             last_good=last_good,
             weights=str(weights.resolve() if weights else ""),
-            log=str(log or ""),
             quiet=as_json,
             result=str(folder / "result.json"),
             trust=trust,
-            routing=routing,
-            watch=watch,
-            timeout=timeout,
             progress="" if joined else str(folder),
             joined=joined,
         )
         status = _train(job, folder, program, show)
-        for restart in range(1, max_restarts + 1):
+        for restart in range(1, run.max_restarts + 1):
             if joined or status != FAILED:
                 break
             again = _checkpoint(save) or resume
             where = f"the checkpoint in {again}" if again else "the beginning"
-            print(f"restart {restart} of {max_restarts}, from {where}", file=sys.stderr, flush=True)
+            print(f"restart {restart} of {run.max_restarts}, from {where}", file=sys.stderr, flush=True)
             job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite and not again)
             status = _train(job, folder, program, show)
         result = Path(job.result)
@@ -165,17 +206,32 @@ def command(
     raise typer.Exit(status)
 
 
+def _settings(run: Run, **options: Any) -> Run:
+    """The spec's section with the options that were given. Raises ShardcError where they do not go together."""
+    run = run.model_copy(update={name: value for name, value in options.items() if value is not None})
+    for name, wanted in (("tensorboard", run.tensorboard), ("trace", run.trace)):
+        if wanted and not run.log:
+            fix = "name a folder, --log DIR or `run: {log: DIR}`"
+            raise ShardcError(f"{name} needs a folder to write to", where=f"--{name}", fix=fix)
+    if run.auto_resume and not run.save:
+        fix = "name the folder, --save DIR or `run: {save: DIR}`"
+        raise ShardcError("nothing is saved that a run could go on from", where="--auto-resume", fix=fix)
+    if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ShardcError("TensorBoard is not installed", where="--tensorboard", fix="pip install tensorboard")
+    return run
+
+
 def _checkpoint(save: Path | None) -> Path | None:
     """The folder of --save, if there is a finished checkpoint in it."""
     return save if save is not None and _in_use(save / "checkpoint") else None
 
 
 def _check(program: Program, file: str | None, model: str, resume: Path | None, world: int | None) -> None:
-    from shardc.cli import worker
+    from shardc.cli.training_loop import checkpoints
     from shardc.runtime.state import generations
 
     if resume is not None:
-        folder = worker.checkpoints(resume)
+        folder = checkpoints(resume)
         if not (generations.is_one(folder) or generations.generations(folder)):
             error = generations.none_in(folder)
             raise ShardcError(error.what, where=f"--resume {resume}", fix=error.fix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,9 +63,12 @@ class StepLines:
     """Prints lines of steps by time, and appends every step to LOG/steps.jsonl at once. On rank 0 only.
 
     steps: the last step of the run. out: where lines go; None: nowhere. log: folder of steps.jsonl; None: none.
+    tensorboard: write the numbers for TensorBoard too, into that folder.
     """
 
-    def __init__(self, steps: int, out: TextIO | None, log: Path | None, *, append: bool) -> None:
+    def __init__(
+        self, steps: int, out: TextIO | None, log: Path | None, *, append: bool, tensorboard: bool = False
+    ) -> None:
         self.steps, self._out = steps, out
         self._begun = self._next = time.perf_counter()
         self._first: int | None = None
@@ -73,11 +76,19 @@ class StepLines:
         if log is not None:
             log.mkdir(parents=True, exist_ok=True)
             self._file = (log / "steps.jsonl").open("a" if append else "w", buffering=1)
+        self._board: Any = None
+        if log is not None and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(log))
 
     def add(self, line: dict[str, Any], *, always: bool = False) -> None:
         """One step's facts. always: print the line whatever the time."""
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
+        if self._board is not None:
+            for name, value in _numbers(line):
+                self._board.add_scalar(name, value, line["step"])
         now, step = time.perf_counter(), line["step"]
         self._first = step - 1 if self._first is None else self._first
         if self._out is not None and (always or now >= self._next or step == self.steps):
@@ -93,6 +104,16 @@ class StepLines:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _numbers(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and name != "step":
+            yield prefix + name, value
 
 
 def duration(seconds: float) -> str:

@@ -22,7 +22,9 @@ from shardc.ir.patterns import nearest
 from shardc.spec import yaml_reader
 from shardc.spec.check import Check, data_axes, refuse_unbuilt, resolve_mesh
 from shardc.spec.explain import check_form
+from shardc.spec.fields import Section
 from shardc.spec.names import Names
+from shardc.spec.run_section import Run
 from shardc.spec.schema import (
     Batch,
     Checkpoint,
@@ -32,7 +34,6 @@ from shardc.spec.schema import (
     Form,
     Pipeline,
     Precision,
-    Section,
     Sequence,
     Style,
     Use,
@@ -48,6 +49,7 @@ __all__ = [
     "Expert",
     "Pipeline",
     "Precision",
+    "Run",
     "Sequence",
     "ShardRule",
     "Spec",
@@ -103,6 +105,7 @@ class Spec:
     experts: tuple[Expert, ...] = ()
     checkpoint: tuple[Checkpoint, ...] = ()
     precision: Precision = field(default_factory=Precision)
+    run: Run = field(default_factory=Run)
     batch_norm: Literal["sync", "local"] = "sync"
     unknown_ops: Literal["error", "replicate"] = "error"
     uneven: Literal["error", "pad"] = "error"
@@ -317,6 +320,7 @@ _SECTIONS = (
     "experts",
     "checkpoint",
     "precision",
+    "run",
     "batch_norm",
     "unknown_ops",
     "uneven",

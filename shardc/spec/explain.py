@@ -10,8 +10,9 @@ from pydantic.fields import FieldInfo
 
 from shardc.errors import Errors
 from shardc.ir.patterns import nearest
+from shardc.spec.fields import is_axis
 from shardc.spec.foreign_words import ours
-from shardc.spec.schema import Form, is_axis
+from shardc.spec.schema import Form
 from shardc.spec.yaml_reader import Document, Path, dotted, flow, reach, say, scalar, without
 
 Details = Any  # pydantic_core.ErrorDetails: type, loc, msg, input, ctx

@@ -6,27 +6,42 @@ A field's `description` and `examples` are shown by editors and in error message
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    PlainSerializer,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
-from typing_extensions import LiteralString
 
-from shardc.ir.mesh import MICROBATCH
-from shardc.ir.patterns import faults
 from shardc.runtime.schedule import SCHEDULES
+from shardc.spec.fields import (
+    _ONE_OR_MANY,
+    NONE,
+    Axes,
+    Axis,
+    BatchDims,
+    Count,
+    Dim,
+    Pattern,
+    Place,
+    Positive,
+    Section,
+    as_list,
+    as_tuple,
+    malformed,
+    mesh_axis,
+    module_pattern,
+    number_or,
+    number_schema,
+    schedule_name,
+    wrong,
+    wrong_here,
+)
+from shardc.spec.run_section import Run
 from shardc.spec.yaml_reader import say
 
 #: What a weight may be said to be; `shardc.passes.annotate.weight_roles` says which dim each of them splits.
@@ -35,121 +50,6 @@ STYLES = get_args(Style)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 Use = Literal["model", "structure"]
 USES = get_args(Use)
-
-
-class Section(BaseModel):
-    """A frozen section; unknown keys and values of another type are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-# --- pieces
-
-
-def _unknown(kind: str, expected: tuple[str, ...], also: str) -> PydanticCustomError:
-    """An error: none of the expected words. kind: what they are ("" = nothing special); also: what else is allowed."""
-    return PydanticCustomError("word", "unknown word", {"expected": expected, "kind": kind, "also": also})
-
-
-def _wrong(message: LiteralString, fix: str, **ctx: object) -> PydanticCustomError:
-    """An error whose message is a whole sentence; {names} in it are filled in from ctx."""
-    return PydanticCustomError("wrong", message, {**ctx, "fix": fix})
-
-
-def _wrong_here(message: LiteralString, fix: str, **ctx: object) -> PydanticCustomError:
-    """An error whose message continues the name of what is wrong. fix: "" = the field's example."""
-    return PydanticCustomError("wrong_here", message, {**ctx, "fix": fix})
-
-
-def _form(expected: str, fix: str) -> PydanticCustomError:
-    """An error: the value should be `expected`."""
-    return PydanticCustomError("form", "form", {"expected": expected, "fix": fix})
-
-
-def _listed(value: Any) -> Any:
-    """One word, or a list of words -> a tuple."""
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,) if isinstance(value, str) else value
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def is_axis(name: str) -> bool:
-    """Whether an axis of a mesh may be called so. MICROBATCH is an axis of the compiler's own."""
-    return re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII) is not None and name != MICROBATCH
-
-
-def _name(value: str) -> str:
-    if value != MICROBATCH and not is_axis(value):
-        raise _wrong(
-            "{value} is not a valid axis name", "letters, digits and _, e.g. dp, tp, dp_outer", value=say(value)
-        )
-    return value
-
-
-def _of_mesh(value: str) -> str:
-    if value == MICROBATCH:
-        fix = "choose another name, e.g. dp; microbatches are `batch: {microbatches: N}`"
-        raise _wrong("{value} is an axis of the compiler's own", fix, value=say(value))
-    return _name(value)
-
-
-def _pattern(value: str) -> str:
-    if wrong := faults(value):
-        raise _wrong("the pattern {value} {wrong}", 'e.g. "*.{q,k,v}_proj"', value=say(value), wrong=wrong)
-    return value
-
-
-def _finite(value: float) -> float:
-    if not math.isfinite(value) or value <= 0:
-        raise _wrong_here("must be a number above 0, not {value}", "", value=f"{value:g}")
-    return value
-
-
-def _number_or(*words: str) -> Callable[[Any], Any]:
-    """A positive number, or one of the words; "none" becomes None."""
-
-    def check(value: Any) -> float | str | None:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return _finite(float(value))
-        if value is None or value == "none":
-            return None
-        if not isinstance(value, str) or value not in words:
-            raise _unknown("", words, "or a number")
-        return value
-
-    return check
-
-
-def _place(value: str) -> str:
-    """none, cpu, or a directory: any other word is a mistake."""
-    if value not in ("none", "cpu") and "/" not in value and not value.startswith((".", "~")):
-        raise _unknown("place", ("none", "cpu"), "or a directory, with a / in it")
-    return value
-
-
-def _schedule(value: str) -> str:
-    if value not in SCHEDULES and "/" not in value and "." not in value:
-        raise _unknown("schedule", tuple(SCHEDULES), "or the path of a file")
-    return value
-
-
-def _number_schema(*words: str) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"enum": list(words)}]})
-
-
-Axis = Annotated[str, AfterValidator(_name)]
-Pattern = Annotated[str, AfterValidator(_pattern)]
-_ONE_OR_MANY = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-Axes = Annotated[tuple[Axis, ...], BeforeValidator(_listed), WithJsonSchema(_ONE_OR_MANY)]
-Positive = Annotated[float, AfterValidator(_finite), WithJsonSchema({"type": "number", "exclusiveMinimum": 0})]
-Count = Annotated[int, Field(ge=1)]
-Dim = Annotated[int, Field(ge=0)]
-Place = Annotated[str, AfterValidator(_place)]
-_DIM_OR_NULL: dict[str, Any] = {"type": "object", "additionalProperties": {"type": ["integer", "null"], "minimum": 0}}
-BatchDims = Annotated[dict[Pattern, Dim | None], WithJsonSchema(_DIM_OR_NULL)]
-_NONE = PlainSerializer(lambda value: "none" if value is None else value)
 
 
 # --- shard and activations
@@ -162,7 +62,7 @@ class DimShard(Section):
     split: Count = Field(
         default=1, description="the dim is made of this many equal fused parts, each split", examples=[3]
     )
-    sections: Annotated[tuple[Count, ...], BeforeValidator(_tuple)] = Field(
+    sections: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="the dim is made of fused parts of these sizes, each split", examples=[[512, 128, 128]]
     )
 
@@ -172,7 +72,7 @@ def _dim_shards(value: Any) -> Any:
     if isinstance(value, (str, Mapping)):
         value = (value,)
     if not isinstance(value, (list, tuple)) or not value:
-        raise _form("an axis, a list of axes or a mapping with `axis`", "e.g. {0: tp}")
+        raise malformed("an axis, a list of axes or a mapping with `axis`", "e.g. {0: tp}")
     return tuple({"axis": v} if isinstance(v, str) else v for v in value)
 
 
@@ -197,9 +97,9 @@ _DIMS: dict[str, Any] = {
 
 def _some(value: Any) -> Any:
     if not isinstance(value, Mapping):
-        raise _form("a mapping from dim to axis", "e.g. {1: tp}")
+        raise malformed("a mapping from dim to axis", "e.g. {1: tp}")
     if not value:
-        raise _wrong_here("names no dim", "e.g. {0: tp}")
+        raise wrong_here("names no dim", "e.g. {0: tp}")
     return value
 
 
@@ -219,11 +119,11 @@ def _rule(value: Any) -> Any:
     if isinstance(value, str):
         return {"style": value}
     if not isinstance(value, Mapping):
-        raise _form(f"a style ({', '.join(STYLES)}) or a mapping from dim to axis", "e.g. column, or {0: tp}")
+        raise malformed(f"a style ({', '.join(STYLES)}) or a mapping from dim to axis", "e.g. column, or {0: tp}")
     if all(map(_is_dim, value)):
         return {" dims": dict(value)}
     if any(map(_is_dim, value)):
-        raise _wrong_here("mixes dims and words", "write {style: column, axis: tp}, or {0: {axis: tp, split: 3}}")
+        raise wrong_here("mixes dims and words", "write {style: column, axis: tp}, or {0: {axis: tp, split: 3}}")
     return dict(value)
 
 
@@ -237,7 +137,7 @@ class RuleForm(Section):
     @model_validator(mode="after")
     def _something(self) -> RuleForm:
         if self.style is None and self.dims is None:
-            raise _wrong_here("names neither a style nor a dim", "e.g. {style: column, axis: tp}, or {0: tp}")
+            raise wrong_here("names neither a style nor a dim", "e.g. {style: column, axis: tp}, or {0: tp}")
         return self
 
 
@@ -247,7 +147,7 @@ Rule = Annotated[RuleForm, BeforeValidator(_rule)]
 def _shard(value: Any) -> Any:
     """`use` is the one keyword of the section; every other key is a pattern."""
     if not isinstance(value, Mapping):
-        raise _form("a mapping from pattern to style or dims", 'e.g. "*.o_proj": row')
+        raise malformed("a mapping from pattern to style or dims", 'e.g. "*.o_proj": row')
     return {
         " rules": {k: v for k, v in value.items() if k != "use"},
         **({"use": value["use"]} if "use" in value else {}),
@@ -258,7 +158,7 @@ def _use(value: Any) -> Any:
     """`model` or `{plan: model, axis: tp}` -> a mapping."""
     if isinstance(value, (str, Mapping)):
         return {"plan": value} if isinstance(value, str) else dict(value)
-    raise _form(f"a plan ({', '.join(USES)})", "e.g. use: model, or use: {plan: model, axis: tp}")
+    raise malformed(f"a plan ({', '.join(USES)})", "e.g. use: model, or use: {plan: model, axis: tp}")
 
 
 class UseForm(Section):
@@ -308,10 +208,10 @@ def _boundary(value: str) -> str:
     """A module pattern, with `:in` behind it if its input is meant."""
     name, colon, side = value.partition(":")
     if colon and side != "in":
-        raise _wrong(
+        raise wrong(
             "unknown side {side} of a module", f'"{name}" is its output, "{name}:in" its input', side=f"':{side}'"
         )
-    return _pattern(name) + colon + side
+    return module_pattern(name) + colon + side
 
 
 # --- the other sections
@@ -334,7 +234,7 @@ class Batch(Section):
         description="rows that a rank has in a microbatch: there are as many microbatches as the ranks need",
         examples=[4],
     )
-    lengths: Annotated[tuple[Count, ...], BeforeValidator(_tuple)] = Field(
+    lengths: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="lengths to which batches are padded; needs pad", examples=[[128, 256, 512]]
     )
     pad: dict[Pattern, float] = Field(
@@ -360,13 +260,13 @@ class Pipeline(Section):
 
     axis: Axis = Field(description="mesh axis of the stages", examples=["pp"])
     stages: Count | None = Field(default=None, description="cut by cost into so many stages", examples=[4])
-    cut: Annotated[tuple[str, ...], BeforeValidator(_listed), WithJsonSchema(_ONE_OR_MANY)] | None = Field(
+    cut: Annotated[tuple[str, ...], BeforeValidator(as_list), WithJsonSchema(_ONE_OR_MANY)] | None = Field(
         default=None, description="cut before these modules", examples=[["model.layers.8"]]
     )
-    balance: Annotated[tuple[Count, ...], BeforeValidator(_tuple)] | None = Field(
+    balance: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] | None = Field(
         default=None, description="cut by counts of the repeated layers", examples=[[2, 2, 3, 1]]
     )
-    schedule: Annotated[str, AfterValidator(_schedule)] = Field(
+    schedule: Annotated[str, AfterValidator(schedule_name)] = Field(
         default="1f1b", description=f"{', '.join(SCHEDULES)}, or the path of a schedule file", examples=["1f1b"]
     )
 
@@ -421,7 +321,7 @@ class Expert(Section):
 
     match: Pattern = Field(description="modules that hold experts", examples=["*.mlp.experts"])
     axis: Axis = Field(description="mesh axis over which experts are spread", examples=["ep"])
-    capacity: Annotated[float | None, BeforeValidator(_number_or("none")), _NONE, _number_schema("none")] = Field(
+    capacity: Annotated[float | None, BeforeValidator(number_or("none")), NONE, number_schema("none")] = Field(
         default=None,
         description="none = dropless; a factor = fixed capacity, overflow dropped",
         examples=["none", 1.25],
@@ -441,7 +341,8 @@ class Checkpoint(Section):
     match: Pattern = Field(description="modules that are recomputed", examples=["model.layers.*"])
     save: (
         Annotated[
-            tuple[Literal["linear", "attention", "collective", "matmul", "conv", "norm"], ...], BeforeValidator(_tuple)
+            tuple[Literal["linear", "attention", "collective", "matmul", "conv", "norm"], ...],
+            BeforeValidator(as_tuple),
         ]
         | None
     ) = Field(
@@ -477,15 +378,15 @@ class Precision(Section):
     )
     loss_scale: Annotated[
         float | Literal["dynamic"] | None,
-        BeforeValidator(_number_or("none", "dynamic")),
-        _NONE,
-        _number_schema("none", "dynamic"),
+        BeforeValidator(number_or("none", "dynamic")),
+        NONE,
+        number_schema("none", "dynamic"),
     ] = Field(default=None, description="none, dynamic, or a number (for float16)", examples=["none", "dynamic"])
 
 
 def _version(value: Any) -> Any:
     if type(value) is not int or value != 1:  # True == 1.0 == 1
-        raise _wrong("this shardc reads version 1 of the format, not {value}", "write shardc: 1", value=say(value))
+        raise wrong("this shardc reads version 1 of the format, not {value}", "write shardc: 1", value=say(value))
     return value
 
 
@@ -496,7 +397,7 @@ class Form(Section):
     """A whole spec as it is written."""
 
     shardc: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="the version of this format")
-    mesh: dict[Annotated[str, AfterValidator(_of_mesh)], Annotated[int, _SIZE]] = Field(
+    mesh: dict[Annotated[str, AfterValidator(mesh_axis)], Annotated[int, _SIZE]] = Field(
         default={},
         description="axis: size, outermost first; one size may be -1: computed from the world size",
         examples=[{"dp": 2}],
@@ -513,13 +414,14 @@ class Form(Section):
     sequence: Sequence | None = Field(default=None, examples=[{"axis": "cp"}])
     pipeline: Pipeline | None = Field(default=None, examples=[{"axis": "pp", "stages": 4}])
     data: Data = Field(default=Data(), examples=[{"zero": 2}])
-    experts: Annotated[tuple[Expert, ...], BeforeValidator(_tuple)] = Field(
+    experts: Annotated[tuple[Expert, ...], BeforeValidator(as_tuple)] = Field(
         default=(), examples=[[{"match": "*.mlp.experts", "axis": "ep"}]]
     )
-    checkpoint: Annotated[tuple[Checkpoint, ...], BeforeValidator(_tuple)] = Field(
+    checkpoint: Annotated[tuple[Checkpoint, ...], BeforeValidator(as_tuple)] = Field(
         default=(), examples=[[{"match": "model.layers.*", "save": ["linear"]}]]
     )
     precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
+    run: Run = Field(default=Run(), examples=[{"steps": 1000, "save": "runs/a"}])
     batch_norm: Literal["sync", "local"] = Field(
         default="sync", description="sync = exactly the single device's statistics"
     )

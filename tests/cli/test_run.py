@@ -8,14 +8,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from shardc.cli.run import _settings
+from shardc.cli.run import command as command_of_run
 from shardc.cli.step_lines import StepLines, duration
 from shardc.cli.training_data import Batches, _taken_over, seed_everything
+from shardc.errors import ShardcError
+from shardc.spec import Run
 from tests import warm
 
 MODEL = """
@@ -34,6 +38,8 @@ def checked(x: torch.Tensor) -> torch.Tensor:
         if MODE == "op raises once":
             open("failed", "w").close()
         raise OSError("the machine is tired")
+    if MODE == "asks for a save" and steps == 3:
+        os.kill(os.getpid(), signal.SIGUSR1)
     if MODE in ("op hangs", "op stops") and steps == 3 and os.environ.get("RANK") == "1":
         if MODE == "op stops":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -160,6 +166,56 @@ def test_an_error_in_an_update_on_one_rank_ends_all(folder: Path) -> None:
     assert "the last checkpoint is in out" in done.stderr
     assert "OSError: no room for its state" in done.stderr
     assert [p.name for p in (folder / "out" / "checkpoint").iterdir() if p.is_dir()] == ["step-000002"]
+
+
+def test_the_spec_says_how_to_run_and_options_win(folder: Path) -> None:
+    section = "{steps: 3, save: out, auto_resume: true, log: log, trace: [2]}"
+    (folder / "spec.yaml").write_text(
+        f"shardc: 1\nmesh: {{dp: 1, tp: 2}}\nshard: {{up: column, down: row}}\nrun: {section}\n"
+    )
+    done = run(folder, "stream", "--json")
+    assert json.loads(done.stdout)["step"] == 3, done.stderr
+    done = run(folder, "stream", "--json", "--steps", "5")  # the same command goes on
+    summary = json.loads(done.stdout)
+    assert (summary["step"], summary["steps"]) == (5, 2), done.stderr
+    lines = [json.loads(line) for line in (folder / "log" / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert {"seconds", "data_wait", "tflops", "bytes", "loss", "grad_norm", "lr", "memory_mb"} <= lines[-1].keys()
+    assert lines[-1]["bytes"] == {"tp": 256}
+    trace = json.loads((folder / "log" / "trace-step2-rank0.json").read_text())
+    ranges = {e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"}
+    assert {"linear up", "linear_1 down", "linear_1_sum down"} <= ranges
+
+
+def test_help_says_what_the_sections_keys_say() -> None:
+    """Its text stands in the command too, so that `--help` needs no torch."""
+    options = get_type_hints(command_of_run, include_extras=True)
+    for name, field in Run.model_fields.items():
+        given = field.default
+        shown = f"{given:g}" if isinstance(given, float) else str(given)
+        wanted = (field.description or "") + (f" (default: {shown})" if given else "")
+        (option,) = options[name].__metadata__
+        assert option.help == wanted.replace("`save`", "--save").replace("`log`", "--log"), name
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"trace": (2,)}, "trace needs a folder to write to"),
+        ({"tensorboard": True}, "tensorboard needs a folder to write to"),
+        ({"auto_resume": True}, "nothing is saved that a run could go on from"),
+    ],
+)
+def test_settings_that_do_not_go_together(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ShardcError, match=text):
+        _settings(Run(), **options)
+    _settings(Run(save="out"), auto_resume=True)
+
+
+def test_sigusr1_asks_for_a_checkpoint(folder: Path) -> None:
+    done = run(folder, "asks for a save", "--steps", "9", "--save", "out")
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in (folder / "out" / "checkpoint").glob("step-*")) == ["step-000004", "step-000009"]
 
 
 def test_a_rank_that_hangs_is_named_while_the_others_wait(folder: Path) -> None:

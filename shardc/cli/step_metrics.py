@@ -1,0 +1,63 @@
+"""What a run measures of itself beside time: floating-point operations, the share of the device's peak, bytes sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from shardc.cost.device import Device, device, measured_file, names
+from shardc.cost.flops import flops_of
+from shardc.ir.program import Program
+from shardc.report.comm import comm_rows
+from shardc.torch_private import TorchDispatchMode
+
+
+class ForwardFlops(TorchDispatchMode):
+    """`with ForwardFlops() as counted:` counts the matrix products of a step's forward on this rank: `.flops`.
+
+    Backward has twice as many, and what is computed again is not counted: a model's own operations are three times
+    forward's (PaLM, Chowdhery et al. 2022, appendix B)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch._C._current_autograd_node() is None:
+            self.flops += flops_of(func, args, kwargs or {}, result)
+        return result
+
+
+def peak_flops(program: Program, where: torch.device) -> float | None:
+    """Of this rank's device, a second, in the dtype that products are computed in: as `shardc device --measure` found,
+    or of the file in shardc/cost/devices that has its name; None where neither knows it.
+    """
+    known = _known(where)
+    if known is None:
+        return None
+    spec = program.spec
+    compute = spec.precision.compute if spec is not None else None
+    floating = [p.dtype for p in program.params if p.dtype.is_floating_point]
+    dtype = getattr(torch, compute) if compute else floating[0] if floating else torch.float32
+    return known.flops_per_second(dtype)
+
+
+def _known(where: torch.device) -> Device | None:
+    if measured_file(where.type).is_file():
+        return device(where.type)
+    if where.type == "cuda":
+        name = torch.cuda.get_device_name(where).lower()
+        sizes = [n for n in names() if n.partition("-")[0] in name]
+        return device(sizes[0]) if sizes else None
+    return None
+
+
+def bytes_by_axis(program: Program, coordinate: int) -> dict[str, int]:
+    """Of the collectives of a step on one rank. coordinate: its place in the pipeline."""
+    total: Counter[str] = Counter()
+    for row in comm_rows(program, coordinate if program.axis else None):
+        total[row.axes] += row.bytes
+    return dict(total)

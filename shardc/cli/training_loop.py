@@ -1,0 +1,355 @@
+"""The loop of `shardc run` in one process: batches, steps, lines, saves, evaluation, and what to do when one fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardc.errors import ShardcError
+from shardc.runtime.state.generations import generations
+from shardc.spec import Run
+
+if TYPE_CHECKING:
+    from shardc.cli.step_lines import StepLines
+    from shardc.cli.training_data import Batches
+
+FIRST_WORD = 3.0  # seconds in which a rank whose data() failed speaks before the others do
+
+
+class Interrupted(Exception):
+    """The run was told to stop by a signal, and has saved what there is."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(what)
+        self.number = number
+
+
+@dataclasses.dataclass
+class Training:
+    """The steps of a run, and what happens between them."""
+
+    settings: Run
+    engine: Any
+    train: Batches
+    valid: Batches | None
+    lines: StepLines
+    signals: Signals
+    saved: int | None = None  # the last step that was saved, or is being saved
+    writing: int | None = None  # the step that is being saved in the background
+    flops: int = 0  # of this rank's products in a step's forward, counted in the first
+    waited: float = 0.0  # seconds for the batch of this step
+    asked: bool = False  # for a checkpoint after this step, by SIGUSR1
+
+    def speed(self, steps: float) -> dict[str, float]:
+        """At so many steps a second: samples, and tokens if the model has any."""
+        samples, tokens = self.sizes
+        return {"samples_per_second": round(samples * steps, 1)} | (
+            {"tokens_per_second": round(tokens * steps, 1)} if tokens is not None else {}
+        )
+
+    def work(self, steps: float) -> dict[str, float]:
+        """At so many steps a second: of the model's own operations (three times forward's) TFLOP/s on this rank, and
+        the share of the device's peak, if that is known."""
+        rate = 3 * self.flops * steps
+        return {"tflops": round(rate / 1e12, 4)} | ({"mfu": round(rate / self.peak, 4)} if self.peak else {})
+
+    @functools.cached_property
+    def peak(self) -> float | None:
+        from shardc.cli.step_metrics import peak_flops
+
+        return peak_flops(self.engine.program, self.engine.mesh.device)
+
+    @functools.cached_property
+    def bytes(self) -> dict[str, int]:
+        """Of this rank's collectives in a step, by axis."""
+        from shardc.cli.step_metrics import bytes_by_axis
+
+        program = self.engine.program
+        return bytes_by_axis(program, self.engine.mesh.coordinate(program.axis) if program.axis else 0)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int | None]:
+        """Samples and tokens of a step."""
+        from shardc.cli.step_lines import tokens_of
+
+        program = self.engine.program
+        return max((x.shape[0] for x in program.inputs if x.shape), default=1), tokens_of(program)
+
+    def run(self) -> list[float]:
+        """Train up to the last step. Returns the losses. Raises Interrupted, or what the user's code raised."""
+        losses: list[float] = []
+        stream = iter(self.train)
+        for _ in range(0 if self.train.local else self.engine.step_count):
+            next(stream)  # seen before the checkpoint that was resumed; a loader knows by itself where it stands
+        while self.engine.step_count < self.settings.steps:
+            batch = self._next(stream)
+            start, lr = time.perf_counter(), self.engine.lr
+            with self._measured():
+                result = self._step(batch)
+            loss, beside = result if self.engine.program.outputs else (result, {})
+            losses.append(float(loss))
+            numbers = {name: x.item() for name, x in beside.items() if x.numel() == 1}
+            self._report(losses[-1], numbers, lr, time.perf_counter() - start)
+            if self.settings.save and (self._due(self.settings.save_every) or self.asked):
+                self._save_in_background()
+        return losses
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.engine.step_count % every == 0
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """The first step's products are counted; a trace is recorded of the steps that are to have one."""
+        from shardc.cli.step_metrics import ForwardFlops
+
+        step, mesh = self.engine.step_count + 1, self.engine.mesh
+        with ExitStack() as stack:
+            counted = stack.enter_context(ForwardFlops()) if not self.flops else None
+            # of one rank a stage: the others do the same
+            if step in self.settings.trace and all(
+                c == 0 for axis, c in mesh.layout.coords(mesh.rank).items() if axis != self.engine.program.axis
+            ):
+                stack.enter_context(
+                    traced(Path(self.settings.log) / f"trace-step{step}-rank{mesh.rank}.json", mesh.device)
+                )
+            yield
+        if counted is not None:
+            self.flops = counted.flops
+
+    def _step(self, batch: Any) -> Any:
+        """One step. A save in the background that failed is told, and training goes on: the next one may succeed."""
+        from shardc.runtime.state import SavingError
+        from shardc.runtime.step.finite import NotFiniteError
+
+        number = self.engine.step_count + 1
+        try:
+            with self._rescuing(f"step {number}"):
+                try:
+                    result = self.engine.step(batch, local=self.train.local)
+                except SavingError as e:  # raised before the step began
+                    self._not_saved(e)
+                    result = self.engine.step(batch, local=self.train.local)
+        except NotFiniteError as e:
+            saved = self._saved_beside(f"step-{number}-not-finite")
+            raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
+        self._tell_saved()
+        return result
+
+    @contextmanager
+    def _rescuing(self, doing: str) -> Iterator[None]:
+        """What all ranks do together: where it fails, the state is saved as far as all ranks still have that of one
+        step, and the first failure is raised.
+        """
+        from shardc.runtime.mesh.replicas import ReplicasDifferError
+        from shardc.runtime.step.finite import NotFiniteError
+
+        try:
+            with self.engine.mesh.together(doing):
+                yield
+        except (NotFiniteError, ReplicasDifferError):
+            raise  # on all ranks alike; and where replicas differ the last checkpoint is better than the state
+        except Exception:
+            print(f"{doing} failed: {self._rescued()}", file=sys.stderr, flush=True)
+            raise
+
+    def _rescued(self) -> str:
+        """Save after an error in a step, if no rank has updated anything in it, and say so."""
+        engine = self.engine
+        if not self.settings.save:
+            return self._saved()
+        try:
+            engine.mesh.reconnect()
+            n, world = engine.step_count, engine.mesh.layout.world
+            whole, total, squares = engine.mesh.sum_on_host([int(engine.whole), n, n * n])
+            if whole < world or world * squares != total * total:
+                self._finish_save()  # of a step before
+                return f"some ranks had updated already, so nothing was saved; {self._last()}"
+            return f"after step {n}: {self._saved()}"
+        except Exception as e:  # another process is gone, or the disk: what failed first matters more
+            return f"what there was could not be saved ({type(e).__name__}: {e}); {self._last()}"
+
+    def _last(self) -> str:
+        """Where the last checkpoint is."""
+        there = generations(Path(self.settings.save) / "checkpoint")
+        return (
+            f"the last checkpoint is in {self.settings.save}" if there else "there is no checkpoint (see --save-every)"
+        )
+
+    def _tell_saved(self) -> None:
+        if self.writing is not None and self.engine.saving is None:
+            self.lines.say(f"saved step {self.writing}")
+            self.writing = None
+
+    def _save_in_background(self) -> None:
+        from shardc.runtime.state import SavingError
+
+        try:
+            self.engine.finish_save()  # the one before it
+            self._tell_saved()
+            self.engine.save(checkpoints(Path(self.settings.save), new=True), wait=False, keep=self.settings.keep)
+            self.saved = self.writing = self.engine.step_count
+        except SavingError as e:
+            self._not_saved(e)
+
+    def _not_saved(self, error: ShardcError) -> None:
+        self.saved = self.writing = None
+        if self.engine.mesh.rank == 0:
+            print(f"{error.what}; training goes on", file=sys.stderr, flush=True)
+
+    def _next(self, stream: Iterator[Any]) -> Any:
+        """The next batch. All ranks agree whether to go on: if one stopped alone, the others would wait for it."""
+        batch, problem = None, None
+        began = time.perf_counter()
+        try:
+            batch = next(stream)
+        except Exception as e:  # whatever the user's data() raises; it is raised again when all is saved
+            problem = e
+        self.waited = time.perf_counter() - began
+        world, rank = self.engine.mesh.layout.world, self.engine.mesh.rank
+        states = [0] * world
+        states[rank] = int(problem is not None)
+        with self._rescuing(f"the meeting before step {self.engine.step_count + 1}"):
+            signals = [self.signals.seen, int(self.signals.save)]
+            *failed, signalled, save = self.engine.mesh.sum_on_host([*states, *signals])
+        self.asked, self.signals.save = bool(save), False
+        if signalled:
+            number = self.signals.seen or signal.SIGTERM
+            after = f"stopped by {signal.Signals(number).name} after step {self.engine.step_count}"
+            raise Interrupted(number, f"{after}: {self._saved()}")
+        if any(failed):
+            saved = self._saved()
+            if problem is not None:
+                print(f"data() failed after step {self.engine.step_count}: {saved}", file=sys.stderr, flush=True)
+                raise problem
+            time.sleep(FIRST_WORD)
+            ranks = ", ".join(str(r) for r, n in enumerate(failed) if n)
+            raise ShardcError(f"data() failed on rank {ranks}; {saved}", where="data", fix="see the error of that rank")
+        return batch
+
+    def _report(self, loss: float, beside: dict[str, float], lr: float | None, seconds: float) -> None:
+        """beside: the single numbers that the loss function names beside the loss."""
+        engine = self.engine
+        line = {
+            "step": engine.step_count,
+            "loss": loss,
+            "grad_norm": float(engine.grad_norm) if engine.grad_norm is not None else 0.0,
+            "lr": lr,
+            **self.speed(1 / seconds),
+            "seconds": round(seconds, 6),
+            "data_wait": round(self.waited, 6),
+            **self.work(1 / seconds),
+            "bytes": self.bytes,
+            "memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
+        }
+        if beside:
+            line["outputs"] = beside
+        if engine.loads:
+            line["experts"] = [dataclasses.asdict(x) for x in engine.loads]
+        if engine.scaler is not None:
+            line |= {"loss_scale": engine.scaler.factor, "skipped": engine.scaler.skipped}
+        if self._due(self.settings.eval_every) and (held_out := self.held_out()):
+            line["held_out"] = held_out.pop("loss")
+            line |= {"held_out_outputs": held_out} if held_out else {}
+        self.lines.add(line, always="held_out" in line)
+
+    def held_out(self) -> dict[str, float]:
+        """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
+        if self.valid is None:
+            return {}
+        with self._rescuing(f"the evaluation after step {self.engine.step_count}"):
+            values: dict[str, float] = self.engine.evaluate_all(self.valid.one_epoch(), local=self.valid.local)
+        return values
+
+    def save(self) -> None:
+        """Save now, unless this step is saved already, and wait until all is on the disk."""
+        self._finish_save()
+        if self.saved != self.engine.step_count:
+            self.engine.save(checkpoints(Path(self.settings.save), new=True), keep=self.settings.keep)
+            self.saved = self.engine.step_count
+
+    def _finish_save(self) -> None:
+        """Wait until the save in the background is on the disk, and say so, or why it is not."""
+        from shardc.runtime.state import SavingError
+
+        try:
+            self.engine.finish_save()
+        except SavingError as e:
+            self._not_saved(e)
+        self._tell_saved()
+
+    def export(self) -> None:
+        self.engine.export(self.settings.save)
+
+    def _saved(self) -> str:
+        """Save, if the user named a folder, and say so."""
+        if not self.settings.save:
+            return "nothing was saved (no --save)"
+        self.save()
+        return f"saved to {self.settings.save}; go on with --resume {self.settings.save}"
+
+    def _saved_beside(self, name: str) -> str:
+        """Save in a folder of its own, so that no good checkpoint is replaced."""
+        if not self.settings.save:
+            return "nothing was saved (no --save)"
+        folder = Path(self.settings.save) / name
+        self.engine.save(folder / "checkpoint")
+        return f"the state before that step is in {folder}"
+
+
+@contextmanager
+def traced(file: Path, device: torch.device) -> Iterator[None]:
+    """Record a trace for chrome://tracing and Perfetto."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities, record_shapes=True) as recorded:
+        yield
+    file.parent.mkdir(parents=True, exist_ok=True)
+    recorded.export_chrome_trace(str(file))
+
+
+class Signals:
+    """SIGINT and SIGTERM are noted, and heeded between two steps: the ranks then save together. seen: the number.
+    SIGUSR1 asks for a checkpoint, and the run goes on: Slurm sends it some time before it ends a job. save: it came.
+    """
+
+    def __init__(self) -> None:
+        self.seen, self.save = 0, False
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._note)
+            signal.signal(signal.SIGUSR1, self._ask)
+
+    def _ask(self, number: int, _: object) -> None:
+        self.save = True
+
+    def _note(self, number: int, _: object) -> None:
+        if self.seen:  # the second one does not wait
+            os._exit(128 + number)
+        self.seen = number
+
+
+def checkpoints(folder: Path, *, new: bool = False) -> Path:
+    """Where the checkpoints of --save, or --resume, are: there also a folder of checkpoints, or one of them."""
+    inside = folder / "checkpoint"
+    return inside if new or inside.is_dir() else folder
+
+
+def peak_memory(device: torch.device) -> float:
+    """Peak bytes: of the device's allocator, or of the process on the CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak) * (1 if sys.platform == "darwin" else 1024)
