@@ -61,7 +61,7 @@ from shardc.ir.program import Collective, Input, Program, Stage, Value
 from shardc.ir.types import behind
 from shardc.passes.base import Pass
 from shardc.rules import registry
-from shardc.rules.calls import call_of
+from shardc.rules.op_call import call_of
 from shardc.runtime import ops
 from shardc.spec import Spec
 

@@ -32,7 +32,7 @@ from shardc.passes import outputs
 from shardc.passes.annotate import fused_weights
 from shardc.passes.base import Pass
 from shardc.rules import registry
-from shardc.rules.calls import call_of
+from shardc.rules.op_call import call_of
 from shardc.rules.pointwise import poles
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad

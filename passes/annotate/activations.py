@@ -19,7 +19,7 @@ from shardc.ir.patterns import Selector, enclosing, select_modules
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.passes.annotate.padding import padded
-from shardc.passes.annotate.written import check_fits, dims_text, layout_of, quote
+from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
 from shardc.spec import ActivationRule, Spec
 
 

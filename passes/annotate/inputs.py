@@ -13,7 +13,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Input, Program
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
-from shardc.passes.annotate.written import check_fits, layout_of
+from shardc.passes.annotate.spec_layouts import check_fits, layout_of
 from shardc.spec import DimShard, Spec
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardc.ir.graph import placeholders
-from shardc.ir.patterns import match, of_every_layer
+from shardc.ir.patterns import match, names_weight, of_every_layer
 from shardc.ir.placement import Shard
 from shardc.ir.program import Param, Program
 from shardc.passes.annotate.weight_roles import ROLES, dim_for_style, role_of
@@ -88,11 +88,7 @@ def _means(
     """Whether a pattern is right for one parameter: it does not match, or it says what is wanted."""
     for name in (p.fqn, *p.names):
         module = name.rpartition(".")[0]
-        if (
-            style is not None
-            and (match(pattern, name) or match(pattern, module))
-            and not _says(style, wanted, node, module)
-        ):
+        if style is not None and names_weight(pattern, name) and not _says(style, wanted, node, module):
             return False
         if style is None and (match(pattern, module) or (match(pattern, name) and shard != wanted)):
             return False

@@ -12,9 +12,9 @@ from shardc.ir.graph import source_of
 from shardc.ir.placement import Shard
 from shardc.passes.annotate.propagate_split import uses
 from shardc.rules import registry
-from shardc.rules.calls import call_of
 from shardc.rules.choices import Choices
 from shardc.rules.experts import DOWN
+from shardc.rules.op_call import call_of
 from shardc.runtime import ops
 from shardc.spec import Style
 

@@ -15,13 +15,13 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir.graph import placeholders
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import match
+from shardc.ir.patterns import match, names_weight
 from shardc.ir.placement import REPLICATE, Layout
 from shardc.ir.program import Param, Program
 from shardc.passes.annotate import indivisible, kv_heads
 from shardc.passes.annotate.model_plan import Plan
+from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
 from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts
-from shardc.passes.annotate.written import check_fits, dims_text, layout_of, quote
 from shardc.spec import DimShard, Spec
 from shardc.spec.names import HELPED, Names
 
@@ -75,13 +75,11 @@ class Weights:
             entries: dict[int, str] = {}
             for name in (p.fqn, *p.names):
                 for i, rule in enumerate(rules):
-                    if match(rule.pattern, name) or (
-                        rule.dims is None and match(rule.pattern, name.rpartition(".")[0])
-                    ):
+                    if (match if rule.dims is not None else names_weight)(rule.pattern, name):
                         entries.setdefault(i, name)
                         won.add(i)
                         break
-                    if rule.dims is not None and match(rule.pattern, name.rpartition(".")[0]):
+                    if names_weight(rule.pattern, name):
                         won.add(i)
                         errors.add(
                             f"{rule.pattern!r} names a module, but dims belong to one parameter",
@@ -124,7 +122,7 @@ class Weights:
         """Add an error for an entry that names some of a stack of experts only: they are split alike."""
         for i in entries if p.members else ():
             pattern = self.spec.shard[i].pattern
-            some = [m for m in p.members if match(pattern, m) or match(pattern, m.rpartition(".")[0])]
+            some = [m for m in p.members if names_weight(pattern, m)]
             if 0 < len(some) < len(p.members):
                 errors.add(
                     f"{pattern!r} names {some[0]}, one of {len(p.members)} experts that are one weight, {p.fqn}",

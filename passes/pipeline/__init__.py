@@ -36,7 +36,7 @@ from shardc.ir.types import behind
 from shardc.passes.base import Pass
 from shardc.passes.pipeline import cuts
 from shardc.rules import registry
-from shardc.rules.calls import call_of
+from shardc.rules.op_call import call_of
 from shardc.runtime import schedule
 from shardc.spec import Spec
 

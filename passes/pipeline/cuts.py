@@ -27,7 +27,7 @@ from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.rules import registry
-from shardc.rules.calls import call_of
+from shardc.rules.op_call import call_of
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec

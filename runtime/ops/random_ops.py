@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime import draw
+from shardc.runtime import random_draws
 from shardc.runtime.rng import Digits, Paddings, Rng, bits, indices
 
-#: kind -> the op of runtime/draw.py that samples it, and the names of its options there.
+#: kind -> the op of runtime/random_draws.py that samples it, and the names of its options there.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "uniform": ("uniform_", ("from", "to")),
     "normal": ("normal_", ("mean", "std")),
@@ -55,8 +55,10 @@ def random(
         assert not digits, "a permutation is drawn whole"
         return torch.argsort(bits(key, where), stable=True).to(dtype)
     name, options_of = KINDS[kind]
-    sample = draw.SAMPLERS[name](dict(zip(options_of, options, strict=True)))
-    flat = torch.cat([sample(key, part, {}, dtype).to(dtype) for part in torch.split(where.reshape(-1), draw.CHUNK)])
+    sample = random_draws.SAMPLERS[name](dict(zip(options_of, options, strict=True)))
+    flat = torch.cat(
+        [sample(key, part, {}, dtype).to(dtype) for part in torch.split(where.reshape(-1), random_draws.CHUNK)]
+    )
     if kind == "uniform" and dtype.itemsize < 4:  # rounding must not reach the upper end
         flat = flat.clamp_(max=_below(options[1], dtype))
     return flat.view(where.shape)

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.runtime import draw, rng
+from shardc.runtime import random_draws, rng
 from shardc.runtime.state.slices import Sliced, whole
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
@@ -165,7 +165,9 @@ class Tape:
             assert isinstance(target, Ref)
             if out is not None:
                 memory[out.storage] = _empty(out, device).untyped_storage()
-            draw.draw(e.name, real(target), rng.key(seed, _STREAM, e.random), pytree.tree_map(argument, dict(e.kwargs)))
+            random_draws.draw(
+                e.name, real(target), rng.key(seed, _STREAM, e.random), pytree.tree_map(argument, dict(e.kwargs))
+            )
             return
         if e.name == "stored":
             (stored,) = e.args
@@ -363,7 +365,7 @@ class Recorder:
             self._add(func, "", args, kwargs, tuple(outputs), writes, reads)
             return
         name, named = func.overloadpacket.__name__, {a.name: x for a, x in _by_name(func, args, kwargs)}
-        if not draw.known(name, named) or len(outputs) != 1:
+        if not random_draws.known(name, named) or len(outputs) != 1:
             raise ShardcError(
                 f"the random op {func} has no counter-based form",
                 where=source.of_call().line,

@@ -21,12 +21,12 @@ from torch import nn
 
 from shardc.capture import compare_eager, expert_loops, patches, refusals, side_effects
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
-from shardc.capture.chosen_rows.unfit import DrawnError
 from shardc.capture.export import export
 from shardc.capture.forward_arguments import keys_of_loss
 from shardc.capture.lift import lift
 from shardc.capture.loss import Loss, LossOf
 from shardc.capture.loss import default_loss as default_loss
+from shardc.capture.masked_rows.unfit import DrawnError
 from shardc.errors import ShardcError
 from shardc.ir.graph import placeholders
 from shardc.ir.program import Program

@@ -29,10 +29,10 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
-from shardc.capture.chosen_rows import ChosenRows
 from shardc.capture.constants import constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
 from shardc.capture.guards import needed
+from shardc.capture.masked_rows import ChosenRows
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.program import Source
@@ -74,7 +74,7 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
     The truth of any other tensor can be read in a check or a branch that changes nothing (see the module's docstring).
     Every other read is recorded in the result. sizes: also resolve sizes that torch itself reads from tensors
     (shardc.capture.data_dependent_sizes), which intercepts every call of torch. rows: and rows chosen by values that
-    are not known (shardc.capture.chosen_rows).
+    are not known (shardc.capture.masked_rows).
     """
     reads = ValueReads()
     kept = {

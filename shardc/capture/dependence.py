@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from shardc.ir import types as values
 from shardc.ir.graph import operands_of
 from shardc.rules import registry
-from shardc.rules.calls import call_of
+from shardc.rules.op_call import call_of
 from shardc.torch_private import FakeTensor
 
 

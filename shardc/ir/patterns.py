@@ -46,6 +46,11 @@ def match(pattern: str, name: str) -> bool:
     return _compiled(pattern).fullmatch(name) is not None
 
 
+def names_weight(pattern: str, weight: str) -> bool:
+    """Does it match a weight's name, or that of the module that the weight is in?"""
+    return match(pattern, weight) or match(pattern, weight.rpartition(".")[0])
+
+
 def faults(pattern: str) -> str:
     """What is wrong with a pattern, as the end of a sentence about it; empty if nothing is."""
     if not pattern:

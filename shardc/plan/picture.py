@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from shardc.ir.units import seconds, size
 from shardc.plan.result import Candidate, Plan
 from shardc.plan.table import distinct, named
-from shardc.report.svg import ALARM, LINE, SOFT, Picture, cut, ticks
+from shardc.report.colours import ALARM, DEEP_GREEN, GREEN, INK, LINE, RED, SOFT, WHITE
+from shardc.report.svg import Picture, cut, ticks
 
-_FITS, _BEST, _NOT = "#8fc99a", "#2f7d46", "#e39b8b"
+_FITS, _BEST, _NOT = GREEN, DEEP_GREEN, RED
 _WIDTH, _LEFT, _TOP, _WIDE, _HIGH = 1100, 84, 62, 620, 360
 #: What needs more than so many times the limit is drawn at the upper edge.
 _FAR = 2.5
@@ -44,7 +45,7 @@ def svg(plan: Plan) -> str:
         fill = _BEST if i == 1 and c.fits else _FITS if c.fits else _NOT
         about = f"{named(c)}: step {seconds(c.step_seconds)}, peak {size(c.peak)}"
         picture.rect(x - 9, y - 9, 18, 18, fill, stroke=SOFT, round_=9, title=about)
-        picture.text(x, y + 4, str(i), size=10, anchor="middle", fill="#ffffff" if fill == _BEST else "#23241f")
+        picture.text(x, y + 4, str(i), size=10, anchor="middle", fill=WHITE if fill == _BEST else INK)
     _list(picture, rows)
     words = ((_BEST, "best"), (_FITS, "fits"), (_NOT, "does not fit"))
     picture.legend(_LEFT, _TOP + _HIGH + 46, words)

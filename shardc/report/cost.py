@@ -19,19 +19,32 @@ from shardc.cost import Cost, Memory, RankCost
 from shardc.cost.ledger import KINDS
 from shardc.cost.peak_memory import Point
 from shardc.ir.units import seconds, size
-from shardc.report.svg import ALARM, CHARACTER, LINE, Picture, cut, ticks
+from shardc.report.colours import (
+    ALARM,
+    BLUE,
+    CYAN,
+    DEEP_BLUE,
+    GREEN,
+    GREY,
+    LIGHT_GREY,
+    LINE,
+    RED,
+    VIOLET,
+    YELLOW,
+)
+from shardc.report.svg import CHARACTER, Picture, cut, ticks
 
 #: One colour a kind, from the bottom: kinds that stay between steps, those that grow, those that come and go.
 _FILLS = {
-    "parameters": "#5b7fb5",
-    "optimizer": "#8db4e8",
-    "gradients": "#8fc99a",
-    "buffers": "#9a9a8c",
-    "inputs": "#bdbdae",
-    "activations": "#e8ca7c",
-    "gathered": "#86cfd3",
-    "communication": "#b9a0d8",
-    "temporaries": "#e39b8b",
+    "parameters": DEEP_BLUE,
+    "optimizer": BLUE,
+    "gradients": GREEN,
+    "buffers": GREY,
+    "inputs": LIGHT_GREY,
+    "activations": YELLOW,
+    "gathered": CYAN,
+    "communication": VIOLET,
+    "temporaries": RED,
 }
 
 

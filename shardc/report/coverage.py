@@ -18,7 +18,7 @@ from shardc.ir.program import Program, Source
 from shardc.passes.canonical import rewritten
 from shardc.passes.canonical.grouped_mm import with_experts
 from shardc.rules import registry
-from shardc.rules.calls import call_of
+from shardc.rules.op_call import call_of
 from shardc.rules.registry import Rule
 
 #: How an op is covered, worst first -> what that means to the user.

@@ -18,8 +18,9 @@ from shardc.ir.graph import source_of
 from shardc.ir.patterns import nearest
 from shardc.ir.program import Collective, Program, Value
 from shardc.ir.units import size
-from shardc.report.layered import Placed, place
-from shardc.report.svg import INK, SOFT, Picture
+from shardc.report.colours import DARK_GREY, DEEP_RED, INK, PALE, PALE_GREY, SOFT, WHITE
+from shardc.report.graph_drawing import Placed, place
+from shardc.report.svg import Picture
 from shardc.rules import registry
 from shardc.runtime import ops
 
@@ -30,8 +31,7 @@ _VIEWS = {
     "unsqueeze", "view", "chunk", "unbind",
 }  # fmt: skip
 #: One colour for each way of splitting weights.
-_SPLIT = ("#d6e4f7", "#d9efdd", "#f7e6c8", "#e9dff5", "#f6dcd6")
-_WHOLE, _COLLECTIVE = "#efeee8", "#a3430f"
+_SPLIT, _WHOLE, _COLLECTIVE = PALE, PALE_GREY, DEEP_RED
 _ROW, _LINE, _CHARACTER = 30.0, 15.0, 6.2
 #: A module of more ops is no picture.
 MOST = 250
@@ -266,14 +266,14 @@ def _colours(boxes: dict[fx.Node, _Box]) -> dict[tuple[str, ...], str]:
 def _box(picture: Picture, box: _Box, x: float, y: float, colours: dict[tuple[str, ...], str]) -> None:
     if box.pill:
         picture.rect(x - box.width / 2, y, box.width, box.height, _COLLECTIVE, round_=11)
-        picture.text(x, y + 15.5, box.lines[0], size=11, anchor="middle", fill="#ffffff")
+        picture.text(x, y + 15.5, box.lines[0], size=11, anchor="middle", fill=WHITE)
         return
     given = not box.uses and not box.split and len(box.lines) == 1
     picture.rect(
         x - box.width / 2, y, box.width, box.height, "none" if given else colours[box.split], stroke=SOFT, round_=4
     )
     for i, line in enumerate(box.lines):
-        ink = "" if given else INK if i == 0 else "#4a4b45"
+        ink = "" if given else INK if i == 0 else DARK_GREY
         picture.text(x, y + 15.5 + _LINE * i, line, size=11, anchor="middle", bold=i == 0 and not given, fill=ink)
 
 

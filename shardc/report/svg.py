@@ -10,11 +10,8 @@ import math
 from collections.abc import Iterable
 from html import escape
 
-INK, SOFT, LINE, BACK, ALARM = "#23241f", "#6d6e65", "#c9c8c0", "#fbfaf7", "#b3261e"
-_DARK = (
-    "@media(prefers-color-scheme:dark){.back{fill:#191a17}.ink{fill:#e4e3db}.soft{fill:#98998f}.line{stroke:#4a4b45}"
-    ".box{fill:#26272300;stroke:#98998f}}"
-)
+from shardc.report.colours import BACK, DARK, INK, LINE, SOFT
+
 #: Pixels of a character, at 12 px.
 CHARACTER = 7.0
 
@@ -106,7 +103,7 @@ class Picture:
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:.0f}" height="{self.height:.0f}"'
                 f' viewBox="0 0 {self.width:.0f} {self.height:.0f}" font-family="Helvetica, Arial, sans-serif"'
-                f' role="img"><title>{escape(self.title)}</title><style>{_DARK}</style>',
+                f' role="img"><title>{escape(self.title)}</title><style>{DARK}</style>',
                 f'<rect width="{self.width:.0f}" height="{self.height:.0f}" fill="{BACK}" class="back"/>',
                 *self._parts,
                 "</svg>\n",

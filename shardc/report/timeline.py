@@ -23,15 +23,16 @@ from shardc.ir.assumed_machine import (
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.program import Program
 from shardc.ir.units import si, size
-from shardc.report.svg import CHARACTER, INK, LINE, SOFT, Picture, cut, ticks
+from shardc.report.colours import BLUE, CYAN, GREEN, INK, LINE, SOFT, YELLOW
+from shardc.report.svg import CHARACTER, Picture, cut, ticks
 from shardc.rules import registry
-from shardc.rules.calls import call_of
+from shardc.rules.op_call import call_of
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
 
 #: One colour a kind: of terminals, of SVG.
 _INKS = {"F": "black on bright_blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow"}
-_FILLS = {"F": "#8db4e8", "B": "#8fc99a", "I": "#86cfd3", "W": "#e8ca7c"}
+_FILLS = {"F": BLUE, "B": GREEN, "I": CYAN, "W": YELLOW}
 _NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
 

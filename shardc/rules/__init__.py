@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-from shardc.rules.calls import Call, Operand
 from shardc.rules.choices import Choices
+from shardc.rules.op_call import Call, Operand
 from shardc.rules.registry import RULES, LocalCall, Rule, find, rule
 from shardc.rules.strategy import Strategy
 

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import fx
 
-from shardc.rules.calls import Call
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.op_call import Call
 from shardc.rules.random import part_held
 from shardc.rules.registry import LocalCall, rule
 from shardc.runtime import ops

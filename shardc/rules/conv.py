@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.rules.calls import Call
 from shardc.rules.forms import bias_or_not
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall, LocalOf, rule
 
 aten = torch.ops.aten

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.calls import Call
 from shardc.rules.forms import all_whole
 from shardc.rules.notation import Signature
+from shardc.rules.op_call import Call
 from shardc.rules.pointwise import local_size
 from shardc.rules.registry import rule
 

@@ -19,8 +19,8 @@ from torch import fx
 
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, Placement, Shard
 from shardc.ir.program import Collective, Value
-from shardc.rules.calls import Call, Operand
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.op_call import Call, Operand
 from shardc.rules.registry import LocalCall, rule
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops

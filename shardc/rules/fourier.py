@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.calls import Call
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.op_call import Call
 from shardc.rules.pointwise import broadcast
 from shardc.rules.registry import rule
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from shardc.rules.calls import Call
 from shardc.rules.forms import all_whole
 from shardc.rules.notation import Dim, Operand, Signature
+from shardc.rules.op_call import Call
 from shardc.rules.registry import SignatureOf, rule
 
 aten = torch.ops.aten

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.rules.calls import Call, Operand
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.op_call import Call, Operand
 from shardc.rules.registry import LocalCall, rule
 
 aten = torch.ops.aten

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.rules.calls import Call
 from shardc.rules.notation import Signature
+from shardc.rules.op_call import Call
 from shardc.rules.pointwise import broadcast
 from shardc.rules.registry import LocalCall, rule
 from shardc.runtime import ops

@@ -8,8 +8,8 @@ import math
 
 import torch
 
-from shardc.rules.calls import Call
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.op_call import Call
 from shardc.rules.registry import rule
 
 aten = torch.ops.aten

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.rules.calls import Call
 from shardc.rules.forms import all_whole, every_operand, whole_dims
 from shardc.rules.notation import Dim, Signature
+from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall, find, rule
 from shardc.runtime import ops
 

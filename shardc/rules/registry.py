@@ -27,8 +27,8 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Placement
 from shardc.ir.program import Value
-from shardc.rules.calls import Call
 from shardc.rules.notation import Signature, parse
+from shardc.rules.op_call import Call
 from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 

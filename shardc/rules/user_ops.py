@@ -16,8 +16,8 @@ from typing import Any
 
 from shardc.errors import Errors, ShardcError
 from shardc.rules import registry
-from shardc.rules.calls import Call
 from shardc.rules.notation import Notation, parse
+from shardc.rules.op_call import Call
 from shardc.rules.registry import RULES, ExtraOf, LocalOf, Rule, SignatureOf
 from shardc.rules.samples.make import SAMPLES
 from shardc.rules.samples.own import Given, as_sample

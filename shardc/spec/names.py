@@ -14,7 +14,7 @@ from functools import cached_property
 from torch import nn
 
 from shardc.errors import Errors
-from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, of_every_layer
+from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, names_weight, of_every_layer
 from shardc.spec.schema import Form
 from shardc.spec.yaml_reader import Path, Places
 
@@ -47,7 +47,7 @@ class Names:
 
     def has_weights(self, pattern: str) -> bool:
         """Whether a pattern matches a parameter, or a module with parameters of its own."""
-        return any(match(pattern, name) for name in (*self.weights, *self.owners))
+        return any(names_weight(pattern, name) for name in self.weights)
 
     def without_weights(self, pattern: str, *, help_: bool = True) -> tuple[str, str]:
         """Why a pattern matches no weight, and the fix. help_: look for a like name."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shardc
+from shardc.report.graph_drawing import place
 from shardc.report.layer_picture import draw
-from shardc.report.layered import place
 from tests import zoo
 
 TP = {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}

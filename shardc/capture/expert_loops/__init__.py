@@ -1,4 +1,4 @@
-"""Loops over experts as the experts op: what shardc.capture.chosen_rows made of them, all experts on all rows, becomes
+"""Loops over experts as the experts op: what shardc.capture.masked_rows made of them, all experts on all rows, becomes
 `torch.ops.shardc.experts`.
 
     before   y = zeros

@@ -9,8 +9,8 @@ user_op.py   one op of a user's: `shardc.check_rule`
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, name_of
 from shardc.verify.rules.compare import differs, dual, spread
 from shardc.verify.rules.prove import PARTS, prove, prove_pairs
-from shardc.verify.rules.strict import KNOWN, too_strict
 from shardc.verify.rules.survey import OpReport, check_op, check_ops
+from shardc.verify.rules.too_strict import KNOWN, too_strict
 
 __all__ = [
     "KNOWN",

@@ -21,8 +21,8 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.types import of_tensor, typed
 from shardc.passes.partition import LocalProgram
-from shardc.rules.calls import Call, Operand, call_of
 from shardc.rules.choices import Choices
+from shardc.rules.op_call import Call, Operand, call_of
 from shardc.rules.registry import Rule, find
 from shardc.rules.samples import RNG, Sample, Tensors
 from shardc.rules.strategy import Strategy

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import ShardcError
-from shardc.runtime.draw import draw
+from shardc.runtime.random_draws import draw
 from shardc.runtime.rng import Key
 from shardc.runtime.state.init import materialise_model, named_tensors, record, record_reset
 
@@ -179,7 +179,7 @@ def test_cauchy_and_permutation() -> None:
 def test_draws_go_by_element_not_by_memory_order_or_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, columns = torch.empty(30, 7), torch.empty(7, 30).T
     draw("normal_", rows, Key(1, 2), {"mean": torch.arange(210.0).view(30, 7), "std": 0.1})
-    monkeypatch.setattr("shardc.runtime.draw.CHUNK", 16)
+    monkeypatch.setattr("shardc.runtime.random_draws.CHUNK", 16)
     draw("normal_", columns, Key(1, 2), {"mean": torch.arange(210.0).view(30, 7), "std": 0.1})
     assert torch.equal(rows, columns)
     assert (rows.flatten() - torch.arange(210.0)).abs().max() < 1

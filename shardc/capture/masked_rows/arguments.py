@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.capture.chosen_rows.count import Count
-from shardc.capture.chosen_rows.rows import Rows
+from shardc.capture.masked_rows.count import Count
+from shardc.capture.masked_rows.rows import Rows
 
 
 def changes_first(func: Any) -> bool:

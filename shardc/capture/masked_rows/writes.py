@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardc.capture.chosen_rows.arguments import along, as_tuple, bounded, start_of
-from shardc.capture.chosen_rows.rows import Rows
-from shardc.capture.chosen_rows.traced import node_of
-from shardc.capture.chosen_rows.unfit import Unfit
+from shardc.capture.masked_rows.arguments import along, as_tuple, bounded, start_of
+from shardc.capture.masked_rows.rows import Rows
+from shardc.capture.masked_rows.traced import node_of
+from shardc.capture.masked_rows.unfit import Unfit
 
 if TYPE_CHECKING:
-    from shardc.capture.chosen_rows import ChosenRows
+    from shardc.capture.masked_rows import ChosenRows
 
 #: (function, in place) -> whether it adds.
 WRITES: dict[Any, tuple[bool, bool]] = {

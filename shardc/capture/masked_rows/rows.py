@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
-from shardc.capture.chosen_rows.count import Count, Term
-from shardc.capture.chosen_rows.traced import node_of
-from shardc.capture.chosen_rows.unfit import Unfit
 from shardc.capture.guards import bodies
+from shardc.capture.masked_rows.count import Count, Term
+from shardc.capture.masked_rows.traced import node_of
+from shardc.capture.masked_rows.unfit import Unfit
 
 if TYPE_CHECKING:
-    from shardc.capture.chosen_rows import ChosenRows
+    from shardc.capture.masked_rows import ChosenRows
 
 
 @dataclass(eq=False)

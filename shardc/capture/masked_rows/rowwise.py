@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.capture.chosen_rows.unfit import Unfit
+from shardc.capture.masked_rows.unfit import Unfit
 from shardc.ir import types as values
 from shardc.ir.graph import operands_of
 from shardc.ir.program import Source, Value
 from shardc.passes.canonical import rewritten
 from shardc.rules import registry
-from shardc.rules.calls import call_of
+from shardc.rules.op_call import call_of
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten

@@ -36,7 +36,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.chosen_rows.arguments import (
+from shardc.capture.constants import constant
+from shardc.capture.data_dependent_sizes import KnownSizes, hidden
+from shardc.capture.guards import Guards
+from shardc.capture.masked_rows.arguments import (
     along,
     as_tuple,
     bounded,
@@ -46,15 +49,12 @@ from shardc.capture.chosen_rows.arguments import (
     many,
     start_of,
 )
-from shardc.capture.chosen_rows.count import Count, Term
-from shardc.capture.chosen_rows.rows import Pick, Rows
-from shardc.capture.chosen_rows.rowwise import follow
-from shardc.capture.chosen_rows.traced import key_of, node_of, of_numbers
-from shardc.capture.chosen_rows.unfit import DrawnError, Unfit
-from shardc.capture.chosen_rows.writes import WRITES, put, written
-from shardc.capture.constants import constant
-from shardc.capture.data_dependent_sizes import KnownSizes, hidden
-from shardc.capture.guards import Guards
+from shardc.capture.masked_rows.count import Count, Term
+from shardc.capture.masked_rows.rows import Pick, Rows
+from shardc.capture.masked_rows.rowwise import follow
+from shardc.capture.masked_rows.traced import key_of, node_of, of_numbers
+from shardc.capture.masked_rows.unfit import DrawnError, Unfit
+from shardc.capture.masked_rows.writes import WRITES, put, written
 from shardc.ir import source
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, OpOverload, pytree, tracing

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.chosen_rows.unfit import Unfit
+from shardc.capture.masked_rows.unfit import Unfit
 from shardc.ir import types as values
 from shardc.torch_private import OpOverload, traced_node
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from shardc.capture.chosen_rows.traced import node_of
-from shardc.capture.chosen_rows.unfit import Unfit
+from shardc.capture.masked_rows.traced import node_of
+from shardc.capture.masked_rows.unfit import Unfit
 
 if TYPE_CHECKING:
-    from shardc.capture.chosen_rows import ChosenRows
+    from shardc.capture.masked_rows import ChosenRows
 
 
 @dataclass(frozen=True)
