@@ -99,6 +99,8 @@ class Engine:
         op that made it) or "skip" (leave out the update). The loss is read on the host for it. Loss scaling skips by
         itself.
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
+    callbacks: called after every `step`, with the engine and what the step returns, on every rank: they may log, save or
+        evaluate, which all ranks do together. `.callbacks` is the list.
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
     interpreter: makes what runs the program's stages; rng: makes the random state from the seed; offload: makes the
         places that `data.offload` names. shardc.cost, which runs an engine on tensors without data, has others of all
@@ -137,12 +139,13 @@ class Engine:
         check_every: int = replicas.CHECK_EVERY,
         broadcast: bool = False,
         nonfinite: Literal["ignore", "stop", "skip"] = "ignore",
+        callbacks: Iterable[Callable[[Engine, Any], None]] = (),
         mesh: Any = None,
         interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
         rng: Callable[[int], Rng] = Rng,
         offload: Callable[[OffloadPlaces, Any], Offload] = Offload,
     ) -> None:
-        self.program = program
+        self.program, self.callbacks = program, list(callbacks)
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
@@ -272,6 +275,8 @@ class Engine:
             with self.mesh.together(f"step {self.rng.step + 1}"):
                 result = self.backward(batch, local=local, gather=gather)
                 self.update()
+                for callback in self.callbacks:
+                    callback(self, result)
         finally:
             self._stepping = False
         return result

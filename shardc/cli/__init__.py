@@ -1,8 +1,8 @@
 """The command line, `shardc`: a file a command, each with a function `command`; `common` has what they share.
 
 model_file      reads the model.py that commands name
-worker          is what each process of `shardc run` does; training_loop: its steps, saves and signals; training_data: its
-                batches; step_lines: what it prints and logs; step_metrics: FLOPs, MFU, bytes
+worker          is what each process of `shardc run` does; training_loop: its steps, saves and signals;
+                training_data: its batches; step_lines: what it prints and logs; step_metrics: FLOPs, MFU, bytes
 
 Exit status: 0 done, 1 the check or the run failed, 2 the input is wrong.
 """

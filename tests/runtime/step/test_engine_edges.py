@@ -228,6 +228,19 @@ def test_groups_that_stages_have_alone_are_saved_as_they_are(tmp_path: Path) -> 
     on_ranks(frozen, model, lambda engine: engine.load(tmp_path / "saved"), optimizer=None)
 
 
+def test_callbacks_come_after_every_step_and_may_save(tmp_path: Path) -> None:
+    program = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 2}})
+    seen: list[tuple[int, int, float]] = []
+
+    def note(engine: Engine, loss: Tensor) -> None:
+        seen.append((engine.mesh.rank, engine.step_count, float(loss)))
+        engine.save(tmp_path / "saved", keep=None)
+
+    losses = on_ranks(program, Mlp(), lambda engine: [float(engine.step(batch())) for _ in range(2)], callbacks=[note])
+    assert sorted(seen) == [(rank, step + 1, losses[rank][step]) for rank in range(2) for step in range(2)]
+    assert len(list((tmp_path / "saved").glob("step-*"))) == 2
+
+
 def test_evaluations_leave_nothing_behind() -> None:
     """At ZeRO 3 every forward gathers the parameters."""
     program = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 3}})
