@@ -99,8 +99,8 @@ class Engine:
         op that made it) or "skip" (leave out the update). The loss is read on the host for it. Loss scaling skips by
         itself.
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
-    callbacks: called after every `step`, with the engine and what the step returns, on every rank: they may log, save or
-        evaluate, which all ranks do together. `.callbacks` is the list.
+    callbacks: called after every `step`, with the engine and what the step returns, on every rank: they may log, save
+        or evaluate, which all ranks do together. `.callbacks` is the list.
     mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
     interpreter: makes what runs the program's stages; rng: makes the random state from the seed; offload: makes the
         places that `data.offload` names. shardc.cost, which runs an engine on tensors without data, has others of all
