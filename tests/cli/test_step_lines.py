@@ -1,14 +1,28 @@
-"""The unit of speed: tokens where an embedding looks ids up, else samples."""
+"""What a run says of itself: the unit of speed (tokens where an embedding looks ids up, else samples), TensorBoard."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import shardc
-from shardc.cli.step_lines import speed, tokens_of
+from shardc.cli.step_lines import StepLines, speed, tokens_of
 from tests import zoo
 
 ONE = {"shardc": 1, "mesh": {"dp": 1}}
+
+
+def test_what_lines_say_is_there_for_tensorboard(tmp_path: Path) -> None:
+    lines = StepLines(2, None, tmp_path, append=False, tensorboard=True)
+    for step in (1, 2):
+        lines.add({"step": step, "loss": 1 / step, "lr": None, "bytes": {"dp+tp": 256}, "experts": [{"op": "experts"}]})
+    lines.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert found == {"loss": [(1, 1.0), (2, 0.5)], "bytes/dp+tp": [(1, 256.0), (2, 256.0)]}
 
 
 def test_ids_that_an_embedding_looks_up_are_tokens() -> None:
