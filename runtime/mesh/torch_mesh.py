@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import os
 import socket
 import traceback
@@ -338,9 +339,24 @@ def _join(here: torch.device, timeout: timedelta | None) -> None:
     )
 
 
+#: By where it is: a process's store, its rank, the world's size, and how often it has joined a world there.
+_stores: dict[tuple[str | None, ...], tuple[Any, int, int, Iterator[int]]] = {}
+
+
 def _meeting(timeout: timedelta) -> tuple[Any, int, int]:
-    """(store, rank, world), as torch's env:// has them. Where all ranks are on this machine, as of `shardc run`, the
-    store, which asks nobody who they are, listens to this machine alone.
+    """(store, rank, world), as torch's env:// has them. A process that joins a world once more, after `close`, keeps
+    its store, and meets the others under other keys: what is left there of the last time would mislead it.
+    """
+    place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
+    if place not in _stores:
+        _stores[place] = (*_new_store(timeout), itertools.count())
+    store, rank, world, joined = _stores[place]
+    return dist.PrefixStore(f"shardc/join{next(joined)}", store), rank, world  # type: ignore[attr-defined]
+
+
+def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
+    """Where all ranks are on this machine, as of `shardc run`, the store, which asks nobody who they are, listens to
+    this machine alone.
     """
     env = os.environ
     if env["RANK"] == "0" and env["MASTER_ADDR"] == LOOPBACK and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
