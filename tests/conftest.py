@@ -41,6 +41,10 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # native modules look for what is left of them when Python ends
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden("name.txt", text)`: the text is the one in tests/golden. A missing file fails; `--update-golden` writes

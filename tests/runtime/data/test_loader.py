@@ -544,7 +544,7 @@ def test_data_that_ends_begins_again(tmp_path: Path) -> None:
     )
     file = model_file.load(str(tmp_path / "model.py"))
     shardc.compile(file.on_meta(), file.batch, {"shardc": 1, "mesh": {"dp": 1}}).save(tmp_path / "program")
-    summary = worker.run(worker.Job(str(tmp_path / "program"), str(tmp_path / "model.py"), steps=3, quiet=True))
+    summary = worker.run(worker.Job(str(tmp_path / "program"), str(tmp_path / "model.py"), {"steps": 3}, quiet=True))
     assert summary["steps"] == 3
 
 
