@@ -26,8 +26,9 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self.doing = self.action = self.collective = ""
+        self.doing = self.action = ""
         self.inside, self.count = False, 0
+        self._last: tuple[str, tuple[str, ...], str] | None = None
         self.written: Callable[[str], None] | None = None
 
     @contextmanager
@@ -54,8 +55,15 @@ class Activity:
     def begin(self, kind: str, axes: tuple[str, ...], tag: str) -> None:
         """A collective."""
         self.count += 1
-        self.collective = f"{kind} {tag!r} over {'+'.join(axes)}" if tag else f"{kind} over {'+'.join(axes)}"
+        self._last = kind, axes, tag
         self._write()
+
+    @property
+    def collective(self) -> str:
+        if self._last is None:
+            return ""
+        kind, axes, tag = self._last
+        return f"{kind} {tag!r} over {'+'.join(axes)}" if tag else f"{kind} over {'+'.join(axes)}"
 
     def __str__(self) -> str:
         """ "in step 5, at all_reduce 'h.0' over tp", "after step 5" """

@@ -34,6 +34,8 @@ from shardc.runtime.mesh.activity import Activity
 #: Default seconds after which the rank that the others wait for is named. After so many times that they end if it does
 #: not answer.
 NAMED, ENDED = 8.0, 6
+#: Keys of the store: there while some rank does not answer, and the others know; why all ranks end.
+_SILENT, _OVER = "shardc/watch/silent", "shardc/watch/over"
 _SHOWN = 8  # ranks that a message lists
 
 
@@ -83,6 +85,7 @@ class Watch:
         """Nobody watches any more; the connection to the store is not in use when the process ends."""
         self._stop.set()
         self._thread.join(timeout=1)
+        atexit.unregister(self.stop)
 
     def _run(self) -> None:
         # a store that is gone, with the process that held it: whoever waits for that one is woken by torch
@@ -97,8 +100,9 @@ class Watch:
                 count, since, patience = self._activity.count, now, self._named / 2
             elif now - since >= patience and activity.waits():
                 patience *= 4  # what is slow is told of now and then
-                self._ask(now)
-                looked = 0.0
+                if not self._store.check([_SILENT]):
+                    self._ask(now)
+                    looked = 0.0
             if now - looked >= self._look:
                 looked = now
                 self._answer()
@@ -114,8 +118,8 @@ class Watch:
             answer = {"waits": activity.waits(), "doing": str(self._activity), "place": activity.place()}
             self._store.set(f"{self._key(self._round)}/rank{self._rank}", json.dumps(answer))
             self._round += 1
-        if self._round and self._store.check([f"{self._key(self._round - 1)}/ended"]):
-            self._end(self._store.get(f"{self._key(self._round - 1)}/ended").decode())
+        if self._store.check([_OVER]):
+            self._end(self._store.get(_OVER).decode())
 
     def _judge(self, now: float) -> None:
         question = self._question
@@ -127,11 +131,14 @@ class Watch:
         if len(answers) == self._layout.world:
             self._question = None
             self.tell("all ranks answer again" if question.told else text)
+            if question.told:
+                self._store.delete_key(_SILENT)
         elif seconds >= self._ended:
-            self._store.set(f"{self._key(question.number)}/ended", text)
+            self._store.set(_OVER, text)
             self._end(text)
         elif not question.told:
             question.told = True
+            self._store.set(_SILENT, "")
             self.tell(f"{text}; unless it answers, the run ends in {self._ended - seconds:.0f} s")
 
     def _answers(self, number: int) -> dict[int, dict[str, Any]]:
@@ -154,7 +161,11 @@ def verdict(layout: Mesh, answers: dict[int, dict[str, Any]], seconds: float) ->
     waiting = {r: a["doing"] for r, a in answers.items() if a["waits"]}
     silent = [r for r in range(layout.world) if r not in answers]
     busy = [r for r, a in answers.items() if not a["waits"]]
-    where = f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it {_common(waiting)}" if waiting else ""
+    where = (
+        f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it {_common(waiting)}".rstrip()
+        if waiting
+        else ""
+    )
     if silent:
         what = f"does not answer for {seconds:.0f} s: it is stopped, or its machine is gone"
         return f"{_named(layout, silent)} {what}" + (f"; {where}" if where else "")

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shardc.ir.mesh import Mesh
+from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.watch import Watch, verdict
@@ -76,6 +77,31 @@ def test_what_a_rank_does() -> None:
     with pytest.raises(ValueError, match="no"), a.during("step 2"):
         raise ValueError("no")
     assert written[-1] == "in step 2, at all_reduce 'h' over dp+tp", "where it failed is what stays"
+
+
+def test_a_rank_that_does_not_answer_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 of three has no thread; of the two that wait, one asks, tells, and both end."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heard: list[str] = []
+    ended: list[tuple[str, int]] = []
+
+    def leave(status: int) -> None:
+        ended.append((threading.current_thread().name, status))
+        raise RuntimeError  # the thread does nothing more
+
+    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr(activity, "waits", lambda: True)
+    ranks = [Watch(Mesh((("tp", 3),)), r, Activity(), store, named=0.4, tell=heard.append) for r in range(2)]
+    for r, watch in enumerate(ranks):
+        watch._thread.name = str(r)
+    for watch in ranks:
+        watch._thread.join(30)
+    assert sorted(ended) == [("0", GAVE_UP), ("1", GAVE_UP)]
+    assert len(heard) == 1, "once"
+    assert heard[0] == (
+        "rank 2 (tp=2) does not answer for 0 s: it is stopped, or its machine is gone; ranks 0, 1 wait for it;"
+        " unless it answers, the run ends in 2 s"
+    )
 
 
 def test_two_ranks_ask_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
