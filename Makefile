@@ -34,8 +34,8 @@ gpu: export PYTHONPATH := $(CURDIR)/build/gpu:$(CURDIR):$(CURDIR)/tests/bench
 gpu: export PYTHONSAFEPATH := 1
 gpu:   ## what wants a GPU: the checks of tests/gpu, then docs/measured/gpu.md. Without one: the same checks on the CPU
 	$(call link,build/gpu)
-	@$(GPU_PYTHON) -c 'import pydantic' 2>/dev/null || $(GPU_PYTHON) -m pip install -q --disable-pip-version-check --target build/gpu \
-		$(if $(wildcard .whl),--no-index --find-links .whl) 'pydantic>=2.6'
+	@$(GPU_PYTHON) -c 'import pydantic, xxhash' 2>/dev/null || $(GPU_PYTHON) -m pip install -q --disable-pip-version-check --target build/gpu \
+		$(if $(wildcard .whl),--no-index --find-links .whl) 'pydantic>=2.6' 'xxhash>=3'
 	@status=0; $(GPU_PYTHON) -m pytest -q -o pythonpath='build/gpu .' -W default tests/gpu || status=$$?; \
 		$(GPU_PYTHON) tests/bench/gpu.py && exit $$status
 

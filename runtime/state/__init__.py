@@ -11,7 +11,7 @@ place in the global tensor, never by how a program shards, so that any mesh read
     checkpoint_index      index.json: what is in a checkpoint, checked as what anybody may have written
     saving_boxes          which boxes of a global tensor a rank writes and reads
     saving_optimizer      the optimizer's state in a checkpoint
-    tensor_file, digest   .safetensors files by stretches of bytes, and how damage is told
+    tensor_file           .safetensors files by stretches of bytes
     disk_calls            every call that reaches a disk
     parts                 this rank's part of each parameter and buffer
     export                folders and files for others

@@ -1,7 +1,7 @@
 """The index of a checkpoint, `index.json`: all that is known of it but the numbers themselves.
 
     {"sha256": "of all bytes after this line",
-    "format": "shardc checkpoint", "version": 2, "id": "5f0c...", "step": 6, "model": "GPT", "program": "9a1c...",
+    "format": "shardc checkpoint", "version": 3, "id": "5f0c...", "step": 6, "model": "GPT", "program": "9a1c...",
     "mesh": {"dp": 2, "tp": 2},
     "extra": {"step": 6, "seed": 0, "loss_scale": ..., "scheduler": ..., "loaders": ...},
     "optimizer": {"class": "AdamW", "groups": [...], "numbers": {...}},
@@ -28,11 +28,11 @@ from shardc.runtime.state.saving_boxes import Numbers
 from shardc.runtime.state.tensor_file import MAX_HEADER, unique, whole_numbers
 
 NAME = "index.json"
-FORMAT, VERSION = "shardc checkpoint", 2
+FORMAT, VERSION = "shardc checkpoint", 3
 MAX_BYTES = 4 << 30
 MAX_DIMS = 64
 FILE = re.compile(r"(model|optimizer)-[0-9]{5,9}\.safetensors")
-_DIGEST = re.compile(r"[0-9a-f]{24}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 DTYPES: dict[str, torch.dtype] = {
     str(x).removeprefix("torch."): x

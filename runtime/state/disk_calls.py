@@ -2,6 +2,7 @@
 name, and tests put a crash, a full disk or an I/O error into any of these calls.
 
     write, read       bytes at a place in an open file, all of them
+    Stream            a new file from its beginning to its end, past the system's cache
     sync, sync_folder until the disk has them (fsync); of a folder, the names in it
     rename, unlink    the two calls that change what a name means; a name appears and disappears at once
 """
@@ -11,10 +12,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PAGE = 4096  # bytes; where memory and a file's place have to begin for O_DIRECT
+#: Bytes that a stream collects before it writes them.
+BUFFER = 1 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)  # systems other than Linux lack it
 
 
 def create(path: Path) -> int:
@@ -27,6 +39,81 @@ def write(descriptor: int, data: memoryview, place: int) -> None:
     while data:
         count = os.pwrite(descriptor, data, place)
         data, place = data[count:], place + count
+
+
+class Stream:
+    """A new file that is written from its beginning to its end, past the system's cache where the file system can do
+    so (O_DIRECT): copying 512 MiB into that cache takes 0.5 s of a core here, which the steps beside a save lack, and
+    what the disk fetches by itself 0.03 s. It fetches whole pages; so what does not begin at the same place of a page
+    in memory as in the file (`aligned`) is collected in a buffer first, for 0.08 s.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = create(path)
+        self._memory = np.frombuffer(mmap.mmap(-1, BUFFER), dtype=np.uint8)  # begins at a page
+        self._filled = self._place = 0  # bytes in it, and in the file
+        self._page = PAGE if self._set(direct=True) else 1
+
+    def add(self, data: memoryview) -> None:
+        """More bytes. Raises OSError: a full disk, an I/O error."""
+        given = np.frombuffer(data, dtype=np.uint8)
+        place = self._place + self._filled
+        if len(given) >= BUFFER and (given.ctypes.data - place) % self._page == 0:
+            start = -place % self._page
+            stop = len(given) - (len(given) - start) % self._page
+            self._collect(given[:start])
+            self._write(self._memory[: self._filled])
+            self._write(given[start:stop])
+            self._filled, given = 0, given[stop:]
+        self._collect(given)
+
+    def _collect(self, given: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        while len(given):
+            count = min(len(given), BUFFER - self._filled)
+            np.copyto(self._memory[self._filled : self._filled + count], given[:count])  # other threads run meanwhile
+            self._filled, given = self._filled + count, given[count:]
+            if self._filled == BUFFER:
+                self._write(self._memory)
+                self._filled = 0
+
+    def finish(self) -> None:
+        """Until the disk has all of it."""
+        self._set(direct=False)  # what is left fills no page
+        self._write(self._memory[: self._filled])
+        sync(self.descriptor)
+
+    def close(self) -> None:
+        """Without it, the file stays open. What was not finished may be missing."""
+        os.close(self.descriptor)
+
+    def _write(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        try:
+            write(self.descriptor, data.data, self._place)
+        except OSError as e:
+            if self._page == 1 or e.errno != errno.EINVAL:
+                raise
+            self._set(direct=False)  # its pages are larger, or it took a part of one
+            self._page = 1
+            write(self.descriptor, data.data, self._place)
+        self._place += len(data)
+
+    def _set(self, *, direct: bool) -> bool:
+        """Whether that can be."""
+        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+            return False
+        return bool(_DIRECT)
+
+
+def aligned(nbytes: int, place: int, *, pinned: bool = False) -> Tensor:
+    """Memory u8[nbytes] for what a file has from `place` on, which a stream writes without copying it."""
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    start = (place - memory.data_ptr()) % PAGE
+    return memory[start : start + nbytes]
 
 
 def sync(descriptor: int) -> None:

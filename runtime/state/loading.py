@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from xxhash import xxh3_128
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
-from shardc.runtime.state.digest import BLOCK, Digest
 from shardc.runtime.state.generations import (
     DamagedError,
     check_file,
@@ -35,7 +35,7 @@ from shardc.runtime.state.generations import (
 from shardc.runtime.state.saving_boxes import Box, Numbers, Part, Runs, disjoint, kept, model_parts, overlap
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
-from shardc.runtime.state.tensor_file import bytes_of
+from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 
 READERS = 2  # slices that a rank reads at once: while one is checked, another comes from the disk
 _SHOWN = 4  # damaged slices that an error names
@@ -232,15 +232,15 @@ def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
 
 
 def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
-    data, found = bytes_of(x), Digest()
+    data, found = bytes_of(x), xxh3_128()
     try:
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]
             disk_calls.read_into(descriptor, block, s.place + start)
-            found.add(block)  # while it is in the cache
+            found.update(block)  # while it is in the cache
     except OSError:
         return False
-    return found.text() == s.digest
+    return found.hexdigest() == s.digest
 
 
 def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box, Tensor]]) -> bool:

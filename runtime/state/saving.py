@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from xxhash import xxh3_128_hexdigest
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import checkpoint_index, disk_calls
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored
-from shardc.runtime.state.digest import BLOCK, Digest
 from shardc.runtime.state.generations import LOCK, WORK, aside, free_name, generations, prune
 from shardc.runtime.state.saving_boxes import Numbers, Part, Runs, cuts, model_parts
 from shardc.runtime.state.saving_optimizer import state_parts, together
@@ -110,19 +110,27 @@ def planned(parts: Mapping[str, Part], facts: dict[str, Any], mesh: Any) -> Plan
     return plan
 
 
-def _copied_to_host(plan: Plan) -> None:
-    """Copies in memory of the host, so that training may go on. Pinned where they come from a device: torch keeps
-    pinned memory, and the next save finds it again.
-    """
-    devices = set()
-    for piece in (p for mine in plan.pieces.values() for p in mine):
-        x = piece.read()
-        pinned = x.device.type == "cuda"
-        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x, non_blocking=pinned)
-        piece.read = functools.partial(_same, copy)
-        devices |= {x.device} if pinned else set()
-    for device in devices:
-        torch.cuda.synchronize(device)
+@dataclass
+class Draft:
+    """A file to write: its first bytes, and pieces with their places in it."""
+
+    head: bytes
+    pieces: list[tuple[Piece, Entry]]
+
+    def copy_to_host(self) -> None:
+        """Into memory of the host, in which it lies as in the file, so that training may go on. Pinned where it comes
+        from a device: torch keeps pinned memory, and the next save finds it again.
+        """
+        start, stop = len(self.head), self.pieces[-1][1].stop
+        tensors = [piece.read() for piece, _ in self.pieces]
+        devices = {x.device for x in tensors if x.device.type == "cuda"}
+        memory = disk_calls.aligned(stop - start, start, pinned=bool(devices))
+        for (piece, entry), x in zip(self.pieces, tensors, strict=True):
+            copy = memory[entry.start - start : entry.stop - start]
+            copy.copy_(x.detach().contiguous().view(-1).view(torch.uint8), non_blocking=bool(devices))
+            piece.read = functools.partial(_same, copy)
+        for device in devices:
+            torch.cuda.synchronize(device)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -137,6 +145,7 @@ class _Save:
     def __init__(self, mesh: Any, folder: Path, step: int, keep: int | None, id: str) -> None:
         self.mesh, self.folder, self.step, self.keep, self.id = mesh, folder, step, keep, id
         self.plan = Plan({}, {}, {})
+        self.drafts: dict[str, Draft] = {}
         self.work = folder / f"{WORK}{id}"
         self.error: BaseException | None = None
         self.cancelled = False
@@ -173,40 +182,41 @@ class _Save:
     def write(self) -> None:
         """This rank's files, and what rank 0 has to know of them."""
         mine: list[File] = []
-        for kind, pieces in self.plan.pieces.items():
-            if pieces:
-                self._write_file(kind, pieces, mine)
+        for kind, draft in self.drafts.items():
+            self._write_file(kind, draft, mine)
         part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(mine), self.plan.tensors)}
         disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part).encode())
 
     def _part(self, rank: int) -> Path:
         return self.work / f"part-{rank:05d}.json"
 
-    def _write_file(self, kind: str, pieces: Sequence[Piece], mine: list[File]) -> None:
-        pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # each begins where its dtype is aligned
-        entries = [Entry(self._name(p), *stored_as(p.dtype, p.shape)) for p in pieces]
-        head, entries = header(entries, {"checkpoint": self.id, "step": str(self.step)})
+    def draft(self) -> None:
+        """The files of this rank, by kind."""
+        for kind, pieces in self.plan.pieces.items():
+            pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # each begins where its dtype is aligned
+            entries = [Entry(self._name(p), *stored_as(p.dtype, p.shape)) for p in pieces]
+            head, entries = header(entries, {"checkpoint": self.id, "step": str(self.step)})
+            if pieces:
+                self.drafts[kind] = Draft(head, list(zip(pieces, entries, strict=True)))
+
+    def _write_file(self, kind: str, draft: Draft, mine: list[File]) -> None:
         name = f"{kind}-{self.mesh.rank:05d}.safetensors"
-        descriptor = disk_calls.create(self.work / name)
+        file = disk_calls.Stream(self.work / name)
         try:
-            disk_calls.write(descriptor, memoryview(head), 0)
-            for piece, entry in zip(pieces, entries, strict=True):
+            file.add(memoryview(draft.head))
+            for piece, entry in draft.pieces:
                 if self.cancelled:
                     raise _Cancelled
                 data = bytes_of(piece.read().to("cpu").contiguous())
-                check = Digest()
-                for start in range(0, len(data), BLOCK):
-                    block = data[start : start + BLOCK]
-                    check.add(block)
-                    disk_calls.write(descriptor, block, entry.start + start)  # while it is in the cache
-                found = Slice(len(mine), entry.start, piece.offset, piece.shape, check.text())
+                found = Slice(len(mine), entry.start, piece.offset, piece.shape, xxh3_128_hexdigest(data))
+                file.add(data)
                 whole = self.plan.tensors[piece.key]
                 self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, found))
                 self.done += len(data)
-            disk_calls.sync(descriptor)
+            file.finish()
         finally:
-            os.close(descriptor)
-        nbytes = entries[-1].stop
+            file.close()
+        nbytes, head = draft.pieces[-1][1].stop, draft.head
         mine.append(File(name, self.mesh.rank, nbytes, len(head), hashlib.sha256(head).hexdigest()))
 
     def _name(self, piece: Piece) -> str:
@@ -324,10 +334,12 @@ class Saves:
         save.plan = state()
         _check_plain(save.plan.facts)  # what cannot be written is found before anything is
         save.nbytes = save.plan.nbytes
+        save.draft()
         if self._mesh.rank == 0:
             save.prepare()
         if not wait:
-            _copied_to_host(save.plan)
+            for draft in save.drafts.values():
+                draft.copy_to_host()
 
     def poll(self) -> None:
         """Have all ranks written? Then rank 0 makes the checkpoint visible, in the background too. Between two steps.

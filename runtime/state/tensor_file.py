@@ -48,6 +48,8 @@ DTYPES: dict[str, torch.dtype] = {
     if hasattr(torch, dtype)
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: Bytes that are written or read, and hashed, while they are in the cache.
+BLOCK = 1 << 20
 #: Bytes of a header that safetensors' own library reads at most.
 MAX_HEADER = 100_000_000
 

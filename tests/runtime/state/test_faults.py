@@ -103,8 +103,8 @@ def test_a_file_of_another_checkpoint_is_told(tmp_path: Path) -> None:
 def test_a_later_version_is_told(tmp_path: Path) -> None:
     save(tmp_path, 1)
     index = tmp_path / "step-000001" / "index.json"
-    index.write_text(index.read_text().replace('"version": 2', '"version": 3'))
-    with pytest.raises(state.DamagedError, match="it is of version 3, and this shardc reads 2"):
+    index.write_text(index.read_text().replace('"version": 3', '"version": 4'))
+    with pytest.raises(state.DamagedError, match="it is of version 4, and this shardc reads 3"):
         load(tmp_path)
 
 

@@ -3,6 +3,7 @@ damaged is refused before anything is allocated."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -14,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.digest import BLOCK, Digest, digest
 from shardc.runtime.state.tensor_file import DTYPES, Entry, TensorFile, bytes_of, header, stored_as
 
 
@@ -104,21 +104,62 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         TensorFile(tmp_path / "f")
 
 
-def test_digest_sees_every_bit_and_every_place() -> None:
-    data = bytearray(os.urandom(2 * BLOCK + 3 * 8192 + 1003))
-    whole = digest(memoryview(data))
-    parts = Digest()
-    for start, stop in ((0, BLOCK), (BLOCK, 2 * BLOCK), (2 * BLOCK, len(data))):
-        parts.add(memoryview(data)[start:stop])
-    assert parts.text() == whole
-    for bit in range(0, 8 * len(data), 20011):
-        data[bit // 8] ^= 1 << bit % 8
-        assert digest(memoryview(data)) != whole
-        data[bit // 8] ^= 1 << bit % 8
-    for size in (8, 8192, BLOCK):  # words of a row, rows, blocks
-        swapped = data[size : 2 * size] + data[:size] + data[2 * size :]
-        assert digest(memoryview(swapped)) != whole
-    for other in (data + b"\0", data[:-1], data[: 2 * BLOCK], bytes(BLOCK) + data[BLOCK:]):
-        assert digest(memoryview(other)) != whole
-    zeros = {digest(memoryview(bytes(n))) for n in (0, 1, 8, 8191, 8192, 16384, BLOCK, 2 * BLOCK)}
-    assert len(zeros) == 8
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_stream_writes_all_bytes_where_they_belong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, cached: bool
+) -> None:
+    """Small pieces, large ones, aligned ones and not, past the system's cache and through it; it fills no page at the
+    end."""
+    if cached:
+        monkeypatch.setattr(disk_calls, "_DIRECT", 0)
+    monkeypatch.setattr(disk_calls, "BUFFER", 2 * disk_calls.PAGE)
+    real, straight = disk_calls.write, []
+
+    def write(descriptor: int, data: memoryview, place: int) -> None:
+        straight.append(len(data))
+        real(descriptor, data, place)
+
+    monkeypatch.setattr(disk_calls, "write", write)
+    whole, sizes = torch.randint(256, (101_003,), dtype=torch.uint8), (8, 5, 40_000, 4096, 1, 3, 50_000, 6889, 1)
+    lies = disk_calls.aligned(whole.numel(), 0).copy_(whole)
+    for source in (whole, lies):
+        straight.clear()
+        file, place = disk_calls.Stream(tmp_path / str(source.data_ptr())), 0
+        for n in sizes:
+            file.add(bytes_of(source[place : place + n]))
+            place += n
+        file.finish()
+        file.close()
+        assert (tmp_path / str(source.data_ptr())).read_bytes() == bytes_of(whole)
+    assert max(straight) > 40_000  # what lies as in the file was not copied
+
+
+def test_a_stream_goes_through_the_cache_where_it_cannot_pass_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that promises it, and then refuses; other errors are errors."""
+    real, refused = disk_calls.write, []
+
+    def write(descriptor: int, data: memoryview, place: int) -> None:
+        if not refused:
+            refused.append(place)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(descriptor, data, place)
+
+    monkeypatch.setattr(disk_calls, "write", write)
+    data = os.urandom(3 * disk_calls.BUFFER + 7)
+    file = disk_calls.Stream(tmp_path / "f")
+    file.add(memoryview(data))
+    file.finish()
+    file.close()
+    assert (tmp_path / "f").read_bytes() == data
+    assert refused == [0]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk_calls, "write", full)
+    file = disk_calls.Stream(tmp_path / "g")
+    with pytest.raises(OSError, match="No space left"):
+        file.add(memoryview(data))
+    file.close()
