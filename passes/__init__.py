@@ -1,6 +1,7 @@
 """The stages of compilation in order, each with the reason for its place. `shardc.compile` runs them.
 
 A stage is a file or a folder with one `Pass` (shardc.passes.base). To add one, write it and give it a line here.
+runner.py runs them; outputs.py says where a step's outputs lie; dump.py writes a text after each.
 """
 
 from __future__ import annotations

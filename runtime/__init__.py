@@ -9,6 +9,7 @@ here knows the compiler.
     offload/     what is kept outside of the device
     state/       weights in, checkpoints in and out
     data/        a loader that reads this rank's part of each global batch
-    rng          random numbers that are the same on every mesh; draw: torch's random ops by means of them
+    rng          random numbers that are the same on every mesh; random_draws: torch's random ops by means of
+                 them
     launch       one process for every rank on this machine
 """

@@ -323,7 +323,7 @@ def _report(rank: int, code: int | None, mesh: Mesh, log: Path, doing: str) -> N
             file=sys.stderr,
         )
     if code == -signal.SIGKILL:
-        from shardc.runtime.step.failures import LESS_MEMORY
+        from shardc.runtime.step.op_errors import LESS_MEMORY
 
         print(f"  fix: if nobody did, memory ran out (`dmesg` says so): {LESS_MEMORY}", file=sys.stderr)
     elif code is None:

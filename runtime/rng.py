@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardc.ir.cut import chunks, widen
 from shardc.ir.placement import Shard
+from shardc.ir.shard_chunks import chunks, widen
 
 Digits = Sequence[tuple[int, str, int, tuple[int, ...]]]
 Paddings = Sequence[tuple[int, int, int]]

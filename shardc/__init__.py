@@ -1,6 +1,16 @@
 """shardc: a declarative model-sharding compiler for PyTorch. `shardc.compile` is where everything begins.
 
 Public names are loaded when they are first used (PEP 562), so that `import shardc` and `shardc --help` need no torch.
+
+compile       a model and a spec -> a program; recompile: for a batch of other sizes
+ir            what a program is                        spec       what users write
+capture       the model as a graph                     passes     the stages of compilation
+rules         what may be split in an op               verify     programs and rules against one device
+runtime       what runs on a rank                      artifact   a program on disk
+cost, plan    time and memory; the fastest spec        report     text, tables and pictures
+cli           the commands                             nn         functions for models that torch has no op for
+errors        ShardcError; folded_messages: equal messages of layers, once
+torch_modes, torch_private    modes and private modules of torch; text_file: small files of users
 """
 
 from __future__ import annotations

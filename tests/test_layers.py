@@ -6,8 +6,11 @@ A room is a folder of shardc (the folders `passes`, `runtime` and `specs` lie be
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -129,3 +132,13 @@ def test_private_modules_of_torch_are_imported_in_one_file() -> None:
         if name.startswith("torch.") and "._" in name
     ]
     refuse("put these into shardc/torch_private.py:", private)
+
+
+@pytest.mark.parametrize("package", [m for m, path in FILES.items() if path.name == "__init__.py"])
+def test_a_folder_says_what_its_files_are_for(package: str) -> None:
+    """In the docstring of its `__init__`, or, as the passes, in the list that its code is."""
+    path = FILES[package]
+    here = {p.stem for p in path.parent.glob("*.py")} | {p.parent.name for p in path.parent.glob("*/__init__.py")}
+    here |= {"artifact", "passes", "runtime"} if package == "shardc" else set()
+    told = set(re.findall(r"\w+", path.read_text()))
+    assert sorted(here - {"__init__", "__main__"} - told) == []

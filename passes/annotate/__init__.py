@@ -9,6 +9,10 @@ structure.py     `use: structure`: pairs in the graph     experts.py       `expe
 padding.py       `uneven: pad`                            indivisible.py   sizes that an axis does not divide, as errors
 
 What is not annotated, placement decides.
+
+weight_roles.py   what `column`, `row` and `vocab` mean     kv_heads.py        key-value heads that ranks share
+propagate_split.py   what else is split with a value        fused_weights.py   a fused weight's parts, suggested
+spec_layouts.py   what the spec writes, as a layout         to_spec.py         a plan, as entries of a spec
 """
 
 from __future__ import annotations

@@ -14,7 +14,15 @@ before                                              after
 
 The rewrites are in the files beside this one, one per kind of op. An op that has neither a rewrite nor a rule is
 decomposed by torch's own decompositions (decompose.py). Random ops that cannot be drawn from the counter generator are
-refused, naming the model's line."""
+refused, naming the model's line.
+
+pointwise, views, factories   names, sizes and constants spelled one way
+norm, moments, loss           norms, variances and losses as sums that can be split
+lookup, masks, recurrent      bags of embeddings, writes under masks, recurrent layers
+random_tensors                random numbers come from the counter generator
+experts, grouped_mm           what a mixture of experts is captured as, as the op `experts`
+cleanup                       the last steps, on the whole graph
+"""
 
 from __future__ import annotations
 

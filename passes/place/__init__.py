@@ -2,6 +2,9 @@
 
 The graph stays the same; its nodes get `strategies` and `why` (node metadata: shardc.ir.program), parameters, buffers
 and inputs get their layouts. Partition then inserts the conversions that the choices imply.
+
+refuse          annotated splits that could not be carried out
+transfer_cost   what conversions cost, in bytes that one rank sends
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ of several entries may be nested.
 The budget is a share of the bytes that backward would keep of the region without a checkpoint. It is spent as in a
 knapsack: first on what saves most work for its bytes, where work is flops, memory touched and bytes sent, in the
 proportions of shardc.ir.assumed_machine.
+
+autograd_saves.py finds out what autograd keeps of a call.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
     torch_mesh    TorchMesh: over torch.distributed (NCCL on CUDA, gloo on the CPU)
     loopback      LoopbackMesh: all ranks of a mesh as threads of one process, sums in the order of ranks
     agreement     what all ranks have to share, compared; replicas: copies of weights, compared
+    local_device  which device of its machine a rank uses
+    activity      what a rank is doing, noted; watch: who keeps the others waiting; failed_rank: an error reaches all
     allocator     what the C library does with freed memory on a CPU
 
 A program cannot tell which mesh it runs on. Collectives return new tensors and never change their argument.

@@ -69,7 +69,7 @@ class RankMesh(ABC):
     `.records`. The name of an axis that is seen as several digits (shardc.ir.mesh) means all of them.
     `.step`: what ops may know of the step that runs (shardc.runtime.step.context): ops are given the mesh alone.
     `.activity`: what the rank is doing, for messages about ranks that hang or are killed.
-    Gathers and exchanges take and return *stacks* [ranks of the axis, ...] (shardc.runtime.ops.digits).
+    Gathers and exchanges take and return *stacks* [ranks of the axis, ...] (shardc.runtime.ops.shard_parts).
     """
 
     def __init__(self, layout: Mesh, rank: int, device: torch.device | str = "cpu", record: bool = False) -> None:
@@ -237,7 +237,7 @@ class RankMesh(ABC):
 
     def together(self, doing: str) -> AbstractContextManager[Any]:
         """Around what all ranks do together: an error in it on some ranks only ends it on the others too, which raise
-        shardc.runtime.mesh.failure.RankFailedError. doing: for that error, such as "step 5".
+        shardc.runtime.mesh.failed_rank.RankFailedError. doing: for that error, such as "step 5".
         """
         return self.activity.during(doing)
 

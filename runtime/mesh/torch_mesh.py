@@ -27,7 +27,7 @@ from shardc.runtime.launch import LOOPBACK, check_variables
 from shardc.runtime.mesh.agreement import DisagreementError, check, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
-from shardc.runtime.mesh.failure import Failures, cut_off
+from shardc.runtime.mesh.failed_rank import Failures, cut_off
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
 from shardc.runtime.mesh.watch import NAMED, Watch
 from shardc.torch_private import default_store, process_groups

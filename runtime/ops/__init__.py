@@ -3,6 +3,15 @@ math of ops whose rank's part is no op of torch. A program's text says `ops.all_
 
 x is this rank's tensor, mesh the runtime mesh (shardc.runtime.mesh), axis / axes name mesh axes. tag: the graph node's
 name, for the record of what ran.
+
+convert           conversions between placements; shard_parts: a shard's parts, cut and joined; overlap: a product's
+                  backward beside its collective
+zero              the gathers of ZeRO 3; host_copy: copies that stop nothing
+random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same; attention: with dropout
+expert_parallel   tokens to experts and back; grouped_mm, expert_activation: what experts compute; experts_op: the op in
+                  a captured graph
+local_math        losses on split classes, look-ups in a part of a table
+torch_library     ops of torch that a captured graph cannot hold
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardc.ir.conversions import BY_OP, Move
-from shardc.ir.cut import trim, widen
 from shardc.ir.placement import Shard
+from shardc.ir.shard_chunks import trim, widen
 from shardc.runtime.mesh.base import Work
-from shardc.runtime.ops import digits
+from shardc.runtime.ops import shard_parts
 from shardc.runtime.ops.overlap import begun
 
 Mesh = Any  # shardc.runtime.mesh's meshes; a protocol would only repeat their docstrings
@@ -41,7 +41,7 @@ Record = dict[str, str]  # for the mesh's record of what ran: "direction", "tag"
 
 
 def _all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record) -> Tensor:
-    return trim(digits.unstack(mesh.all_gather(x, axis, **record), old), old)
+    return trim(shard_parts.unstack(mesh.all_gather(x, axis, **record), old), old)
 
 
 def _all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: None, record: Record) -> Tensor:
@@ -49,20 +49,20 @@ def _all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: No
 
 
 def _all_to_all(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: Shard, record: Record) -> Tensor:
-    sent = digits.stack(widen(x, new), new, mesh.size(axis))
-    return trim(digits.unstack(mesh.all_to_all(sent, axis, **record), old), old)
+    sent = shard_parts.stack(widen(x, new), new, mesh.size(axis))
+    return trim(shard_parts.unstack(mesh.all_to_all(sent, axis, **record), old), old)
 
 
 def _reduce_scatter(x: Tensor, mesh: Mesh, axis: str, old: None, new: Shard, record: Record) -> Tensor:
-    return mesh.reduce_scatter(digits.stack(widen(x, new), new, mesh.size(axis)), axis, **record)  # type: ignore[no-any-return]
+    return mesh.reduce_scatter(shard_parts.stack(widen(x, new), new, mesh.size(axis)), axis, **record)  # type: ignore[no-any-return]
 
 
 def _slice(x: Tensor, mesh: Mesh, axis: str, old: None, new: Shard, record: Record) -> Tensor:
-    return digits.cut(widen(x, new), new, mesh.size(axis), mesh.coordinate(axis))
+    return shard_parts.cut(widen(x, new), new, mesh.size(axis), mesh.coordinate(axis))
 
 
 def _pad(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record) -> Tensor:
-    return trim(digits.pad(x, old, mesh.size(axis), mesh.coordinate(axis)), old)
+    return trim(shard_parts.pad(x, old, mesh.size(axis), mesh.coordinate(axis)), old)
 
 
 def _first(x: Tensor, mesh: Mesh, axis: str, *_: Any) -> Tensor:
@@ -114,7 +114,7 @@ def _start_all_reduce(
 def _start_reduce_scatter(
     g: Tensor, mesh: Mesh, axis: str, old: None, new: Shard, record: Record
 ) -> tuple[Tensor, Work]:
-    parts = digits.stack(widen(g, new), new, mesh.size(axis))
+    parts = shard_parts.stack(widen(g, new), new, mesh.size(axis))
     part = torch.empty_like(parts[0])
     return part, mesh.start_reduce_scatter(parts.view(-1), part.view(-1), axis, **record)
 

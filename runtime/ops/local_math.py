@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardc.ir.cut import chunks, widen
 from shardc.ir.placement import Shard
+from shardc.ir.shard_chunks import chunks, widen
 from shardc.runtime.ops.host_copy import to_device
 from shardc.torch_private import FakeTensor, assert_on_device
 

@@ -9,14 +9,17 @@ place in the global tensor, never by how a program shards, so that any mesh read
     saving, loading       checkpoints: how one is written, and read
     generations           the folder of checkpoints: which is the last one, and which are whole
     checkpoint_index      index.json: what is in a checkpoint, checked as what anybody may have written
-    saving_boxes          which boxes of a global tensor a rank writes and reads
+    boxes                 which boxes of a global tensor a rank writes and reads
     saving_optimizer      the optimizer's state in a checkpoint
     tensor_file           .safetensors files by stretches of bytes
+    inspecting            whether checkpoints are whole, and in what two differ
+    torch_format          torch.distributed.checkpoint's format, in and out
     disk_calls            every call that reaches a disk
     parts                 this rank's part of each parameter and buffer
     export                folders and files for others
     sources               where weights come from: a model, a builder, a state_dict, files
     slices                files, of whose tensors any box can be read
+    reading_calls         `from_pretrained` and `torch.load` inside a builder, answered without reading
     pretrained            weights of files under a model's names: prefixes, renames, conversions
     init, init_recorder   weights of a builder, each computed by itself from a recording of the constructor
     tape_slices           a slice of a recorded tensor, traced back to the tensors of files that it is made of
@@ -30,9 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.cut import trim, unchunk
 from shardc.ir.placement import Layout
 from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.shard_chunks import trim, unchunk
 from shardc.runtime.state.export import export_safetensors, skeleton
 from shardc.runtime.state.generations import DamagedError
 from shardc.runtime.state.loading import load

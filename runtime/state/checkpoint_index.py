@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from shardc.runtime.state.saving_boxes import Numbers
+from shardc.runtime.state.boxes import Numbers
 from shardc.runtime.state.tensor_file import MAX_HEADER, unique, whole_numbers
 
 NAME = "index.json"

@@ -32,9 +32,9 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
+from shardc.runtime.state.boxes import Runs, kept, model_parts
 from shardc.runtime.state.init_recorder import Recorder, Tape
 from shardc.runtime.state.pretrained import pretrained_modules
-from shardc.runtime.state.saving_boxes import Runs, kept, model_parts
 from shardc.runtime.state.slices import Box, index, runs, whole
 from shardc.runtime.state.tape_slices import OnTape, Piece
 from shardc.runtime.state.tensor_file import NAMES, Entry, bytes_of, header

@@ -1,6 +1,6 @@
 """Checkpoints that any mesh can load: how one is written.
 
-    every rank   plans what it writes (saving_boxes.py) ─► its files, fsynced ─► part-RANK.json ─┐ agree
+    every rank   plans what it writes (boxes.py) ─► its files, fsynced ─► part-RANK.json ─┐ agree
     rank 0                                     index.json from all parts, fsynced ─► one rename ─┴ agree ─► prune
 
 Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and what was there
@@ -37,9 +37,9 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import checkpoint_index, disk_calls
+from shardc.runtime.state.boxes import Numbers, Part, Runs, cuts, model_parts
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored
 from shardc.runtime.state.generations import LOCK, WORK, aside, free_name, generations, prune
-from shardc.runtime.state.saving_boxes import Numbers, Part, Runs, cuts, model_parts
 from shardc.runtime.state.saving_optimizer import state_parts, together
 from shardc.runtime.state.tensor_file import Entry, bytes_of, header, stored_as, unique
 

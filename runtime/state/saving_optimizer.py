@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from shardc.errors import Errors, ShardcError
 from shardc.ir.placement import Layout
 from shardc.ir.program import Param, Program
+from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
 from shardc.runtime.state.checkpoint_index import Index
-from shardc.runtime.state.saving_boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.zero.optimizer_list import class_of, group_classes
 

@@ -4,19 +4,17 @@ global loss.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
-from shardc.ir.outputs import loss_axes, sum_axes
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
@@ -24,17 +22,16 @@ from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import Fact, hashed, stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
-from shardc.runtime.ops.expert_parallel import experts_route
 from shardc.runtime.rng import Rng
 from shardc.runtime.state.generations import KEEP
-from shardc.runtime.step import inputs, lr, outputs, param_groups, sizes
+from shardc.runtime.step import inputs, lr, not_finite, outputs, param_groups, sizes
+from shardc.runtime.step.clip_grad_norm import GradNorm
+from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.expert_load import Load, Loads
-from shardc.runtime.step.finite import NotFiniteError, first_not_finite
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
-from shardc.runtime.zero.grad_norm import GradNorm, norm_axes
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_sharded
 from shardc.runtime.zero.optimizer_list import as_one
@@ -46,32 +43,6 @@ OptimizerOf = Callable[[param_groups.NamedParameters], Any]
 def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
     """What trains where the user names no optimizer: AdamW(3e-4)."""
     return torch.optim.AdamW(params, lr=3e-4)
-
-
-def groups_of(program: Program) -> list[tuple[str, ...]]:
-    """The sets of axes over which the program communicates: a mesh makes its process groups for them."""
-    found = [
-        axes
-        for b in program.buckets
-        for axes in (b.axes, (b.shard,) if b.shard else (), tuple(a for a in b.axes if a != b.shard))
-    ]
-    found += [(program.axis,)] if program.axis else []
-    found += [tuple(a for a, _ in p.layout.shards()) for p in program.params]
-    found += [norm_axes(program, p.name) for p in program.params]
-    for stage in program.stages:
-        found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
-    found += [sum_axes(program.outputs, program.mesh, program.axis), loss_axes(program)]
-    found += [(a,) for o in program.outputs for a, _ in o.layout.shards()]
-    if program.loss_scale is not None or any(
-        s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
-    ):
-        found.append(program.mesh.names)  # all ranks skip a step alike; the loads of experts
-    return [axes for axes in dict.fromkeys(found) if axes]
-
-
-def runtime_mesh(program: Program, **options: Any) -> TorchMesh:
-    """This rank of torch.distributed's world, with the groups that a program communicates in. options: TorchMesh's."""
-    return TorchMesh(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else (), **options)
 
 
 class Engine:
@@ -138,7 +109,7 @@ class Engine:
         check: bool = True,
         check_every: int = replicas.CHECK_EVERY,
         broadcast: bool = False,
-        nonfinite: Literal["ignore", "stop", "skip"] = "ignore",
+        nonfinite: not_finite.Action = "ignore",
         callbacks: Iterable[Callable[[Engine, Any], None]] = (),
         mesh: Any = None,
         interpreter: Callable[[Program, Any], Interpreter] = Interpreter,
@@ -298,9 +269,10 @@ class Engine:
         hooks = StepHooks(b.saving, b.start, b.start_inputs, b.pause, b.reduce, scaled)
         self.mesh.step.routings = [] if self._loads is not None else None
         total, news, beside = interpreter.step(values, hooks)
-        self._skipping = self._nonfinite != "ignore" and self.scaler is None and not math.isfinite(float(total))
-        if self._skipping and self._nonfinite == "stop":
-            raise self._not_finite(total, interpreter, values)
+        # loss scaling skips by itself, and wants the gradients
+        self._skipping = self.scaler is None and not_finite.skips(
+            self._nonfinite, total, interpreter, values, step=self.rng.step + 1
+        )
         if self._loads is not None:
             self.loads, self.mesh.step.routings = self._loads(self.mesh.step.routings or ()), None
         # copies, before anything is updated: what a buffer gets may be a parameter, or the batch
@@ -324,14 +296,6 @@ class Engine:
             stated("the seed", self.rng.seed, fix="give all ranks one seed"),
             Fact("the learning rate", hashed(rates), stage, fix=same, shown=", ".join(map(str, dict.fromkeys(rates)))),
         ]
-
-    def _not_finite(self, loss: Tensor, interpreter: Interpreter, values: Sequence[dict[str, Any]]) -> ShardcError:
-        """The error of a loss that is nan or inf: with the first op of forward, of any rank, whose result is."""
-        where = first_not_finite(interpreter, values)
-        what = f"the loss of step {self.rng.step + 1} is {float(loss)}"
-        what += f"; {where} is the first result that is not finite" if where else ""
-        fix = "nothing was updated: try a lower learning rate, clip_norm, or nonfinite='skip'"
-        return NotFiniteError(what, where=f"step {self.rng.step + 1}", fix=fix)
 
     def _take(self, batch: Any, *, local: bool) -> tuple[Interpreter, list[dict[str, Any]]]:
         """What runs a batch of this size, and what its stages here take, by microbatch: {placeholder: value}; what the
@@ -389,7 +353,7 @@ class Engine:
             if not self._skipping and (self.scaler is None or not self.scaler.overflow):
                 self._whole = False
                 if self.clip_norm is not None and self.grad_norm is not None:
-                    nn.utils.clip_grads_with_norm_(self.params.values(), self.clip_norm, self.grad_norm)
+                    self._norm.clip(self.clip_norm, self.grad_norm)
                 if self.optimizer is not None and not self._stepping:
                     (self._paged or self.optimizer).step()
                 self.buckets.publish()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors
-from shardc.ir.cut import chunks, widen
 from shardc.ir.patterns import match
 from shardc.ir.program import Input, Program
+from shardc.ir.shard_chunks import chunks, widen
 from shardc.ir.type_text import DTYPES
 
 Path = tuple[str | int, ...]

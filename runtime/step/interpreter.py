@@ -36,9 +36,9 @@ from shardc.runtime.mesh import Work
 from shardc.runtime.ops.local_math import summed, total
 from shardc.runtime.ops.overlap import multiplies, product
 from shardc.runtime.schedule import Action
-from shardc.runtime.step import failures, outputs
+from shardc.runtime.step import op_errors, outputs
 from shardc.runtime.step.activation_offload import OffloadedTensor
-from shardc.runtime.step.ranges import with_ranges
+from shardc.runtime.step.profiler_ranges import with_ranges
 from shardc.runtime.step.recompute import taped
 from shardc.runtime.step.split_backward import SplitBackward, split_stage
 
@@ -123,7 +123,7 @@ Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, but
 
 class Interpreter:
     """The stages that this rank runs. mesh: a runtime mesh. offloaded: where regions with `offload: cpu` keep tensors
-    until backward. ranges: every node is a range of torch.profiler's (shardc.runtime.step.ranges)."""
+    until backward. ranges: every node is a range of torch.profiler's (shardc.runtime.step.profiler_ranges)."""
 
     def __init__(
         self,
@@ -356,8 +356,8 @@ class Run:
         except ShardcError:
             raise
         except Exception as e:
-            if failures.no_memory(e):
-                raise failures.out_of_memory(e, _SAYS.get(action.kind, "a step")) from e
+            if op_errors.no_memory(e):
+                raise op_errors.out_of_memory(e, _SAYS.get(action.kind, "a step")) from e
             if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
                 e.add_note(doing)
             raise
@@ -378,7 +378,7 @@ class Run:
         for name, x in self.inbox.pop(key, {}).items():
             leaves[name] = x.detach().requires_grad_(training and stage.receives[name].requires_grad)
         args = [leaves[n] if n in leaves else values[n] for n in stage.takes]
-        with failures.named(stage.graph), self.hooks.saving(key) if self.hooks is not None else nullcontext():
+        with op_errors.named(stage.graph), self.hooks.saving(key) if self.hooks is not None else nullcontext():
             returned = stage.run(*args)
         loss, news, sent, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
         if self._keep_outputs:

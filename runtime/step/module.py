@@ -20,11 +20,11 @@ from shardc.runtime import state
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import failures, gradient_part, inputs, outputs
-from shardc.runtime.step.engine import runtime_mesh
+from shardc.runtime.step import gradient_part, inputs, op_errors, outputs
+from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
+from shardc.runtime.step.communicators import runtime_mesh
 from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.zero.bucket_launch import Buckets
-from shardc.runtime.zero.grad_norm import GradNorm, norm_axes
 from shardc.torch_private import after_backward
 
 
@@ -242,7 +242,7 @@ class ShardedModule(nn.Module):
             r.buckets.given[p.name] if p.name in r.buckets.runs else self.get_parameter(p.fqn) for p in r.program.params
         ]
         buffers = self._buffers_by_name().values()
-        with failures.named(r.program.stages[0].graph), r.buckets.saving():
+        with op_errors.named(r.program.stages[0].graph), r.buckets.saving():
             loss, news = r.run(r.mesh, r.rng, *params, *buffers, *tensors)
         if self.training:
             r.rng.step += 1
@@ -274,7 +274,7 @@ class ShardedModule(nn.Module):
         norm = self._running.norm
         norm.start()
         total = norm.total()
-        nn.utils.clip_grads_with_norm_(self._running.buckets.owned.values(), max_norm, total)
+        norm.clip(max_norm, total)
         return total
 
     def local(self, batch: Any) -> Any:

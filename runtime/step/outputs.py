@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir import outputs
-from shardc.ir.cut import trim, unchunk
 from shardc.ir.graph import operands_of
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program, Stage
+from shardc.ir.shard_chunks import trim, unchunk
 
 Values = dict[str, Tensor]
 #: {output: {microbatch: its value there}}, of the stages of this rank

@@ -8,13 +8,13 @@
     3       ShardedParamBucket                                   optimizer state, gradients, parameters
 
     bucket_launch      all buckets of a rank: when each begins its sum, and is waited for
-    grad_norm          the norm of the whole gradient, for clipping
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
-    sharded_bucket     what ZeRO 1 to 3 share
+    sharded_bucket     what ZeRO 1 to 3 share; replicated_bucket, sharded_grad_bucket, sharded_param_bucket: the classes
     gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward
     optimizer          a user's optimizer on this rank's stretches of parameters
     optimizer_check    may this optimizer be sharded, or stepped bucket by bucket? It is tried on a small copy
     early_step         the optimizer steps bucket by bucket, while later gradients are still being summed
+    optimizer_list     several optimizers as one
     trained_params     the parameters whose gradients a program computes at all
 
 What the optimizer works on is a bucket's `.owned`: {name: parameter}: the parameter itself, or the stretch of it in

@@ -10,7 +10,8 @@ counts.py               sums over all microbatches that a step needs before they
 schedule.txt            of a pipeline: who runs which stage when (shardc.runtime.schedule)
 constants.safetensors   tensors that capture found in the code
 
-emit writes the Python, parser reads it back; this file writes and reads the folder.
+emit writes the Python, parser reads it back, repeated_layers says which of its lines can be left out when it is shown;
+this file writes and reads the folder.
 """
 
 from __future__ import annotations

@@ -5,10 +5,20 @@
     lift.py             a Program: placeholders mesh, rng, params, buffers, inputs; typed nodes with module and line
     compare_eager.py    proof that loss, gradients and buffers are those of eager mode
 
-patches.py, transformers.py, data_dependent_*.py and inner_autograd.py surround the export: they refuse what it would
-drop without a word, and let it trace what it could not. refusals.py says in the user's terms why a capture failed.
+patches.py, transformers.py, data_dependent_sizes.py, data_dependent_values.py and inner_autograd.py surround the
+export: they refuse what it would drop without a word, and let it trace what it could not. refusals.py says in the
+user's terms why a capture failed.
 
 The model is captured in the mode it is in: put it in train mode first. It may be on the meta device; it is not changed.
+
+forward_arguments       which argument of the model's forward each part of the batch is
+constants, guards       values that are known while a model is traced; branches that do nothing then
+tensor_methods          methods of tensors that tracing cannot follow
+autograd_function       custom autograd Functions keep their backward
+masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
+random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
+functionalize           ops in place become ordinary ones; view_writes: those that write through views
+side_effects            what forward depends on and must not change
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from shardc.capture import patches
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
 from shardc.ir.program import Program, Source
-from shardc.runtime.step import failures
+from shardc.runtime.step import op_errors
 from shardc.torch_private import FakeTensor, pytree
 from shardc.verify.reference import interpret_all, reach
 
@@ -83,7 +83,7 @@ def prove(
             raise
         except Exception as e:  # the user's own code; on random numbers it may fail where it would not on real ones
             read = not any(_empty(reach(batch, i.path)) for i in program.inputs)
-            if isinstance(e, IndexError) and read and (outside := failures.eager_lookup_error(e, model, inputs)):
+            if isinstance(e, IndexError) and read and (outside := op_errors.eager_lookup_error(e, model, inputs)):
                 raise outside from e  # ids are the batch's own, not made up
             if not real:
                 why = f"the model does not run on random numbers ({type(e).__name__}: {e})"

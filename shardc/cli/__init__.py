@@ -5,6 +5,12 @@ worker          is what each process of `shardc run` does; training_loop: its st
                 training_data: its batches; step_lines: what it prints and logs; step_metrics: FLOPs, MFU, bytes
 
 Exit status: 0 done, 1 the check or the run failed, 2 the input is wrong.
+
+compile, inspect, verify    a model and a spec -> an artifact; shown; compared with one device
+run, plan                   train; which spec is fastest on so many devices
+checkpoint, export          folders of checkpoints; weights for transformers
+device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
+rank_errors                 an error that all ranks have alike is printed once
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from shardc.cli.told_once import for_this_rank
+from shardc.cli.rank_errors import for_this_rank
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:

@@ -131,7 +131,7 @@ class Training:
     def _step(self, batch: Any) -> Any:
         """One step. A save in the background that failed is told, and training goes on: the next one may succeed."""
         from shardc.runtime.state import SavingError
-        from shardc.runtime.step.finite import NotFiniteError
+        from shardc.runtime.step.not_finite import NotFiniteError
 
         number = self.engine.step_count + 1
         try:
@@ -153,7 +153,7 @@ class Training:
         step, and the first failure is raised.
         """
         from shardc.runtime.mesh.replicas import ReplicasDifferError
-        from shardc.runtime.step.finite import NotFiniteError
+        from shardc.runtime.step.not_finite import NotFiniteError
 
         try:
             with self.engine.mesh.together(doing):

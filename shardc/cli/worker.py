@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from shardc.cli.told_once import for_this_rank
+from shardc.cli.rank_errors import for_this_rank
 from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
 from shardc.errors import ShardcError
-from shardc.runtime.step.failures import OutOfMemoryError, no_memory, out_of_memory
+from shardc.runtime.step.op_errors import OutOfMemoryError, no_memory, out_of_memory
 from shardc.spec.run_section import Run
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def run(job: Job) -> dict[str, Any]:
     from shardc.cli.step_lines import StepLines, header
     from shardc.recompile import Resizer
     from shardc.runtime.launch import Progress, Told
-    from shardc.runtime.step.engine import adamw, runtime_mesh
+    from shardc.runtime.step.communicators import runtime_mesh
+    from shardc.runtime.step.engine import adamw
     from shardc.runtime.step.interpreter import Interpreter
 
     signals = Signals()
@@ -166,7 +167,7 @@ def main(file: str) -> None:
     peers would hide the cause.
     """
     from shardc.runtime.launch import GAVE_UP
-    from shardc.runtime.mesh.failure import RankFailedError
+    from shardc.runtime.mesh.failed_rank import RankFailedError
     from shardc.runtime.mesh.replicas import ReplicasDifferError
 
     job = Job(**json.loads(Path(file).read_text()))

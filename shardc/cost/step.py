@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from shardc.cost.clock import Clock
+from shardc.cost.closed_form_memory import Symbolic, symbolic
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.ledger import Part
 from shardc.cost.peak_memory import Memory, memory, parts
 from shardc.cost.streams import Span, Streams
-from shardc.cost.symbolic import Symbolic, symbolic
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program, Source
 from shardc.ir.units import seconds as duration
@@ -122,7 +122,7 @@ class Cost:
         return self.forms()
 
     def forms(self, **sizes: int) -> Symbolic:
-        """Closed forms with named sizes (batch, sequence, hidden, heads, vocab, ...). See shardc.cost.symbolic."""
+        """Closed forms with named sizes (batch, sequence, hidden, heads, vocab, ...). See closed_form_memory."""
         return symbolic(self.program, self.dry_runs, sizes)
 
 

@@ -1,0 +1,13 @@
+"""What a program is: values that need no weights, no devices and no process group, and small tools on them.
+
+program         Program: stages, parameters, buffers, inputs, buckets; it prints, saves and loads
+mesh            names and sizes of axes, ranks and coordinates
+placement       how a value lies on a mesh; conversions: every way in which that becomes another one, in one table
+shard_chunks    cuts a tensor by a shard, and joins it again
+types           shapes and dtypes of nodes; type_text: as programs print them, f32[8, 512@tp] +dp
+graph           small functions on fx graphs; source: the user's line that something came from
+outputs         values that a step gives beside its loss
+layers          what names say of repeated layers; patterns: globs over a model's names
+units           bytes, rates and counts for people
+assumed_machine what the compiler weighs work against communication by
+"""

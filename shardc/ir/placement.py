@@ -4,7 +4,7 @@ On every mesh axis a value is `Replicate`, `Shard`, `Partial` or `PartialGrad`; 
 A shard is an *absolute digit*: the global dim is seen as [split, axis size, rest] and the middle digit is spread over
 the axis. Axes that share a dim must hold disjoint digits; then they can be cut and gathered in any order.
 
-Beside it: cut.py cuts tensors by a shard and joins them; type_text.py prints layouts as programs show them.
+Beside it: shard_chunks.py cuts tensors by a shard and joins them; type_text.py prints layouts as programs show them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardc.ir.cut import chunks, trim, unchunk, widen
 from shardc.ir.mesh import Mesh
+from shardc.ir.shard_chunks import chunks, trim, unchunk, widen
 
 
 @dataclass(frozen=True)

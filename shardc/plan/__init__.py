@@ -4,8 +4,8 @@ without a device or data.
 planner         the questions that a plan answers           result          Plan, Candidate
 model           the model, with few of its layers           space           the choices: mesh, ZeRO, schedule, ...
 dry_runs        one microbatch on one stage, dry-run        stage_vectors   the parts of a stage's step as vectors
-estimate        a first price of every choice               exact           an exact price of one
-search          from estimates to exact prices              largest         the largest batch or sequence that fits
+estimate        a first price of every choice               exact_price     an exact price of one
+search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
 table           the plan as a table                         annotated_yaml  the best spec, with reasons as comments
 picture         the plan as a plot of time and memory
 """

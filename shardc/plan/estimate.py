@@ -4,7 +4,7 @@
              moment of a backward
     time     microbatches × the slowest stage + the schedule's bubble + gradient sums that backward does not hide
 
-The estimates only decide which choices are then priced exactly (shardc.plan.exact): users see exact prices.
+The estimates only decide which choices are then priced exactly (shardc.plan.exact_price): users see exact prices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from shardc.cost.ledger import KINDS
 from shardc.ir.mesh import Mesh
 from shardc.plan.dry_runs import Library, Stages
-from shardc.plan.exact import Priced, balanced, computing
+from shardc.plan.exact_price import Priced, balanced, computing
 from shardc.plan.space import KEPT, Choice
 from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
 from shardc.runtime.schedule import SCHEDULES

@@ -12,7 +12,7 @@ import torch
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
 from shardc.ir.units import seconds, size
-from shardc.plan.exact import Priced
+from shardc.plan.exact_price import Priced
 from shardc.spec import Spec
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from shardc.errors import ShardcError
 from shardc.plan.dry_runs import Library
 from shardc.plan.estimate import Estimates
-from shardc.plan.exact import Priced, price
+from shardc.plan.exact_price import Priced, price
 from shardc.plan.space import CHECKPOINTS, Choice, Keep, choices, divisors, spec, tensor_widths
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec

@@ -1,4 +1,14 @@
-"""Rules: one line an op, in factor notation (docs/algebra.md). Importing this package registers all of them."""
+"""Rules: one line an op, in factor notation (docs/algebra.md). Importing this package registers all of them.
+
+notation, op_call       what a rule is written in; what it gets to see of a call
+registry                all rules, by op; user_ops: those of users
+choices, strategy       the ways to run one call on one mesh axis, derived from its rule
+shared_signatures       what rules of several families have in common
+samples                 calls of every op, on which its rule is proven (shardc.verify.rules)
+
+Rules, a file a family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention, experts,
+recurrent, random, fourier, loss.
+"""
 
 from importlib import import_module
 

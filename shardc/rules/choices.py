@@ -24,10 +24,10 @@ from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Placement, Sha
 from shardc.ir.program import Value
 from shardc.ir.types import typed_key
 from shardc.rules import notation, registry
-from shardc.rules.forms import all_whole
 from shardc.rules.notation import Signature
 from shardc.rules.op_call import Call, call_of
 from shardc.rules.registry import Rule
+from shardc.rules.shared_signatures import all_whole
 from shardc.rules.strategy import Strategy, needs_sum_grad
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.rules.forms import bias_or_not
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall, LocalOf, rule
+from shardc.rules.shared_signatures import bias_or_not
 
 aten = torch.ops.aten
 

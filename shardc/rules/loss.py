@@ -12,10 +12,10 @@ from torch import fx
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Collective, Value
-from shardc.rules.forms import all_whole
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall, rule
+from shardc.rules.shared_signatures import all_whole
 from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.rules.forms import all_whole, every_operand, whole_dims
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall, find, rule
+from shardc.rules.shared_signatures import all_whole, every_operand, whole_dims
 from shardc.runtime import ops
 
 aten = torch.ops.aten

@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from shardc.ir.placement import PARTIAL, Placement, Shard
-from shardc.rules.forms import every_operand, names_of, signature_of, sizes_of, whole_dims
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.pointwise import local_size
 from shardc.rules.registry import LocalCall, rule
+from shardc.rules.shared_signatures import every_operand, names_of, signature_of, sizes_of, whole_dims
 from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 

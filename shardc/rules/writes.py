@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from shardc.rules.forms import all_whole
 from shardc.rules.notation import Signature
 from shardc.rules.op_call import Call
 from shardc.rules.registry import SignatureOf, rule
+from shardc.rules.shared_signatures import all_whole
 from shardc.rules.views import cut, diagonal
 
 aten = torch.ops.aten

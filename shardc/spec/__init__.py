@@ -2,6 +2,9 @@
 
 yaml_reader.py   text -> values and the places of each     explain.py    errors of the grammar -> where, what, fix
 schema.py        the grammar of every section              check.py      axes, sizes, what is not built yet
+
+fields.py        kinds of values, such as an axis           names.py      patterns against the names of a model
+run_section.py   `run:`, how `shardc run` trains            foreign_words.py   words of other libraries, as hints
 """
 
 from __future__ import annotations

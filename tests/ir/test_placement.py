@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardc.ir.cut import chunks, trim, unchunk, widen
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Replicate, Shard
+from shardc.ir.shard_chunks import chunks, trim, unchunk, widen
 from shardc.ir.type_text import DTYPES, parse, show
 
 torch.set_num_threads(1)

@@ -21,8 +21,8 @@ from shardc.cli import app
 from shardc.cost import Device, device
 from shardc.cost.device import Link
 from shardc.plan import Candidate, Plan
-from shardc.plan.exact import Priced, price
-from shardc.plan.largest import Largest
+from shardc.plan.exact_price import Priced, price
+from shardc.plan.largest_that_fits import Largest
 from shardc.plan.model import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.space import Choice, choices, spec

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.ir.cut import chunks
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Shard
+from shardc.ir.shard_chunks import chunks
 from shardc.rules import RULES, Rule, Strategy, find, rule
 from shardc.rules.samples import SAMPLES, Tensors, call
 from shardc.rules.views import walk

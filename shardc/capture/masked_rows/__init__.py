@@ -23,6 +23,7 @@ is right for any loop.
     writes.py            writing them back to a tensor
     rowwise.py           is a call one on each row by itself? by the rules
     traced.py            what the graph in the making says of a tensor
+    arguments.py         indices and slices of calls on chosen rows; unfit.py: the error that all files here raise
 """
 
 from __future__ import annotations

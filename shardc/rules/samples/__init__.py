@@ -1,5 +1,8 @@
 """Sample calls of every op that has a rule, a file a family, named like the file of its rules. `make.py` says what
 makes a good one.
+
+pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention, experts, recurrent, random,
+fourier, loss; own: as users write them
 """
 
 from importlib import import_module

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardc.ir.conversions import CONVERSIONS, Conversion
-from shardc.ir.cut import chunks, trim, unchunk, widen
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
+from shardc.ir.shard_chunks import chunks, trim, unchunk, widen
 from shardc.runtime import ops
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.ops import digits
+from shardc.runtime.ops import shard_parts
 from shardc.runtime.rng import Rng
 
 
@@ -118,13 +118,13 @@ def test_a_conversion_and_its_transpose(row: Conversion, old: Placement, new: Pl
 def test_digits_agree_with_chunks(s: Shard, n: int) -> None:
     x = noise(12, 36, 24).transpose(0, 2).contiguous().transpose(0, 2)  # not contiguous
     parts = chunks(x, s, n)
-    stacked = digits.stack(x, s, n)
+    stacked = shard_parts.stack(x, s, n)
     assert torch.equal(stacked, torch.stack(parts))
     assert stacked.is_contiguous()
-    assert torch.equal(digits.unstack(stacked, s), x)
+    assert torch.equal(shard_parts.unstack(stacked, s), x)
     for i, part in enumerate(parts):
-        assert torch.equal(digits.cut(x, s, n, i), part)
-        padded = digits.pad(part.contiguous(), s, n, i)
+        assert torch.equal(shard_parts.cut(x, s, n, i), part)
+        padded = shard_parts.pad(part.contiguous(), s, n, i)
         assert torch.equal(padded, unchunk([p if j == i else torch.zeros_like(p) for j, p in enumerate(parts)], s))
 
 

@@ -14,8 +14,8 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
-from shardc.runtime.step.finite import NotFiniteError
 from shardc.runtime.step.module import ShardedModule
+from shardc.runtime.step.not_finite import NotFiniteError
 
 
 class Net(nn.Module):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import functools
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -226,14 +225,12 @@ def test_a_process_that_fails_ends_all_and_names_where_it_was(name: str, body: s
     """In its second step; whatever its peers say."""
     (tmp_path / "model.py").write_text(MODEL.format(name=name, body=body))
     (tmp_path / "spec.yaml").write_text(str(shardc.Spec.load(spec({"pp": 2}, 4, cut=["two"]))))
-    began = time.monotonic()
     done = warm.run("run", "model.py", "spec.yaml", "--steps", "1000", cwd=tmp_path, timeout=120)
     assert done.returncode == 1
     assert f"{said}; all ranks were ended" in done.stderr
     if name == "raise":
         assert "ValueError: the culprit\nin two (model.py:22): " in done.stderr
         assert "\nat 1F1 of the schedule: stage 1, microbatch 1" in done.stderr
-    assert time.monotonic() - began < 100
 
 
 def test_modules_of_ones_own_loop_have_no_stages() -> None:

@@ -14,8 +14,8 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Bucket, Param, Program
 from shardc.runtime.mesh import RankMesh, Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.clip_grad_norm import GradNorm
 from shardc.runtime.zero.bucket_launch import Buckets
-from shardc.runtime.zero.grad_norm import GradNorm
 from tests import example_program
 
 PAIR = Mesh((("dp", 2),))

@@ -1,4 +1,4 @@
-"""The 2-norm of the whole gradient, for clipping: of parameters that are split, replicated, or sharded by ZeRO."""
+"""The 2-norm of the whole gradient, of parameters that are split, replicated or sharded by ZeRO; and clipping by it."""
 
 from __future__ import annotations
 
@@ -63,6 +63,10 @@ class GradNorm:
             )
             whole = whole + (self.mesh.all_reduce(part, axes, direction="update", tag="grad_norm") if axes else part)
         return whole.sqrt()
+
+    def clip(self, most: float, total: Tensor) -> None:
+        """Scale all gradients down so that the norm, now `total`, is at most `most`."""
+        nn.utils.clip_grads_with_norm_(self.params.values(), most, total)
 
 
 def norm_axes(program: Program, name: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import Op, Sent
-from shardc.cost.symbols import LayerSums, Symbols
+from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.layers import layer_of
 from shardc.ir.program import Bucket, Program

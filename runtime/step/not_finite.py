@@ -1,11 +1,12 @@
-"""Which op of a step's forward made a nan or an inf first, on any rank."""
+"""A loss that is nan or inf: the step is left out, or stops and names the op of forward, on any rank, that made one."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
@@ -13,9 +14,29 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import source_of, values_of
 from shardc.runtime.step.interpreter import Interpreter, on_device
 
+#: What becomes of a step whose loss is nan or inf.
+Action = Literal["ignore", "stop", "skip"]
+
 
 class NotFiniteError(ShardcError):
     """A loss is nan or inf, and the engine was made with nonfinite="stop". Nothing of the step was updated."""
+
+
+def skips(
+    action: Action, loss: Tensor, interpreter: Interpreter, values: Sequence[Mapping[str, Any]], *, step: int
+) -> bool:
+    """Whether a step of this global loss, 0-dim, updates nothing. Unless all are ignored, the loss is read on the host.
+    values: of each microbatch: {placeholder: value}. Raises NotFiniteError for "stop", on all ranks.
+    """
+    if action == "ignore" or math.isfinite(float(loss)):
+        return False
+    if action == "skip":
+        return True
+    where = first_not_finite(interpreter, values)
+    what = f"the loss of step {step} is {float(loss)}"
+    what += f"; {where} is the first result that is not finite" if where else ""
+    fix = "nothing was updated: try a lower learning rate, clip_norm, or nonfinite='skip'"
+    raise NotFiniteError(what, where=f"step {step}", fix=fix)
 
 
 def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any]]) -> str:

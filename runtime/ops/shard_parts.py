@@ -1,4 +1,5 @@
-"""One digit of a tensor's dim, cut and joined in a single copy (none where the digit is the outermost one).
+"""The parts of a shard, one for each rank of an axis, cut and joined in a single copy (none where the ranks' digit of
+the dim is the outermost one).
 
 A shard sees its dim as [split, n, rest] (shardc.ir.placement). Collectives send and receive *stacks* [n, ...]: the
 digit moved to the front, part i being what rank i of the axis holds. Sections, which are no digit, take the longer way
@@ -9,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardc.ir.cut import chunks, unchunk
 from shardc.ir.placement import Shard
+from shardc.ir.shard_chunks import chunks, unchunk
 
 
 def _seen(x: Tensor, s: Shard, n: int) -> Tensor:

@@ -13,7 +13,7 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.ir.program import Source
 from shardc.runtime import launch
-from shardc.runtime.step import failures
+from shardc.runtime.step import op_errors
 
 
 class Words(nn.Module):
@@ -48,10 +48,10 @@ SPECS: tuple[dict[str, Any], ...] = (
 def test_an_id_outside_of_the_table_names_module_line_id_and_size(spec: dict[str, Any]) -> None:
     model = Words()
     program = shardc.compile(model, batch(), {"shardc": 1, **spec})
-    with pytest.raises(failures.OutOfRangeError) as e:
+    with pytest.raises(op_errors.OutOfRangeError) as e:
         shardc.simulate(program, model, batch(top=9))
     assert "the id in 'ids' is outside of the table: 9 is not in 0 ... 7" in e.value.what
-    assert e.value.where.startswith("words (test_failures.py:")
+    assert e.value.where.startswith("words (test_op_errors.py:")
     assert "correct 'ids' in the batch" in e.value.fix
 
 
@@ -70,7 +70,7 @@ def test_what_a_batch_would_raise_is_told_when_it_is_compiled() -> None:
     with torch.device("meta"):
         model = Words()
     one = {"shardc": 1, "mesh": {"dp": 1}}
-    with pytest.raises(ShardcError, match=r"words \(test_failures.py:\d+\): the id is outside.*9 is not in 0 ... 7"):
+    with pytest.raises(ShardcError, match=r"words \(test_op_errors.py:\d+\): the id is outside.*9 is not in 0 ... 7"):
         shardc.compile(model, batch(top=9), one)
     with pytest.raises(
         ShardcError, match=r"positions \(.*6 is not in 0 ... 5\n  fix: make the table larger, or the seq"
@@ -87,7 +87,7 @@ def test_memory_that_runs_out_names_the_op_and_the_remedy() -> None:
     big = graph.call_function(torch.ops.aten.clone.default, (node,))
     big.meta["source"] = Source("layers.3.mlp", "llama.py:31", "h = up(x)")
     graph.output(big)
-    with pytest.raises(failures.OutOfMemoryError) as e, failures.named(graph):
+    with pytest.raises(op_errors.OutOfMemoryError) as e, op_errors.named(graph):
         fx.GraphModule(nn.Module(), graph)(torch.zeros(1))
     assert e.value.where == "layers.3.mlp (llama.py:31)"
     assert e.value.what.startswith("out of memory")
@@ -98,7 +98,7 @@ def test_other_errors_stay_what_they_are() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output(graph.call_function(torch.ops.aten.view.default, (x, [7])))
-    with pytest.raises(RuntimeError, match="shape"), failures.named(graph):
+    with pytest.raises(RuntimeError, match="shape"), op_errors.named(graph):
         fx.GraphModule(nn.Module(), graph)(torch.zeros(1))
 
 

@@ -6,8 +6,8 @@
     cost.symbolic.parameters, .gradients, .optimizer
     cost.symbolic.flops, .layer_flops["h"], .comm["tp", "all_reduce"]
 
-What is kept is what the dry run kept; its sizes are read back as products of named ones (shardc.cost.symbols), so sizes
-have to differ (a batch of 5, not of 8 where there are 8 heads). They may be named: `cost.forms(heads=96)`.
+What is kept is what the dry run kept; its sizes are read back as products of named ones (shardc.cost.size_symbols), so
+sizes have to differ (a batch of 5, not of 8 where there are 8 heads). They may be named: `cost.forms(heads=96)`.
 
 `papers` counts as "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022) does:
     - a dropout keeps its mask, a byte an element, unless a checkpoint region computes it again; a program computes
@@ -30,10 +30,10 @@ import sympy  # type: ignore[import-untyped]
 from sympy import Expr, Integer, Symbol
 from torch import fx
 
+from shardc.cost.closed_form_work import bytes_by_collective, flops_by_layer
 from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import Storage
-from shardc.cost.symbolic_work import bytes_by_collective, flops_by_layer
-from shardc.cost.symbols import LayerSums, Symbols
+from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.graph import source_of, value_of
 from shardc.ir.layers import layer_of
 from shardc.ir.program import Collective, Program
