@@ -15,7 +15,7 @@ from shardc.passes.canonical import Canonical
 from shardc.passes.canonical.grouped_mm import GroupedMM
 from shardc.passes.expert_capacity import Capacity
 from shardc.passes.gradient_buckets import GradientBuckets
-from shardc.passes.match_layouts import MatchLayouts
+from shardc.passes.match_recompiled import MatchLayouts
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
 from shardc.passes.place import Place
@@ -56,7 +56,7 @@ PIPELINE = (
     Stage("accumulate", Accumulate, "microbatches are an axis up to here; what follows sees one microbatch"),
     Stage("pipeline", Pipeline, "cuts where few bytes cross, and these are known once sizes are local"),
     Stage("recompute", Recompute, "a region is part of one stage, and its budget counts bytes of one rank"),
-    Stage("match_layouts", MatchLayouts, "gives the buckets that the next pass would otherwise make"),
+    Stage("match_recompiled", MatchLayouts, "gives the buckets that the next pass would otherwise make"),
     Stage("buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),
     Stage("unused_axes", UnusedAxes, "only now is every axis seen that something uses"),
 )

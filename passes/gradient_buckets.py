@@ -59,7 +59,7 @@ class GradientBuckets(Pass):
 
     def run(self, program: Program) -> Program:
         uses, mesh, zero = _Uses(program), program.mesh, self.spec.data.zero
-        if program.buckets:  # they are another program's (shardc.passes.match_layouts)
+        if program.buckets:  # they are another program's (shardc.passes.match_recompiled)
             return self._with_gathers(program, uses)
         finish = sorted(program.params, key=lambda p: -uses.first.get(p.name, -uses.end))
         order = {p.name: i for i, p in enumerate(finish)}

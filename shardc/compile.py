@@ -55,7 +55,7 @@ def compile(
         default: the output itself, its `.loss`, or its first element.
     prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture`
         made of the same model and batch, for trying several specs. compatible_with: a program of the same model and
-        spec for another batch, whose parameters and buckets this one is to run on (shardc.passes.match_layouts).
+        spec for another batch, whose parameters and buckets this one is to run on (shardc.passes.match_recompiled).
     dump: folder for the text after every pass. on_pass: called with each pass's name as it begins.
     Raises ShardcError for everything that is wrong with the input, all independent mistakes at once.
     """

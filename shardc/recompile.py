@@ -18,9 +18,9 @@ from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.step import sizes
+from shardc.runtime.step import batch_sizes
+from shardc.runtime.step.batch_sizes import Shapes
 from shardc.runtime.step.inputs import leaves
-from shardc.runtime.step.sizes import Shapes
 
 Build = Callable[[], nn.Module | None]
 Loss = Callable[[Any, Any], Any]
@@ -60,7 +60,7 @@ class Resizer:
             return self._programs[shapes]
 
     def _recompile(self, program: Program, batch: Any, shapes: Shapes) -> Program:
-        model, given = self.build(), sizes.described(program, shapes)
+        model, given = self.build(), batch_sizes.described(program, shapes)
         if model is None or program.spec is None:
             raise ShardcError(
                 f"the batch has other sizes than the program was compiled for ({given}), and the model that would have"
@@ -75,7 +75,7 @@ class Resizer:
                 fix="name a few in the spec, with what to pad by: batch: {lengths: [128, 256], pad: {input_ids: 0}}",
             )
         if any(tuple(x.shape) != shape for x, shape in zip(_tensors(program, batch), shapes, strict=True)):
-            batch = sizes.like(batch, program, shapes)
+            batch = batch_sizes.like(batch, program, shapes)
         with _modes(model, self.modes):
             try:
                 return self.compile(
@@ -83,7 +83,7 @@ class Resizer:
                     batch,
                     program.spec,
                     loss=self.loss,
-                    overrides=("uneven=pad",) if sizes.fewer_rows(program, shapes) else (),
+                    overrides=("uneven=pad",) if batch_sizes.fewer_rows(program, shapes) else (),
                     prove=False,
                     compatible_with=program,
                 )

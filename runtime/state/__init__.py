@@ -7,7 +7,7 @@ place in the global tensor, never by how a program shards, so that any mesh read
     export_safetensors    the same, in files that safetensors, transformers and peft load; no rank holds all of it
 
     saving, loading       checkpoints: how one is written, and read
-    generations           the folder of checkpoints: which is the last one, and which are whole
+    checkpoint_folder     the folder of checkpoints: which is the last one, and which are whole
     checkpoint_index      index.json: what is in a checkpoint, checked as what anybody may have written
     boxes                 which boxes of a global tensor a rank writes and reads
     saving_optimizer      the optimizer's state in a checkpoint
@@ -36,8 +36,8 @@ from torch import Tensor
 from shardc.ir.placement import Layout
 from shardc.ir.program import Buffer, Param, Program
 from shardc.ir.shard_chunks import trim, unchunk
+from shardc.runtime.state.checkpoint_folder import DamagedError
 from shardc.runtime.state.export import export_safetensors, skeleton
-from shardc.runtime.state.generations import DamagedError
 from shardc.runtime.state.loading import load
 from shardc.runtime.state.parts import constants, local_parameters, local_parts
 from shardc.runtime.state.saving import Saves, SavingError, save

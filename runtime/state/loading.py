@@ -23,8 +23,7 @@ from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Box, Numbers, Part, Runs, disjoint, kept, model_parts, overlap
-from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
-from shardc.runtime.state.generations import (
+from shardc.runtime.state.checkpoint_folder import (
     DamagedError,
     check_file,
     generations,
@@ -33,6 +32,7 @@ from shardc.runtime.state.generations import (
     read_index,
     remedy,
 )
+from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.state.tensor_file import BLOCK, bytes_of

@@ -4,7 +4,7 @@
     rank 0                                     index.json from all parts, fsynced ─► one rename ─┴ agree ─► prune
 
 Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and what was there
-before is as it was. All is written into a folder that gets its name at the very end (generations.py).
+before is as it was. All is written into a folder that gets its name at the very end (checkpoint_folder.py).
 
 In the background, the tensors are copied to memory of the host first, and a thread does the rest. It cannot meet other
 ranks, whose main threads may be in the middle of a step; so it only notes how it went, and main threads agree on it
@@ -38,8 +38,8 @@ from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import checkpoint_index, disk_calls
 from shardc.runtime.state.boxes import Numbers, Part, Runs, cuts, model_parts
+from shardc.runtime.state.checkpoint_folder import LOCK, WORK, aside, free_name, generations, prune
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored
-from shardc.runtime.state.generations import LOCK, WORK, aside, free_name, generations, prune
 from shardc.runtime.state.saving_optimizer import state_parts, together
 from shardc.runtime.state.tensor_file import Entry, bytes_of, header, stored_as, unique
 

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardc.errors import ShardcError
+from shardc.runtime.state.checkpoint_folder import generations, is_one, newest, read_index
 from shardc.runtime.state.checkpoint_index import Index
-from shardc.runtime.state.generations import generations, is_one, newest, read_index
 from shardc.runtime.state.tensor_file import DTYPES
 
 #: Per dim (start, length).

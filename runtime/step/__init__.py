@@ -10,9 +10,9 @@ recompute             computes values again in backward; activation_offload: kee
 split_backward        backward in two halves, for zero-bubble schedules
 loss_scale            loss scaling for float16, on all ranks alike
 outputs               what a step gives beside its loss, over microbatches, ranks and batches
-sizes                 batches of other sizes than were compiled
-clip_grad_norm        the norm of the whole gradient, and clipping by it; gradient_part: a part's norm is not that
-not_finite            a loss that is nan or inf: stop or skip, and which op made it
+batch_sizes           batches of other sizes than were compiled
+clip_grad_norm        the norm of the whole gradient, and clipping by it; partial_grad_guard: a part's norm is not that
+not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
 op_errors             an op that fails, in the user's terms; profiler_ranges: each node is one in a trace
 param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers
 expert_load           how tokens were spread over experts

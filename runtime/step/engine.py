@@ -23,8 +23,8 @@ from shardc.runtime.mesh.agreement import Fact, hashed, stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.rng import Rng
-from shardc.runtime.state.generations import KEEP
-from shardc.runtime.step import inputs, lr, not_finite, outputs, param_groups, sizes
+from shardc.runtime.state.checkpoint_folder import KEEP
+from shardc.runtime.step import batch_sizes, inputs, lr, not_finite, outputs, param_groups
 from shardc.runtime.step.clip_grad_norm import GradNorm
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.expert_load import Load, Loads
@@ -66,9 +66,9 @@ class Engine:
     check_every: steps between two comparisons of all copies of weights, buffers and optimizer states, which find a bit
         that flipped in one of them (shardc.runtime.mesh.replicas); `save` compares them too. 0: never.
     broadcast: rank 0's weights for all ranks, for models that are not seeded.
-    nonfinite: where a loss is nan or inf: "ignore", "stop" (raise NotFiniteError before anything is updated, naming the
-        op that made it) or "skip" (leave out the update). The loss is read on the host for it. Loss scaling skips by
-        itself.
+    nonfinite: where a loss or a gradient is nan or inf: "ignore", "stop" (raise NotFiniteError before anything is
+        updated, naming the op or the parameters) or "skip" (leave out the update). Loss and norm are read on the host
+        for it. Loss scaling skips by itself.
     norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
     callbacks: called after every `step`, with the engine and what the step returns, on every rank: they may log, save
         or evaluate, which all ranks do together. `.callbacks` is the list.
@@ -82,7 +82,8 @@ class Engine:
     .interpreter: what runs the program's stages; .buckets: what holds parameters and sums gradients
     (shardc.runtime.zero.bucket_launch).
     .grad_norm: 2-norm of the whole gradient in the last step, before clipping; 0-dim, on every rank; None before the
-    first step, and without `norm` and `clip_norm`. .scaler: the loss scaling of `precision.loss_scale`
+    first step, and where nothing asks for it (`norm`, `clip_norm`, `nonfinite`).
+    .scaler: the loss scaling of `precision.loss_scale`
     (shardc.runtime.step.loss_scale), or None. A step whose gradients are not finite on some rank leaves parameters and
     optimizer as they are, on every rank.
 
@@ -119,7 +120,7 @@ class Engine:
         self.program, self.callbacks = program, list(callbacks)
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = rng(seed)
-        self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None
+        self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None or nonfinite != "ignore"
         check = check and self.mesh.layout.world > 1  # one rank agrees with itself: nothing is hashed
         self._checks, self._nonfinite, self._skipping = check, nonfinite, False
         self._check_every = check_every if check else 0
@@ -132,6 +133,7 @@ class Engine:
         self.weight_notes = given.notes
         self._skeleton, self._folder = state.skeleton(given.model), given.folder
         parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
+        self._buffers_before = self.buffers  # the last step
         self._offload = offload(program.offload, self.mesh)
         prints: dict[str, int] = {}
         self.buckets = Buckets(program, replicas.printed(parts, prints) if check else parts, self.mesh, self._offload)
@@ -146,7 +148,10 @@ class Engine:
         if check:
             agreement.check(self.mesh, agreement.optimizer_facts(program, self.optimizer), "making an engine")
         whole = (
-            clip_norm is not None or program.loss_scale is not None or bool(self._offload.places)
+            clip_norm is not None
+            or nonfinite != "ignore"
+            or program.loss_scale is not None
+            or bool(self._offload.places)
         )  # nothing may be updated before all is there
         self._overlapped = (
             OverlappedStep(self.optimizer, self.params)
@@ -170,7 +175,7 @@ class Engine:
         self._norm = GradNorm(program, self.params, self.mesh)
         self._runs = interpreter
         self.interpreter = interpreter(program, self.mesh)
-        self._others: dict[sizes.Shapes, tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of other sizes
+        self._others: dict[batch_sizes.Shapes, tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of other sizes
         self.scaler = LossScaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
         self._unbucketed = [n for n in self.params if n not in self.buckets.names]
 
@@ -283,8 +288,9 @@ class Engine:
         self._reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.sync_overflow()
+        self._buffers_before = self.buffers
         if not self._skipping:
-            self.buffers |= news
+            self.buffers = {**self.buffers, **news}
         return outputs.result(interpreter.program, self.mesh, total, beside, gather=gather)
 
     def _facts(self) -> list[Fact]:
@@ -302,7 +308,7 @@ class Engine:
         microbatches add up to is known then."""
         if isinstance(batch, Rest):
             batch, local = batch.batch, False
-        batch = sizes.prepared(self.program, self.mesh, batch, local=local)
+        batch = batch_sizes.prepared(self.program, self.mesh, batch, local=local)
         if self._checks:
             facts = [*agreement.batch_facts(self.program, batch, local=local), *self._facts()]
             agreement.check(self.mesh, facts, "a step" if self.rng.training else "evaluating")
@@ -318,7 +324,7 @@ class Engine:
         """What runs a batch, and constants of its own: the engine's program, or one for its sizes, made when such a
         batch comes.
         """
-        shapes = sizes.other_shapes(self.program, batch, local=local)
+        shapes = batch_sizes.other_shapes(self.program, batch, local=local)
         if shapes is None or self.program.resize is None:
             return self.interpreter, {}
         if shapes not in self._others:
@@ -330,7 +336,7 @@ class Engine:
                 self.mesh.add_groups(groups_of(program))
             self._others[shapes] = self._runs(program, self.mesh), state.constants(program, self.mesh)
             seconds = time.perf_counter() - start
-            self._tell(f"compiled for {sizes.described(self.program, shapes)} in {seconds:.1f} s")
+            self._tell(f"compiled for {batch_sizes.described(self.program, shapes)} in {seconds:.1f} s")
         return self._others[shapes]
 
     def _reduced(self, names: Sequence[str]) -> None:
@@ -350,6 +356,8 @@ class Engine:
         if self._updates:
             if self._wants_norm:
                 self.grad_norm = self._norm.total()
+                if self.scaler is None and not self._skipping:
+                    self._look_at_gradients(self.grad_norm)
             if not self._skipping and (self.scaler is None or not self.scaler.overflow):
                 self._whole = False
                 if self.clip_norm is not None and self.grad_norm is not None:
@@ -366,6 +374,15 @@ class Engine:
         self._whole = True
         if self._check_every and self.rng.step % self._check_every == 0 and not self.program.offload.used:
             self._compare_replicas("a step")
+
+    def _look_at_gradients(self, norm: Tensor) -> None:
+        """Skip or stop where they are not finite; buffers are then as they were before the step, too."""
+        new, self.buffers = self.buffers, self._buffers_before
+        self._skipping = not_finite.skips_gradient(
+            self._nonfinite, norm, self.program, self.params, self.mesh, step=self.rng.step + 1
+        )
+        if not self._skipping:
+            self.buffers = new
 
     def _compare_replicas(self, call: str) -> None:
         replicas.check_replicas(

@@ -20,7 +20,7 @@ from shardc.runtime import state
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import gradient_part, inputs, op_errors, outputs
+from shardc.runtime.step import inputs, op_errors, outputs, partial_grad_guard
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import runtime_mesh
 from shardc.runtime.step.interpreter import runnable
@@ -93,7 +93,7 @@ class _Running:
 
     def finish_backward(self) -> None:
         self.buckets.finish()
-        gradient_part.mark(self.split)
+        partial_grad_guard.mark(self.split)
 
 
 class ShardedModule(nn.Module):

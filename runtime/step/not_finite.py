@@ -1,4 +1,6 @@
-"""A loss that is nan or inf: the step is left out, or stops and names the op of forward, on any rank, that made one."""
+"""A loss or a gradient that is nan or inf: the step is left out, or the run stops, naming the op of forward that made
+one first, or the parameters whose gradients have one, on any rank. (With loss scaling the scaler skips by itself.)
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,19 @@ from torch import Tensor, fx, nn
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of, values_of
+from shardc.ir.program import Program
 from shardc.runtime.step.interpreter import Interpreter, on_device
 
-#: What becomes of a step whose loss is nan or inf.
+#: What becomes of a step whose loss, or whose gradient, is nan or inf.
 Action = Literal["ignore", "stop", "skip"]
 
 
+_FIX = "nothing was updated: try a lower learning rate, clip_norm, or nonfinite='skip'"
+_NAMED = 3  # parameters that an error names
+
+
 class NotFiniteError(ShardcError):
-    """A loss is nan or inf, and the engine was made with nonfinite="stop". Nothing of the step was updated."""
+    """A loss or a gradient is nan or inf, and the engine was made with nonfinite="stop". Nothing was updated."""
 
 
 def skips(
@@ -35,8 +42,25 @@ def skips(
     where = first_not_finite(interpreter, values)
     what = f"the loss of step {step} is {float(loss)}"
     what += f"; {where} is the first result that is not finite" if where else ""
-    fix = "nothing was updated: try a lower learning rate, clip_norm, or nonfinite='skip'"
-    raise NotFiniteError(what, where=f"step {step}", fix=fix)
+    raise NotFiniteError(what, where=f"step {step}", fix=_FIX)
+
+
+def skips_gradient(
+    action: Action, norm: Tensor, program: Program, params: Mapping[str, nn.Parameter], mesh: Any, *, step: int
+) -> bool:
+    """As `skips`, of a gradient whose global 2-norm is `norm`, 0-dim: backward can make a nan of a finite loss (the
+    square root of 0). A norm that overflows, of gradients that are all finite, counts as finite. Collective.
+    """
+    if action == "ignore" or math.isfinite(float(norm)):
+        return False
+    grads = ((params[p.name].grad if p.name in params else None) for p in program.params)
+    here = [int(g is not None and not bool(g.isfinite().all())) for g in grads]
+    found = [p.fqn for p, ranks in zip(program.params, mesh.sum_on_host(here), strict=True) if ranks]
+    if action == "stop" and found:
+        more = f" and {len(found) - _NAMED} more parameters" if len(found) > _NAMED else ""
+        what = f"the loss of step {step} is finite, but not the gradient of {', '.join(found[:_NAMED])}{more}"
+        raise NotFiniteError(what, where=f"step {step}", fix=_FIX)
+    return bool(found)
 
 
 def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any]]) -> str:

@@ -10,6 +10,7 @@ compile, inspect, verify    a model and a spec -> an artifact; shown; compared w
 run, plan                   train; which spec is fastest on so many devices
 checkpoint, export          folders of checkpoints; weights for transformers
 device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
+compile_once                under torchrun, one process of a machine compiles for all
 rank_errors                 an error that all ranks have alike is printed once
 """
 

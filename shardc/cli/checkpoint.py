@@ -13,7 +13,7 @@ from shardc.cli.common import DebugOption, JsonOption, Show, console, reporting
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
-    from shardc.runtime.state.generations import Generation
+    from shardc.runtime.state.checkpoint_folder import Generation
 
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, verify, compare, remove, convert.")
 
@@ -43,7 +43,7 @@ def ls(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) 
 
 
 def _row(g: Generation) -> dict[str, Any]:
-    from shardc.runtime.state.generations import check_file, read_index
+    from shardc.runtime.state.checkpoint_folder import check_file, read_index
 
     row: dict[str, Any] = {"name": g.path.name, "path": str(g.path), "step": g.step, "replaced": g.replaced}
     try:
@@ -101,16 +101,16 @@ def prune(
     debug: DebugOption = False,
 ) -> None:
     """Remove all but the last checkpoints of a folder. The last one that is whole always stays."""
-    from shardc.runtime.state import disk_calls, generations
+    from shardc.runtime.state import checkpoint_folder, disk_calls
 
     with reporting(debug, as_json) as show:
         holder = _all(folder)[0].path.parent
         try:
-            lock = disk_calls.Lock(holder / generations.LOCK)
+            lock = disk_calls.Lock(holder / checkpoint_folder.LOCK)
         except OSError as e:
             fix = "wait until the run that saves to it has ended"
             raise ShardcError(f"the folder cannot be locked: {e.strerror}", where=str(holder), fix=fix) from None
-        removed = [str(path) for path in generations.prune(holder, keep)]
+        removed = [str(path) for path in checkpoint_folder.prune(holder, keep)]
         lock.release()
         text = "\n".join(f"removed {p}" for p in removed) or "there was nothing to remove"
         show(json.dumps({"removed": removed}) if as_json else text)
@@ -146,7 +146,7 @@ def _said(show: Show, what: str, new: Path, *, as_json: bool) -> None:
 
 def _all(folder: Path) -> list[Generation]:
     """The checkpoints in a folder, or the one that it is. `shardc run --save DIR` has them in DIR/checkpoint."""
-    from shardc.runtime.state.generations import generations, is_one, none_in
+    from shardc.runtime.state.checkpoint_folder import generations, is_one, none_in
 
     if is_one(folder):
         return [g for g in generations(folder.parent) if g.path.name == folder.name] or [_alone(folder)]
@@ -158,7 +158,7 @@ def _all(folder: Path) -> list[Generation]:
 
 def _alone(folder: Path) -> Generation:
     """A checkpoint that somebody gave another name."""
-    from shardc.runtime.state.generations import Generation, read_index
+    from shardc.runtime.state.checkpoint_folder import Generation, read_index
 
     return Generation(folder, read_index(folder).step, 1, False)
 

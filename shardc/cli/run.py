@@ -8,12 +8,14 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardc.cli import compile_once
 from shardc.cli.common import (
     BatchOption,
     DebugOption,
@@ -42,7 +44,7 @@ SAVING = 120.0  # seconds that ranks have to save in when the run is stopped by 
 
 
 class Nonfinite(str, Enum):
-    """What a run does where a loss is nan or inf."""
+    """What a run does where a loss or a gradient is nan or inf."""
 
     stop = "stop"
     skip = "skip"
@@ -69,7 +71,9 @@ def command(
     clip: Annotated[float | None, typer.Option(help="clip gradients to this norm of all of them")] = None,
     nonfinite: Annotated[
         Nonfinite | None,
-        typer.Option(help="where a loss is nan or inf: stop before the update, skip it, or ignore it (default: stop)"),
+        typer.Option(
+            help="where a loss or gradient is nan or inf: stop before the update, skip it, or ignore it (default: stop)"
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace what an earlier run left in --save and --log")
@@ -127,16 +131,29 @@ def command(
     debug: DebugOption = False,
 ) -> None:
     """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
-    from shardc.cli import worker
+    from shardc.cli import model_file, worker
     from shardc.runtime import launch
     from shardc.spec import Run
 
-    with reporting(debug, as_json) as show, tempfile.TemporaryDirectory(prefix="shardc-run-") as temporary:
-        folder = Path(temporary)
+    with reporting(debug, as_json) as show, ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardc-run-")))
         launch.join_slurm()
         joined = launch.in_world()
         world = int(os.environ["WORLD_SIZE"]) if joined else nproc
-        program = program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world, model=model_)
+
+        def compiled() -> Program:
+            return program_of(
+                model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world, model=model_
+            )
+
+        def read(found: Path) -> Program:
+            if not model.startswith("hf:"):
+                model_file.imported(model)  # it may register ops
+            return program_of(str(found), None, None, None, None, None)
+
+        shared = compile_once.meeting() if joined and not is_artifact(model) else None
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        program = stack.enter_context(compile_once.once(shared, first=first, compiled=compiled, read=read))
         run = _settings(
             program.spec.run if program.spec is not None else Run(),
             steps=steps,
@@ -228,12 +245,12 @@ def _checkpoint(save: Path | None) -> Path | None:
 
 def _check(program: Program, file: str | None, model: str, resume: Path | None, world: int | None) -> None:
     from shardc.cli.training_loop import checkpoints
-    from shardc.runtime.state import generations
+    from shardc.runtime.state import checkpoint_folder
 
     if resume is not None:
         folder = checkpoints(resume)
-        if not (generations.is_one(folder) or generations.generations(folder)):
-            error = generations.none_in(folder)
+        if not (checkpoint_folder.is_one(folder) or checkpoint_folder.generations(folder)):
+            error = checkpoint_folder.none_in(folder)
             raise ShardcError(error.what, where=f"--resume {resume}", fix=error.fix)
     if world is not None and world != program.mesh.world:
         what = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
@@ -276,7 +293,7 @@ def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, 
 
 def _in_use(path: Path) -> bool:
     """Has an earlier run left something there? A folder in which no save was finished is as good as none."""
-    from shardc.runtime.state.generations import generations
+    from shardc.runtime.state.checkpoint_folder import generations
 
     return bool(generations(path)) if path.is_dir() else path.exists()
 

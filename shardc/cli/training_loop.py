@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardc.errors import ShardcError
-from shardc.runtime.state.generations import generations
+from shardc.runtime.state.checkpoint_folder import generations
 from shardc.spec import Run
 
 if TYPE_CHECKING:

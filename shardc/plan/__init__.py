@@ -2,7 +2,7 @@
 without a device or data.
 
 planner         the questions that a plan answers           result          Plan, Candidate
-model           the model, with few of its layers           space           the choices: mesh, ZeRO, schedule, ...
+few_layers      the model, with few of its layers           space           the choices: mesh, ZeRO, schedule, ...
 dry_runs        one microbatch on one stage, dry-run        stage_vectors   the parts of a stage's step as vectors
 estimate        a first price of every choice               exact_price     an exact price of one
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
@@ -24,7 +24,7 @@ from torch import nn
 from shardc.cost.device import Device
 from shardc.cost.device import device as described
 from shardc.errors import ShardcError
-from shardc.plan.model import Subject
+from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.result import Candidate, Plan
 from shardc.spec import Spec

@@ -19,7 +19,7 @@ from shardc.cost.dry_run import dry_run
 from shardc.cost.ledger import KINDS
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.plan.model import UNITS, Subject
+from shardc.plan.few_layers import UNITS, Subject
 from shardc.plan.space import KEPT, Choice, Keep, SpecTemplate, spec
 from shardc.plan.stage_vectors import FLOPS, Stage, Vector, lines, part_of, stage
 from shardc.runtime.schedule import SCHEDULES

@@ -19,8 +19,8 @@ from shardc.ir.patterns import nearest
 from shardc.ir.program import Program
 from shardc.plan.dry_runs import Library
 from shardc.plan.exact_price import Priced, price
+from shardc.plan.few_layers import UNITS, Subject, cuts, experts, regions, sequences, whole_inputs
 from shardc.plan.largest_that_fits import Largest
-from shardc.plan.model import UNITS, Subject, cuts, experts, regions, sequences, whole_inputs
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.search import FAR, Core, Search
 from shardc.plan.space import Choice, SpecTemplate, spec

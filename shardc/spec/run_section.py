@@ -23,7 +23,8 @@ class Run(Section):
         default=None, description="clip gradients to this norm of all of them", examples=[1.0]
     )
     nonfinite: Literal["stop", "skip", "ignore"] = Field(
-        default="stop", description="where a loss is nan or inf: stop before the update, skip it, or ignore it"
+        default="stop",
+        description="where a loss or gradient is nan or inf: stop before the update, skip it, or ignore it",
     )
     save: str = Field(default="", description="folder for checkpoints, and the weights for others", examples=["runs/a"])
     save_every: Times = Field(default=0, description="save every so many steps too; 0 = at the end")

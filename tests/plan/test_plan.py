@@ -22,8 +22,8 @@ from shardc.cost import Device, device
 from shardc.cost.device import Link
 from shardc.plan import Candidate, Plan
 from shardc.plan.exact_price import Priced, price
+from shardc.plan.few_layers import Subject
 from shardc.plan.largest_that_fits import Largest
-from shardc.plan.model import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.space import Choice, choices, spec
 from shardc.plan.table import distinct, named

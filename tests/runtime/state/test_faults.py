@@ -16,7 +16,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.generations import generations
+from shardc.runtime.state.checkpoint_folder import generations
 from tests.runtime.state.faults import load, save, trained, try_all_faults, try_damages, try_hostile
 
 torch.set_num_threads(1)

@@ -17,7 +17,7 @@ import shardc
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import inspecting
-from shardc.runtime.state.generations import newest
+from shardc.runtime.state.checkpoint_folder import newest
 
 torch.set_num_threads(1)
 STEPS, MORE, WIDTH, ROWS = 3, 5, 8, 8

@@ -20,7 +20,7 @@ from shardc.ir.placement import Layout, Placement, Shard
 from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.state.generations import newest, read_index
+from shardc.runtime.state.checkpoint_folder import newest, read_index
 from shardc.runtime.state.init import materialise_model, named_tensors, record
 from shardc.runtime.state.sources import check_names
 from tests import warm

@@ -192,6 +192,46 @@ def test_a_loss_that_is_not_finite_is_skipped() -> None:
     assert len({*loopback(PROGRAM.mesh, work), *loopback(PROGRAM.mesh, lambda m: plain(m))}) == 1
 
 
+class Lengths(nn.Module):
+    """The gradient of a row's length is 0 / 0 where the row is 0; the length is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.BatchNorm1d(8)
+        self.one, self.two = nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x)).square().sum(-1).sqrt().mean() + 0 * self.seen(x).mean()
+
+
+@pytest.mark.parametrize(
+    "spec", [{"data": {"zero": 3}}, {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "cut": ["two"]}}]
+)
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_a_gradient_that_is_not_finite_though_the_loss_is(nonfinite: Any, spec: dict[str, Any]) -> None:
+    """Nothing is updated, buffers neither, and the parameters are named; and the next step is as any other."""
+    torch.manual_seed(0)
+    model, good = Lengths(), {"x": torch.randn(4, 8)}
+    bad = {"x": good["x"] * torch.tensor([1.0, 0.0, 1.0, 1.0])[:, None]}
+    program = shardc.compile(model, good, {"shardc": 1, "mesh": {"dp": 2}, **spec}, prove=False)
+
+    def work(mesh: LoopbackMesh) -> list[bool]:
+        engine = Engine(program, model, adam(), mesh=mesh, nonfinite=nonfinite)
+        straight = Engine(program, model, adam(), mesh=mesh)
+        before = {n: x.clone() for n, x in engine.full_state_dict().items()}
+        if nonfinite == "stop":
+            what = "the loss of step 1 is finite, but not the gradient of one.weight, two.weight"
+            with pytest.raises(NotFiniteError, match=what):
+                engine.step(bad)
+        else:
+            assert engine.step(bad).isfinite()
+        same = [torch.equal(before[n], x) for n, x in engine.full_state_dict().items()]
+        assert torch.equal(engine.step(good), straight.step(good))
+        return same + [torch.equal(engine.full_state_dict()[n], x) for n, x in straight.full_state_dict().items()]
+
+    assert all(all(same) for same in loopback(program.mesh, work))
+
+
 def plain(mesh: LoopbackMesh) -> float:
     return float(Engine(PROGRAM, net(), adam(), mesh=mesh).step(BATCH))
 

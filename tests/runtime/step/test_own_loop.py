@@ -18,8 +18,8 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
-from shardc.runtime.step.gradient_part import GradientPart
 from shardc.runtime.step.module import ShardedModule
+from shardc.runtime.step.partial_grad_guard import GradientPart
 
 
 class Net(nn.Module):

@@ -1,0 +1,102 @@
+"""Under torchrun and Slurm, the first process of a machine compiles, and the others read the program that it wrote.
+
+Compiling takes a core and the memory of a traced model for seconds to minutes; eight processes that do it at once take
+eight times as much, of the machine that is to train.
+
+    first     makes the meeting's folder ── compiles ── writes the program into it ── ... trains ... ── removes it
+    others    wait for the folder ── wait for the program ── read it
+
+Whoever does not see the folder within moments (a container that has a temporary folder of its own), or sees that the
+first process failed, compiles for itself; so an error in the model or the spec is met by all of them, as without this.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardc.ir.program import Program
+
+#: Seconds for which others wait for the folder, which the first process makes before it compiles; between two looks.
+APPEARS, POLL = 10.0, 0.1
+_PROGRAM, _FAILED = "program", "failed"
+
+
+def meeting() -> Path | None:
+    """A folder that the processes of this machine know without having spoken: they have one parent, and one address of
+    their world. None where this process is not one of several on its machine.
+    """
+    env = os.environ
+    if int(env.get("LOCAL_WORLD_SIZE", "1")) == 1 or "LOCAL_RANK" not in env:
+        return None
+    again = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    names = (socket.gethostname(), os.getuid(), os.getppid(), env.get("MASTER_PORT", ""), again)
+    return Path(tempfile.gettempdir()) / f"shardc-compiled-{'-'.join(map(str, names))}"
+
+
+@contextmanager
+def once(
+    folder: Path | None, *, first: bool, compiled: Callable[[], Program], read: Callable[[Path], Program]
+) -> Iterator[Program]:
+    """The program, compiled by the first process of a machine and read by the others. folder: where they meet; None:
+    nobody shares. In its `with` the folder is there.
+    """
+    if folder is None or (first and not _made(folder)):
+        yield compiled()
+    elif first:
+        try:
+            try:
+                program = compiled()
+                program.save(folder / _PROGRAM)  # visible at once, when it is whole
+            except BaseException:
+                (folder / _FAILED).touch()
+                raise
+            yield program
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    else:
+        found = _awaited(folder)
+        yield read(found) if found is not None else compiled()
+
+
+def _made(folder: Path) -> bool:
+    """Whether the folder is there and new. What an earlier run left of it goes; somebody else's stays."""
+    try:
+        if _ours(folder):
+            shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+    except OSError:
+        return False
+    return True
+
+
+def _ours(folder: Path) -> bool:
+    """Whether only this user can have written there: a program is Python, which runs."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def _awaited(folder: Path) -> Path | None:
+    """The first process's program; None: it will not come."""
+    until = time.monotonic() + APPEARS
+    while not _ours(folder):
+        if time.monotonic() > until:
+            return None
+        time.sleep(POLL)
+    while _ours(folder) and not (folder / _FAILED).exists():
+        if (folder / _PROGRAM).is_dir():
+            return folder / _PROGRAM
+        time.sleep(POLL)
+    return None
