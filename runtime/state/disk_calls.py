@@ -222,4 +222,7 @@ class Lock:
                 raise
 
     def release(self) -> None:
+        # closing is not enough: a process forked meanwhile, such as a DataLoader's worker, holds the same lock
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -115,6 +116,16 @@ def test_two_runs_do_not_save_to_one_folder_at_once(tmp_path: Path) -> None:
     assert all(isinstance(e, state.SavingError) for e in raised)
     lock.release()
     assert not any(save(tmp_path, 1))
+
+
+def test_a_process_forked_while_a_save_is_written_does_not_keep_its_lock(tmp_path: Path) -> None:
+    """Such as a DataLoader's worker, made when an epoch begins."""
+    lock = disk_calls.Lock(tmp_path / ".lock")
+    with subprocess.Popen(["sleep", "60"], pass_fds=[lock._descriptor]) as forked:
+        lock.release()
+        raised = save(tmp_path, 1)
+        forked.kill()
+    assert not any(raised), raised
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
