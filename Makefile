@@ -45,9 +45,11 @@ hostile: $(READY)   ## hostile specs: each refused in a second and 100 MB; EXAMP
 fuzz: $(READY)   ## random specs of every model, or of MODELS, against one device: what differs is shrunk to the smallest spec that does
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal tests/test_any_spec.py --fuzz $(or $(EXAMPLES),50) --fuzz-models '$(MODELS)'
 
-faults: $(READY)   ## damaged and hostile checkpoints, faults at every call that reaches the disk, kill -9 of ranks: the full numbers
+faults: $(READY)   ## damaged and hostile checkpoints, faults at every call that reaches the disk, ranks that are killed, stopped, raise or differ
 	$(BIN)/python tests/runtime/state/faults.py
 	$(BIN)/python tests/cli/kill.py
+	$(BIN)/python -m tests.cli.fault_table
+	$(BIN)/torchrun --nproc-per-node 4 --module tests.runtime.mesh.differences
 
 lint: $(READY) types
 	$(BIN)/ruff check .

@@ -201,7 +201,7 @@ def launch(
     watched, told = _StoppedRanks(ranks), Told(progress) if progress is not None else None
     if told is not None:
         told.begin()
-    with tempfile.TemporaryDirectory(prefix="shardc-") as folder:
+    with tempfile.TemporaryDirectory(prefix="shardc-", dir=progress) as folder:
         logs = [Path(folder) / f"rank{r}.err" for r in range(world)]
         try:
             for r in range(world):

@@ -54,13 +54,14 @@ def run(*args: str, cwd: Path, timeout: float = 300, env: Mapping[str, str] | No
 
 
 class Popen:
-    """As much of subprocess.Popen as shardc.runtime.launch needs."""
+    """As much of subprocess.Popen as shardc.runtime.launch and torchrun need."""
 
     def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str], stdout: int | None, stderr: Any, **_: Any
+        self, args: Sequence[str], *, env: Mapping[str, str], stdout: int | None, stderr: Any, **_: Any
     ) -> None:
         out = os.devnull if stdout == subprocess.DEVNULL else env[_OUT] if stdout is None else env[_ERR]
-        self._process = context().Process(target=_run, args=(list(command), dict(env), os.getcwd(), out, stderr.name))
+        err = env[_ERR] if stderr is None else stderr.name
+        self._process = context().Process(target=_run, args=(list(args), dict(env), os.getcwd(), out, err))
         self._process.start()
         self.pid: int = self._process.pid
 
@@ -72,6 +73,18 @@ class Popen:
         code: int | None = self._process.exitcode
         return code
 
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("a rank", timeout or 0)
+        return code
+
+
+def start(*args: str, log: Path) -> Popen:
+    """`python ARGS` in this folder. What it and its ranks write is added to the log."""
+    environment = {**os.environ, _OUT: str(log), _ERR: str(log)}
+    return Popen([sys.executable, *args], env=environment, stdout=None, stderr=None)
+
 
 def _run(command: Sequence[str], env: Mapping[str, str], cwd: str, out: str, err: str) -> None:
     os.setsid()
@@ -82,6 +95,8 @@ def _run(command: Sequence[str], env: Mapping[str, str], cwd: str, out: str, err
         with open(path, "ab") as f:
             os.dup2(f.fileno(), number)
     time.tzset()
+    tempfile.tempdir = None  # asks the environment again
+    multiprocessing.set_start_method("fork", force=True)  # of DataLoaders, as in a process of one's own
     sys.path.insert(0, cwd)
     subprocess.Popen = Popen  # type: ignore[assignment, misc]
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it is this process's parent

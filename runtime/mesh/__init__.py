@@ -6,6 +6,7 @@
     agreement     what all ranks have to share, compared; replicas: copies of weights, compared
     local_device  which device of its machine a rank uses
     activity      what a rank is doing, noted; watch: who keeps the others waiting; failed_rank: an error reaches all
+    processes     which ranks of this machine have ended or are stopped; inherited: what forks must not keep
     allocator     what the C library does with freed memory on a CPU
 
 A program cannot tell which mesh it runs on. Collectives return new tensors and never change their argument.

@@ -20,6 +20,7 @@ from typing import Any
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.activity import Activity
+from shardc.runtime.mesh.processes import Processes
 
 #: Seconds in which all ranks report an error that all meet; in which a rank that is cut off learns of the cause.
 OWN, CAUSE = 3.0, 10.0
@@ -32,15 +33,18 @@ class RankFailedError(ShardcError):
 
 
 class Failures:
-    """The reports of a world's ranks. store: torch.distributed's. number: how many failures there were before."""
+    """The reports of a world's ranks. store: torch.distributed's. processes: of the ranks; one that was killed reports
+    nothing, and those of its machine say so for it. number: how many failures there were before.
+    """
 
-    def __init__(self, store: Any, rank: int, layout: Mesh) -> None:
+    def __init__(self, store: Any, rank: int, layout: Mesh, processes: Processes | None) -> None:
         self._store, self._rank, self._layout, self._world, self.number = store, rank, layout, layout.world, 0
+        self._processes = processes
 
     def report(self, error: Exception, doing: str) -> bool:
         """Say that this rank failed. Returns whether all did, each by an error of its own."""
         first = next(iter(str(error).splitlines()), "")
-        self._store.set(self._key(self._rank), f"{doing}: {type(error).__name__}: {first}")
+        self._store.set(self._key(self._rank), f"failed in {doing}: {type(error).__name__}: {first}")
         everybody = [self._key(r) for r in range(self._world)]
         every = _within(OWN, lambda: self._store.check(everybody))
         self.number += 1
@@ -48,11 +52,10 @@ class Failures:
 
     def of_another(self, error: Exception, doing: str, activity: Activity) -> RankFailedError:
         """The error of a rank that another one cut off, or let wait for too long."""
-        found = sorted(self.cause().items())
+        found = sorted(self.cause(doing).items())
         if found:
             rank, said = found[0]
-            coordinates = ", ".join(f"{axis}={c}" for axis, c in self._layout.coords(rank).items())
-            what = f"rank {rank} ({coordinates}) failed in {said}"
+            what = f"{self._layout.named(rank)} {said}"
         elif _says(error, _LATE):
             what = f"another rank did not come within the time limit to {activity.collective}, {activity}"
         else:
@@ -60,14 +63,21 @@ class Failures:
         fix = "see the error of that rank; go on from the last checkpoint"
         return RankFailedError(what, where=doing, fix=fix)
 
-    def cause(self) -> dict[int, str]:
-        """{rank: what it reported}, of the failure that cut this rank off; empty if it died without a word."""
+    def cause(self, doing: str) -> dict[int, str]:
+        """{rank: what it did}, of the failure that cut this rank off; empty if that was on another machine, and without
+        a word.
+        """
         found: dict[int, str] = {}
 
         def look() -> bool:
+            ended = self._processes.ended() if self._processes is not None else []  # before, as reports precede the end
             for r in range(self._world):
                 if r not in found and self._store.check([self._key(r)]):
                     found[r] = self._store.get(self._key(r)).decode(errors="replace")
+            if not found and ended:  # those that end because it did find this told
+                for r in ended:
+                    found[r] = f"was killed, or ended without a word, in {doing}"
+                    self._store.set(self._key(r), found[r])
             return bool(found)
 
         with suppress(RuntimeError):  # the store went with the process that held it

@@ -27,8 +27,10 @@ from shardc.runtime.launch import LOOPBACK, check_variables
 from shardc.runtime.mesh.agreement import DisagreementError, check, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
-from shardc.runtime.mesh.failed_rank import Failures, cut_off
+from shardc.runtime.mesh.failed_rank import Failures, RankFailedError, cut_off
+from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
+from shardc.runtime.mesh.processes import Processes
 from shardc.runtime.mesh.watch import NAMED, Watch
 from shardc.torch_private import default_store, process_groups
 
@@ -74,7 +76,8 @@ class TorchMesh(RankMesh):
         if not dist.is_initialized() and (layout.world > 1 or "RANK" in os.environ):
             check_variables()
             _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))
-            _join(here, timeout)
+            with not_inherited():
+                _join(here, timeout)
             self.owner = True
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         _check_world(layout, world)
@@ -82,7 +85,8 @@ class TorchMesh(RankMesh):
         self._timeout, self._cut = timeout, False
         self._store = default_store() if world > 1 else None
         self._works: WeakSet[Work] = WeakSet()
-        self._failures = Failures(self._store, rank, layout)
+        self._processes = Processes(self._store, rank, world) if _can_watch(self._store) else None
+        self._failures = Failures(self._store, rank, layout, self._processes)
         self._waiting: torch.cuda.Stream | None = None
         self._groups: dict[frozenset[str], Any] = {}
         self._made: set[frozenset[str]] = set()  # also those that this rank is not in
@@ -92,10 +96,14 @@ class TorchMesh(RankMesh):
         self._connect([layout.names, *((n,) for n in layout.names), *axes])
         self.watch = None
         if watch and _can_watch(self._store):
-            self.watch = Watch(layout, rank, self.activity, self._store, named=watch)
+            self.watch = Watch(layout, rank, self.activity, self._store, self._processes, named=watch)
 
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""
+        with not_inherited():
+            self._connect_all(axes)
+
+    def _connect_all(self, axes: Iterable[tuple[str, ...]]) -> None:
         layout = self.layout
         # where the world sends over NCCL alone: what is agreed on the host does not wait for the device
         if layout.world > 1 and not backend_of("cpu"):
@@ -117,7 +125,8 @@ class TorchMesh(RankMesh):
             if not names:
                 continue
             ordered = [n for n in (*self.layout.names, *sorted(names)) if n in names]
-            group = self._new_group(self.layout.groups(names), "+".join(dict.fromkeys(ordered)))
+            with not_inherited():
+                group = self._new_group(self.layout.groups(names), "+".join(dict.fromkeys(ordered)))
             if group is not None:
                 self._groups[names] = group
 
@@ -291,16 +300,19 @@ class TorchMesh(RankMesh):
         if not self._cut:
             return
         assert self._store is not None
+        if self._processes is not None and self._processes.ended():
+            raise RankFailedError("not all ranks are there any more", where="meeting again")
         store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)  # type: ignore[attr-defined]
         backend = "gloo" if self.device.type == "cpu" else "nccl"
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=self.rank,
-            world_size=self.layout.world,
-            timeout=AGAIN,
-            device_id=self.device if backend == "nccl" else None,
-        )
+        with not_inherited():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.layout.world,
+                timeout=AGAIN,
+                device_id=self.device if backend == "nccl" else None,
+            )
         axes = [tuple(sorted(names)) for names in self._made]
         self._made = set()
         self._connect(axes)

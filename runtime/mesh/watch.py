@@ -8,9 +8,10 @@ answered, or is not waiting:
     rank 1   step 5 ── all_reduce ......... answers: waits
     rank 2   step 5 ── model.py:22 ........ answers: model.py:22, in forward      (or nothing, if it is stopped)
 
-A rank that is slow is told of, and waited for, until torch.distributed's time limit. One that does not even answer is
-stopped, or its machine is gone: the others end after a while, as NCCL's watchdog would end them, only that they say
-whom they waited for. Nothing is sent while all goes well, but for a look into the store every few seconds.
+A rank that is slow is told of, and waited for, until torch.distributed's time limit. One that is stopped on the same
+machine is ended. One that does not even answer is stopped elsewhere, or its machine is gone: the others end after a
+while, as NCCL's watchdog would end them, only that they say whom they waited for. Nothing is sent while all goes well,
+but for a look into the store every few seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
+from shardc.runtime.mesh.processes import Processes
 
 #: Default seconds after which the rank that the others wait for is named. After so many times that they end if it does
 #: not answer.
@@ -55,7 +57,8 @@ def told(text: str) -> None:
 
 class Watch:
     """The thread of one rank. activity: what the rank is doing. store: torch.distributed's; a connection of its own is
-    made. named: seconds until the rank that the others wait for is named. tell: what to do with a message.
+    made. processes: of the ranks, of which those that are stopped are ended. named: seconds until the rank that the
+    others wait for is named. tell: what to do with a message.
 
     Half of `named` passes until a rank asks, a fifth until all have seen it, a fifth until they have answered.
     """
@@ -66,11 +69,13 @@ class Watch:
         rank: int,
         activity: Activity,
         store: Any,
+        processes: Processes | None = None,
         *,
         named: float = NAMED,
         tell: Callable[[str], None] = told,
     ) -> None:
         self._layout, self._rank, self._activity, self._store = layout, rank, activity, store.clone()
+        self._processes = processes
         self._named, self._ended, self.tell = named, ENDED * named, tell
         # one store serves all ranks: it is asked at most some thousand times a second
         self._look = max(named / 5, layout.world / 1000)
@@ -127,12 +132,18 @@ class Watch:
             return
         answers = self._answers(question.number)
         seconds = now - question.asked + self._named / 2
-        text = verdict(self._layout, answers, seconds)
+        stopped = [r for r in self._processes.stopped() if r not in answers] if self._processes is not None else []
+        text = verdict(self._layout, answers, seconds, stopped)
         if len(answers) == self._layout.world:
             self._question = None
             self.tell("all ranks answer again" if question.told else text)
             if question.told:
                 self._store.delete_key(_SILENT)
+        elif self._processes is not None and stopped and len(answers) + len(stopped) == self._layout.world:
+            self._question = None
+            self.tell(f"{text}; it is ended now")
+            for rank in stopped:  # the others then learn that it is gone
+                self._processes.end(rank)
         elif seconds >= self._ended:
             self._store.set(_OVER, text)
             self._end(text)
@@ -156,8 +167,10 @@ class Watch:
         return f"shardc/watch{number}"
 
 
-def verdict(layout: Mesh, answers: dict[int, dict[str, Any]], seconds: float) -> str:
-    """Whom the others wait for, and where they do. answers: by rank; those that are missing do not answer."""
+def verdict(layout: Mesh, answers: dict[int, dict[str, Any]], seconds: float, stopped: Collection[int] = ()) -> str:
+    """Whom the others wait for, and where they do. answers: by rank; those that are missing do not answer. stopped:
+    those of which it is known why.
+    """
     waiting = {r: a["doing"] for r, a in answers.items() if a["waits"]}
     silent = [r for r in range(layout.world) if r not in answers]
     busy = [r for r, a in answers.items() if not a["waits"]]
@@ -167,20 +180,15 @@ def verdict(layout: Mesh, answers: dict[int, dict[str, Any]], seconds: float) ->
         else ""
     )
     if silent:
-        what = f"does not answer for {seconds:.0f} s: it is stopped, or its machine is gone"
-        return f"{_named(layout, silent)} {what}" + (f"; {where}" if where else "")
+        why = "it is stopped (SIGSTOP)" if {*silent} <= {*stopped} else "it is stopped, or its machine is gone"
+        what = f"does not answer for {seconds:.0f} s: {why}"
+        return f"{layout.named(*silent)} {what}" + (f"; {where}" if where else "")
     if busy:
         each = [f"{answers[r]['place']}{_comma(answers[r]['doing'])}" for r in busy[:_SHOWN]]
         what = f"keeps the others waiting for {seconds:.0f} s: it is at {'; '.join(dict.fromkeys(each))}"
-        return f"{_named(layout, busy)} {what}" + (f"; {where}" if where else "")
+        return f"{layout.named(*busy)} {what}" + (f"; {where}" if where else "")
     each = [f"rank {r} {doing}" for r, doing in list(waiting.items())[:_SHOWN]]
     return f"all ranks wait for each other for {seconds:.0f} s: {'; '.join(each)}"
-
-
-def _named(layout: Mesh, ranks: list[int]) -> str:
-    shown = [f"{r} ({', '.join(f'{a}={c}' for a, c in layout.coords(r).items())})" for r in ranks[:_SHOWN]]
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
 
 
 def _ranks(ranks: dict[int, Any]) -> str:

@@ -11,6 +11,7 @@ run, plan                   train; which spec is fastest on so many devices
 checkpoint, export          folders of checkpoints; weights for transformers
 device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
 compile_once                under torchrun, one process of a machine compiles for all
+run_folder                  the temporary folder of a run
 rank_errors                 an error that all ranks have alike is printed once
 """
 

@@ -32,6 +32,7 @@ from shardc.cli.common import (
     program_of,
     reporting,
 )
+from shardc.cli.run_folder import run_folder
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def command(
     from shardc.spec import Run
 
     with reporting(debug, as_json) as show, ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardc-run-")))
+        folder = stack.enter_context(run_folder())
         launch.join_slurm()
         joined = launch.in_world()
         world = int(os.environ["WORLD_SIZE"]) if joined else nproc

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ class Training:
     valid: Batches | None
     lines: StepLines
     signals: Signals
+    tell: Callable[[str], None]  # at once, on the run's standard error
     saved: int | None = None  # the last step that was saved, or is being saved
     writing: int | None = None  # the step that is being saved in the background
     flops: int = 0  # of this rank's products in a step's forward, counted in the first
@@ -152,6 +153,7 @@ class Training:
         """What all ranks do together: where it fails, the state is saved as far as all ranks still have that of one
         step, and the first failure is raised.
         """
+        from shardc.runtime.mesh.failed_rank import RankFailedError
         from shardc.runtime.mesh.replicas import ReplicasDifferError
         from shardc.runtime.step.not_finite import NotFiniteError
 
@@ -160,8 +162,11 @@ class Training:
                 yield
         except (NotFiniteError, ReplicasDifferError):
             raise  # on all ranks alike; and where replicas differ the last checkpoint is better than the state
-        except Exception:
-            print(f"{doing} failed: {self._rescued()}", file=sys.stderr, flush=True)
+        except Exception as e:
+            # torchrun ends DataLoaders' workers with the ranks, and torch would raise that over this error
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            failed = e.what if isinstance(e, RankFailedError) else f"{doing} failed"
+            print(f"{failed}: {self._rescued()}", file=sys.stderr, flush=True)
             raise
 
     def _rescued(self) -> str:
@@ -178,7 +183,8 @@ class Training:
                 return f"some ranks had updated already, so nothing was saved; {self._last()}"
             return f"after step {n}: {self._saved()}"
         except Exception as e:  # another process is gone, or the disk: what failed first matters more
-            return f"what there was could not be saved ({type(e).__name__}: {e}); {self._last()}"
+            why = e.what if isinstance(e, ShardcError) else f"{type(e).__name__}: {e}"
+            return f"what there was could not be saved ({why}); {self._last()}"
 
     def _last(self) -> str:
         """Where the last checkpoint is."""
@@ -206,7 +212,7 @@ class Training:
     def _not_saved(self, error: ShardcError) -> None:
         self.saved = self.writing = None
         if self.engine.mesh.rank == 0:
-            print(f"{error.what}; training goes on", file=sys.stderr, flush=True)
+            self.tell(f"{error.what}; training goes on")
 
     def _next(self, stream: Iterator[Any]) -> Any:
         """The next batch. All ranks agree whether to go on: if one stopped alone, the others would wait for it."""
@@ -234,8 +240,8 @@ class Training:
                 print(f"data() failed after step {self.engine.step_count}: {saved}", file=sys.stderr, flush=True)
                 raise problem
             time.sleep(FIRST_WORD)
-            ranks = ", ".join(str(r) for r, n in enumerate(failed) if n)
-            raise ShardcError(f"data() failed on rank {ranks}; {saved}", where="data", fix="see the error of that rank")
+            ranks = self.engine.mesh.layout.named(*(r for r, n in enumerate(failed) if n))
+            raise ShardcError(f"data() failed on {ranks}; {saved}", where="data", fix="see the error of that rank")
         return batch
 
     def _report(self, loss: float, beside: dict[str, float], lr: float | None, seconds: float) -> None:

@@ -9,7 +9,9 @@ import atexit
 import dataclasses
 import functools
 import json
+import multiprocessing
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -72,6 +74,7 @@ def run(job: Job) -> dict[str, Any]:
     from shardc.cli.step_lines import StepLines, header
     from shardc.recompile import Resizer
     from shardc.runtime.launch import Progress, Told
+    from shardc.runtime.mesh.watch import told
     from shardc.runtime.step.communicators import runtime_mesh
     from shardc.runtime.step.engine import adamw
     from shardc.runtime.step.interpreter import Interpreter
@@ -83,10 +86,11 @@ def run(job: Job) -> dict[str, Any]:
     program.resize = Resizer(file.on_meta, file.loss, {}, _compiled)
     timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
+    tell = Told(Path(job.progress)).say if job.progress else told
     if job.progress:
         mesh.activity.written = Progress(Path(job.progress) / f"rank{mesh.rank}").note
-        if mesh.watch is not None:
-            mesh.watch.tell = Told(Path(job.progress)).say
+    if mesh.watch is not None:
+        mesh.watch.tell = tell
     weights = Path(job.weights) if job.weights else file.weights
     engine = program.engine(
         file.build,
@@ -125,7 +129,7 @@ def run(job: Job) -> dict[str, Any]:
     )
     held_out_data = valid.description if valid is not None else ""
     lines.say(header(program, engine, train.description, held_out_data, settings.steps, begin_from))
-    training = Training(settings, engine, train, valid, lines, signals)
+    training = Training(settings, engine, train, valid, lines, signals, tell)
     begun, begin = engine.step_count, time.perf_counter()
     try:
         losses = training.run()
@@ -171,6 +175,8 @@ def main(file: str) -> None:
     from shardc.runtime.mesh.replicas import ReplicasDifferError
 
     job = Job(**json.loads(Path(file).read_text()))
+    # where DataLoaders make their files: in the folder of the run, which goes with it, also if this process is killed
+    multiprocessing.current_process()._config["tempdir"] = str(Path(file).parent)  # type: ignore[attr-defined]
     try:
         summary = run(job)
     except ShardcError as e:
@@ -190,7 +196,7 @@ def main(file: str) -> None:
         _report_errors(
             job, [{"where": f"rank {os.environ.get('RANK', '0')}", "what": f"{type(e).__name__}: {e}", "fix": ""}]
         )
-        os._exit(1)
+        _quit(job, 1)
     if job.result and int(os.environ.get("RANK", "0")) == 0:
         Path(job.result).write_text(json.dumps(summary))
     if torch.distributed.is_initialized():
@@ -204,6 +210,13 @@ def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
         error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
     print(for_this_rank(str(error)) if job.joined else error, file=sys.stderr, flush=True)
     _report_errors(job, error.to_json())
+    _quit(job, status)
+
+
+def _quit(job: Job, status: int) -> NoReturn:
+    """End at once. A rank of torchrun or Slurm has its run's folder for itself."""
+    if job.joined:
+        shutil.rmtree(Path(job.result).parent, ignore_errors=True)
     os._exit(status)
 
 

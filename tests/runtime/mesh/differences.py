@@ -309,7 +309,7 @@ def _(r: Rank) -> None:
 
 def main(folder: Path | None) -> None:
     """Every case in one world: each ends in an error on all ranks, and the next begins. Writes what this rank read, or
-    prints it on rank 0.
+    prints it on rank 0, and what is amiss on any rank; the exit status then says whether all was well here.
     """
     torch.set_num_threads(1)
     rank, messages = Rank(), {}
@@ -319,13 +319,17 @@ def main(folder: Path | None) -> None:
             messages[what] = ""
         except ShardcError as e:
             messages[what] = str(e)
+    rank.mesh.close()
     if folder is not None:
         (folder / f"rank{rank.mesh.rank}.json").write_text(json.dumps(messages))
-    elif rank.mesh.rank == 0:
-        for what, message in messages.items():
-            named = message.startswith(CASES[what][1])
-            print(f"{'ok ' if named else 'BAD'} {what}\n    {message or 'nothing was said'}")
-    rank.mesh.close()
+        return
+    wrong = 0
+    for what, message in messages.items():
+        named = message.startswith(CASES[what][1])
+        wrong += not named
+        if rank.mesh.rank == 0 or not named:
+            print(f"{'ok ' if named else 'BAD'} {what}, on rank {rank.mesh.rank}\n    {message or 'nothing was said'}")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import GAVE_UP
-from shardc.runtime.mesh import activity
+from shardc.runtime.mesh import activity, processes
 from shardc.runtime.mesh.activity import Activity
+from shardc.runtime.mesh.failed_rank import Failures
+from shardc.runtime.mesh.processes import Processes
 from shardc.runtime.mesh.watch import Watch, verdict
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -47,6 +53,54 @@ BUSY = {"waits": False, "doing": "in step 5, at all_reduce 'g' over tp", "place"
 )
 def test_what_is_said(answers: dict[int, dict[str, Any]], said: str) -> None:
     assert verdict(MESH, answers, 9.2) == said
+
+
+def test_a_rank_that_is_stopped_on_this_machine_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of two has no thread, and is a process that is stopped: nobody waits for the 2.4 s of a machine gone."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(activity, "waits", lambda: True)
+    heard: list[str] = []
+    with subprocess.Popen(["sleep", "60"]) as other:
+        as_rank(store, 1, other.pid)
+        other.send_signal(signal.SIGSTOP)
+        known = Processes(store, 0, 2)
+        watch = Watch(Mesh((("tp", 2),)), 0, Activity(), store, known, named=0.4, tell=heard.append)
+        assert other.wait(30) == -signal.SIGKILL
+        watch.stop()
+    assert heard == [
+        "rank 1 (tp=1) does not answer for 0 s: it is stopped (SIGSTOP); rank 0 waits for it; it is ended now"
+    ]
+
+
+def as_rank(store: dist.Store, rank: int, pid: int) -> None:
+    """Say in the store that a process is that rank's."""
+    store.set(f"shardc/process{rank}", f"{processes._machine()} {pid} {processes._state(pid)[1]}")
+
+
+def test_what_is_known_of_a_process() -> None:
+    store = dist.HashStore()
+    with subprocess.Popen(["sleep", "60"]) as other:
+        as_rank(store, 1, other.pid)
+        store.set("shardc/process2", f"another-machine {other.pid} 1")
+        store.set("shardc/process3", f"{processes._machine()} {other.pid} 1")  # before that number was given anew
+        mine = Processes(store, 0, 5)
+        assert (mine.ended(), mine.stopped()) == ([3], [])
+        other.send_signal(signal.SIGSTOP)
+        os.waitpid(other.pid, os.WUNTRACED)
+        assert (mine.ended(), mine.stopped()) == ([3], [1])
+        mine.end(1)
+        other.wait()
+        assert (mine.ended(), mine.stopped()) == ([1, 3], [])
+
+
+def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
+    """At once; and one that comes later does not take the first, which has ended because of it, for the cause."""
+    store, said = dist.HashStore(), "rank 2 (dp=1, tp=0) was killed, or ended without a word, in step 5"
+    gone = RuntimeError("Connection closed by peer")
+    for rank, ended in ((0, [2]), (1, [0, 2])):
+        known = mock.Mock(**{"ended.return_value": ended})
+        error = Failures(store, rank, MESH, known).of_another(gone, "step 5", Activity())
+        assert error.what == said
 
 
 def test_it_stays_short_on_thousands_of_ranks() -> None:
