@@ -13,8 +13,11 @@ the connections stay, and the next step can begin.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from shardc.errors import ShardcError
@@ -52,7 +55,8 @@ class Failures:
 
     def of_another(self, error: Exception, doing: str, activity: Activity) -> RankFailedError:
         """The error of a rank that another one cut off, or let wait for too long."""
-        found = sorted(self.cause(doing).items())
+        with _children_may_end():
+            found = sorted(self.cause(doing).items())
         if found:
             rank, said = found[0]
             what = f"{self._layout.named(rank)} {said}"
@@ -87,6 +91,19 @@ class Failures:
 
     def _key(self, rank: int) -> str:
         return f"shardc/failure{self.number}/rank{rank}"
+
+
+@contextmanager
+def _children_may_end() -> Iterator[None]:
+    """torchrun ends DataLoaders' workers with the ranks, and torch would raise that in the middle of this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def cut_off(error: Exception) -> bool:
