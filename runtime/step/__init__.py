@@ -13,6 +13,7 @@ outputs               what a step gives beside its loss, over microbatches, rank
 batch_sizes           batches of other sizes than were compiled
 clip_grad_norm        the norm of the whole gradient, and clipping by it; partial_grad_guard: a part's norm is not that
 not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
+user_changes          what users do to a module that a program would not notice
 op_errors             an op that fails, in the user's terms; profiler_ranges: each node is one in a trace
 param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers
 expert_load           how tokens were spread over experts

@@ -4,17 +4,18 @@ global loss.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from shardc import torch_modes
-from shardc.errors import ShardcError
+from shardc.errors import Errors, ShardcError
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
@@ -24,7 +25,7 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
-from shardc.runtime.step import batch_sizes, inputs, lr, not_finite, outputs, param_groups
+from shardc.runtime.step import batch_sizes, inputs, lr, not_finite, outputs, param_groups, user_changes
 from shardc.runtime.step.clip_grad_norm import GradNorm
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.expert_load import Load, Loads
@@ -38,6 +39,21 @@ from shardc.runtime.zero.optimizer_list import as_one
 
 #: Returns a torch.optim.Optimizer, or a list of them
 OptimizerOf = Callable[[param_groups.NamedParameters], Any]
+
+
+def _check_options(*, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any) -> None:
+    """Raises ShardcError for values that would train otherwise than meant, without a word."""
+    errors = Errors()
+    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (number and 0 < clip_norm < math.inf):
+        errors.add(f"{clip_norm!r} is no norm", where="clip_norm", fix="a number above 0, or None: nothing is clipped")
+    if nonfinite not in get_args(not_finite.Action):
+        words = ", ".join(map(repr, get_args(not_finite.Action)))
+        errors.add(f"{nonfinite!r} is none of {words}", where="nonfinite", fix="write one of these")
+    for name, value in (("seed", seed), ("check_every", check_every)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            errors.add(f"{value!r} is no whole number", where=name, fix="pass one, such as 0")
+    errors.raise_any()
 
 
 def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
@@ -117,6 +133,7 @@ class Engine:
         rng: Callable[[int], Rng] = Rng,
         offload: Callable[[OffloadPlaces, Any], Offload] = Offload,
     ) -> None:
+        _check_options(clip_norm=clip_norm, nonfinite=nonfinite, seed=seed, check_every=check_every)
         self.program, self.callbacks = program, list(callbacks)
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = rng(seed)
@@ -131,6 +148,7 @@ class Engine:
             agreement.check(self.mesh, facts, "making an engine")
         given = state.weights_for(model, weights, seed)
         self.weight_notes = given.notes
+        user_changes.check_as_compiled(program, given.model)
         self._skeleton, self._folder = state.skeleton(given.model), given.folder
         parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
         self._buffers_before = self.buffers  # the last step
@@ -142,6 +160,7 @@ class Engine:
             replicas.check_weights(program, self.mesh, prints)
         self.params = self.buckets.owned
         self._updates, self._whole = optimizer is not None, True
+        self._watched = user_changes.Watched(program, self.params, self.buckets.runs)
         self.optimizer = (
             self._optimizer(optimizer) if optimizer is not None else None
         )  # None also where a rank has nothing to train
@@ -199,6 +218,10 @@ class Engine:
         optimizer = as_one(returned)
         param_groups.check_optimizer(optimizer)
         if left := param_groups.not_trained(optimizer, trained):
+            if not param_groups.trains_any(optimizer, trained):
+                what = "the optimizer has none of the parameters that it was given: nothing would train"
+                fix = "make it of what the function gets: lambda params: torch.optim.AdamW(params, lr=3e-4)"
+                raise ShardcError(what, where="optimizer", fix=fix)
             self._tell(f"the optimizer has none of {left}: nothing updates them")
         self._check_optimizer(optimizer, shown)
         if runs:
@@ -259,10 +282,13 @@ class Engine:
 
     @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
-        """The first half of `step`: gradients stand, reduced, in `.params[...].grad`. Returns what `step` does."""
+        """The first half of `step`: gradients stand, reduced, in `.params[...].grad`, in place of those of the last
+        one: a sum over batches is `batch: {microbatches: n}`. Returns what `step` does.
+        """
         self._check()
         self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)
+        self._watched.check()
         self.buckets.reset(forward=True)
         self.rng.training = True
         interpreter, values = self._take(batch, local=local)
@@ -365,13 +391,14 @@ class Engine:
                 if self.optimizer is not None and not self._stepping:
                     (self._paged or self.optimizer).step()
                 self.buckets.publish()
-                if self._schedulers is not None:  # here: a step that is skipped is none for the schedule either
-                    self._schedulers.step()
+        updated = not self._whole
         self.buckets.narrow()
         if self.scaler is not None:
             self.scaler.update()
         self.rng.step += 1
         self._whole = True
+        if self._schedulers is not None and updated:  # a step that is skipped is none for the schedule either
+            self._schedulers.step()  # the user's, which may fail: the state is that of a step by now
         if self._check_every and self.rng.step % self._check_every == 0 and not self.program.offload.used:
             self._compare_replicas("a step")
 

@@ -20,7 +20,7 @@ from shardc.runtime import state
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import inputs, op_errors, outputs, partial_grad_guard
+from shardc.runtime.step import inputs, op_errors, outputs, partial_grad_guard, user_changes
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import runtime_mesh
 from shardc.runtime.step.interpreter import runnable
@@ -88,6 +88,7 @@ class _Running:
     updates: _Updates
     norm: GradNorm
     split: tuple[nn.Parameter, ...]
+    watched: user_changes.Watched
     check_every: int
     check: bool
 
@@ -96,7 +97,7 @@ class _Running:
         partial_grad_guard.mark(self.split)
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(user_changes.NoWrapper, nn.Module):
     """One rank's part of a model. Made by `program.module(model)`; arguments as of shardc.runtime.step.engine.Engine.
 
     Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's
@@ -149,6 +150,7 @@ class ShardedModule(nn.Module):
             facts = agreement.program_facts(program, seed=seed, broadcast=broadcast, check_every=check_every)
             agreement.check(mesh, facts, "making a module")
         given = state.weights_for(model, weights, seed)
+        user_changes.check_as_compiled(program, given.model)
         parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast)
         prints: dict[str, int] = {}
         buckets = Buckets(program, replicas.printed(parts, prints) if check else parts, mesh)
@@ -223,6 +225,8 @@ class ShardedModule(nn.Module):
         """
         r = self._running
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
+        r.watched.check()
+        user_changes.check_submodules(self)
         batch = inputs.from_call(r.program, r.model, args, kwargs)
         if r.check:
             facts = [
@@ -316,6 +320,7 @@ def _running(
         _Updates(buckets),
         GradNorm(program, owned, mesh),
         tuple(owned[p.name] for p in program.params if norm_axes(program, p.name)),
+        user_changes.Watched(program, owned, buckets.runs),
         check_every,
         check,
     )

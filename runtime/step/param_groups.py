@@ -128,6 +128,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     errors.raise_any()
 
 
+def trains_any(optimizer: torch.optim.Optimizer, params: NamedParameters) -> bool:
+    """Whether any group of the optimizer has one of the parameters."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(id(p) in held for _, p in params)
+
+
 def not_trained(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
     """The parameters that no group of the optimizer has, for people; "" where it has all."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}

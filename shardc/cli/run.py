@@ -215,6 +215,10 @@ def command(
             job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite and not again)
             status = _train(job, folder, program, show)
         result = Path(job.result)
+        if status == 0 and not joined and not result.exists():
+            what = "rank 0 ended with status 0 before the last step, and nothing was saved then"
+            fix = "something in the model file ends the process (os._exit): raise an error, which saves first"
+            raise ShardcError(what, where="run", fix=fix)
         if status == 0 and result.exists():
             summary = json.loads(result.read_text())
             tied = any(p.aliases for p in program.params)

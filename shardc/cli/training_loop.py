@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shardc.cli.step_lines import StepLines
     from shardc.cli.training_data import Batches
 
+SAY_AFTER = 60.0  # seconds of an evaluation between two words on it
+ASK_EVERY = 16  # held-out batches between two meetings on whether to stop
 FIRST_WORD = 3.0  # seconds in which a rank whose data() failed speaks before the others do
 
 
@@ -220,7 +222,7 @@ class Training:
         began = time.perf_counter()
         try:
             batch = next(stream)
-        except Exception as e:  # whatever the user's data() raises; it is raised again when all is saved
+        except (Exception, SystemExit) as e:  # whatever the user's data() raises; it is raised again when all is saved
             problem = e
         self.waited = time.perf_counter() - began
         world, rank = self.engine.mesh.layout.world, self.engine.mesh.rank
@@ -275,8 +277,22 @@ class Training:
         if self.valid is None:
             return {}
         with self._rescuing(f"the evaluation after step {self.engine.step_count}"):
-            values: dict[str, float] = self.engine.evaluate_all(self.valid.one_epoch(), local=self.valid.local)
+            batches = self._until_stopped(self.valid.one_epoch())
+            values: dict[str, float] = self.engine.evaluate_all(batches, local=self.valid.local)
         return values
+
+    def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Held-out batches, until there are no more, or all ranks agree that one was told to stop by a signal. An
+        evaluation that takes long says so: data without end would be read for ever.
+        """
+        began = said = time.perf_counter()
+        for number, batch in enumerate(batches):
+            if number and number % ASK_EVERY == 0 and any(self.engine.mesh.sum_on_host([self.signals.seen])):
+                return
+            if (now := time.perf_counter()) - said > SAY_AFTER:
+                said = now
+                self.lines.say(f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended")
+            yield batch
 
     def save(self) -> None:
         """Save now, unless this step is saved already, and wait until all is on the disk."""

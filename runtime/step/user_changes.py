@@ -1,0 +1,102 @@
+"""What users do to a module or its parameters, and a program, which was captured before, would not notice: refused.
+
+A plain model reads `requires_grad`, hooks and the modes of its submodules whenever it runs. A program has read them
+once; so what changes them later would change nothing, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir.program import Program
+
+_AGAIN = "compile again after the change, and load the weights (engine.save, engine.load) into what comes out"
+
+
+def check_as_compiled(program: Program, model: Any) -> None:
+    """Raises ShardcError where parameters of a model have been frozen or released since it was compiled. model: as
+    engines take it; what is no module says nothing of that.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    now = dict(model.named_parameters(remove_duplicate=False))
+    errors = Errors()
+    for p in program.params:
+        for fqn in p.shapes:
+            if fqn in now and now[fqn].requires_grad != p.requires_grad:
+                _add(errors, fqn, trains=now[fqn].requires_grad)
+    errors.raise_any()
+
+
+class Watched:
+    """The parameters that an optimizer works on, as they are when it is made. sharded: those of which a rank has a
+    stretch (ZeRO): backward does not see them, but what they were cut from.
+    """
+
+    def __init__(self, program: Program, params: Mapping[str, nn.Parameter], sharded: Collection[str]) -> None:
+        self._params, self._sharded = params, sharded
+        self._fqns = {p.name: p.fqn for p in program.params}
+        self._trained = {name: p.requires_grad for name, p in params.items()}
+        self._hooks = {name: _hooks(p) for name, p in params.items()}
+
+    def check(self) -> None:
+        """Raises ShardcError for parameters that were released, or, where they are sharded, frozen or hooked."""
+        errors = Errors()
+        for name, p in self._params.items():
+            trains, hooks = p.requires_grad, _hooks(p)
+            if trains != self._trained[name] and (trains or name in self._sharded):
+                _add(errors, self._fqns[name], trains=trains)
+            # a hook on the sum is called too early, as the sum over ranks comes later; one on a stretch never
+            elif hooks[1] > self._hooks[name][1] or (hooks[0] > self._hooks[name][0] and name in self._sharded):
+                what = "a hook on this parameter's gradient would not see the gradient of the whole batch, or never run"
+                errors.add(what, where=self._fqns[name], fix="remove it, and change .grad after backward")
+        errors.raise_any()
+
+
+def check_submodules(root: nn.Module) -> None:
+    """Raises ShardcError for submodules of a module that holds parameters for a program, and runs none of them: hooks
+    on them, and a mode of their own.
+    """
+    errors = Errors()
+    for name, m in root.named_modules():
+        if m is root:
+            continue
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            what = "a hook on this submodule would never run: the program replaces its forward and backward"
+            errors.add(what, where=name, fix="let the loss function return the value: it comes back beside the loss")
+        elif m.training != root.training:
+            what = (
+                f"this submodule is in {_mode(m)} mode and the module in {_mode(root)} mode, which would change nothing"
+            )
+            errors.add(what, where=name, fix=f"call eval() on it before shardc.compile; {_AGAIN}")
+    errors.raise_any()
+
+
+def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
+    what = "was frozen when the model was compiled, and" if trains else "was trained when the model was compiled, and"
+    now = "now requires a gradient, which the program does not compute" if trains else "is frozen now"
+    errors.add(f"{what} {now}", where=f"{fqn}.requires_grad", fix=_AGAIN)
+
+
+def _hooks(p: nn.Parameter) -> tuple[int, int]:
+    return len(p._backward_hooks or ()), len(getattr(p, "_post_accumulate_grad_hooks", None) or ())
+
+
+def _mode(m: nn.Module) -> str:
+    return "training" if m.training else "eval"
+
+
+class NoWrapper:
+    """Wrappers that sum gradients themselves ask a module for this attribute first (DistributedDataParallel)."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        raise ShardcError(
+            "DistributedDataParallel would sum gradients that are summed already, and send this rank's parts to others",
+            where="DistributedDataParallel(module)",
+            fix="use the module as it is: backward() sums over all ranks",
+        )

@@ -1,0 +1,188 @@
+"""What users do to a module and its parameters as to those of a plain model: it works, or it is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.module import ShardedModule
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.down(self.norm(self.up(x))) - x).square().mean()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    made = Net()
+    made.down.bias.requires_grad_(False)
+    return made
+
+
+MODEL = net()
+BATCH = {"x": torch.randn(8, 8)}
+MESHES: dict[str, dict[str, Any]] = {
+    "dp": {"mesh": {"dp": 2}},
+    "tp": {"mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}},
+    "zero 3": {"mesh": {"dp": 2}, "data": {"zero": 3}},
+}
+
+
+def freeze(m: Any) -> None:
+    m.get_parameter("up.weight").requires_grad_(False)
+
+
+def release(m: Any) -> None:
+    m.get_parameter("down.bias").requires_grad_(True)
+
+
+def hook(m: Any) -> None:
+    m.get_parameter("up.weight").register_hook(lambda g: 3 * g)
+
+
+def sum_hook(m: Any) -> None:
+    m.get_parameter("up.weight").register_post_accumulate_grad_hook(lambda p: None)
+
+
+def forward_hook(m: Any) -> None:
+    m.get_submodule("up").register_forward_hook(lambda *_: None)
+
+
+def still_norm(m: Any) -> None:
+    m.get_submodule("norm").eval()
+
+
+def nothing(m: Any) -> None:
+    m.train()
+
+
+def train(mesh: LoopbackMesh, program: Any, change: Callable[[Any], None]) -> list[float]:
+    """Two losses of a loop of one's own, with a change between them."""
+    module = ShardedModule(program, MODEL, mesh=mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for i in range(3):
+        if i == 1:
+            change(module)
+        optimizer.zero_grad()
+        loss = module(**module.local(BATCH))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (release, r"down.bias.requires_grad: was frozen when the model was compiled"),
+        (sum_hook, "up.weight: a hook on this parameter's gradient"),
+        (forward_hook, "up: a hook on this submodule would never run"),
+        (still_norm, "norm: this submodule is in eval mode and the module in training mode"),
+        (freeze, "up.weight.requires_grad: was trained when the model was compiled, and is frozen now"),
+        (hook, "up.weight: a hook on this parameter's gradient"),
+        (nothing, None),
+    ],
+)
+def test_it_is_as_on_one_device_or_refused(change: Callable[[Any], None], what: str | None, mesh: str) -> None:
+    program = shardc.compile(net(), BATCH, {"shardc": 1, **MESHES[mesh]}, prove=False)
+    if what is None or (change in (freeze, hook) and mesh != "zero 3"):
+        plain = net()
+        optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+        expected = []
+        for i in range(3):
+            if i == 1:
+                change(plain)
+            optimizer.zero_grad()
+            loss = plain(**BATCH)
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+        for losses in loopback(program.mesh, lambda m: train(m, program, change)):
+            assert losses == pytest.approx(expected, rel=1e-5)
+    else:
+        with pytest.raises(ShardcError, match=what):
+            loopback(program.mesh, lambda m: train(m, program, change))
+
+
+def test_a_wrapper_that_sums_again_is_refused() -> None:
+    program = shardc.compile(net(), BATCH, {"shardc": 1, **MESHES["dp"]}, prove=False)
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, MODEL, mesh=mesh)
+        with pytest.raises(ShardcError, match="DistributedDataParallel would sum gradients that are summed already"):
+            hasattr(module, "_ddp_params_and_buffers_to_ignore")
+
+    loopback(program.mesh, work)
+    assert "_ddp_params_and_buffers_to_ignore" in inspect.getsource(DistributedDataParallel.__init__)
+
+
+def test_an_engine_notices_what_was_frozen_since() -> None:
+    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    other = net()
+    other.up.weight.requires_grad_(False)
+
+    def work(mesh: LoopbackMesh) -> None:
+        with pytest.raises(ShardcError, match=r"up.weight.requires_grad: was trained when the model was compiled"):
+            Engine(program, other, mesh=mesh)
+        engine = Engine(program, net(), mesh=mesh)
+        release_here = next(p for p in engine.params.values() if not p.requires_grad)
+        release_here.requires_grad_(True)
+        with pytest.raises(ShardcError, match=r"down.bias.requires_grad: was frozen when the model was compiled"):
+            engine.step(BATCH)
+
+    loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"clip_norm": -1.0}, "clip_norm: -1.0 is no norm"),
+        ({"clip_norm": 0.0}, "clip_norm: 0.0 is no norm"),
+        ({"clip_norm": float("nan")}, "clip_norm: nan is no norm"),
+        ({"clip_norm": "0.1"}, "clip_norm: '0.1' is no norm"),
+        ({"nonfinite": "Stop"}, "nonfinite: 'Stop' is none of 'ignore', 'stop', 'skip'"),
+        ({"nonfinite": True}, "nonfinite: True is none of"),
+        ({"seed": "a"}, "seed: 'a' is no whole number"),
+        ({"optimizer": lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)}, "none of the parameters"),
+    ],
+)
+def test_options_that_would_train_otherwise_than_meant(options: dict[str, Any], what: str) -> None:
+    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    with pytest.raises(ShardcError, match=what):
+        loopback(program.mesh, lambda mesh: Engine(program, net(), mesh=mesh, **options))
+
+
+def test_an_error_of_a_scheduler_leaves_the_state_of_a_step() -> None:
+    """It can be saved, and the run goes on from there."""
+    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+
+    def work(mesh: LoopbackMesh) -> None:
+        def scheduler(optimizer: Any) -> Any:
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
+
+        engine = Engine(program, net(), scheduler=scheduler, mesh=mesh)
+        engine.step(BATCH)
+        engine.step(BATCH)
+        with pytest.raises(ValueError, match="Tried to step"):
+            engine.step(BATCH)
+        assert engine.whole
+        assert engine.step_count == 3
+
+    loopback(program.mesh, work)
