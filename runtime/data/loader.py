@@ -286,11 +286,16 @@ class Loader:
 
 
 class Loaders(dict[str, Loader]):
-    """An engine's loaders by name, and what a checkpoint knew of those that are not made yet."""
+    """An engine's loaders by name, and what a checkpoint knew of those that are not made yet.
+
+    A checkpoint has their positions as they were after the last step: a batch that was handed out for a step that never
+    came to its end, because it failed or the run was told to stop, is the next one of the run that goes on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._waiting: dict[str, Any] = {}
+        self._stepped: dict[str, Any] = {}
 
     def add(self, loader: Loader) -> Loader:
         """Keep it in checkpoints under its name, unless that is None."""
@@ -308,10 +313,15 @@ class Loaders(dict[str, Loader]):
         if loader.name in self._waiting:
             loader.load_state_dict(self._waiting[loader.name])
         self[loader.name] = loader
+        self._stepped[loader.name] = loader.state_dict()
         return loader
 
+    def note_step(self) -> None:
+        """What was handed out until now was trained on."""
+        self._stepped = {name: loader.state_dict() for name, loader in self.items()}
+
     def state_dict(self) -> dict[str, Any]:
-        return self._waiting | {name: loader.state_dict() for name, loader in self.items()}
+        return self._waiting | self._stepped
 
     def check(self, states: Mapping[str, Any]) -> None:
         """Raises ShardcError where a loader cannot go on from its state."""
@@ -323,6 +333,7 @@ class Loaders(dict[str, Loader]):
         self._waiting = dict(states)
         for name in self.keys() & states.keys():
             self[name].load_state_dict(states[name])
+        self.note_step()
 
 
 def _same(part: Any) -> Any:

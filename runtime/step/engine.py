@@ -396,6 +396,7 @@ class Engine:
         if self.scaler is not None:
             self.scaler.update()
         self.rng.step += 1
+        self.loaders.note_step()
         self._whole = True
         if self._schedulers is not None and updated:  # a step that is skipped is none for the schedule either
             self._schedulers.step()  # the user's, which may fail: the state is that of a step by now

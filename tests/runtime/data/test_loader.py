@@ -470,6 +470,32 @@ def test_a_checkpoint_knows_where_the_loader_stands(tmp_path: Path, late: bool) 
     assert losses == pytest.approx(one_device(5), rel=1e-12)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_batch_whose_step_did_not_come_to_its_end_comes_again(fails: bool, tmp_path: Path) -> None:
+    """The run was told to stop when it had read it, or its step failed: what was saved then goes on with it."""
+    program = example_program.program(2, 1)
+
+    def first(mesh: LoopbackMesh) -> list[float]:
+        engine = program.engine(example_program.Model(), sgd, mesh=mesh)
+        batches = endless(engine.loader(pairs(20), seed=2))
+        losses = [float(engine.step(next(batches), local=True)) for _ in range(3)]
+        unused = next(batches)
+        if fails:
+            with pytest.raises(ShardcError):
+                engine.step({name: x.float().to(torch.float16) for name, x in unused.items()}, local=True)
+        engine.save(tmp_path / "c")
+        return losses
+
+    def second(mesh: LoopbackMesh) -> list[float]:
+        engine = program.engine(example_program.Model(), sgd, mesh=mesh)
+        loader = engine.loader(pairs(20))
+        engine.load(tmp_path / "c")
+        return [float(engine.step(part, local=True)) for part in itertools.islice(endless(loader), 2)]
+
+    losses = loopback(program.mesh, first)[0] + loopback(program.mesh, second)[0]
+    assert losses == pytest.approx(one_device(5), rel=1e-12)
+
+
 MODEL = """
 import torch
 from torch import nn
