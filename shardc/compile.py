@@ -64,7 +64,7 @@ def compile(
     passes = runner.Runner(dump=Path(dump) if dump else None, on_pass=on_pass)
 
     names = Names.of(model) if isinstance(model, nn.Module) else None
-    spec = Spec.load(spec, mesh=dict(mesh) if mesh else None, overrides=overrides, world=world, names=names)
+    spec = Spec.load(spec, mesh=mesh, overrides=overrides, world=world, names=names)
     plan = model_plan.read(model) if spec.shard_use == "model" else {}
     program = passes.run(CAPTURE, lambda: captured or capture(model, batch, loss=loss, prove=prove))
     spec = with_microbatches(model_plan.with_experts(spec, model, program), program)

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.errors import Errors
+from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import match
 from shardc.ir.program import Input, Program
 from shardc.ir.shard_chunks import chunks, widen
 from shardc.ir.type_text import DTYPES
 
 Path = tuple[str | int, ...]
+#: Of a batch's entries so many are named in an error.
+NAMED = 12
 
 
 def leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -72,6 +74,7 @@ def local(program: Program, batch: Any, rank: int) -> Any:
 def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_local: bool) -> dict[str, Tensor]:
     """{input's name: a rank's part}, in the program's order. given_local: the batch is that part already."""
     by_path = dict(leaves(batch))
+    _check_form(program, batch, by_path)
     errors = Errors()
     for path, leaf in by_path.items():
         if isinstance(leaf, Tensor) and path not in {x.path for x in program.inputs}:
@@ -97,9 +100,35 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             coords = program.mesh.coords(rank)
             parts[x.name] = leaf if given_local else x.layout.local(leaf, program.mesh, coords, copies=True)
         else:
-            errors.add(_mismatch(x, by_path, want, given_local), where=name_of(x.path), fix=_fix(x, leaf, given_local))
+            errors.add(
+                _mismatch(x, by_path, want, given_local), where=name_of(x.path), fix=_fix(x, by_path, given_local)
+            )
     errors.raise_any()
     return parts
+
+
+def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> None:
+    """Raise one ShardcError for a batch of another form, such as a tuple for a dict: no entry of it has a name that was
+    compiled.
+    """
+    wanted = [x.path for x in program.inputs]
+    kinds = {_kind(path) for path in by_path}
+    if not kinds or kinds & {_kind(path) for path in wanted}:
+        return
+    form = {
+        "key": f"a dict {{{', '.join(dict.fromkeys(str(path[0]) for path in wanted if path))}}}",
+        "place": f"a tuple of {len({path[:1] for path in wanted})}",
+        "tensor": "a tensor",
+    }[_kind(wanted[0])]
+    fix = f"pass {form}"
+    if _kind(wanted[0]) == "key":
+        fix += ", which a loader's collate_fn can make: lambda samples: dict(zip(names, default_collate(samples)))"
+    got = f"a {type(batch).__name__}" if batch is not None else "None"
+    raise ShardcError(f"the batch is {got}, and the program was compiled for {form}", where="batch", fix=fix)
+
+
+def _kind(path: Path) -> str:
+    return "tensor" if not path else "key" if isinstance(path[0], str) else "place"
 
 
 def batch_dims(program: Program) -> dict[str, int | None]:
@@ -145,15 +174,22 @@ def type_name(dtype: torch.dtype, shape: Sequence[int]) -> str:
 def _mismatch(x: Input, by_path: Mapping[Path, Any], want: Sequence[int], local: bool) -> str:
     expected = f"the program was compiled for {type_name(x.dtype, want)}{' on each rank' if local else ''}"
     if x.path not in by_path:
-        return (
-            f"the batch does not have it (it has {', '.join(sorted(map(name_of, by_path))) or 'nothing'}); {expected}"
-        )
+        if any(path[: len(x.path)] == x.path for path in by_path):
+            return f"the batch gives a list or dict of others, but {expected}"
+        names = sorted({name_of(path) for path in by_path})
+        more = f", ... ({len(names)} in all)" if len(names) > NAMED else ""
+        return f"the batch does not have it (it has {', '.join(names[:NAMED]) or 'nothing'}{more}); {expected}"
     leaf = by_path[x.path]
     got = type_name(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
     return f"the batch gives {got}, but {expected}"
 
 
-def _fix(x: Input, leaf: Any, local: bool) -> str:
+def _fix(x: Input, by_path: Mapping[Path, Any], local: bool) -> str:
+    leaf = by_path.get(x.path)
+    if type(leaf).__module__ == "numpy":
+        return "make it a tensor: torch.from_numpy(...)"
+    if leaf is None and any(path[: len(x.path)] == x.path and not isinstance(v, Tensor) for path, v in by_path.items()):
+        return "make it a tensor: torch.tensor(...)"
     if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and local and tuple(leaf.shape) == x.shape:
         return (
             "this is the whole batch: cut this rank's part with program.local(batch), or let engine.step(batch) do it"

@@ -34,7 +34,7 @@ from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.export import export
 from shardc.capture.forward_arguments import keys_of_loss
 from shardc.capture.lift import lift
-from shardc.capture.loss import Loss, LossOf
+from shardc.capture.loss import Loss, LossOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.unfit import DrawnError
 from shardc.errors import ShardcError
@@ -61,6 +61,8 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     if not isinstance(model, nn.Module):
         raise _no_module(model)
     patches.check_hooks(model)
+    if loss is not None:
+        check_loss(loss)
     batch = with_plain_dicts(batch)
     leaves = Leaves(batch)
     refused: ShardcError | None = None

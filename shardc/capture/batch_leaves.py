@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor, fx
 
-from shardc.errors import ShardcError
+from shardc.errors import Errors, ShardcError
 from shardc.torch_private import pytree
 
 
@@ -27,10 +28,21 @@ class Leaves:
         self.tensors: list[Tensor] = [self.flat[i] for i in self.at]
         self.paths: list[tuple[str | int, ...]] = [tuple(_key(k) for k in flat[i][0]) for i in self.at]
         self.nodes: list[fx.Node | None] = []  # of the tensors, while they are traced
-        if not self.tensors:
-            raise ShardcError(
-                "the batch has no tensor in it", fix="give a dict (keyword arguments), a tuple or a tensor"
+        errors = Errors()
+        for path, x in flat:
+            if isinstance(x, np.ndarray):  # baked in, it would be the same in every step
+                what = f"{'.'.join(str(_key(k)) for k in path) or 'it'} is a numpy array, not a tensor"
+                errors.add(what, where="batch", fix="torch.from_numpy(...) makes a tensor of it")
+        if not self.tensors and not errors.found:
+            lists = _lists(batch)
+            what = f": {lists[0]} is a list" if lists else ""
+            fix = (
+                "make it a tensor: torch.tensor(...)"
+                if lists
+                else "give a dict (keyword arguments), a tuple or a tensor"
             )
+            errors.add(f"the batch has no tensor in it{what}", where="batch", fix=fix)
+        errors.raise_any()
 
     def named(self, nodes: set[fx.Node]) -> list[str]:
         """The names of tensors that are these nodes in the graph in the making."""
@@ -41,6 +53,12 @@ class Leaves:
         for i, x in zip(self.at, tensors, strict=True):
             flat[i] = x
         return pytree.tree_unflatten(flat, self.spec)
+
+
+def _lists(batch: Any) -> list[str]:
+    """The names of entries of a batch that are lists of numbers."""
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple) else ()
+    return [str(key) for key, x in entries if isinstance(x, list)] + (["it"] if isinstance(batch, list) else [])
 
 
 def _key(key: Any) -> str | int:

@@ -64,11 +64,11 @@ def export(
         except (
             Exception
         ) as e:  # tracing runs the user's Python, which may raise anything; raised again as what it means
-            if isinstance(e, TypeError):
+            if isinstance(e, TypeError) and not wrapper.beside.of_loss:
                 check_call(
                     model, *arguments(model, leaves.batch(leaves.tensors), loss is not None), own_loss=loss is not None
                 )
-            raise refusals.of_error(e, leaves.named(reads.inputs)) from e
+            raise refusals.of_error(e, leaves.named(reads.inputs), of_loss=wrapper.beside.of_loss) from e
         if side_effects.random_state() != numbers:
             with mode:
                 raise side_effects.refuse_random(

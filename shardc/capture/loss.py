@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,13 +19,31 @@ Loss = Callable[[Any, Any], Any]
 CONTRACT = "return (loss, {name: real tensor}); a mean may also be (sum, count), both tensors of one element"
 
 
+def check_loss(loss: object) -> None:
+    """Raise ShardcError for a loss that is no function of (output, batch)."""
+    fix = "pass a function: loss=lambda output, batch: F.mse_loss(output, batch['y'])"
+    if not callable(loss):
+        raise ShardcError(f"loss is {_described(loss)}, not a function", where="loss", fix=fix)
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as e:
+        what = f"loss takes (output, batch), and cannot be called with these two: {e}"
+        raise ShardcError(what, where=of_function(function).line or "loss", fix=fix) from None
+    except ValueError:  # a builtin, whose arguments Python does not know
+        pass
+
+
 class Names:
     """{name of a value beside the loss: name of the one that it is divided by, or ""}. An object of its own: export
     puts the attributes of a module back.
+
+    of_loss: the model's forward is done, and the user's loss is at work.
     """
 
     def __init__(self) -> None:
         self.divisors: dict[str, str] = {}
+        self.of_loss = False
 
 
 class LossOf(nn.Module):
@@ -46,6 +65,7 @@ class LossOf(nn.Module):
         args, kwargs = arguments(self.model, batch, self.loss is not None)
         output = self.model(*args, **kwargs)
         line = of_function(self.loss or self.model.forward).line
+        self.beside.of_loss = self.loss is not None  # what fails from here on is the loss
         loss, beside = _of_function(self.loss(output, batch)) if self.loss is not None else _of_model(output, line)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             what = f"the loss is {_described(loss)}, not a scalar"

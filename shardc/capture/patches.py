@@ -28,8 +28,19 @@ from shardc.torch_private import (
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Backward hooks of modules and parameters are not part of an exported graph: refuse them, all at once."""
+    """Refuse, all at once, what is not part of an exported graph: backward hooks of modules and parameters, modules
+    that torch.jit compiled, parameters without a shape.
+    """
     errors = Errors()
+    compiled = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    for name in compiled:
+        if name.rpartition(".")[0] not in compiled or not name:  # the outermost: what is in it is compiled too
+            errors.add(
+                "the module is scripted or traced by torch.jit, which is not captured",
+                where=name or "the model",
+                fix="pass the nn.Module that was scripted or traced",
+            )
+    errors.raise_any()
     for name, module in model.named_modules():
         if hooks := [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]:
             errors.add(
@@ -46,7 +57,11 @@ def check_hooks(model: nn.Module) -> None:
                 fix="remove the hook; gradient clipping and the like belong to the optimizer step",
             )
         if isinstance(p, nn.parameter.UninitializedParameter):
-            errors.add("the parameter has no shape yet", where=name, fix="run a lazy module once before compiling it")
+            errors.add(
+                "the parameter of a lazy module has no shape yet",
+                where=name,
+                fix="run the model once on a batch before compiling it",
+            )
     errors.raise_any()
 
 

@@ -234,8 +234,10 @@ CAUSES = (
 )
 
 
-def of_error(error: BaseException, read: Sequence[str] = ()) -> ShardcError:
-    """The error for the user, of an exception that tracing raised. read: inputs whose values Python read."""
+def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = False) -> ShardcError:
+    """The error for the user, of an exception that tracing raised. read: inputs whose values Python read. of_loss: the
+    user's loss function raised it.
+    """
     chain: list[BaseException] = [error]
     while (e := chain[-1].__cause__ or chain[-1].__context__) is not None and e not in chain:
         chain.append(e)
@@ -251,11 +253,13 @@ def of_error(error: BaseException, read: Sequence[str] = ()) -> ShardcError:
             return _error(cause, at, at.line, read if raised == DATA else ())
     text = str(error).strip().splitlines()
     code = f" ({at.code})" if at.code else ""
-    fix = "check that model and batch run together in plain PyTorch"
+    part, fix = "the model's forward", "check that model and batch run together in plain PyTorch"
+    if of_loss:
+        part, fix = "the loss", "check it in plain PyTorch: it is given the model's output and the whole batch"
     if "no fake impl" in str(error):
         fix = "give the op a shape function, @OP.register_fake (docs/rules.md)"
     return ShardcError(
-        f"the model's forward failed: {type(error).__name__}: {text[0] if text else ''}{code}",
+        f"{part} failed: {type(error).__name__}: {text[0] if text else ''}{code}",
         where=at.line,
         fix=fix,
     )

@@ -182,6 +182,7 @@ class Spec:
         refuse: bool,
         names: Names | None,
     ) -> Spec:
+        _check_arguments(mesh, overrides)
         places = document.places
         if document.value is None:
             document = Document({}, places, document.broken)
@@ -352,6 +353,22 @@ def _dims(dims: dict[int, tuple[DimShard, ...]]) -> dict[int, Any]:
         return s.axis if s == DimShard(axis=s.axis) else s.model_dump(mode="json", exclude_defaults=True)
 
     return {d: one(s[0]) if len(s) == 1 else [one(x) for x in s] for d, s in dims.items()}
+
+
+def _check_arguments(mesh: object, overrides: object) -> None:
+    """Raise ShardcError for a mesh that is no mapping, and for a text where a list of them is wanted: it would be read
+    letter by letter.
+    """
+    errors = Errors()
+    if mesh is not None and not isinstance(mesh, Mapping):
+        errors.add(f"mesh is {say(mesh)}, not a mapping from axis to size", where="mesh", fix='e.g. mesh={"dp": 2}')
+    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+        what = f"overrides is {say(overrides)}, not a list or tuple of texts"
+        errors.add(what, where="overrides", fix="e.g. overrides=('data.zero=3',)")
+    else:
+        for setting in (x for x in overrides if not isinstance(x, str)):
+            errors.add(f"an override is a text, not {say(setting)}", where="overrides", fix="e.g. 'data.zero=3'")
+    errors.raise_any()
 
 
 def _resize(document: Document, axis: str, size: object) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardc.errors import Errors
 from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, names_weight, of_every_layer
@@ -31,7 +32,10 @@ class Names:
 
     @classmethod
     def of(cls, model: nn.Module) -> Names:
-        weights = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+        # a lazy module's parameter has no shape yet: capture says so
+        weights = {
+            name: () if is_lazy(p) else tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)
+        }
         return cls(weights, tuple(name for name, _ in model.named_modules(remove_duplicate=False) if name))
 
     @classmethod

@@ -152,6 +152,10 @@ def test_batches() -> None:
     assert [i.name for i in capture(Any_(), (X, X)).inputs] == ["input_0", "input_1"]
     with pytest.raises(ShardcError, match="the batch has no tensor in it"):
         capture(Any_(), {"a": 1})
+    with pytest.raises(ShardcError, match="a is a list\n  fix: make it a tensor"):
+        capture(Any_(), {"a": [1, 2]})
+    with pytest.raises(ShardcError, match="batch: a is a numpy array, not a tensor\n  fix: torch"):
+        capture(Any_(), {"a": X.numpy(), "b": X})
     with pytest.raises(ShardcError, match="the batch is a function"):
         capture(Any_(), lambda: X)
     with pytest.raises(ShardcError, match=r"the model is a class, not a torch\.nn\.Module"):
@@ -410,6 +414,25 @@ def test_losses_that_are_none() -> None:
         capture(model, {"input_ids": batch["input_ids"]})
 
 
+def test_a_loss_that_is_no_function_of_output_and_batch() -> None:
+    refused(lambda s, y: y, "loss: loss is a str, not a function", loss="mse")
+    takes = r"loss takes \(output, batch\), and cannot be called with these two: too many positional arguments"
+    refused(lambda s, y: y, takes, loss=lambda y: y.sum())
+    text = "the loss failed: AttributeError: .*\n  fix: check it in plain PyTorch: it is given the model's output and"
+    refused(lambda s, y: y, text, batch={"x": X}, loss=F.mse_loss)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_modules_compiled_by_torch_jit_are_refused() -> None:
+    layer = nn.Linear(6, 6)
+    for compiled in (torch.jit.script(nn.Sequential(layer)), torch.jit.trace(layer, X)):
+        for model, where in ((compiled, "the model"), (nn.Sequential(compiled), "0")):
+            with pytest.raises(
+                ShardcError, match=f"^{where}: the module is scripted or traced by torch.jit.*\n  fix: pass"
+            ):
+                capture(model, X)
+
+
 def test_errors_of_the_model_itself() -> None:
     text = "the model's forward failed: RuntimeError: a and b must have same reduction dim"
     refused(lambda s, y: y @ y, text, line="refused(lambda s, y: y @ y")
@@ -464,8 +487,8 @@ def test_autocast_is_refused() -> None:
 
 
 def test_lazy_modules_are_refused() -> None:
-    with pytest.raises(ShardcError, match="the parameter has no shape yet"):
-        capture(nn.Sequential(nn.LazyLinear(4)), X, loss=lambda y, _: y.sum())
+    with pytest.raises(ShardcError, match="lazy module has no shape yet\n  fix: run the model once on a batch"):
+        shardc.compile(nn.Sequential(nn.LazyLinear(4)), X, {"shardc": 1}, loss=lambda y, _: y.sum())
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------

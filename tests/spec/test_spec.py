@@ -279,6 +279,20 @@ def test_mesh_sizes_are_overridden() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"mesh": "dp=2"}, 'mesh: mesh is .dp=2., not a mapping from axis to size\n  fix: e.g. mesh={"dp": 2}'),
+        ({"mesh": 2}, "mesh is 2, not a mapping"),
+        ({"overrides": "data.zero=3"}, "overrides: overrides is .data.zero=3., not a list or tuple of texts"),
+        ({"overrides": (3,)}, "an override is a text, not 3"),
+    ],
+)
+def test_arguments_of_another_type(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ShardcError, match=text):
+        Spec.load({"shardc": 1}, **arguments)
+
+
 def test_overrides() -> None:
     spec = Spec.parse(
         HEAD + 'shard: {"*.o_proj": row, b: {0: tp}}\nexperts: [{match: a, axis: tp}]\npipeline: {axis: dp}\n',

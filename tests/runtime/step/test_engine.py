@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -231,8 +232,23 @@ WRONG: list[tuple[str, Any, str]] = [
         {"x": example_program.batch()["x"], "yy": torch.ones(8)},
         r"yy: the program was compiled without this input, f32\[8\]\n  fix: name it 'y'",
     ),
-    ("a tuple", (example_program.batch()["x"],), r"x: the batch does not have it \(it has 0\)"),
-    ("a tensor", example_program.batch()["x"], r"x: the batch does not have it \(it has the batch\)"),
+    (
+        "a tuple",
+        tuple(example_program.batch().values()),
+        r"^batch: the batch is a tuple, and the program was compiled for a dict {x, y}\n  fix: .*collate_fn",
+    ),
+    ("a tensor", example_program.batch()["x"], r"^batch: the batch is a Tensor, and .* for a dict {x, y}"),
+    ("nothing", None, "^batch: the batch is None, and the program was compiled for a dict {x, y}"),
+    (
+        "a list of numbers",
+        {**example_program.batch(), "y": torch.zeros(8, 4).tolist()},
+        r"^y: the batch gives a list or dict of others, but .* for f64\[8, 4\]\n  fix: make it a tensor: torch.tensor",
+    ),
+    (
+        "an array",
+        {**example_program.batch(), "y": np.zeros((8, 4))},
+        r"^y: the batch gives ndarray, but .*\n  fix: make it a tensor: torch.from_numpy",
+    ),
 ]
 
 
