@@ -531,13 +531,13 @@ class _Microbatch:
         shown = value[0] if isinstance(value, tuple) else value
         error = ShardcError(
             f"{source}: {total.name}, {replace(shown, layout=_without(shown.layout))}, takes all rows of the batch, and"
-            f" {getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: statistics"
-            " of a batch, as BatchNorm's, are not those of its microbatches, and a gradient of every row goes through"
-            " them",
+            f" {getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: what is"
+            " computed of all rows (BatchNorm's statistics, a contrastive loss, rows that are mixed, a maximum) is not"
+            " that of microbatches, and a gradient of every row goes through it",
             where=self.where,
             fix=(
-                "write microbatches: 1, or batch_norm: local (each rank and microbatch has its own), "
-                "or use a layer that looks at each row by itself (LayerNorm, GroupNorm)"
+                "write batch: {microbatches: 1}; where it is BatchNorm, batch_norm: local (each rank and microbatch has"
+                " its own statistics), or a layer that looks at each row by itself (LayerNorm, GroupNorm)"
             ),
         )
         self.refused.setdefault(source.module or source.line, error)

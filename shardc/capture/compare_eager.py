@@ -63,6 +63,7 @@ def prove(
         named(model.named_buffers(remove_duplicate=False)),
     )
     before = {name: b.clone() for name, b in buffers.items()}
+    plain = {name: (x, x._version) for name, x in _plain_tensors(model)}
     trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own, which appear whenever it runs
@@ -72,6 +73,8 @@ def prove(
                 want, *beside = eager(whole)
                 want_grads = _grads(want, trained)
                 after = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
+            written = {name: Source() for name, (x, version) in plain.items() if x._version != version}
+            changed = {**written, **changed}
             if changed:
                 with torch.no_grad():
                     for name, buffer in buffers.items():
@@ -137,6 +140,14 @@ def _same_again(first: Tensor, second: Tensor, changed: Mapping[str, Source]) ->
         )
 
 
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are attributes of modules, neither parameters nor buffers: a program has their first values."""
+    for path, module in model.named_modules():
+        for name, x in vars(module).items():
+            if isinstance(x, Tensor) and not x.is_inference():  # those have no version
+                yield f"{path}.{name}" if path else name, x
+
+
 def _empty(x: Any) -> bool:
     return isinstance(x, FakeTensor) or x.device.type == "meta"
 
@@ -188,7 +199,7 @@ def _compare(errors: Errors, name: str, where: str, want: Tensor, got: Tensor, f
             f"{name} of the captured graph differs from the model's own by {worst:.1e} of its size",
             where=where,
             fix=(
-                "report it, with the model; a custom backward or Python state that changes between calls is the usual"
-                " cause"
+                "what Python reads is read once, when the model is captured: make a clock, a counter or other state"
+                " that changes between calls a buffer or part of the batch. If there is none, report it, with the model"
             ),
         )

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardc.capture import autograd_function
 from shardc.capture.refusals import PACKED, PADDED
@@ -29,7 +30,7 @@ from shardc.torch_private import (
 
 def check_hooks(model: nn.Module) -> None:
     """Refuse, all at once, what is not part of an exported graph: backward hooks of modules and parameters, modules
-    that torch.jit compiled, parameters without a shape.
+    that torch.jit compiled, parameters without a shape. BatchNorm's momentum=None by name, too.
     """
     errors = Errors()
     compiled = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
@@ -47,6 +48,17 @@ def check_hooks(model: nn.Module) -> None:
                 "the module has a backward hook, which a captured graph cannot keep",
                 where=_at(name or type(module).__name__, hooks),
                 fix="remove the hook, or compute what it does in forward",
+            )
+        if (
+            isinstance(module, _BatchNorm)
+            and module.momentum is None
+            and module.training
+            and module.track_running_stats
+        ):
+            errors.add(
+                "momentum=None divides by a count of steps, which tracing cannot follow: it becomes a Python number",
+                where=name or type(module).__name__,
+                fix="give the layer a momentum: 0.1 is torch's default",
             )
     for name, p in model.named_parameters():
         held = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)

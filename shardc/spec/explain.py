@@ -156,7 +156,8 @@ def _did_you_mean(got: object, known: list[str], also: str = "", *, key: bool = 
 
 def _example(field: Field) -> str:
     name, info = field
-    example = info.examples[0] if info is not None and info.examples else "..."
+    default = info.default if info is not None and isinstance(info.default, (int, float)) else "..."
+    example = info.examples[0] if info is not None and info.examples else default
     return f"`{name}: {flow(example)}`"
 
 

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from shardc.ir.patterns import nearest
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.fields import (
     _ONE_OR_MANY,
@@ -124,6 +125,8 @@ def _rule(value: Any) -> Any:
         return {" dims": dict(value)}
     if any(map(_is_dim, value)):
         raise wrong_here("mixes dims and words", "write {style: column, axis: tp}, or {0: {axis: tp, split: 3}}")
+    if value and not any(nearest(key, RuleForm.model_fields) for key in value):
+        raise wrong_here("names neither a style nor a dim", "dims are numbers: {0: tp} splits dim 0, {1: tp} dim 1")
     return dict(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -491,7 +492,24 @@ def test_lazy_modules_are_refused() -> None:
         shardc.compile(nn.Sequential(nn.LazyLinear(4)), X, {"shardc": 1}, loss=lambda y, _: y.sum())
 
 
+def test_batch_norm_without_momentum() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None))
+    with pytest.raises(ShardcError, match=r"1: momentum=None divides by a count .*\n  fix: give the layer a momentum"):
+        capture(model, X, loss=lambda y, _: y.sum())
+
+
 # --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def test_python_state_that_changes() -> None:
+    def center(self: Net, y: Tensor) -> Tensor:
+        loss = (y - self.k).square().mean()
+        self.k.mul_(0.9)
+        return loss
+
+    ticks = itertools.count(1)
+    refused(center, "when it is called again: its forward sets 'k'.*\n  fix: make it a buffer")
+    refused(lambda s, y: y.sum() * next(ticks), "the loss .* differs .*\n  fix: what Python reads is read once")
 
 
 def test_the_proof_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:

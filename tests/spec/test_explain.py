@@ -187,6 +187,13 @@ SECTIONS = [  # after HEAD
         "`save` and `budget` both say what is kept",
         "keep one",
     ),
+    ("run: {steps: -1}\n", "3:14", "`run.steps` must be at least 0, not -1", "e.g. `steps: 100`"),
+    (
+        "shard: {up.weight: {rows: tp}}\n",
+        "3:20",
+        "names neither a style nor a dim",
+        "dims are numbers: {0: tp} splits dim 0",
+    ),
     ("checkpoint:\n  - {match: a, offload: disk}\n", "4:25", "unknown value 'disk'", "one of none, cpu"),
     (
         "precision: {compute: bf16}\n",
