@@ -25,8 +25,17 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
-from shardc.runtime.step import batch_sizes, inputs, lr, not_finite, outputs, param_groups, user_changes
-from shardc.runtime.step.clip_grad_norm import GradNorm
+from shardc.runtime.step import (
+    batch_sizes,
+    inputs,
+    lr,
+    not_finite,
+    outputs,
+    param_groups,
+    partial_grad_guard,
+    user_changes,
+)
+from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
@@ -272,7 +281,7 @@ class Engine:
         self._stepping = self._overlapped is not None and self._overlapped.possible()
         try:
             with self.mesh.together(f"step {self.rng.step + 1}"):
-                result = self.backward(batch, local=local, gather=gather)
+                result = self._backward(batch, local=local, gather=gather)
                 self.update()
                 for callback in self.callbacks:
                     callback(self, result)
@@ -280,11 +289,17 @@ class Engine:
             self._stepping = False
         return result
 
-    @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`, in place of those of the last
-        one: a sum over batches is `batch: {microbatches: n}`. Returns what `step` does.
+        one: a sum over batches is `batch: {microbatches: n}`. Returns what `step` does. A norm of a gradient of which
+        this rank has a part is refused (shardc.runtime.step.partial_grad_guard).
         """
+        result = self._backward(batch, local=local, gather=gather)
+        partial_grad_guard.mark(p for name, p in self.params.items() if norm_axes(self.program, name))
+        return result
+
+    @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
+    def _backward(self, batch: Any, *, local: bool, gather: bool) -> Any:
         self._check()
         self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)

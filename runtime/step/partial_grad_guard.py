@@ -38,7 +38,8 @@ class GradientPart(Tensor):
             raise ShardcError(
                 "the norm of this gradient would be that of the part which this rank has, another number on every rank",
                 where=f"{getattr(func, '__name__', func)} of a parameter's .grad",
-                fix="clip with module.clip_grad_norm_(max_norm), which returns the norm of the whole model's gradient;"
+                fix="clip with module.clip_grad_norm_(max_norm), which returns the norm of the whole model's gradient,"
+                " or by an engine's clip_norm=max_norm, which has it in engine.grad_norm;"
                 " clip_grad_value_ works as it is; .grad.detach() is this rank's part as a plain tensor",
             )
         with torch._C.DisableTorchFunctionSubclass():

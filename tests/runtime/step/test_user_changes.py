@@ -186,3 +186,21 @@ def test_an_error_of_a_scheduler_leaves_the_state_of_a_step() -> None:
         assert engine.step_count == 3
 
     loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize("mesh", ["tp", "zero 3"])
+def test_clipping_by_hand_between_the_halves_of_an_engines_step_is_refused(mesh: str) -> None:
+    """It would take the norm of this rank's part. The update works on these gradients as on any."""
+    program = shardc.compile(net(), BATCH, {"shardc": 1, **MESHES[mesh]}, prove=False)
+
+    def work(mesh: LoopbackMesh) -> tuple[float, float]:
+        engine, straight = (Engine(program, MODEL, mesh=mesh, clip_norm=0.1) for _ in range(2))
+        engine.backward(BATCH)
+        with pytest.raises(ShardcError, match="the norm of this gradient would be that of the part"):
+            nn.utils.clip_grad_norm_(engine.params.values(), 0.1)
+        engine.update()
+        straight.step(BATCH)
+        return float(engine.step(BATCH)), float(straight.step(BATCH))
+
+    for a, b in loopback(program.mesh, work):
+        assert a == b
