@@ -13,7 +13,7 @@ Each line is two nodes of autograd. Backward goes through them like this:
 
 Of the nodes that are ready, autograd runs that of the greatest number, and numbers grow in forward. So `OfWeights` is
 given a number between those of `Wait` and `Begin`: it runs after the sum has begun, however many products use x_each.
-The numbers that are computed are the same, by the same kernels."""
+The same products are computed; where a kernel depends on strides, the last bits may differ."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardc.capture import autograd_function
 from shardc.capture.refusals import PACKED, PADDED
@@ -26,6 +25,8 @@ from shardc.torch_private import (
     plain_checkpoints,
     replaced_packing,
 )
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -50,7 +51,7 @@ def check_hooks(model: nn.Module) -> None:
                 fix="remove the hook, or compute what it does in forward",
             )
         if (
-            isinstance(module, _BatchNorm)
+            isinstance(module, BATCH_NORMS)
             and module.momentum is None
             and module.training
             and module.track_running_stats

@@ -47,7 +47,9 @@ def run(mesh: LoopbackMesh, convert: Any, rows: tuple[int, ...], overlap: bool) 
     """(the result, all gradients, what happened in backward) of three products of one input [*rows, 8]."""
     drawn = torch.Generator().manual_seed(mesh.rank)
     shapes = {"x": (*rows, 8), "w": (5, 8), "b": (5,), "m": (8, 5), "v": (8, 5), "c": (5,)}
-    leaves = {n: torch.randn(shape, generator=drawn).requires_grad_() for n, shape in shapes.items()}
+    leaves = {
+        n: torch.randn(shape, generator=drawn, dtype=torch.float64).requires_grad_() for n, shape in shapes.items()
+    }
     events: list[str] = []
     for kind in ("start_all_reduce", "start_reduce_scatter"):
         setattr(mesh, kind, told(getattr(mesh, kind), events))
@@ -72,13 +74,16 @@ def run(mesh: LoopbackMesh, convert: Any, rows: tuple[int, ...], overlap: bool) 
 
 @pytest.mark.parametrize("rows", [(4, 3), (12,)], ids=str)
 @pytest.mark.parametrize("convert", [each, whole], ids=["all_reduce", "reduce_scatter"])
-def test_the_same_bits_and_the_sum_begins_before_the_gradients_of_weights(convert: Any, rows: tuple[int, ...]) -> None:
+def test_the_same_numbers_and_the_sum_begins_before_those_of_weights(convert: Any, rows: tuple[int, ...]) -> None:
+    """To the bit on most processors; some multiply matrices of other strides, as autograd has them, in other order."""
+
     def both(mesh: LoopbackMesh) -> tuple[list[Tensor], list[Tensor], list[str]]:
         return run(mesh, convert, rows, False)[0], *run(mesh, convert, rows, True)
 
     for plain, overlapped, events in loopback(TP, both):
         assert len(plain) == len(overlapped) == 7
-        assert all(torch.equal(a, b) for a, b in zip(plain, overlapped, strict=True))
+        for a, b in zip(plain, overlapped, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
         assert events[0] == "begin"
         assert events[-1] == "wait"
         assert sorted(events[1:-1]) == ["m", "v", "w"]
