@@ -60,7 +60,7 @@ class Fact:
 
     axes: the mesh axes over whose coordinates it may differ, such as those that split a weight: it is compared among
     ranks whose coordinates on them are the same. where, fix: of the error. shown: the value as an error tells it, of
-    each rank; "": only a hash is known.
+    each rank; "": only a hash is known. placed: ranks are named with their coordinates (not where their meshes differ).
     """
 
     what: str
@@ -69,6 +69,7 @@ class Fact:
     where: str = ""
     fix: str = ""
     shown: str = ""
+    placed: bool = True
 
 
 class DisagreementError(ShardcError):
@@ -195,7 +196,11 @@ def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = Di
         for rank in range(layout.world):
             coords = layout.coords(rank)
             groups.setdefault(tuple(coords[a] for a in f.axes), []).append(rank)
-        errors.add(f"{f.what} {_who(every, groups.values(), layout)}{_texts(mesh, f)}", where=f.where, fix=f.fix)
+        errors.add(
+            f"{f.what} {_who(every, groups.values(), layout if f.placed else None)}{_texts(mesh, f)}",
+            where=f.where,
+            fix=f.fix,
+        )
     if len(facts) > SHOWN:
         errors.add(f"{len(facts) - SHOWN} more differ, the last of them {facts[-1].what}")
     try:
@@ -322,9 +327,9 @@ def _slot(fact: Fact, mesh: Any) -> int:
     return slot
 
 
-def _who(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh) -> str:
-    """The ranks that differ from most others of their group, with their coordinates; all that differ from each other
-    where no value is that of most.
+def _who(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh | None) -> str:
+    """The ranks that differ from most others of their group, with their coordinates on a mesh; all that differ from each
+    other where no value is that of most.
     """
     odd: list[int] = []
     apart: list[int] = []
@@ -339,8 +344,11 @@ def _who(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh) -> 
     return f"differs between {_named(sorted(apart), mesh)}"
 
 
-def _named(ranks: Sequence[int], mesh: Mesh) -> str:
-    names = [f"rank {r} ({', '.join(f'{a}={c}' for a, c in mesh.coords(r).items())})" for r in ranks[:SHOWN]]
+def _named(ranks: Sequence[int], mesh: Mesh | None) -> str:
+    places = {r: mesh.coords(r) if mesh is not None else {} for r in ranks[:SHOWN]}
+    names = [
+        f"rank {r} ({', '.join(f'{a}={c}' for a, c in at.items())})" if at else f"rank {r}" for r, at in places.items()
+    ]
     if len(ranks) > SHOWN:
         return f"{', '.join(names)} and {len(ranks) - SHOWN} more"
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]

@@ -11,6 +11,7 @@ import socket
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -108,7 +109,8 @@ class TorchMesh(RankMesh):
         # where the world sends over NCCL alone: what is agreed on the host does not wait for the device
         if layout.world > 1 and not backend_of("cpu"):
             self._host = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="host")
-        facts = [stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")]
+        mine = stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")
+        facts = [replace(mine, placed=False)]  # a rank has other coordinates on each of two meshes
         check(self, facts, "joining the mesh")
         self.add_groups(axes)
         self._lines = {

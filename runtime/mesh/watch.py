@@ -43,10 +43,13 @@ _SHOWN = 8  # ranks that a message lists
 
 @dataclass
 class _Question:
-    """That this rank was the first to ask. number: of the question; asked: when; told: somebody did not answer."""
+    """That this rank was the first to ask. number: of the question; asked: when; count: of its activity then;
+    told: somebody did not answer.
+    """
 
     number: int
     asked: float
+    count: int
     told: bool = False
 
 
@@ -115,7 +118,7 @@ class Watch:
 
     def _ask(self, now: float) -> None:
         if self._store.add(f"{self._key(self._round)}/asked", 1) == 1:
-            self._question = _Question(self._round, now)
+            self._question = _Question(self._round, now, self._activity.count)
 
     def _answer(self) -> None:
         """What others want to know; and the end of the run, if one of them found out that a rank is gone."""
@@ -136,9 +139,11 @@ class Watch:
         text = verdict(self._layout, answers, seconds, stopped)
         if len(answers) == self._layout.world:
             self._question = None
-            self.tell("all ranks answer again" if question.told else text)
             if question.told:
+                self.tell("all ranks answer again")
                 self._store.delete_key(_SILENT)
+            elif self._activity.count == question.count:  # else it waits no longer: all were slow, on a busy machine
+                self.tell(text)
         elif self._processes is not None and stopped and len(answers) + len(stopped) == self._layout.world:
             self._question = None
             self.tell(f"{text}; it is ended now")

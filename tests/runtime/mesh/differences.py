@@ -138,7 +138,7 @@ def _(r: Rank) -> None:
     r.engine(program=compiled(net(), precision={"compute": "bfloat16"}) if r.odd else r.program)
 
 
-@case("the mesh", "the mesh differs on rank 3 (dp=1, tp=1): dp=2 × tp=2 on rank 0, tp=2 × dp=2 on rank 3")
+@case("the mesh", "the mesh differs on rank 3: dp=2 × tp=2 on rank 0, tp=2 × dp=2 on rank 3")
 def _(r: Rank) -> None:
     TorchMesh(Mesh((("tp", 2), ("dp", 2)) if r.odd else (("dp", 2), ("tp", 2))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -101,6 +102,24 @@ def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
         known = mock.Mock(**{"ended.return_value": ended})
         error = Failures(store, rank, MESH, known).of_another(gone, "step 5", Activity())
         assert error.what == said
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_rank_that_went_on_before_all_answered_says_nothing(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
+    """On a busy machine all ranks are slow, and by the time of their answers nobody waits any more."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(activity, "waits", lambda: True)
+    heard: list[str] = []
+    act = Activity()
+    store.set("shardc/watch0/rank1", json.dumps(BUSY))
+    watch = Watch(Mesh((("tp", 2),)), 0, act, store, None, named=1.2, tell=heard.append)
+    while not store.check(["shardc/watch0/asked"]):
+        time.sleep(0.01)
+    if goes_on:
+        act.begin("all_reduce", ("tp",), "h")
+    time.sleep(0.6)
+    watch.stop()
+    assert len(heard) == (not goes_on)
 
 
 def test_it_stays_short_on_thousands_of_ranks() -> None:
