@@ -24,6 +24,7 @@ from shardc.passes.recompute import Recompute
 from shardc.passes.stack_experts import StackExperts
 from shardc.passes.unknown_ops import UnknownOps
 from shardc.passes.unused_axes import UnusedAxes
+from shardc.passes.weight_casts import WeightCasts
 
 __all__ = ["CAPTURE", "PIPELINE", "Options", "Pass", "Stage"]
 
@@ -58,5 +59,6 @@ PIPELINE = (
     Stage("recompute", Recompute, "a region is part of one stage, and its budget counts bytes of one rank"),
     Stage("match_recompiled", MatchLayouts, "gives the buckets that the next pass would otherwise make"),
     Stage("buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),
+    Stage("weight_casts", WeightCasts, "sharded buckets that hold the dtype of products have taken their casts out"),
     Stage("unused_axes", UnusedAxes, "only now is every axis seen that something uses"),
 )

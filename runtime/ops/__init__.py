@@ -6,6 +6,7 @@ name, for the record of what ran.
 
 convert           conversions between placements; shard_parts: a shard's parts, cut and joined; overlap: a product's
                   backward beside its collective
+cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3; host_copy: copies that stop nothing
 random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same; attention: with dropout
 expert_parallel   tokens to experts and back; grouped_mm, expert_activation: what experts compute; experts_op: the op in
@@ -17,6 +18,7 @@ torch_library     ops of torch that a captured graph cannot hold
 from __future__ import annotations
 
 from shardc.runtime.ops.attention import attention
+from shardc.runtime.ops.cast_once import cast_once
 from shardc.runtime.ops.convert import (
     all_gather,
     all_gather_partial_grad,
@@ -66,6 +68,7 @@ __all__ = [
     "all_to_all",
     "attention",
     "batch_stat",
+    "cast_once",
     "dropout",
     "embedding_partial",
     "experts",

@@ -34,12 +34,14 @@ class StepContext:
 
     microbatch: None: the program runs on whole batches (shardc.runtime.step.module).
     sums: while the interpreter runs a forward of all microbatches for `ops.summed`: what they add up to so far.
+    weight_copies: while a microbatch of several runs forward in training: what `ops.cast_once` has cast, by its tag.
     routings: what experts' routing notes, if the engine is to report it (shardc.runtime.step.expert_load).
     recomputing: forward runs once more, in backward: its collectives are recorded as "recompute"."""
 
     def __init__(self) -> None:
         self.microbatch: MicrobatchContext | None = None
         self.sums: dict[int, Tensor] | None = None
+        self.weight_copies: dict[str, Tensor] | None = None
         self.routings: list[Routing] | None = None
         self.recomputing = False
 

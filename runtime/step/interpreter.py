@@ -332,6 +332,8 @@ class Run:
         wanted = [a for a in actions if a.kind in ("B", "W")]
         self.first = wanted[0] if wanted else None
         self.last = {a.stage: a for a in wanted}
+        self.last_forward = {a.stage: a for a in actions if a.kind == "F"}
+        self.weight_copies: dict[int, dict[str, Tensor]] = {}  # by stage
 
     def go(self) -> None:
         for action in self.actions:
@@ -378,7 +380,8 @@ class Run:
         for name, x in self.inbox.pop(key, {}).items():
             leaves[name] = x.detach().requires_grad_(training and stage.receives[name].requires_grad)
         args = [leaves[n] if n in leaves else values[n] for n in stage.takes]
-        with op_errors.named(stage.graph), self.hooks.saving(key) if self.hooks is not None else nullcontext():
+        saving = self.hooks.saving(key) if self.hooks is not None else nullcontext()
+        with op_errors.named(stage.graph), saving, self._weight_copies(action):
             returned = stage.run(*args)
         loss, news, sent, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
         if self._keep_outputs:
@@ -398,6 +401,23 @@ class Run:
         for edge in self.on.edges.values():
             if edge.source == s:
                 self._deliver(edge, m, {n: out[n].detach() for n in edge.names}, "forward")
+
+    @contextmanager
+    def _weight_copies(self, action: Action) -> Iterator[None]:
+        """Around a forward in training: one copy of the stage's cast weights for all microbatches
+        (shardc.runtime.ops.cast_once). After the stage's last forward, only those that backward needs are alive.
+        """
+        if self.hooks is None or len(self.values) == 1:
+            yield
+            return
+        step = self.on.mesh.step
+        step.weight_copies = self.weight_copies.setdefault(action.stage, {})
+        try:
+            yield
+        finally:
+            step.weight_copies = None
+            if action is self.last_forward[action.stage]:
+                del self.weight_copies[action.stage]
 
     def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[list[Any], list[Tensor | None]]:
         """Where backward begins, and with which gradients."""

@@ -241,6 +241,7 @@ class _Run(Run):
         passing += [x for each in self.outbox.values() for x in each]
         passing += [x for posted in self.posted.values() for _, into, _ in posted for x in into.values()]
         ledger.mark(self.on.rng.tensors(), "buffers")  # of the next steps too
+        ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")
         ledger.mark([p.grad for p in self.on.buckets.given.values() if isinstance(p, Tensor)], "gradients")
         if action.kind == "F":
             _mark_rest(ledger, "activations")

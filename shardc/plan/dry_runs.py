@@ -13,15 +13,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from shardc.compile import compile as compiled
 from shardc.cost.device import Device
 from shardc.cost.dry_run import dry_run
 from shardc.cost.ledger import KINDS
 from shardc.errors import ShardcError
+from shardc.ir.graph import calls, operands_of
 from shardc.ir.program import Program
 from shardc.plan.few_layers import UNITS, Subject
 from shardc.plan.space import KEPT, Choice, Keep, SpecTemplate, spec
 from shardc.plan.stage_vectors import FLOPS, Stage, Vector, lines, part_of, stage
+from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
 from shardc.runtime.step.engine import adamw
 
@@ -32,7 +36,7 @@ class Stages:
     another model only `whole`.
 
     period: layers of a unit; before: layers of the first stage besides its unit. casts: bytes of a unit's weights in
-    the dtype of products, which each microbatch keeps for backward, of the first, a middle and the last stage.
+    the dtype of products, which are kept for backward once a step, of the first, a middle and the last stage.
     """
 
     whole: Stage | None = None
@@ -208,13 +212,6 @@ class Library:
 def _casts(program: Program, coordinate: int) -> float:
     """Bytes of a stage's weights that were cast for products."""
     graph = program.stages[coordinate].graph
-    total = 0.0
-    for n in graph.nodes:
-        if (
-            n.op == "call_function"
-            and len(n.all_input_nodes) == 1
-            and n.all_input_nodes[0].op == "placeholder"
-            and "_to_copy" in str(n.target)
-        ):
-            total += n.meta["value"].nbytes(program.mesh)
-    return total
+    params = {p.name for p in program.params}
+    casts = [n for n in calls(graph) if n.target in (torch.ops.aten._to_copy.default, ops.cast_once)]
+    return float(sum(n.meta["value"].nbytes(program.mesh) for n in casts if operands_of(n)[0].name in params))

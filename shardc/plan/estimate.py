@@ -112,12 +112,13 @@ class Estimates:
             state[o] /= c.dp
             state[g] /= c.dp if c.zero == 3 or (c.zero == 2 and m == 1) else 1
         kept = x.kept.copy()
-        # weights that are cast belong to the microbatch, unless they are stored in that dtype or gathered
+        # weights that are cast: a copy for all microbatches, unless they are stored in that dtype or gathered
         casts = cast * KEPT.get(c.checkpoint, 0.0)
-        kept[KIND["activations"]] -= casts
+        if self.library.microbatches == 1:  # it was counted as the microbatch's
+            kept[KIND["activations"]] -= casts
         kept = np.where(GROW, kept * c.rows, 0)
         if not c.zero:
-            kept[KIND["activations"]] += casts
+            state[p] += casts
         height = np.where(GROW, x.height * c.rows, 0)
         ends = np.where(GROW, x.end * c.rows, 0) * (c.microbatches if SCHEDULES[c.schedule].collects else 1)
         kinds = state + alive(c, first) * kept + ends + np.maximum(height, -kept - ends)

@@ -31,6 +31,7 @@ WIDTH = 2 * N + 9
 #: What a rank does in a second: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "ep", "dp", "pp")
 GRADIENTS = KINDS.index("gradients")
+PARAMETERS = KINDS.index("parameters")
 
 #: Of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" of its
 #: microbatch).
@@ -136,7 +137,7 @@ def stage(r: DryRun, device: Device, program: Program) -> Stage:
         if mine and (end := vectors.get(("W", which), vectors.get(("B", which)))) is not None:
             left = np.sum([v[NET] for v in mine], 0)
             if which == "first":
-                left[GRADIENTS] = 0
+                left[GRADIENTS] = left[PARAMETERS] = 0  # gradients, and weights that were cast, stay for the others
             end[NET] -= left
     return vectors
 

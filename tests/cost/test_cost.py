@@ -222,6 +222,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bfloat16"},
         "batch": {"microbatches": 2},
     },
+    "bf16 1f1b": {
+        "mesh": {"pp": 2},
+        "batch": {"microbatches": 4},
+        "pipeline": {"axis": "pp"},
+        "precision": {"compute": "bfloat16"},
+    },
     "loss scale": {"mesh": {"dp": 1}, "precision": {"compute": "float16", "loss_scale": 16.0}},
     "state on the host": {
         "mesh": {"dp": 2},

@@ -1,0 +1,43 @@
+"""A weight in the dtype of products, cast once a step: the microbatches in flight share one copy.
+
+    microbatch 0    w_bf16 = cast_once(w, ...)     casts, and keeps the copy until the stage's last forward
+    microbatch 1    w_bf16 = cast_once(w, ...)     the same memory
+    ...             after the last forward, what autograd saved of it for backwards to come holds it
+
+Each microbatch has a place of its own in autograd's graph. Its gradient is cast to the weight's dtype there, so that
+microbatches add up in that dtype, as if each had cast the weight itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+class _CastOnce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return copy.detach()  # a tensor of this microbatch's own, in the copy's memory
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g.to(ctx.dtype), None
+
+
+def cast_once(x: Tensor, mesh: Any, dtype: torch.dtype, tag: str = "") -> Tensor:
+    """x in another dtype. Training in microbatches makes one copy a step (shardc.runtime.step.context): x must not
+    change until the step's last forward, and nothing may write to the result. Elsewhere it is an ordinary cast.
+    """
+    copies = mesh.step.weight_copies
+    if copies is None or not torch.is_grad_enabled():
+        return x.to(dtype)
+    if tag not in copies:
+        copies[tag] = x.detach().to(dtype)
+    result: Tensor = _CastOnce.apply(x, copies[tag])  # type: ignore[no-untyped-call]
+    return result
