@@ -1,5 +1,5 @@
-"""Recompile for a batch of other sizes, when the first such batch comes: fewer rows, such as the last ones of an epoch,
-or another sequence length.
+"""Recompile when it is first wanted: for a batch of other sizes (fewer rows, such as the last ones of an epoch, or
+another sequence length), and for evaluating, where forward has branches of its own on `self.training`.
 
 The new program is as exact as any: means are over the rows that are there, and fewer rows that ranks and microbatches
 do not divide are padded (`uneven: pad`). The engine runs it on the parameters, buckets and optimizer that it has, so
@@ -28,10 +28,11 @@ Compile = Callable[..., Program]
 
 #: Sizes that are compiled without a word of the spec: each takes a compilation and its own program in memory.
 MOST = 16
+OTHERWISE = "forward does something else in eval mode, by branches of its own on self.training"
 
 
 class Resizer:
-    """`(program, batch, its global shapes) -> program for that batch`, for Program.resize.
+    """`(program, batch, its global shapes, training) -> program for that batch`, for Program.resize.
 
     build: gives the model that was compiled, or one like it. modes: whether each of its modules was in training mode.
     compile: shardc.compile.compile.
@@ -39,7 +40,7 @@ class Resizer:
 
     def __init__(self, build: Build, loss: Loss | None, modes: dict[str, bool], compile: Compile) -> None:
         self.build, self.loss, self.modes, self.compile = build, loss, modes, compile
-        self._programs: dict[Shapes, Program] = {}
+        self._programs: dict[tuple[Shapes, bool], Program] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -47,28 +48,31 @@ class Resizer:
         """For a model that somebody else holds: a program does not keep its weights alive."""
         return cls(weakref.ref(model), loss, {n: m.training for n, m in model.named_modules()}, compile)
 
-    def __call__(self, program: Program, batch: Any, shapes: Shapes) -> Program:
+    def __call__(self, program: Program, batch: Any, shapes: Shapes, training: bool = True) -> Program:
         """Compile, once for each set of sizes. Ranks that are threads of one process take turns: only one may capture
         at a time.
 
-        batch: of these global shapes, or a rank's part of one. Raises ShardcError if the model no longer exists, if
-        parameters would be split in another way, and after MOST of them, unless the spec names its lengths.
+        batch: of these global shapes, or a rank's part of one. training: False: with all modules in eval mode.
+        Raises ShardcError if the model no longer exists, if parameters would be split in another way, and after MOST of
+        them, unless the spec names its lengths.
         """
         with self._lock:
-            if shapes not in self._programs:
-                self._programs[shapes] = self._recompile(program, batch, shapes)
-            return self._programs[shapes]
+            key = shapes, training
+            if key not in self._programs:
+                self._programs[key] = self._recompile(program, batch, shapes, training)
+            return self._programs[key]
 
-    def _recompile(self, program: Program, batch: Any, shapes: Shapes) -> Program:
+    def _recompile(self, program: Program, batch: Any, shapes: Shapes, training: bool) -> Program:
         model, given = self.build(), batch_sizes.described(program, shapes)
         if model is None or program.spec is None:
+            sizes = f"the batch has other sizes than the program was compiled for ({given})"
+            why = sizes if given else OTHERWISE
             raise ShardcError(
-                f"the batch has other sizes than the program was compiled for ({given}), and the model that would have"
-                " to be compiled for it no longer exists",
-                where="engine.step",
-                fix="keep the model that was compiled, or leave such batches out (drop_last)",
+                f"{why}, and the model that would have to be compiled for it no longer exists",
+                where="engine.step" if training else "evaluating",
+                fix="keep the model that was compiled" + ", or leave such batches out (drop_last)" * bool(given),
             )
-        if len(self._programs) >= MOST and not program.spec.batch.lengths:
+        if sum(t == training for _, t in self._programs) >= MOST and not program.spec.batch.lengths:
             raise ShardcError(
                 f"batches of {MOST} other sizes than the program's have been compiled, and now comes {given}",
                 where="engine.step",
@@ -76,7 +80,7 @@ class Resizer:
             )
         if any(tuple(x.shape) != shape for x, shape in zip(_tensors(program, batch), shapes, strict=True)):
             batch = batch_sizes.like(batch, program, shapes)
-        with _modes(model, self.modes):
+        with _modes(model, self.modes if training else {n: False for n, _ in model.named_modules()}):
             try:
                 return self.compile(
                     model,
@@ -84,11 +88,12 @@ class Resizer:
                     program.spec,
                     loss=self.loss,
                     overrides=("uneven=pad",) if batch_sizes.fewer_rows(program, shapes) else (),
-                    prove=False,
+                    prove=not training,
                     compatible_with=program,
                 )
             except ShardcError as e:
-                what = f"the program was compiled for other sizes, and compiling it for {given} fails: {e.what}"
+                sizes = f"the program was compiled for other sizes, and compiling it for {given} fails"
+                what = f"{sizes if training else f'{OTHERWISE}, and compiling it in that mode fails'}: {e.what}"
                 raise ShardcError(what, where=e.where, fix=e.fix) from e
 
 

@@ -24,7 +24,7 @@ from shardc.errors import Errors
 from shardc.ir.graph import copy_graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Program
+from shardc.ir.program import Buffer, Param, Program
 from shardc.passes.accumulate import widened
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.activations import pin_activations
@@ -74,7 +74,15 @@ class Annotate(Pass):
         with errors.collect():
             pin_activations(spec, program, mesh)
         errors.raise_any()
+        if self.options.compatible_with is not None:
+            layouts |= _running(self.options.compatible_with, mesh)
         return replace(program.with_layouts(layouts), mesh=mesh, notes=(*program.notes, *notes))
+
+
+def _running(other: Program, mesh: Mesh) -> dict[str, Layout]:
+    """How parameters and buffers are split in the program that already runs on them."""
+    stored: list[Param | Buffer] = [*other.params, *other.buffers]
+    return {x.name: Layout.of(dict(x.layout.shards()), mesh) for x in stored if x.fqn and x.layout.shards()}
 
 
 def _weight_axes(spec: Spec) -> set[str]:

@@ -328,8 +328,8 @@ def _slot(fact: Fact, mesh: Any) -> int:
 
 
 def _who(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh | None) -> str:
-    """The ranks that differ from most others of their group, with their coordinates on a mesh; all that differ from each
-    other where no value is that of most.
+    """The ranks that differ from most others of their group, with their coordinates on a mesh; all that differ from
+    each other where no value is that of most.
     """
     odd: list[int] = []
     apart: list[int] = []

@@ -27,6 +27,7 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
     batch_sizes,
+    evaluating,
     inputs,
     lr,
     not_finite,
@@ -203,7 +204,8 @@ class Engine:
         self._norm = GradNorm(program, self.params, self.mesh)
         self._runs = interpreter
         self.interpreter = interpreter(program, self.mesh)
-        self._others: dict[batch_sizes.Shapes, tuple[Interpreter, dict[str, Tensor]]] = {}  # for batches of other sizes
+        #: For batches of other sizes, and for evaluating: by sizes, and whether it trains.
+        self._others: dict[tuple[batch_sizes.Shapes, bool], tuple[Interpreter, dict[str, Tensor]]] = {}
         self.scaler = LossScaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
         self._unbucketed = [n for n in self.params if n not in self.buckets.names]
 
@@ -304,6 +306,7 @@ class Engine:
         self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)
         self._watched.check()
+        user_changes.check_attributes(self.program)
         self.buckets.reset(forward=True)
         self.rng.training = True
         interpreter, values = self._take(batch, local=local)
@@ -362,23 +365,26 @@ class Engine:
         return interpreter, values
 
     def _sized(self, batch: Any, *, local: bool) -> tuple[Interpreter, dict[str, Tensor]]:
-        """What runs a batch, and constants of its own: the engine's program, or one for its sizes, made when such a
-        batch comes.
+        """What runs a batch, and constants of its own: the engine's program, or one for its sizes or for evaluating,
+        made when such a batch comes.
         """
         shapes = batch_sizes.other_shapes(self.program, batch, local=local)
-        if shapes is None or self.program.resize is None:
+        training = self.rng.training or evaluating.switched(self.program, self._tell)
+        if self.program.resize is None or (shapes is None and training):
             return self.interpreter, {}
-        if shapes not in self._others:
+        key = shapes or tuple(x.shape for x in self.program.inputs), training
+        if key not in self._others:
             self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
             start = time.perf_counter()
-            program = self.program.resize(self.program, batch, shapes)
+            program = evaluating.compiled(self.program, batch, *key, tell=self._tell)
             self.mesh.barrier()
             if isinstance(self.mesh, TorchMesh):
                 self.mesh.add_groups(groups_of(program))
-            self._others[shapes] = self._runs(program, self.mesh), state.constants(program, self.mesh)
+            self._others[key] = self._runs(program, self.mesh), state.constants(program, self.mesh)
             seconds = time.perf_counter() - start
-            self._tell(f"compiled for {batch_sizes.described(self.program, shapes)} in {seconds:.1f} s")
-        return self._others[shapes]
+            sizes = batch_sizes.described(self.program, key[0])
+            self._tell(f"compiled for {sizes or 'evaluating'} in {seconds:.1f} s")
+        return self._others[key]
 
     def _reduced(self, names: Sequence[str]) -> None:
         """Gradients that are summed over ranks, while others still are on their way."""
@@ -444,7 +450,10 @@ class Engine:
             )
 
     def evaluate(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
-        """What `step` returns, without dropout and with BatchNorm's running statistics; nothing changes."""
+        """What `step` returns, without dropout and with BatchNorm's running statistics; nothing changes.
+
+        Where forward has branches of its own on `self.training`, the model is compiled in eval mode for it, once.
+        """
         program, loss, beside = self._evaluate(batch, local=local)
         return outputs.result(program, self.mesh, loss, beside, gather=gather)
 
@@ -462,6 +471,7 @@ class Engine:
     def _evaluate(self, batch: Any, *, local: bool) -> tuple[Program, Tensor, outputs.Values]:
         self._check()
         torch_modes.check("engine.evaluate", self.mesh.device.type, training=False)
+        user_changes.check_attributes(self.program)
         self.buckets.reset(forward=True)
         self.rng.training = False
         interpreter, values = self._take(batch, local=local)

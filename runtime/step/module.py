@@ -4,6 +4,7 @@ by DDP.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,12 @@ from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
-from shardc.runtime.mesh import agreement, replicas
+from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import inputs, op_errors, outputs, partial_grad_guard, user_changes
+from shardc.runtime.step import evaluating, inputs, op_errors, outputs, partial_grad_guard, user_changes
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
-from shardc.runtime.step.communicators import runtime_mesh
+from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.torch_private import after_backward
@@ -91,6 +92,28 @@ class _Running:
     watched: user_changes.Watched
     check_every: int
     check: bool
+    eval: tuple[Program, fx.GraphModule, dict[str, Tensor]] | None = None
+
+    def evaluating(self, batch: Any) -> tuple[Program, fx.GraphModule, dict[str, Tensor]]:
+        """What runs a forward in eval mode, and constants of its own: see shardc.runtime.step.evaluating."""
+        if self.eval is None:
+            program, constants = self.program, dict[str, Tensor]()
+            if not evaluating.switched(program, self.tell):
+                shapes = tuple(x.shape for x in program.inputs)
+                self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
+                program = evaluating.compiled(program, batch, shapes, training=False, tell=self.tell)
+                self.mesh.barrier()
+                if isinstance(self.mesh, TorchMesh):
+                    self.mesh.add_groups(groups_of(program))
+                constants = state.constants(program, self.mesh)
+            same = program is self.program
+            self.eval = program, self.run if same else runnable(program.stages[0], self.mesh.device, program), constants
+        return self.eval
+
+    def tell(self, note: str) -> None:
+        """A line on the first rank's stderr."""
+        if self.mesh.rank == 0:
+            print(f"note: {note}", file=sys.stderr, flush=True)
 
     def finish_backward(self) -> None:
         self.buckets.finish()
@@ -227,6 +250,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         r.watched.check()
         user_changes.check_submodules(self)
+        user_changes.check_attributes(r.program)
         batch = inputs.from_call(r.program, r.model, args, kwargs)
         if r.check:
             facts = [
@@ -241,13 +265,15 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         tensors = inputs.take(r.program, batch, r.mesh, local=True)
         r.buckets.reset()
         r.rng.training = self.training
+        program, run, constants = r.evaluating(batch) if not self.training else (r.program, r.run, {})
         r.updates.carry_out()
         params = [
             r.buckets.given[p.name] if p.name in r.buckets.runs else self.get_parameter(p.fqn) for p in r.program.params
         ]
-        buffers = self._buffers_by_name().values()
-        with op_errors.named(r.program.stages[0].graph), r.buckets.saving():
-            loss, news = r.run(r.mesh, r.rng, *params, *buffers, *tensors)
+        stored = {**self._buffers_by_name(), **constants}
+        buffers = [stored[b.name] for b in program.buffers]
+        with op_errors.named(program.stages[0].graph), r.buckets.saving():
+            loss, news = run(r.mesh, r.rng, *params, *buffers, *tensors)
         if self.training:
             r.rng.step += 1
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
@@ -255,12 +281,11 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         if loss.requires_grad:
             loss = _Start.apply(loss, r.buckets, r.finish_backward)  # type: ignore[no-untyped-call]
             loss.register_hook(r.updates.note)
-        beside = outputs.combined(r.program, r.mesh, self._outputs(news))
-        return outputs.result(r.program, r.mesh, loss, beside, gather=False)
+        beside = outputs.combined(program, r.mesh, self._outputs(program, news))
+        return outputs.result(program, r.mesh, loss, beside, gather=False)
 
-    def _outputs(self, news: Sequence[Tensor]) -> outputs.Parts:
+    def _outputs(self, program: Program, news: Sequence[Tensor]) -> outputs.Parts:
         """The last of the new values, by name; what may be a parameter's memory as a copy."""
-        program = self._running.program
         copied = outputs.views(program.stages[0])
         values = news[len(news) - len(program.outputs) :]
         return {

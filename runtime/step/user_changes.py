@@ -1,11 +1,12 @@
 """What users do to a module or its parameters, and a program, which was captured before, would not notice: refused.
 
-A plain model reads `requires_grad`, hooks and the modes of its submodules whenever it runs. A program has read them
-once; so what changes them later would change nothing, without a word.
+A plain model reads `requires_grad`, hooks, the modes of its submodules and their attributes whenever it runs. A program
+has read them once; so what changes them later would change nothing, without a word.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -30,6 +31,61 @@ def check_as_compiled(program: Program, model: Any) -> None:
             if fqn in now and now[fqn].requires_grad != p.requires_grad:
                 _add(errors, fqn, trains=now[fqn].requires_grad)
     errors.raise_any()
+    if program.check_attributes is not None:
+        program.check_attributes(model)
+
+
+def check_attributes(program: Program) -> None:
+    """Raises ShardcError where attributes of the model that was compiled, which forward reads, were changed since."""
+    if program.check_attributes is not None:
+        program.check_attributes()
+
+
+class Attributes:
+    """Plain values (numbers, strings, bools, None) among the attributes of a model's modules that forward read while it
+    was captured. values: by module's name. It does not keep the model alive.
+    """
+
+    def __init__(self, model: nn.Module, values: Mapping[str, Mapping[str, Any]]) -> None:
+        self._values: dict[str, dict[str, Any]] = {}
+        for path, module in model.named_modules():
+            read = values.get(path, {})
+            # what capture itself had set to another value while it ran is not the user's
+            if kept := {name: v for name, v in read.items() if not _differs(getattr(module, name, v), v)}:
+                self._values[path] = kept
+        self._modules = [(weakref.ref(m), path) for path, m in model.named_modules() if path in self._values]
+
+    def check(self, model: nn.Module | None = None) -> None:
+        """Raises ShardcError for those that are others now. model: another one than was captured; what it does not have
+        is not looked at.
+        """
+        if model is None:
+            modules = [(m, path) for ref, path in self._modules if (m := ref()) is not None]
+        else:
+            modules = [(m, path) for path, m in model.named_modules() if path in self._values]
+        errors = Errors()
+        for module, path in modules:
+            for name, then in self._values[path].items():
+                if _differs(now := getattr(module, name, then), then):
+                    errors.add(
+                        f"forward reads it, and it was {then!r} when the model was compiled; now it is {_text(now)},"
+                        " which a program does not see",
+                        where=f"{path}.{name}" if path else name,
+                        fix="make what changes a buffer (register_buffer) or part of the batch; else set it back, or"
+                        " compile again (several programs: each of its own copy.deepcopy(model))",
+                    )
+        errors.raise_any()
+
+
+def _differs(now: Any, then: Any) -> bool:
+    if now is then:
+        return False
+    return not isinstance(now, (bool, int, float, str)) or (bool(now != then) and then == then)  # nan is as it was
+
+
+def _text(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 
 class Watched:

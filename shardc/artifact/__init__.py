@@ -125,6 +125,7 @@ def _write(program: Program, folder: Path) -> None:
         "notes": list(program.notes),
         "shared_modules": program.shared_modules,
         "loss_scale": program.loss_scale,
+        "evaluates": program.evaluates,
         "offload": asdict(program.offload),
         "meta": program.meta,
         "sha256": {f.name: _hash(f) for f in sorted(folder.iterdir())},
@@ -372,6 +373,7 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
         shared_modules=tuple(tuple(names) for names in shared),
         loss_scale=loss_scale,
         offload=OffloadPlaces(**offload),
+        evaluates=manifest.get("evaluates", "alike"),
     )
 
 

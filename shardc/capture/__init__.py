@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import nn
 
-from shardc.capture import compare_eager, expert_loops, patches, refusals, side_effects
+from shardc.capture import attribute_reads, compare_eager, expert_loops, patches, refusals, side_effects
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.export import export
 from shardc.capture.forward_arguments import keys_of_loss
@@ -39,7 +39,9 @@ from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.unfit import DrawnError
 from shardc.errors import ShardcError
 from shardc.ir.graph import placeholders
-from shardc.ir.program import Program
+from shardc.ir.program import Program, Source
+from shardc.ir.units import plural
+from shardc.runtime.step.user_changes import Attributes
 
 
 def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bool = True) -> Program:
@@ -70,7 +72,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     # Perhaps rows are chosen by values: of loops over experts.
     for sizes, rows in ((False, False), (True, False), (True, True)):
         try:
-            with side_effects.unchanged(model) as changes:
+            with side_effects.unchanged(model) as changes, attribute_reads.recorded(model, changes) as reads:
                 exported, updated, beside, notes = export(model, leaves, loss, sizes=sizes, rows=rows)
             break
         except ShardcError as e:
@@ -79,7 +81,10 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
             refused = e
     changes.refuse_created()
     program = lift(model, leaves, exported, updated, beside)
-    program.notes = notes
+    program.notes = notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
+    program.check_attributes = Attributes(model, reads.values).check
+    branches = bool(reads.training) and any(m.training for m in model.modules())
+    program.evaluates = "untried" if branches else "alike"
     if rows:
         program = expert_loops.with_experts(program)
     if loss is not None:
@@ -91,10 +96,32 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
     if prove:
         with side_effects.unchanged(model):
-            program.notes += compare_eager.prove(
-                program, model, batch, lambda b: LossOf(model, Leaves(b), loss)(*Leaves(b).tensors), changes.set
+            proof = compare_eager.prove(
+                program,
+                model,
+                batch,
+                lambda b: LossOf(model, Leaves(b), loss)(*Leaves(b).tensors),
+                changes.set,
+                branches=branches,
             )
+        program.notes += proof.notes
+        program.evaluates = proof.evaluates if branches else "alike"
+    if program.evaluates == "otherwise":
+        first, *more = reads.training.values()
+        lines = f"{first.line} and {plural(len(more), 'more line')}" if more else first.line
+        program.notes += (
+            f"{lines}: forward does something else in eval mode ({first.code}): `evaluate` compiles the model in that"
+            " mode when it is first called",
+        )
     return program
+
+
+def _counts(name: str, place: Source) -> str:
+    """The note on a number among the attributes which forward reads and sets."""
+    return (
+        f"{place.line}: forward sets {name!r}, which it reads ({place.code}): a program sees its first value, and"
+        " what depends on later ones stays as in the first call"
+    )
 
 
 def _no_module(model: object) -> ShardcError:

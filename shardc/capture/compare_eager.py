@@ -2,26 +2,34 @@
 
 Both run in the captured dtype, on the model's own weights if it has any, else on small random ones, from the same state
 of torch's random generator: a captured graph has the same random ops in the same order, so dropout may stay on.
+
+Where forward has branches of its own on `self.training`, the graph is compared once more: with dropout and batch norm
+switched, as a program evaluates, against the model in eval mode.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from shardc.capture import patches
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
+from shardc.ir.graph import calls, copy_graph
 from shardc.ir.program import Program, Source
+from shardc.ir.types import op_name
 from shardc.runtime.step import op_errors
-from shardc.torch_private import FakeTensor, pytree
+from shardc.torch_private import FakeTensor, OpOverload, pytree
 from shardc.verify.reference import interpret_all, reach
 
+#: All forms of batch norm whose arguments say whether it trains.
+BATCH_NORMS = ("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional")
 #: Models up to so many multiply-adds (parameters × tokens) are run; larger ones only pass the static checks.
 LIMIT_WORK = 2e11
 LIMIT_PARAMS = 50e6
@@ -30,13 +38,39 @@ LIMIT_PARAMS = 50e6
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
-def prove(
-    program: Program, model: nn.Module, batch: Any, eager: Callable[[Any], Tensor], changed: Mapping[str, Source]
-) -> tuple[str, ...]:
-    """Compare the captured graph with `eager(batch) -> loss`, which runs the user's model. changed: attributes that its
-    forward sets.
+#: Of that where nothing is differentiated: the same kernels in the same order.
+EVALUATED = 1e-2
+#: Ops that a program runs in another way when it evaluates: {name: the argument that says so}.
+SWITCHED = {
+    **dict.fromkeys(("dropout", "native_dropout", "feature_dropout"), "train"),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "train"),
+    **dict.fromkeys(BATCH_NORMS, "training"),
+    "scaled_dot_product_attention": "dropout_p",
+}
 
-    Returns notes for the user: why nothing was compared, if so. Raises ShardcError naming every tensor that differs.
+
+@dataclass(frozen=True)
+class Proof:
+    """notes: for the user, such as why nothing was compared. evaluates: see Program."""
+
+    notes: tuple[str, ...] = ()
+    evaluates: Literal["alike", "otherwise", "untried"] = "untried"
+
+
+def prove(
+    program: Program,
+    model: nn.Module,
+    batch: Any,
+    eager: Callable[[Any], Sequence[Tensor]],
+    changed: Mapping[str, Source],
+    *,
+    branches: bool = False,
+) -> Proof:
+    """Compare the captured graph with `eager(batch) -> (loss, *what stands beside it)`, which runs the user's model.
+    changed: attributes that its forward sets. branches: forward has branches of its own on `self.training`: it is also
+    run in eval mode, in which the model is left.
+
+    Raises ShardcError naming every tensor that differs.
     """
     sizes = [math.prod(p.shape) for p in program.params]
     elements = max(i.value.nbytes() // i.dtype.itemsize for i in program.inputs)
@@ -46,7 +80,7 @@ def prove(
             if changed
             else ()
         )
-        return ("capture was checked statically only: the model is too large to run here once", *sets)
+        return Proof(("capture was checked statically only: the model is too large to run here once", *sets))
     real = not any(
         _empty(x) for x in (*model.parameters(), *model.buffers(), *(reach(batch, i.path) for i in program.inputs))
     )
@@ -90,7 +124,7 @@ def prove(
                 raise outside from e  # ids are the batch's own, not made up
             if not real:
                 why = f"the model does not run on random numbers ({type(e).__name__}: {e})"
-                return (f"capture was checked statically only: {why}",)
+                return Proof((f"capture was checked statically only: {why}",))
             place = source.of_exception(e)
             raise ShardcError(
                 f"the model's forward failed: {type(e).__name__}: {e}",
@@ -121,7 +155,50 @@ def prove(
     for o, value in zip(program.outputs, beside, strict=True):
         _compare(errors, "the output", o.name, value, outputs[o.name])
     errors.raise_any()
-    return ()
+    if not branches:
+        return Proof(evaluates="alike")
+    with torch.no_grad():  # with the buffers of after a step: fresh running statistics, of 0 and 1, hide differences
+        for name, buffer in buffers.items():
+            buffer.copy_(after[name])
+        evaluating = interpret_all(program, params, after, inputs, graph=_evaluating(program.graph))
+        for module in model.modules():
+            module.training = False
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), patches.swapped(model, tensors):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            try:
+                wanted = eager(whole)
+            except Exception:  # in eval mode it may have no loss: who evaluates is told
+                return Proof(evaluates="otherwise")
+    return Proof(evaluates="alike" if _alike(wanted, (evaluating[0], *evaluating[2].values())) else "otherwise")
+
+
+def _evaluating(graph: fx.Graph) -> fx.Graph:
+    """A graph as a program evaluates it: without dropout, and batch norms with their running statistics."""
+    graph = copy_graph(graph)
+    for node in calls(graph):
+        if (name := SWITCHED.get(op_name(node.target))) is None or not isinstance(node.target, OpOverload):
+            continue
+        schema = [a.name for a in node.target._schema.arguments]
+        if name in schema and not (name == "training" and node.args[schema.index("running_mean")] is None):
+            _set(node, schema.index(name), name, 0.0 if name == "dropout_p" else False)
+    return graph
+
+
+def _set(node: fx.Node, index: int, name: str, value: float | bool) -> None:
+    if index < len(node.args):
+        node.args = (*node.args[:index], value, *node.args[index + 1 :])
+    else:
+        node.kwargs = {**node.kwargs, name: value}
+
+
+def _alike(plain: Sequence[Tensor], ours: Sequence[Tensor]) -> bool:
+    errors = Errors()
+    if [x.shape for x in plain] != [x.shape for x in ours]:
+        return False
+    for want, got in zip(plain, ours, strict=True):
+        _compare(errors, "", "", want, got, tighter=EVALUATED)
+    return not errors.found
 
 
 def _same_again(first: Tensor, second: Tensor, changed: Mapping[str, Source]) -> None:
@@ -188,8 +265,10 @@ def _largest(x: Tensor) -> float:
     return x.detach().abs().nan_to_num(0, 0, 0).max().item() if x.numel() else 0.0
 
 
-def _compare(errors: Errors, name: str, where: str, want: Tensor, got: Tensor, floor: float = 0.0) -> None:
-    bound = TOLERANCE.get(want.dtype.to_real() if want.dtype.is_complex else want.dtype, 0.0)
+def _compare(
+    errors: Errors, name: str, where: str, want: Tensor, got: Tensor, floor: float = 0.0, tighter: float = 1.0
+) -> None:
+    bound = tighter * TOLERANCE.get(want.dtype.to_real() if want.dtype.is_complex else want.dtype, 0.0)
     wide = torch.promote_types(want.dtype, torch.float64)
     want, got = want.detach().to(wide), got.detach().to(wide)
     scale = max(_largest(want), floor)

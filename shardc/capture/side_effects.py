@@ -31,9 +31,10 @@ _HELD = ("_parameters", "_buffers", "_modules")
 @dataclass
 class Changes:
     """Attributes that a forward set, by their full name, and where. created: parameters, buffers and modules that it
-    added.
+    added. written: all that it assigned so far, also to what they were.
     """
 
+    written: set[str] = field(default_factory=set)
     set: dict[str, Source] = field(default_factory=dict)
     created: dict[str, Source] = field(default_factory=dict)
 
@@ -66,6 +67,8 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
             return
         place = lines[id(self), name] = source.of_call()
         held = any(name in self.__dict__.get(h, ()) for h in _HELD)
+        if id(self) in names:
+            changes.written.add(_join(names[id(self)], name))
         if (
             id(self) in names and not held and self.__dict__.get(name, changes) is not value
         ):  # export itself may set it back

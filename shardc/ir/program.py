@@ -39,7 +39,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
@@ -387,9 +387,15 @@ class Program:
     #: What the engine multiplies the loss by before backward: a number, or "dynamic".
     loss_scale: float | str | None = None
     offload: OffloadPlaces = OffloadPlaces()
-    resize: Callable[[Program, Any, tuple[tuple[int, ...], ...]], Program] | None = field(
+    #: Is what the graph computes with dropout and BatchNorm switched what the model computes in eval mode? "untried":
+    #: forward has branches of its own on `self.training`, and was not run.
+    evaluates: Literal["alike", "otherwise", "untried"] = "alike"
+    resize: Callable[[Program, Any, tuple[tuple[int, ...], ...], bool], Program] | None = field(
         default=None, compare=False, repr=False
-    )  # (program, batch, its global shapes) -> a program for these; not saved
+    )  # (program, batch, its global shapes, training) -> a program for these; not saved
+    #: Raises ShardcError for attributes of the model, or of one that is given, that are not as forward read them; not
+    #: saved.
+    check_attributes: Callable[..., None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def stored(self) -> tuple[Param | Buffer | Input, ...]:

@@ -1,0 +1,46 @@
+"""Which program evaluates: that of a step with dropout and BatchNorm switched, or one of the model in eval mode, where
+forward has branches of its own on `self.training` (shardc.capture.attribute_reads finds out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.step.batch_sizes import Shapes
+
+_BRANCHES = "forward has branches of its own on self.training"
+_PLAIN = "evaluate the plain model with engine.full_state_dict()"
+
+
+def switched(program: Program, tell: Callable[[str], None]) -> bool:
+    """Does the program of a step evaluate as well? tell: of what nobody knows.
+
+    Raises ShardcError where it does not, and there is no model to compile for it.
+    """
+    if program.evaluates == "alike":
+        return True
+    if program.resize is not None:
+        return False
+    if program.evaluates == "otherwise":
+        what = f"{_BRANCHES}, and does something else in eval mode; a program that was loaded has no model to compile"
+        raise ShardcError(what, where="evaluating", fix=f"compile in this process (shardc.compile), or {_PLAIN}")
+    tell(f"{_BRANCHES}, which stay as in training: what they do in eval mode was not tried. If it matters, {_PLAIN}")
+    return True
+
+
+def compiled(program: Program, batch: Any, shapes: Shapes, training: bool, tell: Callable[[str], None]) -> Program:
+    """The program for a batch of these global shapes. Raises ShardcError where it cannot be compiled: for evaluating
+    only if it is known to be another one.
+    """
+    assert program.resize is not None
+    try:
+        return program.resize(program, batch, shapes, training)
+    except ShardcError as e:
+        if training or program.evaluates == "otherwise":
+            raise
+        tell(f"{e.what}. So dropout and BatchNorm alone are switched to evaluate. If it matters, {_PLAIN}")
+    same = shapes == tuple(x.shape for x in program.inputs)
+    return program if same else program.resize(program, batch, shapes, True)

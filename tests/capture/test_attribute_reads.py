@@ -1,0 +1,178 @@
+"""What forward reads of modules' attributes at capture: branches on self.training, counters, plain values."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardc
+from shardc.capture import capture
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.module import ShardedModule
+
+BATCH = {"x": torch.linspace(-1, 1, 64).view(8, 8).sin()}
+
+
+class Net(nn.Module):
+    """up, a middle part, down. kind: what the middle does."""
+
+    scale = 1.0
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind, self.rate, self.calls = kind, 0.5, 0
+        self.up, self.norm, self.drop, self.down = (
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.Dropout(0.3),
+            nn.Linear(16, 8),
+        )
+        middles = {
+            "rrelu": nn.RReLU(),
+            "instance norm": nn.InstanceNorm1d(4, track_running_stats=True),
+            "alpha dropout": nn.AlphaDropout(0.2),
+        }
+        self.middle = middles.get(kind, nn.Identity())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.drop(self.norm(self.up(x)).relu() - 0.1) * self.scale
+        if self.kind == "noise" and self.training:
+            y = y + torch.randn_like(y)
+        elif self.kind == "constant":
+            y = y + torch.tensor([1.0 if self.training else 2.0])
+        elif self.kind == "functional":
+            y = F.dropout(y, self.rate, self.training)
+        elif self.kind == "counter":
+            self.calls += 1
+            y = y * 0 if self.calls > 100 else y
+        elif self.kind == "reset":
+            self.calls = 0
+            self.calls += 1
+        elif self.kind == "no loss" and not self.training:
+            return {"y": y}
+        return (self.down(self.middle(y.view(-1, 4, 4)).view(-1, 16)) - x).square().mean()
+
+
+def net(kind: str = "") -> Net:
+    torch.manual_seed(0)
+    return Net(kind)
+
+
+@pytest.mark.parametrize("kind", ["", "functional", "counter", "reset"])
+def test_branches_of_ones_own_that_do_nothing_else_in_eval_mode(kind: str) -> None:
+    program = capture(net(kind), BATCH)
+    assert program.evaluates == "alike"
+    assert not any("eval mode" in note for note in program.notes)
+
+
+@pytest.mark.parametrize("kind", ["noise", "constant", "rrelu", "instance norm", "alpha dropout", "no loss"])
+def test_branches_that_do_are_told_with_their_line(kind: str) -> None:
+    program = capture(net(kind), BATCH)
+    assert program.evaluates == "otherwise"
+    (note,) = program.notes
+    assert note.startswith("test_attribute_reads.py:")
+    assert "does something else in eval mode" in note
+    assert capture(net(kind), BATCH, prove=False).evaluates == "untried"
+    assert capture(net(kind).eval().requires_grad_(), BATCH, loss=_first).evaluates == "alike"
+
+
+def _first(output: Any, batch: Any) -> torch.Tensor:
+    y: torch.Tensor = output["y"].square().mean() if isinstance(output, dict) else output
+    return y
+
+
+@pytest.mark.parametrize("prove", [True, False])
+@pytest.mark.parametrize("how", ["engine", "module", "pipeline", "zero 3"])
+@pytest.mark.parametrize("kind", ["", "functional", "noise", "constant", "rrelu", "instance norm", "alpha dropout"])
+def test_what_is_evaluated_is_the_model_in_eval_mode(kind: str, how: str, prove: bool) -> None:
+    model = net(kind)
+    spec: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"up": "column", "down": "row"}}
+    if how == "pipeline":
+        spec = {"shardc": 1, "mesh": {"dp": 2, "pp": 2}, "pipeline": {"axis": "pp", "cut": ["down"]}}
+    elif how == "zero 3":
+        spec |= {"data": {"axis": "dp", "zero": 3}}
+    program = shardc.compile(model, BATCH, spec, prove=prove)
+
+    def rank(mesh: LoopbackMesh) -> tuple[float, float, dict[str, torch.Tensor]]:
+        if how == "module":
+            module = ShardedModule(program, model, mesh=mesh)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            module(**module.local(BATCH)).backward()
+            optimizer.step()
+            module.eval()
+            before = [float(module(**module.local(BATCH)).detach()) for _ in range(2)]
+            return before[0], before[1], module.full_state_dict()
+        engine = Engine(program, model, mesh=mesh)
+        engine.step(BATCH)
+        before = [float(engine.evaluate(BATCH)) for _ in range(2)]
+        return before[0], before[1], engine.full_state_dict()
+
+    first, again, weights = loopback(program.mesh, rank)[0]
+    plain = net(kind).eval()
+    plain.load_state_dict(weights)
+    assert first == again == pytest.approx(float(plain(**BATCH).detach()), rel=1e-5)
+
+
+def test_without_the_model_evaluating_is_refused_where_it_differs(tmp_path: Any, capsys: Any) -> None:
+    for kind, prove in (("noise", True), ("noise", False)):
+        model = net(kind)
+        shardc.compile(model, BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=prove).save(tmp_path / kind)
+        engine = shardc.load(tmp_path / kind).engine(model)
+        engine.step(BATCH)
+        if prove:
+            with pytest.raises(
+                ShardcError, match="does something else in eval mode; a program that was loaded has no mod"
+            ):
+                engine.evaluate(BATCH)
+        else:
+            engine.evaluate(BATCH)
+            assert "which stay as in training" in capsys.readouterr().err
+
+
+def test_without_a_loss_in_eval_mode_evaluating_says_so() -> None:
+    model = net("no loss")
+    engine = shardc.compile(model, BATCH, {"shardc": 1, "mesh": {"dp": 1}}).engine(model)
+    with pytest.raises(
+        ShardcError, match="compiling it in that mode fails: the model returns a dict: there is no scalar"
+    ):
+        engine.evaluate(BATCH)
+    engine.step(BATCH)
+
+
+def test_a_number_that_forward_reads_and_sets_is_a_note() -> None:
+    (note,) = capture(net("counter"), BATCH).notes
+    assert "forward sets 'calls', which it reads (self.calls += 1): a program sees its first value" in note
+    assert note.startswith("test_attribute_reads.py:")
+    assert capture(net("reset"), BATCH).notes == ()
+
+
+def test_attributes_that_forward_reads_may_not_change() -> None:
+    model = net("functional")
+    program = shardc.compile(model, BATCH, {"shardc": 1, "mesh": {"dp": 1}})
+    engine, module = program.engine(model), program.module(model)
+    model.calls = 7  # forward does not read it
+    engine.step(BATCH)
+    for change, where in (
+        (lambda m: setattr(m, "scale", 2.0), "scale: forward reads it, and it was 1.0 when .*now it is 2.0"),
+        (lambda m: setattr(m, "rate", None), "rate: .*now it is None"),
+        (lambda m: setattr(m.drop, "p", 0.1), "drop.p: .*it was 0.3"),
+    ):
+        before = [dict(vars(m)) for m in model.modules()]
+        change(model)
+        other = copy.deepcopy(model)
+        for call in (engine.step, engine.evaluate, lambda b: module(**b)):
+            with pytest.raises(ShardcError, match=where):
+                call(BATCH)
+        with pytest.raises(ShardcError, match=where):
+            program.engine(other)
+        for m, attributes in zip(model.modules(), before, strict=True):
+            vars(m).clear()
+            vars(m).update(attributes)
+        engine.step(BATCH)
