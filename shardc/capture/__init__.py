@@ -15,6 +15,7 @@ forward_arguments       which argument of the model's forward each part of the b
 constants, guards       values that are known while a model is traced; branches that do nothing then
 tensor_methods          methods of tensors that tracing cannot follow
 autograd_function       custom autograd Functions keep their backward
+attribute_reads         what forward reads of modules: `self.training`, plain values, counters
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
 functionalize           ops in place become ordinary ones; view_writes: those that write through views
@@ -40,7 +41,6 @@ from shardc.capture.masked_rows.unfit import DrawnError
 from shardc.errors import ShardcError
 from shardc.ir.graph import placeholders
 from shardc.ir.program import Program, Source
-from shardc.ir.units import plural
 from shardc.runtime.step.user_changes import Attributes
 
 
@@ -107,13 +107,18 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
         program.notes += proof.notes
         program.evaluates = proof.evaluates if branches else "alike"
     if program.evaluates == "otherwise":
-        first, *more = reads.training.values()
-        lines = f"{first.line} and {plural(len(more), 'more line')}" if more else first.line
-        program.notes += (
-            f"{lines}: forward does something else in eval mode ({first.code}): `evaluate` compiles the model in that"
-            " mode when it is first called",
-        )
+        program.notes += (_evaluates(list(reads.training.values())),)
     return program
+
+
+def _evaluates(places: list[Source]) -> str:
+    """The note on branches on `self.training`."""
+    lines = ", ".join(p.line for p in places[:3]) + f" and {len(places) - 3} more" * (len(places) > 3)
+    code = f" ({places[0].code})" if len(places) == 1 else ""
+    return (
+        f"{lines}: forward reads self.training{code}, and does something else in eval mode: `evaluate` compiles the"
+        " model in that mode when it is first called"
+    )
 
 
 def _counts(name: str, place: Source) -> str:

@@ -161,15 +161,20 @@ def prove(
         for name, buffer in buffers.items():
             buffer.copy_(after[name])
         evaluating = interpret_all(program, params, after, inputs, graph=_evaluating(program.graph))
-        for module in model.modules():
-            module.training = False
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), patches.swapped(model, tensors):
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            try:
-                wanted = eager(whole)
-            except Exception:  # in eval mode it may have no loss: who evaluates is told
-                return Proof(evaluates="otherwise")
+    for module in model.modules():
+        module.training = False
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+        patches.swapped(model, tensors),
+    ):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        try:
+            wanted = eager(whole)
+        except Exception:  # in eval mode it may have no loss: who evaluates is told
+            return Proof(evaluates="otherwise")
     return Proof(evaluates="alike" if _alike(wanted, (evaluating[0], *evaluating[2].values())) else "otherwise")
 
 
