@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -321,6 +323,21 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 def default_store() -> Any:
     """The key-value store over which the processes of torch.distributed's world met: it outlives their groups."""
     return _get_default_store()
+
+
+def let_workers_end() -> None:
+    """A DataLoader whose worker ends raises an error in the main thread, wherever it is: in the middle of what ranks do
+    together, and over the error that counts, as launchers end workers with the ranks. It also looks by itself, whenever
+    a batch is late for 5 s; so its handler of SIGCHLD gives way to the one that was there before.
+    """
+    handler: Any = signal.getsignal(signal.SIGCHLD)
+    if (
+        getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
+        and threading.current_thread() is threading.main_thread()
+    ):
+        kept = dict(zip(handler.__code__.co_freevars, handler.__closure__ or (), strict=True))
+        before = kept["previous_handler"].cell_contents if "previous_handler" in kept else None
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> bool:

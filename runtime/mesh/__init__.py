@@ -5,8 +5,9 @@
     loopback      LoopbackMesh: all ranks of a mesh as threads of one process, sums in the order of ranks
     agreement     what all ranks have to share, compared; replicas: copies of weights, compared
     local_device  which device of its machine a rank uses
+    presence      this process as one of a world, from its start on: where ranks meet, who is there
     activity      what a rank is doing, noted; watch: who keeps the others waiting; failed_rank: an error reaches all
-    processes     which ranks of this machine have ended or are stopped; inherited: what forks must not keep
+    processes     which ranks of this machine have ended or are stopped, where; inherited: what forks must not keep
     allocator     what the C library does with freed memory on a CPU
 
 A program cannot tell which mesh it runs on. Collectives return new tensors and never change their argument.

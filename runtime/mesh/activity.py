@@ -22,14 +22,14 @@ _GENERATED = "<eval_with_key>"
 class Activity:
     """doing: "step 5", between whose begin and end ranks may wait for each other; outside of it the last one. action:
     of a pipeline's schedule, "at 1F1 of the schedule: stage 1, microbatch 1". collective: the last one that was begun,
-    "all_reduce 'h.0' over tp". count: of all collectives. written: is called with the text whenever it changes.
+    "all_reduce 'h.0' over tp". count: of all collectives. noted: are called with the text whenever it changes.
     """
 
     def __init__(self) -> None:
         self.doing = self.action = ""
         self.inside, self.count = False, 0
         self._last: tuple[str, tuple[str, ...], str] | None = None
-        self.written: Callable[[str], None] | None = None
+        self.noted: list[Callable[[str], None]] = []
 
     @contextmanager
     def during(self, doing: str) -> Iterator[bool]:
@@ -42,7 +42,7 @@ class Activity:
         try:
             yield True
         except BaseException:
-            self.written = None  # what is written stays: that is where it failed
+            self.noted.clear()  # what was noted last stays: that is where it failed
             raise
         finally:
             self.inside = False
@@ -75,16 +75,29 @@ class Activity:
         return f"in {self.doing}, {place}" if place else f"in {self.doing}"
 
     def _write(self) -> None:
-        if self.written is not None:
-            self.written(str(self))
+        for note in self.noted:
+            note(str(self))
+
+
+_waiting: list[None] = []
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Other ranks are waited for by other means than torch.distributed's, such as a file."""
+    _waiting.append(None)
+    try:
+        yield
+    finally:
+        _waiting.pop()
 
 
 def waits() -> bool:
-    """Whether some thread of this process waits for other ranks now: torch.distributed's functions and Work.wait are
-    the only places where a program does.
+    """Whether some thread of this process waits for other ranks now: in torch.distributed's functions, Work.wait, or
+    where it says so (`waiting`).
     """
     here = threading.get_ident()
-    return any(_is_wait(f) for thread, f in sys._current_frames().items() if thread != here)
+    return bool(_waiting) or any(_is_wait(f) for thread, f in sys._current_frames().items() if thread != here)
 
 
 def _is_wait(frame: FrameType) -> bool:

@@ -13,11 +13,8 @@ the connections stay, and the next step can begin.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from shardc.errors import ShardcError
@@ -55,8 +52,7 @@ class Failures:
 
     def of_another(self, error: Exception, doing: str, activity: Activity) -> RankFailedError:
         """The error of a rank that another one cut off, or let wait for too long."""
-        with _children_may_end():
-            found = sorted(self.cause(doing).items())
+        found = sorted(self.cause(doing).items())
         if found:
             rank, said = found[0]
             what = f"{self._layout.named(rank)} {said}"
@@ -79,8 +75,9 @@ class Failures:
                 if r not in found and self._store.check([self._key(r)]):
                     found[r] = self._store.get(self._key(r)).decode(errors="replace")
             if not found and ended:  # those that end because it did find this told
+                assert self._processes is not None
                 for r in ended:
-                    found[r] = f"was killed, or ended without a word, in {doing}"
+                    found[r] = f"was killed, or ended without a word, {self._processes.doing(r) or f'in {doing}'}"
                     self._store.set(self._key(r), found[r])
             return bool(found)
 
@@ -91,19 +88,6 @@ class Failures:
 
     def _key(self, rank: int) -> str:
         return f"shardc/failure{self.number}/rank{rank}"
-
-
-@contextmanager
-def _children_may_end() -> Iterator[None]:
-    """torchrun ends DataLoaders' workers with the ranks, and torch would raise that in the middle of this."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 def cut_off(error: Exception) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardc.errors import ShardcError
+from shardc.runtime.mesh.activity import waiting
 
 
 def local_device(device: torch.device | str | None = None) -> torch.device:
@@ -46,7 +47,8 @@ def share_no_gpu(store: Any, rank: int, here: torch.device) -> None:
     beside = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     mine = str(torch.cuda.get_device_properties(here).uuid)  # CUDA_VISIBLE_DEVICES may differ between ranks
     store.set(f"shardc/gpu/{rank}", mine)
-    same = [r for r in beside if store.get(f"shardc/gpu/{r}").decode() == mine]
+    with waiting():
+        same = [r for r in beside if store.get(f"shardc/gpu/{r}").decode() == mine]
     if len(same) > 1:
         raise ShardcError(
             f"ranks {', '.join(map(str, same))} use the same GPU ({here}, {mine})",

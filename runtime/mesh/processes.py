@@ -1,56 +1,101 @@
-"""The processes of a world's ranks, as far as they are on this machine: which have ended, and which are stopped.
+"""The processes of a world's ranks, as far as they are on this machine: which have ended, which are stopped, and what
+they were doing last.
 
-Each rank says in the store which process it is. The system knows what became of a process, so that the ranks of one
-machine need not wait for an answer to find out who was killed. Elsewhere than on Linux nothing is known."""
+Each rank says in the store which process it is, and keeps what it is doing in memory that the others of its machine
+read, also when it was killed. The system knows what became of a process, so that the ranks of one machine need not wait
+for an answer to find out who was killed; it also knows those that have not said anything yet, as torchrun and srun tell
+each process its rank when they start it. Elsewhere than on Linux nothing is known."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+_NOTE = 160  # bytes of what a rank is doing
+_SAME = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+@dataclass
+class _Process:
+    """born: by the system's clock; its number may be another's later. note: what it is doing; None: not known."""
+
+    number: int
+    born: int
+    note: mmap.mmap | None = None
+
+    @property
+    def state(self) -> str:
+        """ "T": stopped; "": gone, or it only waits for its parent to take note."""
+        state, born = _state(self.number)
+        return "" if born != self.born or state in "ZX" else state
 
 
 class Processes:
     """store: over which the ranks met. This one tells its process there."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
-        self._store, self._machine = store, _machine()
-        self._others = {r: "" for r in range(world) if r != rank}  # what they told: is asked until they did
+        self._store, self._rank, self._world, self._machine = store, rank, world, _machine()
+        self._here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # ranks of this machine
+        self._found: dict[int, _Process] = {}
+        self._note, file = _memory()
         if self._machine:
             _, born = _state(os.getpid())
-            store.set(self._key(rank), f"{self._machine} {os.getpid()} {born}")
+            store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
+        store.set(_came(rank), "")
+
+    def note(self, text: str) -> None:
+        """What this rank is doing."""
+        if self._note is not None:
+            self._note[:] = text.encode()[:_NOTE].ljust(_NOTE, b"\0")
+
+    def doing(self, rank: int) -> str:
+        """What a rank of this machine was doing last: "in step 5, at all_reduce 'h' over tp"; "" if not known."""
+        note = self._found[rank].note if rank in self._found else None
+        return note[:].rstrip(b"\0").decode(errors="replace") if note is not None else ""
 
     def end(self, rank: int) -> None:
         """Kill a process that is stopped, as it heeds nothing else."""
-        number = int(self._others[rank].split()[1])
         with suppress(OSError):
-            os.kill(number, signal.SIGKILL)
+            os.kill(self._others()[rank].number, signal.SIGKILL)
 
     def ended(self) -> list[int]:
         """The ranks whose process is gone, or only waits for its parent to take note."""
-        return [r for r, state in self._states() if state in ("", "Z", "X")]
+        return [r for r, p in sorted(self._others().items()) if p.state == ""]
 
     def stopped(self) -> list[int]:
         """Those whose process a signal has stopped (SIGSTOP)."""
-        return [r for r, state in self._states() if state == "T"]
+        return [r for r, p in sorted(self._others().items()) if p.state == "T"]
 
-    def _states(self) -> list[tuple[int, str]]:
-        """Of the other ranks on this machine."""
-        found = []
-        for r, told in self._others.items():
-            if not told and self._store.check([self._key(r)]):
-                told = self._others[r] = self._store.get(self._key(r)).decode()
-            machine, _, process = told.partition(" ")
-            if machine and machine == self._machine:
-                number, began = map(int, process.split())
-                state, born = _state(number)
-                found.append((r, state if born == began else ""))  # else the number is another's by now
-        return found
+    def came(self, rank: int) -> bool:
+        """Whether it has told its process, on whatever machine."""
+        return bool(self._store.check([_came(rank)]))
 
-    def _key(self, rank: int) -> str:
-        return f"shardc/process{rank}"
+    def _others(self) -> dict[int, _Process]:
+        """The other ranks on this machine, as far as they are known."""
+        if not self._machine or len(self._found) >= self._here - 1:
+            return self._found
+        for told in self._store.get(self._key).decode().split(";"):
+            if told:
+                rank, number, born, file = map(int, told.split())
+                if rank not in self._found and rank != self._rank:
+                    self._found[rank] = _Process(number, born, _memory_of(number, file))
+        if len(self._found) >= self._here - 1:
+            return self._found
+        started = {r: _Process(n, _state(n)[1]) for r, n in _started_with_this().items() if r != self._rank}
+        return started | self._found
+
+    @property
+    def _key(self) -> str:
+        return f"shardc/processes/{self._machine}"
+
+
+def _came(rank: int) -> str:
+    return f"shardc/came/{rank}"
 
 
 def _machine() -> str:
@@ -67,3 +112,40 @@ def _state(pid: int) -> tuple[str, int]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19])
     return "", 0
+
+
+def _memory() -> tuple[mmap.mmap | None, int]:
+    """(memory, its descriptor here): it has no name, so that nothing is left of it when nobody has it open any more."""
+    if not hasattr(os, "memfd_create"):
+        return None, -1
+    file = os.memfd_create("shardc-doing")
+    os.ftruncate(file, _NOTE)
+    return mmap.mmap(file, _NOTE), file
+
+
+def _memory_of(process: int, file: int) -> mmap.mmap | None:
+    """That of another process, as long as it runs; it stays readable afterwards."""
+    with suppress(OSError, ValueError), open(f"/proc/{process}/fd/{file}", "rb") as f:
+        return mmap.mmap(f.fileno(), _NOTE, access=mmap.ACCESS_READ)
+    return None
+
+
+def _started_with_this() -> dict[int, int]:
+    """{rank: process} of what this process's parent, torchrun or Slurm, has started as a rank of a world."""
+    found = dict[int, int]()
+    for children in Path("/proc").glob(f"{os.getppid()}/task/*/children"):
+        with suppress(OSError):
+            for number in map(int, children.read_text().split()):
+                if (rank := _rank(number)) is not None:
+                    found[rank] = number
+    return found
+
+
+def _rank(process: int) -> int | None:
+    """The rank with which a process was started, if it is of this process's world."""
+    with suppress(OSError, ValueError, KeyError):
+        text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace")
+        variables = dict(v.split("=", 1) for v in text.split("\0") if "=" in v)
+        if all(variables.get(name) in (None, os.environ.get(name)) for name in _SAME):
+            return int(variables.get("RANK") or variables["SLURM_PROCID"])
+    return None

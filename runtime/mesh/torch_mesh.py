@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
-import itertools
 import os
-import socket
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.launch import LOOPBACK, check_variables
+from shardc.runtime.launch import check_variables
+from shardc.runtime.mesh import presence
 from shardc.runtime.mesh.agreement import DisagreementError, check, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
 from shardc.runtime.mesh.failed_rank import Failures, RankFailedError, cut_off
 from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
-from shardc.runtime.mesh.processes import Processes
-from shardc.runtime.mesh.watch import NAMED, Watch
-from shardc.torch_private import default_store, process_groups
+from shardc.runtime.mesh.presence import Presence
+from shardc.runtime.mesh.watch import NAMED
+from shardc.torch_private import default_store, let_workers_end, process_groups
 
 # torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,16 +74,21 @@ class TorchMesh(RankMesh):
         if not dist.is_initialized() and (layout.world > 1 or "RANK" in os.environ):
             check_variables()
             _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))
-            with not_inherited():
-                _join(here, timeout)
+            present = presence.take(timeout or default_pg_timeout, watch)
+            with not_inherited(), present.activity.during("joining the world"):
+                _join(present, here, timeout)
             self.owner = True
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        _check_world(layout, world)
+        elif dist.is_initialized():
+            present = Presence.of(default_store(), dist.get_rank(), dist.get_world_size(), named=watch)
+        else:
+            present = Presence.of(None, 0, 1, named=0)
+        rank = present.rank
+        _check_world(layout, present.world)
         super().__init__(layout, rank, here, record)
+        self.activity, self._processes = present.activity, present.processes
         self._timeout, self._cut = timeout, False
-        self._store = default_store() if world > 1 else None
+        self._store = default_store() if present.world > 1 else None
         self._works: WeakSet[Work] = WeakSet()
-        self._processes = Processes(self._store, rank, world) if _can_watch(self._store) else None
         self._failures = Failures(self._store, rank, layout, self._processes)
         self._waiting: torch.cuda.Stream | None = None
         self._groups: dict[frozenset[str], Any] = {}
@@ -94,10 +96,10 @@ class TorchMesh(RankMesh):
         self._lines: dict[tuple[str, bool], Any] = {}
         self._host: Any = None
         self._along = tuple(lines)
-        self._connect([layout.names, *((n,) for n in layout.names), *axes])
-        self.watch = None
-        if watch and _can_watch(self._store):
-            self.watch = Watch(layout, rank, self.activity, self._store, self._processes, named=watch)
+        with self.activity.during("joining the mesh"):
+            self._connect([layout.names, *((n,) for n in layout.names), *axes])
+        present.meet(layout, watch)
+        self.watch = present.watch
 
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""
@@ -260,6 +262,7 @@ class TorchMesh(RankMesh):
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
+        let_workers_end()
         with self.activity.during(doing) as outermost:
             if self.layout.world == 1 or not outermost:
                 yield
@@ -335,14 +338,14 @@ class TorchMesh(RankMesh):
             self.owner = False
 
 
-def _join(here: torch.device, timeout: timedelta | None) -> None:
+def _join(present: Presence, here: torch.device, timeout: timedelta | None) -> None:
     """Enter the world that the environment describes. Raises ShardcError if another process of this machine has the
     same GPU: NCCL would say so minutes later, or wait.
     """
     # its functions have the world that exists when they are defined as a default argument, and so would keep its
     # connections open when a rank that failed leaves it
     importlib.import_module("torch.distributed.nn.functional")
-    store, rank, world = _meeting(timeout or default_pg_timeout)
+    store, rank, world = present.store, present.rank, present.world
     if here.type != "cuda":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         return
@@ -351,48 +354,6 @@ def _join(here: torch.device, timeout: timedelta | None) -> None:
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=world, timeout=timeout, pg_options=options, device_id=here
     )
-
-
-#: By where it is: a process's store, its rank, the world's size, and how often it has joined a world there.
-_stores: dict[tuple[str | None, ...], tuple[Any, int, int, Iterator[int]]] = {}
-
-
-def _meeting(timeout: timedelta) -> tuple[Any, int, int]:
-    """(store, rank, world), as torch's env:// has them. A process that joins a world once more, after `close`, keeps
-    its store, and meets the others under other keys: what is left there of the last time would mislead it.
-    """
-    place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
-    if place not in _stores:
-        _stores[place] = (*_new_store(timeout), itertools.count())
-    store, rank, world, joined = _stores[place]
-    return dist.PrefixStore(f"shardc/join{next(joined)}", store), rank, world  # type: ignore[attr-defined]
-
-
-def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
-    """Where all ranks are on this machine, as of `shardc run`, the store, which asks nobody who they are, listens to
-    this machine alone.
-    """
-    env = os.environ
-    if env["RANK"] == "0" and env["MASTER_ADDR"] == LOOPBACK and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        port, world = int(env["MASTER_PORT"]), int(env["WORLD_SIZE"])
-        with (
-            socket.socket() as here,
-            contextlib.suppress(OSError),
-        ):  # taken: by a store of this process, which is shared
-            here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            here.bind((LOOPBACK, port))
-            here.listen(world)
-            listening: Any = {"multi_tenant": True, "master_listen_fd": here.detach()}
-            return dist.TCPStore(LOOPBACK, port, world, True, timeout, **listening), 0, world  # type: ignore[attr-defined]
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
-    return store, rank, world
-
-
-def _can_watch(store: Any) -> bool:
-    """Whether a thread can ask the store beside others: over a connection of its own."""
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
 
 
 def rank_here() -> int:

@@ -8,10 +8,11 @@ answered, or is not waiting:
     rank 1   step 5 ── all_reduce ......... answers: waits
     rank 2   step 5 ── model.py:22 ........ answers: model.py:22, in forward      (or nothing, if it is stopped)
 
-A rank that is slow is told of, and waited for, until torch.distributed's time limit. One that is stopped on the same
-machine is ended. One that does not even answer is stopped elsewhere, or its machine is gone: the others end after a
-while, as NCCL's watchdog would end them, only that they say whom they waited for. Nothing is sent while all goes well,
-but for a look into the store every few seconds.
+A rank that is slow, or has not come yet, is told of, and waited for, until torch.distributed's time limit. One that is
+stopped on the same machine is ended, and one that has ended there ends the others. One that came and does not even
+answer is stopped elsewhere, or its machine is gone: the others end after a while, as NCCL's watchdog would end them,
+only that they say whom they waited for. Nothing is sent while all goes well, but for a look into the store every few
+seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,18 +40,34 @@ NAMED, ENDED = 8.0, 6
 #: Keys of the store: there while some rank does not answer, and the others know; why all ranks end.
 _SILENT, _OVER = "shardc/watch/silent", "shardc/watch/over"
 _SHOWN = 8  # ranks that a message lists
+#: Why a rank does not answer.
+STOPPED = "does not answer for SECONDS s: it is stopped (SIGSTOP)"
+SILENT = "does not answer for SECONDS s: it is stopped, or its machine is gone"
+ABSENT = "has not come for SECONDS s: it starts slowly, is stopped, or its machine is gone"
+KILLED = "was killed, or ended without a word,"
 
 
 @dataclass
 class _Question:
-    """That this rank was the first to ask. number: of the question; asked: when; count: of its activity then;
-    told: somebody did not answer.
+    """That this rank was the first to ask. number: of the question; asked: when; count: of its activity then; since:
+    when it began to wait; told: somebody did not answer.
     """
 
     number: int
     asked: float
     count: int
+    since: float
     told: bool = False
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks of which it is not known yet what mesh they are: as much of a Mesh as messages need."""
+
+    world: int
+
+    def named(self, *ranks: int) -> str:
+        return _ranks(dict.fromkeys(ranks))
 
 
 def told(text: str) -> None:
@@ -59,35 +76,45 @@ def told(text: str) -> None:
 
 
 class Watch:
-    """The thread of one rank. activity: what the rank is doing. store: torch.distributed's; a connection of its own is
-    made. processes: of the ranks, of which those that are stopped are ended. named: seconds until the rank that the
-    others wait for is named. tell: what to do with a message.
+    """The thread of one rank. layout: the mesh, or how many ranks it will have. activity: what the rank is doing.
+    store: torch.distributed's; a connection of its own is made. processes: of the ranks, of which those that are
+    stopped are ended. named: seconds until the rank that the others wait for is named. met: all ranks are there;
+    before, one that is slow, such as the one that compiles for all, is told of later. tell: what to do with a message.
 
     Half of `named` passes until a rank asks, a fifth until all have seen it, a fifth until they have answered.
     """
 
     def __init__(
         self,
-        layout: Mesh,
+        layout: Mesh | World,
         rank: int,
         activity: Activity,
         store: Any,
         processes: Processes | None = None,
         *,
         named: float = NAMED,
+        met: bool = True,
         tell: Callable[[str], None] = told,
     ) -> None:
         self._layout, self._rank, self._activity, self._store = layout, rank, activity, store.clone()
-        self._processes = processes
-        self._named, self._ended, self.tell = named, ENDED * named, tell
-        # one store serves all ranks: it is asked at most some thousand times a second
-        self._look = max(named / 5, layout.world / 1000)
+        self._processes, self._met, self.tell = processes, met, tell
+        self._hurry(named)
         self._stop = threading.Event()
         self._round = 0  # of questions
         self._question: _Question | None = None
         self._thread = threading.Thread(target=self._run, name="shardc-watch", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
+
+    def _hurry(self, named: float) -> None:
+        self._named, self._ended = named, ENDED * named
+        # one store serves all ranks: it is asked at most some thousand times a second
+        self._look = max(named / 5, self._layout.world / 1000)
+
+    def meet(self, layout: Mesh, named: float) -> None:
+        """All ranks are there, and what mesh they are is known. named: as when it was made."""
+        self._layout, self._met = layout, True
+        self._hurry(named)
 
     def stop(self) -> None:
         """Nobody watches any more; the connection to the store is not in use when the process ends."""
@@ -104,21 +131,21 @@ class Watch:
         count, since, looked, patience = -1, time.monotonic(), 0.0, self._named / 2
         while not self._stop.wait(self._named / 40):
             now = time.monotonic()
-            if self._activity.count != count:
+            if self._activity.count != count or not activity.waits():
                 count, since, patience = self._activity.count, now, self._named / 2
-            elif now - since >= patience and activity.waits():
+            elif now - since >= patience:
                 patience *= 4  # what is slow is told of now and then
                 if not self._store.check([_SILENT]):
-                    self._ask(now)
+                    self._ask(now, since)
                     looked = 0.0
             if now - looked >= self._look:
                 looked = now
                 self._answer()
                 self._judge(now)
 
-    def _ask(self, now: float) -> None:
+    def _ask(self, now: float, since: float) -> None:
         if self._store.add(f"{self._key(self._round)}/asked", 1) == 1:
-            self._question = _Question(self._round, now, self._activity.count)
+            self._question = _Question(self._round, now, self._activity.count, since)
 
     def _answer(self) -> None:
         """What others want to know; and the end of the run, if one of them found out that a rank is gone."""
@@ -133,51 +160,74 @@ class Watch:
         question = self._question
         if question is None or now - question.asked < self._look + self._named / 5:
             return
-        answers = self._answers(question.number)
-        seconds = now - question.asked + self._named / 2
-        stopped = [r for r in self._processes.stopped() if r not in answers] if self._processes is not None else []
-        text = verdict(self._layout, answers, seconds, stopped)
+        answers, seconds = self._answers(question.number), now - question.since
         if len(answers) == self._layout.world:
             self._question = None
             if question.told:
-                self.tell("all ranks answer again")
+                self.tell("all ranks answer now")
                 self._store.delete_key(_SILENT)
-            elif self._activity.count == question.count:  # else it waits no longer: all were slow, on a busy machine
-                self.tell(text)
-        elif self._processes is not None and stopped and len(answers) + len(stopped) == self._layout.world:
-            self._question = None
-            self.tell(f"{text}; it is ended now")
-            for rank in stopped:  # the others then learn that it is gone
+            # else it waits no longer: all were slow, on a busy machine; or one compiles for all
+            elif self._activity.count == question.count and (
+                self._met or question.asked - question.since > self._named
+            ):
+                self.tell(verdict(self._layout, answers, seconds))
+            return
+        silent = self._silent(answers)
+        why, ranks = _first(silent)
+        text = verdict(self._layout, answers, seconds, silent)
+        if why == STOPPED:
+            assert self._processes is not None
+            for rank in ranks:
                 self._processes.end(rank)
-        elif seconds >= self._ended:
-            self._store.set(_OVER, text)
-            self._end(text)
+            self._question = None
+            if self._met:
+                self.tell(f"{text}; ended now")  # the others learn from their connections that it is gone
+            else:
+                self._over(text)
+        elif why.startswith(KILLED) or (why == SILENT and seconds >= self._ended):
+            self._over(text)
         elif not question.told:
             question.told = True
             self._store.set(_SILENT, "")
-            self.tell(f"{text}; unless it answers, the run ends in {self._ended - seconds:.0f} s")
+            ends = f"; unless it answers, the run ends in {self._ended - seconds:.0f} s"
+            self.tell(text + (ends if why == SILENT else ""))
+
+    def _silent(self, answers: Collection[int]) -> dict[int, str]:
+        """{rank: why it does not answer}, as far as that is known."""
+        silent = [r for r in range(self._layout.world) if r not in answers]
+        if self._processes is None:
+            return dict.fromkeys(silent, SILENT)
+        known = dict.fromkeys(self._processes.stopped(), STOPPED)
+        known |= {r: f"{KILLED}{_spaced(self._processes.doing(r))}" for r in self._processes.ended()}
+        return {r: known.get(r) or (SILENT if self._processes.came(r) else ABSENT) for r in silent}
 
     def _answers(self, number: int) -> dict[int, dict[str, Any]]:
         keys = {r: f"{self._key(number)}/rank{r}" for r in range(self._layout.world)}
         there = {r: key for r, key in keys.items() if self._store.check([key])}
         return {r: json.loads(self._store.get(key)) for r, key in there.items()}
 
+    def _over(self, text: str) -> None:
+        """The end of all that wait."""
+        self._store.set(_OVER, text)
+        self._end(text)
+
     def _end(self, text: str) -> None:
         """The main thread waits in native code for a rank that is gone, and cannot be woken."""
         if self._question is not None or activity.waits():
             told(f"{text}; this rank has ended")
+            if self._rank == 0:
+                time.sleep(2 * self._look)  # the store may be its own, and the others have not read it yet
             os._exit(GAVE_UP)
 
     def _key(self, number: int) -> str:
         return f"shardc/watch{number}"
 
 
-def verdict(layout: Mesh, answers: dict[int, dict[str, Any]], seconds: float, stopped: Collection[int] = ()) -> str:
-    """Whom the others wait for, and where they do. answers: by rank; those that are missing do not answer. stopped:
-    those of which it is known why.
-    """
+def verdict(
+    layout: Mesh | World, answers: dict[int, dict[str, Any]], seconds: float, silent: Mapping[int, str] = {}
+) -> str:
+    """Whom the others wait for, and where they do. answers: by rank; silent: why others do not answer."""
     waiting = {r: a["doing"] for r, a in answers.items() if a["waits"]}
-    silent = [r for r in range(layout.world) if r not in answers]
     busy = [r for r, a in answers.items() if not a["waits"]]
     where = (
         f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it {_common(waiting)}".rstrip()
@@ -185,15 +235,22 @@ def verdict(layout: Mesh, answers: dict[int, dict[str, Any]], seconds: float, st
         else ""
     )
     if silent:
-        why = "it is stopped (SIGSTOP)" if {*silent} <= {*stopped} else "it is stopped, or its machine is gone"
-        what = f"does not answer for {seconds:.0f} s: {why}"
-        return f"{layout.named(*silent)} {what}" + (f"; {where}" if where else "")
+        why, ranks = _first(silent)
+        said = why.replace("SECONDS", f"{seconds:.0f}")
+        return f"{layout.named(*ranks)} {said}" + (f"; {where}" if where else "")
     if busy:
         each = [f"{answers[r]['place']}{_comma(answers[r]['doing'])}" for r in busy[:_SHOWN]]
         what = f"keeps the others waiting for {seconds:.0f} s: it is at {'; '.join(dict.fromkeys(each))}"
         return f"{layout.named(*busy)} {what}" + (f"; {where}" if where else "")
     each = [f"rank {r} {doing}" for r, doing in list(waiting.items())[:_SHOWN]]
     return f"all ranks wait for each other for {seconds:.0f} s: {'; '.join(each)}"
+
+
+def _first(silent: Mapping[int, str]) -> tuple[str, list[int]]:
+    """(why, ranks): what is known for certain goes before what may be its consequence."""
+    order = STOPPED, KILLED, SILENT, ABSENT
+    why = min(silent.values(), key=lambda why: next(i for i, kind in enumerate(order) if why.startswith(kind)))
+    return why, [r for r, w in silent.items() if w == why]
 
 
 def _ranks(ranks: dict[int, Any]) -> str:
@@ -209,3 +266,7 @@ def _common(waiting: dict[int, str]) -> str:
 
 def _comma(text: str) -> str:
     return f", {text}" if text else ""
+
+
+def _spaced(text: str) -> str:
+    return f" {text}" if text else " while the others waited for it"

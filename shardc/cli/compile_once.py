@@ -90,6 +90,13 @@ def _ours(folder: Path) -> bool:
 
 def _awaited(folder: Path) -> Path | None:
     """The first process's program; None: it will not come."""
+    from shardc.runtime.mesh.activity import waiting
+
+    with waiting():
+        return _program(folder)
+
+
+def _program(folder: Path) -> Path | None:
     until = time.monotonic() + APPEARS
     while not _ours(folder):
         if time.monotonic() > until:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -134,12 +134,14 @@ def command(
     """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
     from shardc.cli import model_file, worker
     from shardc.runtime import launch
+    from shardc.runtime.mesh import presence
     from shardc.spec import Run
 
     with reporting(debug, as_json) as show, ExitStack() as stack:
         folder = stack.enter_context(run_folder())
         launch.join_slurm()
         joined = launch.in_world()
+        here = presence.begin(*(() if watch is None else (watch,))) if joined else None
         world = int(os.environ["WORLD_SIZE"]) if joined else nproc
 
         def compiled() -> Program:
@@ -154,7 +156,8 @@ def command(
 
         shared = compile_once.meeting() if joined and not is_artifact(model) else None
         first = os.environ.get("LOCAL_RANK", "0") == "0"
-        program = stack.enter_context(compile_once.once(shared, first=first, compiled=compiled, read=read))
+        with here.activity.during("compiling") if here is not None else nullcontext():
+            program = stack.enter_context(compile_once.once(shared, first=first, compiled=compiled, read=read))
         run = _settings(
             program.spec.run if program.spec is not None else Run(),
             steps=steps,

@@ -20,6 +20,7 @@ import torch
 from shardc.errors import ShardcError
 from shardc.runtime.state.checkpoint_folder import generations
 from shardc.spec import Run
+from shardc.torch_private import let_workers_end
 
 if TYPE_CHECKING:
     from shardc.cli.step_lines import StepLines
@@ -165,8 +166,6 @@ class Training:
         except (NotFiniteError, ReplicasDifferError):
             raise  # on all ranks alike; and where replicas differ the last checkpoint is better than the state
         except Exception as e:
-            # torchrun ends DataLoaders' workers with the ranks, and torch would raise that over this error
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             failed = e.what if isinstance(e, RankFailedError) else f"{doing} failed"
             print(f"{failed}: {self._rescued()}", file=sys.stderr, flush=True)
             raise
@@ -224,6 +223,7 @@ class Training:
             batch = next(stream)
         except (Exception, SystemExit) as e:  # whatever the user's data() raises; it is raised again when all is saved
             problem = e
+        let_workers_end()
         self.waited = time.perf_counter() - began
         world, rank = self.engine.mesh.layout.world, self.engine.mesh.rank
         states = [0] * world

@@ -88,7 +88,7 @@ def run(job: Job) -> dict[str, Any]:
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
     tell = Told(Path(job.progress)).say if job.progress else told
     if job.progress:
-        mesh.activity.written = Progress(Path(job.progress) / f"rank{mesh.rank}").note
+        mesh.activity.noted.append(Progress(Path(job.progress) / f"rank{mesh.rank}").note)
     if mesh.watch is not None:
         mesh.watch.tell = tell
     weights = Path(job.weights) if job.weights else file.weights

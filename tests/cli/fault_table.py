@@ -117,10 +117,12 @@ class Fault:
 
 
 class Runs:
-    """Runs under one launcher, in one folder, each going on where the last was ended."""
+    """Runs under one launcher, in one folder, each going on where the last was ended. starting: the share of faults
+    that come before the first step.
+    """
 
-    def __init__(self, folder: Path, launcher: str, steps: int, rng: random.Random) -> None:
-        self.folder, self.launcher, self.rng, self.mark = folder, launcher, rng, str(folder)
+    def __init__(self, folder: Path, launcher: str, steps: int, rng: random.Random, starting: float = 0) -> None:
+        self.folder, self.launcher, self.rng, self.starting = folder, launcher, rng, starting
         self.temporary, self.before = folder / "tmp", descendants()
         self.temporary.mkdir(parents=True)
         (folder / "model.py").write_text(MODEL)
@@ -143,7 +145,7 @@ class Runs:
     def once(self, kind: str) -> Fault | None:
         """One run with one fault; None if the run ended before."""
         rank, begun = self.rng.randrange(4), time.monotonic()
-        starting = self.rng.random() < 0.15 and kind != "exception"
+        starting = self.rng.random() < self.starting and kind != "exception"
         moment = self.rng.uniform(0, 2) if starting else self.rng.uniform(0, 1.5)
         shared = set(os.listdir("/dev/shm"))
         process = self.start()
@@ -261,6 +263,7 @@ def main() -> None:
     parser.add_argument("--launchers", nargs="+", default=list(LAUNCHERS), choices=list(LAUNCHERS))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--within", type=float, default=10.0, help="seconds in which the rank has to be named")
+    parser.add_argument("--starting", type=float, default=0.15, help="share of faults before the first step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for what the runs printed")
     args = parser.parse_args()
@@ -269,8 +272,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         straight = Runs(Path(temporary) / "straight", "alone", args.steps, rng).finish()
         for launcher in args.launchers:
-            runs, wanted, chain = Runs(Path(temporary) / launcher, launcher, args.steps, rng), [], list[Fault]()
-            wanted = [*args.kinds] * args.faults
+            runs = Runs(Path(temporary) / launcher, launcher, args.steps, rng, args.starting)
+            wanted, chain = [*args.kinds] * args.faults, list[Fault]()
             while wanted:
                 fault = runs.once(wanted[0])
                 if fault is not None:

@@ -20,7 +20,7 @@ from shardc.runtime.mesh import activity, processes
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.failed_rank import Failures
 from shardc.runtime.mesh.processes import Processes
-from shardc.runtime.mesh.watch import Watch, verdict
+from shardc.runtime.mesh.watch import SILENT, Watch, verdict
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 
@@ -53,7 +53,7 @@ BUSY = {"waits": False, "doing": "in step 5, at all_reduce 'g' over tp", "place"
     ],
 )
 def test_what_is_said(answers: dict[int, dict[str, Any]], said: str) -> None:
-    assert verdict(MESH, answers, 9.2) == said
+    assert verdict(MESH, answers, 9.2, dict.fromkeys({0, 1, 2, 3} - {*answers}, SILENT)) == said
 
 
 def test_a_rank_that_is_stopped_on_this_machine_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,22 +68,22 @@ def test_a_rank_that_is_stopped_on_this_machine_is_ended(monkeypatch: pytest.Mon
         watch = Watch(Mesh((("tp", 2),)), 0, Activity(), store, known, named=0.4, tell=heard.append)
         assert other.wait(30) == -signal.SIGKILL
         watch.stop()
-    assert heard == [
-        "rank 1 (tp=1) does not answer for 0 s: it is stopped (SIGSTOP); rank 0 waits for it; it is ended now"
-    ]
+    assert heard == ["rank 1 (tp=1) does not answer for 0 s: it is stopped (SIGSTOP); rank 0 waits for it; ended now"]
 
 
 def as_rank(store: dist.Store, rank: int, pid: int) -> None:
     """Say in the store that a process is that rank's."""
-    store.set(f"shardc/process{rank}", f"{processes._machine()} {pid} {processes._state(pid)[1]}")
+    store.append(f"shardc/processes/{processes._machine()}", f"{rank} {pid} {processes._state(pid)[1]} -1;")
+    store.set(f"shardc/came/{rank}", "")
 
 
 def test_what_is_known_of_a_process() -> None:
     store = dist.HashStore()
     with subprocess.Popen(["sleep", "60"]) as other:
         as_rank(store, 1, other.pid)
-        store.set("shardc/process2", f"another-machine {other.pid} 1")
-        store.set("shardc/process3", f"{processes._machine()} {other.pid} 1")  # before that number was given anew
+        store.append("shardc/processes/another-machine", f"2 {other.pid} 1 -1;")
+        # before that number was given anew
+        store.append(f"shardc/processes/{processes._machine()}", f"3 {other.pid} 1 -1;")
         mine = Processes(store, 0, 5)
         assert (mine.ended(), mine.stopped()) == ([3], [])
         other.send_signal(signal.SIGSTOP)
@@ -99,7 +99,7 @@ def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
     store, said = dist.HashStore(), "rank 2 (dp=1, tp=0) was killed, or ended without a word, in step 5"
     gone = RuntimeError("Connection closed by peer")
     for rank, ended in ((0, [2]), (1, [0, 2])):
-        known = mock.Mock(**{"ended.return_value": ended})
+        known = mock.Mock(**{"ended.return_value": ended, "doing.return_value": ""})
         error = Failures(store, rank, MESH, known).of_another(gone, "step 5", Activity())
         assert error.what == said
 
@@ -124,7 +124,7 @@ def test_a_rank_that_went_on_before_all_answered_says_nothing(monkeypatch: pytes
 
 def test_it_stays_short_on_thousands_of_ranks() -> None:
     mesh = Mesh((("dp", 8192),))
-    text = verdict(mesh, dict.fromkeys(range(100, 8192), waiting()), 9.0)
+    text = verdict(mesh, dict.fromkeys(range(100, 8192), waiting()), 9.0, dict.fromkeys(range(100), SILENT))
     assert "7 (dp=7) and 92 more does not answer" in text
     assert len(text) < 500
 
@@ -132,7 +132,7 @@ def test_it_stays_short_on_thousands_of_ranks() -> None:
 def test_what_a_rank_does() -> None:
     written: list[str] = []
     a = Activity()
-    a.written = written.append
+    a.noted.append(written.append)
     assert str(a) == ""
     with a.during("step 1") as outermost:
         a.begin("all_reduce", ("dp", "tp"), "h")

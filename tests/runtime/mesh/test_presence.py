@@ -1,0 +1,155 @@
+"""Ranks that do not come to where all meet: they are named, and the others do not wait for the time limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from shardc.ir.mesh import Mesh
+from shardc.runtime import launch
+from shardc.runtime.launch import GAVE_UP
+from shardc.runtime.mesh import TorchMesh, presence
+from shardc.runtime.mesh.activity import Activity
+from shardc.runtime.mesh.processes import Processes
+from shardc.runtime.mesh.watch import Watch, World
+from tests import warm
+
+
+def world(rank: int, port: int, size: int) -> dict[str, str]:
+    return {
+        **{"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
+
+
+def stops(rank: int, port: int, folder: str) -> None:
+    """Rank 1 stops before it joins; the others write what they say, and end by themselves."""
+    os.environ |= world(rank, port, 3)
+    with open(f"{folder}/rank{rank}", "w") as f:
+        os.dup2(f.fileno(), 2)
+    here = presence.begin(2.0)
+    assert here is not None
+    if rank == 1:
+        with here.activity.during("compiling"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        TorchMesh(Mesh.of({"tp": 3}), watch=2.0)
+    finally:
+        time.sleep(20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_is_stopped_before_all_have_met_ends_the_others(tmp_path: Path) -> None:
+    context, port = warm.context(), launch.free_port()
+    ranks = [context.Process(target=stops, args=(r, port, str(tmp_path))) for r in range(3)]
+    for p in ranks:
+        p.start()
+    for p in ranks:
+        p.join(60)
+        p.kill()
+    assert [p.exitcode for p in ranks] == [GAVE_UP, -signal.SIGKILL, GAVE_UP]
+    said = r"rank 1 does not answer for \d s: it is stopped \(SIGSTOP\); ranks 0, 2 wait for it in joining the world"
+    for r in (0, 2):
+        assert re.match(said, (tmp_path / f"rank{r}").read_text())
+
+
+SLEEPS = "import time; time.sleep(60)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_that_has_not_said_a_word_is_known_by_what_its_launcher_told_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of this world alone: one of another world that has the same parent is let be."""
+    here, store = world(0, 4711, 3), dist.HashStore()
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "getppid", os.getpid)  # whose children would be beside it
+    mine = Processes(store, 0, 3)
+    with (
+        subprocess.Popen([sys.executable, "-c", SLEEPS], env={**os.environ, **world(2, 4711, 3)}) as beside,
+        subprocess.Popen([sys.executable, "-c", SLEEPS], env={**os.environ, **world(1, 4712, 3)}) as other,
+    ):
+        for p in (beside, other):
+            p.send_signal(signal.SIGSTOP)
+            os.waitpid(p.pid, os.WUNTRACED)
+        assert (mine.stopped(), mine.ended(), mine.came(2)) == ([2], [], False)
+        mine.end(2)
+        other.kill()
+    assert beside.returncode == -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory without a name")
+def test_what_a_process_did_is_known_after_it_was_killed() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        there = dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False)
+        Processes(there, 1, 2).note("in step 7, at all_reduce 'h.0' over tp")
+        os.write(theirs, b"noted")
+        time.sleep(60)
+        os._exit(0)
+    assert os.read(ours, 5) == b"noted"
+    mine = Processes(store, 0, 2)
+    assert mine.ended() == []
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert mine.ended() == [1]
+    assert mine.doing(1) == "in step 7, at all_reduce 'h.0' over tp"
+
+
+def test_a_rank_that_has_not_come_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a machine that starts slowly. When it comes, that is told, too."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr("shardc.runtime.mesh.activity.waits", lambda: True)
+    heard: list[str] = []
+    layout = Mesh.of({"dp": 2})
+    first = Watch(layout, 0, Activity(), store, Processes(store, 0, 2), named=0.4, met=False, tell=heard.append)
+    within(20, lambda: heard)
+    assert heard[0].startswith("rank 1 (dp=1) has not come for 0 s: it starts slowly, is stopped, or its machine is")
+    time.sleep(4)  # longer than one that came and does not answer is given
+    assert len(heard) == 1
+    second = Watch(layout, 1, Activity(), store, Processes(store, 1, 2), named=0.4, met=False, tell=heard.append)
+    within(20, lambda: len(heard) > 1)
+    assert heard[1] == "all ranks answer now"
+    first.stop()
+    second.stop()
+
+
+def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ended: list[int] = []
+
+    def leave(status: int) -> None:
+        ended.append(status)
+        raise RuntimeError  # the thread does nothing more
+
+    said: list[str] = []
+    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr("shardc.runtime.mesh.watch.told", said.append)
+    monkeypatch.setattr("shardc.runtime.mesh.activity.waits", lambda: True)
+    known = mock.Mock(**{"stopped.return_value": [], "ended.return_value": [1], "doing.return_value": "in compiling"})
+    watch = Watch(World(2), 0, Activity(), store, known, named=0.4, met=False)
+    watch._thread.join(30)
+    assert ended == [GAVE_UP]
+    assert said == [
+        "rank 1 was killed, or ended without a word, in compiling; rank 0 waits for it; this rank has ended"
+    ]
+
+
+def within(seconds: float, true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
