@@ -3,13 +3,14 @@
 
     zero    class (a file each)    kept whole on every rank      sharded over the axis
     0       ReplicatedBucket       everything
-    1       ShardedGradBucket      parameters, gradients         optimizer state
+    1       ShardedStateBucket     parameters, gradients         optimizer state
     2       ShardedGradBucket      parameters                    optimizer state, gradients
     3       ShardedParamBucket                                   optimizer state, gradients, parameters
 
     bucket_launch      all buckets of a rank: when each begins its sum, and is waited for
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
-    sharded_bucket     what ZeRO 1 to 3 share; replicated_bucket, sharded_grad_bucket, sharded_param_bucket: the classes
+    sharded_bucket     what ZeRO 1 to 3 share; whole_params: 1 and 2; scattered_bucket: 2 and 3
+    replicated_bucket, sharded_state_bucket, sharded_grad_bucket, sharded_param_bucket: the classes
     gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward
     optimizer          a user's optimizer on this rank's stretches of parameters
     optimizer_check    may this optimizer be sharded, or stepped bucket by bucket? It is tried on a small copy

@@ -4,11 +4,12 @@ When backward has finished a parameter's gradient, it is copied to its place in 
 is full, and all before it have started, its sum starts in the background. Which parameters share a bucket, of which
 size, in which order, is decided by the pass shardc.passes.gradient_buckets: the order in which backward finishes them,
 which the graph shows, so that no warm-up step measures it and all ranks agree. What ZeRO shards is a matter of each
-bucket: replicated_bucket.py, sharded_grad_bucket.py, sharded_param_bucket.py.
+bucket: replicated_bucket.py, sharded_state_bucket.py, sharded_grad_bucket.py, sharded_param_bucket.py.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,8 +21,10 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.gather import Gathered
 from shardc.runtime.zero.replicated_bucket import ReplicatedBucket
+from shardc.runtime.zero.scattered_bucket import ScatteredBucket
 from shardc.runtime.zero.sharded_grad_bucket import ShardedGradBucket
 from shardc.runtime.zero.sharded_param_bucket import ShardedParamBucket
+from shardc.runtime.zero.sharded_state_bucket import ShardedStateBucket
 
 Reduced = Callable[[Sequence[str]], None]
 
@@ -66,8 +69,13 @@ class Buckets:
         #: The stages of a bucket whose last backward of a step has not begun.
         self._left: dict[ReplicatedBucket, set[int]] = {}
         self._of = {n: b for b in self._all for n in b.spec.params}
-        self._hooked = [b for b in self._all if not isinstance(b, ShardedParamBucket)]
+        #: Those that are summed once a step, in order, and the first whose sum has not begun.
+        self._once = [b for b in self._all if not isinstance(b, ScatteredBucket)]
         self._next = 0
+        #: Those with whole parameters that are summed in every backward; of the one that runs, what has not begun.
+        self._each = [b for b in self._all if isinstance(b, ShardedGradBucket)]
+        self._due: deque[ShardedGradBucket] = deque()
+        self._gathers = any(isinstance(b, ShardedParamBucket) for b in self._all)
         self._active = False
         self._flying: list[ReplicatedBucket] = []
         self.given: dict[str, Any] = {}
@@ -79,7 +87,7 @@ class Buckets:
             b.ready()
             self.owned |= b.owned
         self.runs: dict[str, Run] = {n: run for b in self._all for n, run in b.runs.items()}
-        for b in self._hooked:
+        for b in (*self._once, *self._each):
             for name, p in b.params.items():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(self._hook(b, name))  # type: ignore[no-untyped-call]
@@ -88,11 +96,15 @@ class Buckets:
         zero = program.buckets[index].zero
         if zero == 0:
             return ReplicatedBucket(program, index, mesh)
-        if zero == 3:
-            return ShardedParamBucket(
-                program, index, mesh, self._offload, self._gathered, self._launched, lambda b: not self._left[b]
-            )
-        return ShardedGradBucket(program, index, mesh, self._offload)
+        if zero == 1:
+            return ShardedStateBucket(program, index, mesh, self._offload)
+        if zero == 2:
+            return ShardedGradBucket(program, index, mesh, self._offload, self._is_last)
+        return ShardedParamBucket(program, index, mesh, self._offload, self._gathered, self._launched, self._is_last)
+
+    def _is_last(self, bucket: ReplicatedBucket) -> bool:
+        """Is this the step's last backward that reaches a bucket?"""
+        return not self._left[bucket]
 
     @property
     def names(self) -> set[str]:
@@ -115,7 +127,7 @@ class Buckets:
 
     def saving(self, run: Hashable = 0) -> AbstractContextManager[None]:
         """Around forward. run: which one, where several wait for their backward."""
-        return self._gathered.saving(run) if len(self._hooked) < len(self._all) else nullcontext()
+        return self._gathered.saving(run) if self._gathers else nullcontext()
 
     def start(self, run: Hashable = 0, stage: int = 0, first: bool = True, last: bool = True) -> None:
         """Before backward, or as its first act. first: of the step on this rank; last: of the step, of this stage of a
@@ -129,6 +141,7 @@ class Buckets:
                 b.start(first)
             if last:
                 self._left[b].discard(stage)
+        self._due = deque(b for b in self._each if stage in self._stages[b])
         self._gathered.begin_backward(run, stage)
 
     def start_inputs(self, run: Hashable, stage: int) -> None:
@@ -137,11 +150,12 @@ class Buckets:
 
     def pause(self) -> None:
         """After a backward that others of the same step may follow."""
+        self._scatter(all_of_them=True)
         self._gathered.end_backward()
 
     def reduce(self) -> None:
         """After the last backward of a stage: begin the sums that wait for gradients which did not come."""
-        for b in self._hooked:
+        for b in self._once:
             if not self._left[b]:
                 b.missing = set()  # what has not come will not come
         self._launch(all_of_them=False)
@@ -150,6 +164,7 @@ class Buckets:
         """Forget a backward that failed halfway, and forwards that wait for theirs too. Not while one is running."""
         if self._active or forward:
             self._gathered.finish()
+        self._due.clear()
         for b in self._all:
             b.reset()
         self._active = False
@@ -158,18 +173,26 @@ class Buckets:
         def arrived(p: Tensor) -> None:
             if self._active:
                 bucket.put(name)
+                self._scatter(all_of_them=False)
                 self._launch(all_of_them=False)
 
         return arrived
 
     def _launch(self, *, all_of_them: bool) -> None:
         """Start the buckets that are due, in order: every rank must start them alike."""
-        while self._next < len(self._hooked):
-            bucket = self._hooked[self._next]
+        while self._next < len(self._once):
+            bucket = self._once[self._next]
             if self._left[bucket] or ((bucket.missing or bucket.spec.late) and not all_of_them):
                 return
             bucket.launch()
             self._next += 1
+            self._launched(bucket)
+
+    def _scatter(self, *, all_of_them: bool) -> None:
+        """Of the backward that runs: start the buckets that are due, in order: every rank must start them alike."""
+        while self._due and (all_of_them or not self._due[0].missing):
+            bucket = self._due.popleft()
+            bucket.send()
             self._launched(bucket)
 
     def _launched(self, bucket: ReplicatedBucket) -> None:
@@ -182,10 +205,11 @@ class Buckets:
         """After backward: wait for all sums. reduced: called with each bucket's parameters while later ones are still
         under way.
         """
+        self._scatter(all_of_them=True)
         self._launch(all_of_them=True)
         self._gathered.end_backward()
         for b in self._all:
-            if isinstance(b, ShardedParamBucket):
+            if isinstance(b, ScatteredBucket):
                 b.launch()
         for b in self._all:
             b.settle()

@@ -36,6 +36,7 @@ class ReplicatedBucket:
         self._sums: dict[str, Tensor] = {}  # of the last step, in another dtype than its gradients
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
+        self._there: set[str] = set()  # gradients that stand in the buffer
 
     def adopt(self, name: str, p: nn.Parameter) -> Any:
         """Take a parameter over; what the program's graph gets for it."""
@@ -55,13 +56,13 @@ class ReplicatedBucket:
         self.missing = set(self.spec.params)
         if first:
             self._work.wait()  # of a step that failed halfway
-            self.seen, self._sums = set(), {}
+            self.seen, self._there, self._sums = set(), set(), {}
             self._kept = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
             for p in self.owned.values():
                 p.grad = None
 
     def _flat(self) -> Tensor:
-        """The buffer of whole gradients, made when the step's first one arrives."""
+        """The buffer of whole gradients, made when the first one arrives."""
         if self._buffer is None:
             self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
             for start, stop in self.flat.gaps:
@@ -69,6 +70,7 @@ class ReplicatedBucket:
             self._views = dict(
                 zip(self.spec.params, views(self._buffer, self.flat.starts, self.flat.shapes), strict=True)
             )
+            self._there = set()
         return self._buffer
 
     def put(self, name: str) -> None:
@@ -76,12 +78,16 @@ class ReplicatedBucket:
         assert name in self.missing, f"the gradient of {name} arrived twice in one backward"
         p = self.params[name]
         assert p.grad is not None
-        self._flat()
-        if name in self.seen:
-            self._views[name].add_(p.grad)
-        else:
-            self._views[name].copy_(p.grad)
+        self._add(name, p.grad)
         p.grad = None
+
+    def _add(self, name: str, grad: Tensor) -> None:
+        self._flat()
+        if name in self._there:
+            self._views[name].add_(grad)
+        else:
+            self._views[name].copy_(grad)
+        self._there.add(name)
         self.missing.discard(name)
         self.seen.add(name)
 
@@ -89,7 +95,7 @@ class ReplicatedBucket:
         """The buffer, with zeros for what did not come."""
         buffer = self._flat()
         for name in self.spec.params:
-            if name not in self.seen:
+            if name not in self._there:
                 self._views[name].zero_()
         return buffer
 

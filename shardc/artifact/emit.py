@@ -223,7 +223,8 @@ def bucket_text(b: Bucket, program: Program) -> str:
     kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(
         " and ", ", ", b.zero - 2 if b.zero > 2 else 0
     )
-    ways = [f"reduce_scatter over {b.shard}"] if b.shard in b.axes else []
+    each = " of each microbatch" if b.each and program.microbatches > 1 else ""
+    ways = [f"reduce_scatter over {b.shard}{each}"] if b.shard in b.axes else []
     ways += (
         [f"all_reduce of the part over {'+'.join(a for a in b.axes if a != b.shard)}"]
         if set(b.axes) - {b.shard}

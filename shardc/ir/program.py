@@ -259,6 +259,11 @@ class Bucket:
     late: bool = False
     keep: bool = False
 
+    @property
+    def each(self) -> bool:
+        """Are gradients summed in every backward, so that none are kept whole? Otherwise once a step."""
+        return self.zero == 2 or (self.zero == 3 and not self.keep)
+
 
 @dataclass(frozen=True)
 class Region:

@@ -110,7 +110,7 @@ class Estimates:
             elif cast:  # whole in the dtype of products, and a part of the master weights; without casts both are one
                 state[p] = cast + state[p] / c.dp
             state[o] /= c.dp
-            state[g] /= c.dp if c.zero == 3 or (c.zero == 2 and m == 1) else 1
+            state[g] /= c.dp if c.zero > 1 else 1
         kept = x.kept.copy()
         # weights that are cast: a copy for all microbatches, unless they are stored in that dtype or gathered
         casts = cast * KEPT.get(c.checkpoint, 0.0)
@@ -145,6 +145,7 @@ class Estimates:
                 max(gather - f, 0.05 * gather) + max(gather + scatter - b, 0.05 * (gather + scatter))
             )
         late = max(self._comm(c, "reduce_scatter" if c.zero else "all_reduce", grads) - float(backward.sum()), 0.0)
+        late *= c.microbatches if c.zero == 2 else 1
         if not c.zero:
             return late
         gather = self._comm(c, "all_gather", weights)  # of updated parameters, during the next step's first forward

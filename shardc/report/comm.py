@@ -78,7 +78,7 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
         mine = [s for s in b.stages if at in (None, rank_of[s])]
         ranks = len({rank_of[s] for s in mine})
         if b.zero and b.shard in b.axes:
-            times = m * len(mine) if b.zero == 3 and not b.keep else ranks
+            times = m * len(mine) if b.each else ranks
             add(
                 (b.shard,), "reduce_scatter", "backward", "gradients, in buckets", flat.padded * b.dtype.itemsize, times
             )

@@ -222,6 +222,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bfloat16"},
         "batch": {"microbatches": 2},
     },
+    "zero 2, 1f1b": {
+        "mesh": {"pp": 2, "dp": 2},
+        "batch": {"microbatches": 4},
+        "pipeline": {"axis": "pp"},
+        "data": {"zero": 2, "bucket_mb": 0.05},
+    },
     "bf16 1f1b": {
         "mesh": {"pp": 2},
         "batch": {"microbatches": 4},

@@ -24,6 +24,7 @@ from shardc.report import comm_rows
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
+from tests import live_bytes
 
 WIDTHS = (64, 123, 64, 201, 64)  # odd sizes; the weight of 64 x 201 is larger than a bucket
 BUCKET_MB = 0.03
@@ -221,11 +222,27 @@ def test_elements_of_a_hybrid_step() -> None:
     assert kinds == dict.fromkeys(SENT, len(p.buckets))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_microbatches_are_reduced_once(zero: int) -> None:
+@pytest.mark.parametrize(("zero", "sent"), [(0, 2 * P), (1, 2 * P), (2, P + 4 * P)])
+def test_how_often_microbatches_are_reduced(zero: int, sent: int) -> None:
+    """Once a step; at ZeRO 2 one by one, so that no whole gradients are kept."""
     p = compiled(2, zero, microbatches=4)
-    assert elements(p)[0] == pytest.approx(2 * P, abs=16 * len(p.buckets))
+    assert elements(p)[0] == pytest.approx(sent, abs=16 * len(p.buckets))
     assert kept(p)[0] == pytest.approx({0: 14 * P, 1: 10 * P, 2: 9 * P}[zero], abs=slack(p, 2))
+
+
+def test_between_microbatches_a_rank_has_its_part_of_the_gradients() -> None:
+    """At ZeRO 2 as at ZeRO 3; the rest is of a bucket or two."""
+
+    def gradients(zero: int) -> float:
+        """The most bytes of them in any backward."""
+        p = compiled(4, zero, microbatches=2)
+        memory = p.cost().memory
+        assert memory.peak == pytest.approx(live_bytes.measured(p, net(), batch())[0], rel=0.01)
+        return max(point.live.get("gradients", 0) for point in memory.curve if "B" in point.part)
+
+    assert gradients(1) >= 2 * P
+    assert gradients(2) == gradients(3) < 0.9 * gradients(1)
+    assert "reduce_scatter over dp of each microbatch" in str(compiled(4, 2, microbatches=2))
 
 
 def test_what_is_kept_is_gathered_and_summed_once() -> None:
