@@ -22,7 +22,10 @@ class ShardcError(Exception):
     what:  what is wrong, one sentence.
     fix:   what to do, one sentence; may be "" where that is not known.
     errors: the single errors that this one combines; `(self,)` for a single error.
+    on_all_ranks: of a class whose errors are raised after all ranks have agreed on them: nobody has to be told.
     """
+
+    on_all_ranks = False
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", errors: Iterable[ShardcError] = ()) -> None:
         self.where, self.what, self.fix = _printable(where), _printable(what), _printable(fix)

@@ -75,6 +75,8 @@ class Fact:
 class DisagreementError(ShardcError):
     """Ranks differ where they have to be alike. It is raised on all ranks, at the same place."""
 
+    on_all_ranks = True
+
 
 class CallsDifferError(DisagreementError):
     """Ranks are about to do different things, such as to save and to take another step."""

@@ -22,7 +22,7 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import check_variables
 from shardc.runtime.mesh import presence
-from shardc.runtime.mesh.agreement import DisagreementError, check, stated
+from shardc.runtime.mesh.agreement import check, stated
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import RankMesh, Work
 from shardc.runtime.mesh.failed_rank import Failures, RankFailedError, cut_off
@@ -269,10 +269,9 @@ class TorchMesh(RankMesh):
                 return
             try:
                 yield
-            except DisagreementError:
-                raise  # all ranks do
             except Exception as e:
-                self._failed(e, doing)
+                if not (isinstance(e, ShardcError) and e.on_all_ranks):
+                    self._failed(e, doing)
                 raise
 
     def _failed(self, error: Exception, doing: str) -> None:

@@ -50,6 +50,8 @@ SLICE = 64 << 20
 class SavingError(ShardcError):
     """A checkpoint was not saved, on all ranks alike; what was saved before is as it was."""
 
+    on_all_ranks = True
+
 
 class _Cancelled(Exception):
     """Another rank's save failed."""

@@ -525,7 +525,7 @@ class Engine:
         extra["loaders"] = self.loaders.state_dict()
         if not wait and isinstance(self.mesh, TorchMesh):
             self._saves.finish_at_exit()
-        with self._offload.at_home():
+        with self.mesh.together(f"saving step {self.rng.step}"), self._offload.at_home():
             if self._check_every:
                 self._compare_replicas("saving")
             elif self._checks:
@@ -546,7 +546,8 @@ class Engine:
 
     def finish_save(self) -> None:
         """Wait until a save in the background is on the disk. Collective. Raises what went wrong."""
-        self._saves.finish()
+        with self.mesh.together("saving"):
+            self._saves.finish()
 
     @property
     def saving(self) -> tuple[int, int] | None:
@@ -559,11 +560,11 @@ class Engine:
         folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if that one is
             damaged, read the last one that is not.
         """
-        self._saves.finish()
+        self.finish_save()
         self.buckets.reset(forward=True)
         self.buckets.wait_for_gathers()
         room = self._paged.room if self._paged is not None else None
-        with self._offload.at_home():
+        with self.mesh.together("loading a checkpoint"), self._offload.at_home():
             extra = state.load(
                 folder,
                 self.program,
@@ -602,9 +603,10 @@ class Engine:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank; rank0_only: on
         the first, and {} on the others, which then keep nothing. Collective.
         """
-        if self._checks:
-            agreement.check(self.mesh, [stated("rank0_only", rank0_only)], "full_state_dict")
-        return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers, rank0_only=rank0_only)
+        with self.mesh.together("full_state_dict"):
+            if self._checks:
+                agreement.check(self.mesh, [stated("rank0_only", rank0_only)], "full_state_dict")
+            return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers, rank0_only=rank0_only)
 
     def export(
         self, folder: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5_000_000_000
@@ -618,7 +620,7 @@ class Engine:
         """
         self._check()
         self.buckets.wait_for_gathers()
-        with self._offload.at_home():
+        with self.mesh.together("exporting"), self._offload.at_home():
             return state.export_safetensors(
                 folder,
                 self.program,

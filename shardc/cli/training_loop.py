@@ -158,12 +158,13 @@ class Training:
         """
         from shardc.runtime.mesh.failed_rank import RankFailedError
         from shardc.runtime.mesh.replicas import ReplicasDifferError
+        from shardc.runtime.state import SavingError
         from shardc.runtime.step.not_finite import NotFiniteError
 
         try:
             with self.engine.mesh.together(doing):
                 yield
-        except (NotFiniteError, ReplicasDifferError):
+        except (NotFiniteError, ReplicasDifferError, SavingError):
             raise  # on all ranks alike; and where replicas differ the last checkpoint is better than the state
         except Exception as e:
             failed = e.what if isinstance(e, RankFailedError) else f"{doing} failed"
@@ -203,9 +204,10 @@ class Training:
         from shardc.runtime.state import SavingError
 
         try:
-            self.engine.finish_save()  # the one before it
-            self._tell_saved()
-            self.engine.save(checkpoints(Path(self.settings.save), new=True), wait=False, keep=self.settings.keep)
+            with self._rescuing(f"saving step {self.engine.step_count}"):
+                self.engine.finish_save()  # the one before it
+                self._tell_saved()
+                self.engine.save(checkpoints(Path(self.settings.save), new=True), wait=False, keep=self.settings.keep)
             self.saved = self.writing = self.engine.step_count
         except SavingError as e:
             self._not_saved(e)
@@ -239,11 +241,14 @@ class Training:
         if any(failed):
             saved = self._saved()
             if problem is not None:
-                print(f"data() failed after step {self.engine.step_count}: {saved}", file=sys.stderr, flush=True)
+                here = self.engine.mesh.layout.named(rank)
+                said = f"{here} failed in data(), after step {self.engine.step_count}: {saved}"
+                print(said, file=sys.stderr, flush=True)
                 raise problem
             time.sleep(FIRST_WORD)
             ranks = self.engine.mesh.layout.named(*(r for r, n in enumerate(failed) if n))
-            raise ShardcError(f"data() failed on {ranks}; {saved}", where="data", fix="see the error of that rank")
+            what = f"{ranks} failed in data(), after step {self.engine.step_count}; {saved}"
+            raise ShardcError(what, where="data", fix="see the error of that rank")
         return batch
 
     def _report(self, loss: float, beside: dict[str, float], lr: float | None, seconds: float) -> None:

@@ -28,7 +28,10 @@ from shardc.runtime.step.op_errors import OutOfMemoryError, no_memory, out_of_me
 from shardc.spec.run_section import Run
 
 if TYPE_CHECKING:
+    from shardc.cli.model_file import ModelFile
+    from shardc.cli.training_data import Batches
     from shardc.ir.program import Program
+    from shardc.runtime.step.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,7 @@ def run(job: Job) -> dict[str, Any]:
     checkpoint, after the last whole step, before they are reported.
     """
     from shardc.artifact import load
-    from shardc.cli import model_file, training_data
+    from shardc.cli import model_file
     from shardc.cli.step_lines import StepLines, header
     from shardc.recompile import Resizer
     from shardc.runtime.launch import Progress, Told
@@ -92,33 +95,27 @@ def run(job: Job) -> dict[str, Any]:
     if mesh.watch is not None:
         mesh.watch.tell = tell
     weights = Path(job.weights) if job.weights else file.weights
-    engine = program.engine(
-        file.build,
-        weights=weights if not job.resume else None,  # a checkpoint has them all
-        optimizer=file.optimizer or adamw,
-        scheduler=file.scheduler,
-        seed=settings.seed,
-        norm=True,
-        clip_norm=settings.clip,
-        routing=settings.routing,
-        nonfinite=settings.nonfinite,
-        mesh=mesh,
-        interpreter=functools.partial(Interpreter, ranges=bool(settings.trace)),
-    )
+    with mesh.together("making the engine"):
+        engine = program.engine(
+            file.build,
+            weights=weights if not job.resume else None,  # a checkpoint has them all
+            optimizer=file.optimizer or adamw,
+            scheduler=file.scheduler,
+            seed=settings.seed,
+            norm=True,
+            clip_norm=settings.clip,
+            routing=settings.routing,
+            nonfinite=settings.nonfinite,
+            mesh=mesh,
+            interpreter=functools.partial(Interpreter, ranges=bool(settings.trace)),
+        )
     if job.resume:
         engine.load(checkpoints(Path(job.resume)), last_good=job.last_good)
     if engine.step_count > settings.steps:
         what = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
         raise ShardcError(what, where="--steps", fix="--steps counts from the first step of all: name a later one")
-    if file.data is None:
-        train = training_data.example(file, settings.seed)
-    else:
-        split = training_data.batches(engine, file, "train", settings.seed)
-        if split is None:
-            what, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
-            raise ShardcError(what, where=job.model, fix=fix)
-        train = split
-    valid = training_data.batches(engine, file, "valid", settings.seed)
+    with mesh.together("opening the data"):
+        train, valid = _data(job, file, engine, settings)
 
     first = engine.mesh.rank == 0
     out = sys.stdout if first and not job.quiet else None
@@ -157,6 +154,19 @@ def run(job: Job) -> dict[str, Any]:
     if log is not None:
         (log / "summary.json").write_text(json.dumps(summary, indent=1))
     return summary
+
+
+def _data(job: Job, file: ModelFile, engine: Engine, settings: Run) -> tuple[Batches, Batches | None]:
+    """What is trained on, and what is held out."""
+    from shardc.cli import training_data
+
+    if file.data is None:
+        return training_data.example(file, settings.seed), None
+    train = training_data.batches(engine, file, "train", settings.seed)
+    if train is None:
+        what, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
+        raise ShardcError(what, where=job.model, fix=fix)
+    return train, training_data.batches(engine, file, "valid", settings.seed)
 
 
 def _compiled(*args: Any, **options: Any) -> Program:

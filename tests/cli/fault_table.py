@@ -93,7 +93,7 @@ LAUNCHERS = {  # after `python`; docs/training.md's lines
     ],
 }
 BLAMED = re.compile(
-    r"rank (\d+) \(dp=\d, tp=\d\)(?: and \w+)? (?:was killed|was stopped|failed|died|does not answer|keeps the others)"
+    r"rank (\d+)(?: \(dp=\d, tp=\d\))? (?:was killed|was stopped|failed|died|does not answer|keeps the others)"
 )
 
 
