@@ -9,8 +9,9 @@ shardc.runtime.state.
              h = layer_norm(x, w)            | region "h.0"
              q = linear(h, w2)               | region "h.0" kept "h.0"
 
-A region is one call of a module that a pattern names. Its inputs are kept; so are the results of ops that `save` names
-or that `budget` pays for, if backward needs them; all other values are computed again when backward comes to the region
+A region is one call of a module that a pattern names. Its inputs are kept, if something is computed from them; so are,
+if backward needs them, the results of ops that `save` names, or that `budget` pays for, or without which an op would
+have to run again that `recompute` does not name. All other values are computed again when backward comes to the region
 (shardc.runtime.step.recompute). Of the modules that a pattern matches the outermost count, as with activations; regions
 of several entries may be nested.
 
@@ -18,7 +19,8 @@ The budget is a share of the bytes that backward would keep of the region withou
 knapsack: first on what saves most work for its bytes, where work is flops, memory touched and bytes sent, in the
 proportions of shardc.ir.assumed_machine.
 
-autograd_saves.py finds out what autograd keeps of a call.
+kinds.py says what `save` and `recompute` may call an op, fewest_bytes.py what is kept where `recompute` says which ops
+may run again; autograd_saves.py finds out what autograd keeps of a call.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from shardc.ir.assumed_machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
 from shardc.ir.graph import copy_graph, operands_of, source_of
 from shardc.ir.patterns import Selector, enclosing, select_modules
 from shardc.ir.program import Collective, Program, Region
-from shardc.ir.types import op_name
 from shardc.ir.units import size
 from shardc.passes.base import Pass
 from shardc.passes.recompute.autograd_saves import Saved, SavedOf
+from shardc.passes.recompute.fewest_bytes import STATISTIC, MinCut
+from shardc.passes.recompute.kinds import CHEAP, kinds
 from shardc.rules import registry
 from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
@@ -46,35 +49,6 @@ from shardc.spec import Checkpoint as Entry
 
 #: Small, and what it says has to be exchanged: always kept.
 ROUTING = (ops.experts_route, ops.experts_keep)
-_NORMS = {
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "_fused_rms_norm",
-    "group_norm",
-    "instance_norm",
-    "batch_norm",
-    "native_batch_norm",
-}
-
-
-def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
-    """What `save` may call an op. weights: the values that follow from parameters and buffers alone."""
-    names: set[str] = set()
-    collective: Collective | None = node.meta.get("collective")
-    if collective is not None and collective.kind != "none":
-        names.add("collective")
-    name = op_name(node.target)
-    rule = registry.find(node.target)
-    if "attention" in name:
-        names.add("attention")
-    elif "conv" in name:
-        names.add("conv")
-    elif rule is not None and rule.flops is not None:
-        names.add("linear" if any(x in weights for x in operands_of(node)) else "matmul")
-    elif name in _NORMS:
-        names.add("norm")
-    return names
 
 
 @dataclass(frozen=True)
@@ -213,6 +187,10 @@ class _Graph:
             return 0
         return sum(v.nbytes() for v in self._types.types(node))
 
+    def read(self, node: fx.Node) -> int:
+        """Bytes of an op's operands on one rank."""
+        return sum(v.nbytes() for v in self._types.call(node).operands)
+
     def cost(self, node: fx.Node) -> float:
         """What it takes to run an op again, in flops."""
         if node not in self._costs:
@@ -265,6 +243,8 @@ class _Choice:
         self._wanted()
         if self.entry.budget is not None:
             keep = self._bought(self.entry.budget)
+        elif self.entry.recompute is not None:
+            keep = self._fewest(set(CHEAP if self.entry.recompute == "cheap" else self.entry.recompute))
         else:
             words = set(self.entry.save or ())
             keep = {
@@ -338,6 +318,48 @@ class _Choice:
             and n.target is not ops.total
         )
         return _Found(kept, notes, again, sum(map(graph.cost, needed)), frozenset(held))
+
+    def _fewest(self, again: set[str]) -> set[fx.Node]:
+        """What keeps the fewest bytes if only ops of these kinds may run again."""
+        graph, cut = self.graph, MinCut()
+        dear: set[fx.Node] = set()  # ops that do not run again
+
+        def held(u: fx.Node) -> fx.Node | None:
+            """What is held where a region holds u, or takes it from outside; None: it is there anyway."""
+            u = u if u in self.inside else graph.base[u]
+            return None if graph.base[u] in graph.stored or u in graph.weights or u.meta.get("value") is None else u
+
+        def take(n: fx.Node, nbytes: int | None, whole: fx.Node, name: Any = None) -> None:
+            operands = [h for u in whole.all_input_nodes if (h := held(u)) is not None]
+            for u in operands:
+                if u not in self.inside:
+                    cut.value(u, graph.nbytes(u), None)
+            cut.value(name or n, nbytes, None if whole in dear else operands)
+
+        for n in self.members:
+            whole: Any = n.args[0] if n.target is operator.getitem else n
+            if n is whole and not self._runs_again(n, again):
+                dear.add(n)
+            view = graph.base[n] is not n
+            take(n, None if view else graph.nbytes(n), whole)
+            if n in self.own:  # kept, if the op is, in a pipe of its own
+                take(n, self.own[n], n, name=("own", n))
+                cut.want(("own", n))
+        for n in self.wanted:
+            if (h := held(n)) is not None:
+                if h not in self.inside:
+                    cut.value(h, graph.nbytes(h), None)
+                cut.want(h)
+        keep = {v[1] if isinstance(v, tuple) else v for v in cut.cut()}
+        keep = {n.args[0] if n.target is operator.getitem else n for n in keep if n in self.inside}
+        return keep | dear
+
+    def _runs_again(self, n: fx.Node, again: set[str]) -> bool:
+        """May an op of a region run again, and is its result not so small that it is kept all the same?"""
+        graph = self.graph
+        if n in graph.weights or n.target in ROUTING or not again & kinds(n, graph.weights):
+            return False  # what follows from weights alone is the same for all microbatches, and kept
+        return graph.base[n] is not n or n in self.own or graph.nbytes(n) * STATISTIC > graph.read(n)
 
     def _bought(self, share: float) -> set[fx.Node]:
         """What the budget pays for."""

@@ -41,7 +41,20 @@ Record = dict[str, str]  # for the mesh's record of what ran: "direction", "tag"
 
 
 def _all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record) -> Tensor:
+    if mesh.step.gathers.may_end_later and not old.sections and not old.padding and mesh.size(axis) > 1:
+        return _gathered_later(x, mesh, axis, old, record)
     return trim(shard_parts.unstack(mesh.all_gather(x, axis, **record), old), old)
+
+
+def _gathered_later(x: Tensor, mesh: Mesh, axis: str, old: Shard, record: Record) -> Tensor:
+    """Room for the whole value. It is there when `mesh.step.gathers.work` has ended."""
+    n = mesh.size(axis)
+    whole = x.new_empty(*x.shape[: old.dim], n * x.shape[old.dim], *x.shape[old.dim + 1 :])
+    parts = shard_parts.stacked(whole, old, n)
+    stack = parts if parts.is_contiguous() else parts.new_empty(parts.shape)
+    work = mesh.start_all_gather(x.contiguous().view(-1), stack.view(-1), axis, **record)
+    mesh.step.gathers.work = work if stack is parts else Work(work, lambda: parts.copy_(stack))
+    return whole
 
 
 def _all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: None, record: Record) -> Tensor:

@@ -6,7 +6,8 @@ weight is computed (Shoeybi et al. 2019, "Megatron-LM").
 
 Each line is two nodes of autograd. Backward goes through them like this:
 
-    OfData       g -> the gradient of x_each, for Begin; g itself for OfWeights
+    OfData       g -> the gradient of x_each, for Begin; g itself for OfWeights. Where x_each was not kept, but is
+                 gathered once more (shardc.runtime.step.recompute: `ahead`), that begins first
     Begin        starts the sum of that gradient (all_reduce, or reduce_scatter after an all_gather in forward)
     OfWeights    g, x -> the gradients of w and b
     Wait         waits for the sum, which goes on from here
@@ -125,12 +126,15 @@ class _OfData(Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, last: bool, weight: Tensor, x: Tensor, path: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.last = last
+        ctx.last, ctx.ahead = last, []
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
+        for begin in (ref() for ref in ctx.ahead):
+            if begin is not None:
+                begin()
         (weight,) = ctx.saved_tensors
         rows = g.reshape(-1, g.shape[-1])
         x = rows.mm(weight if ctx.last else weight.t())

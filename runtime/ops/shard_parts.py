@@ -28,6 +28,12 @@ def stack(x: Tensor, s: Shard, n: int) -> Tensor:
     return _seen(x, s, n).movedim(d + 1, 0).reshape(n, *x.shape[:d], x.shape[d] // n, *x.shape[d + 1 :]).contiguous()
 
 
+def stacked(whole: Tensor, s: Shard, n: int) -> Tensor:
+    """[n, ..., split, d / (split * n), ...]: a contiguous whole tensor, seen as the n parts of a shard without
+    sections."""
+    return _seen(whole, s, n).movedim(s.dim + 1, 0)
+
+
 def unstack(parts: Tensor, s: Shard) -> Tensor:
     """The inverse of `stack`: the whole tensor, contiguous."""
     if s.sections:

@@ -29,6 +29,21 @@ class MicrobatchContext:
     sums: Mapping[int, Any] = field(default_factory=dict)  # shardc.runtime.mesh.Work
 
 
+@dataclass
+class Gathers:
+    """Between a recomputation and the gathers that it repeats. may_end_later: the op that runs may return before its
+    gather has ended; then it leaves what has to be waited for in `work` (shardc.runtime.mesh.Work).
+    """
+
+    may_end_later: bool = False
+    work: Any = None
+
+    def taken(self) -> Any:
+        """What the op left, once."""
+        work, self.work = self.work, None
+        return work
+
+
 class StepContext:
     """Of one rank. Outside of a step there is no microbatch, and nothing is noted.
 
@@ -36,7 +51,8 @@ class StepContext:
     sums: while the interpreter runs a forward of all microbatches for `ops.summed`: what they add up to so far.
     weight_copies: while a microbatch of several runs forward in training: what `ops.cast_once` has cast, by its tag.
     routings: what experts' routing notes, if the engine is to report it (shardc.runtime.step.expert_load).
-    recomputing: forward runs once more, in backward: its collectives are recorded as "recompute"."""
+    recomputing: forward runs once more, in backward: its collectives are recorded as "recompute".
+    gathers: then, those that may end later."""
 
     def __init__(self) -> None:
         self.microbatch: MicrobatchContext | None = None
@@ -44,6 +60,7 @@ class StepContext:
         self.weight_copies: dict[str, Tensor] | None = None
         self.routings: list[Routing] | None = None
         self.recomputing = False
+        self.gathers = Gathers()
 
     @property
     def running(self) -> MicrobatchContext:
@@ -58,11 +75,11 @@ class StepContext:
         self.microbatch = MicrobatchContext(index, count, tuple(totals), sums or {})
 
     @contextmanager
-    def recompute(self, microbatch: MicrobatchContext | None) -> Iterator[None]:
+    def recompute(self, microbatch: MicrobatchContext | None) -> Iterator[Gathers]:
         """In here forward runs once more, on the microbatch of back then."""
-        now = self.microbatch, self.recomputing
-        self.microbatch, self.recomputing = microbatch, True
+        now = self.microbatch, self.recomputing, self.gathers
+        self.microbatch, self.recomputing, self.gathers = microbatch, True, Gathers()
         try:
-            yield
+            yield self.gathers
         finally:
-            self.microbatch, self.recomputing = now
+            self.microbatch, self.recomputing, self.gathers = now

@@ -14,9 +14,13 @@ holds x (from outside; w1 and w2 are the model's own anyway) and two *notes*, "t
                                                       is anything else                       the tensor itself (or what
                                                                                              hooks around it make of it)
     the region ends     a *plan* is made: which ops must run again for the notes that are still alive (linear, relu: not
-                        the second linear), and which values from outside they take (x): only those are held
-    backward unpacks    the plan runs, in order, without autograd; each note gets its tensor, and all else is freed at
-    the first note      its last use
+                        the second linear), and which values from outside they take (x): only those are held. Notes
+                        whose ops have nothing in common get a plan each
+    backward unpacks    its plan runs, in order, without autograd; each note gets its tensor, and all else is freed at
+    a plan's first note its last use
+
+A product that sums its input's gradient over ranks (shardc.runtime.ops.overlap) has the plan for its input begin before
+the product that needs that input not: a gather that ends the plan goes on beside it.
 
 So an op whose result nobody needs does not run again: the last products and sums of a layer never do, nor a collective
 whose result is kept. What an op makes for itself (a norm's statistics) is no op's result: that op
@@ -41,6 +45,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.program import Program
 from shardc.runtime import ops
+from shardc.runtime.mesh.base import Work
 from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.runtime.step.activation_offload import OffloadedTensor, copy_stream
 from shardc.torch_private import outer_hooks
@@ -73,7 +78,7 @@ class _Region:
     offload: bool
     ops: list[int] = field(default_factory=list)
     inside: set[int] = field(default_factory=set)
-    plans: dict[frozenset[Origin], _Plan] = field(default_factory=dict)
+    plans: dict[frozenset[Origin], tuple[_Plan, ...]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -114,10 +119,11 @@ def _fill(a: Any, values: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a region computes some of its values again. steps: (op, nodes whose last use it is); inputs: nodes that it
-    takes.
+    """How a region computes some of its values again. ops: all that run; steps: (op, nodes whose last use it is);
+    inputs: nodes that it takes.
     """
 
+    ops: frozenset[int]
     steps: tuple[tuple[int, tuple[int, ...]], ...]
     inputs: tuple[int, ...]
 
@@ -133,24 +139,33 @@ class Regions:
     def tape(self, mesh: Any, rng: Any) -> Tape:
         return Tape(self, mesh, rng)
 
-    def plan(self, region: _Region, wanted: frozenset[Origin]) -> _Plan:
+    def plans(self, region: _Region, wanted: frozenset[Origin]) -> tuple[_Plan, ...]:
         """What has to run for the wanted values: found by walking back from them, to values that the region does not
-        compute.
+        compute. What has no op in common is a plan of its own.
         """
         if wanted not in region.plans:
             needed = {op for op, _ in wanted}
             for i in reversed(region.ops):
                 if i in needed:
                     needed.update(node for node in self.ops[i].takes if node in region.inside)
-            order = [i for i in region.ops if i in needed]
-            last = {i: i for i in order}  # what nothing takes is gone at once
-            last |= {node: i for i in order for node in self.ops[i].takes}
-            gone: dict[int, list[int]] = {i: [] for i in order}
-            for node, i in last.items():
-                gone[i].append(node)
-            inputs = dict.fromkeys(node for i in order for node in self.ops[i].takes if node not in region.inside)
-            region.plans[wanted] = _Plan(tuple((i, tuple(gone[i])) for i in order), tuple(inputs))
+            together: dict[int, set[int]] = {}  # by op, all that it has something in common with
+            for i in (i for i in region.ops if i in needed):
+                parts = {id(p): p for node in self.ops[i].takes if (p := together.get(node)) is not None}
+                whole = set().union({i}, *parts.values())
+                together.update(dict.fromkeys(whole, whole))
+            distinct = {id(whole): whole for whole in together.values()}
+            region.plans[wanted] = tuple(self._plan(region, whole) for whole in distinct.values())
         return region.plans[wanted]
+
+    def _plan(self, region: _Region, needed: set[int]) -> _Plan:
+        order = [i for i in region.ops if i in needed]
+        last = {i: i for i in order}  # what nothing takes is gone at once
+        last |= {node: i for i in order for node in self.ops[i].takes}
+        gone: dict[int, list[int]] = {i: [] for i in order}
+        for node, i in last.items():
+            gone[i].append(node)
+        inputs = dict.fromkeys(node for i in order for node in self.ops[i].takes if node not in region.inside)
+        return _Plan(frozenset(needed), tuple((i, tuple(gone[i])) for i in order), tuple(inputs))
 
 
 def taped(graph: fx.Graph, program: Program, offloaded: type[OffloadedTensor] = OffloadedTensor) -> fx.GraphModule:
@@ -217,13 +232,13 @@ def _module(graph: fx.Graph, regions: Regions) -> fx.GraphModule:
 
 class Saved:
     """What autograd holds for a tensor that it wanted to save. It is one of: the tensor; what outer hooks made of it,
-    or its way back from the CPU (`held`, `unpack`); or the frame that will compute it.
+    or its way back from the CPU (`held`, `unpack`); or who will compute it.
     """
 
-    __slots__ = ("__weakref__", "frame", "held", "tensor", "unpack", "version")
+    __slots__ = ("__weakref__", "held", "source", "tensor", "unpack", "version")
 
     def __init__(self) -> None:
-        self.frame: _Frame | None = None
+        self.source: _Frame | _Again | None = None
         self.tensor: Tensor | None = None
         self.version = 0
         self.held: Any = None
@@ -231,12 +246,17 @@ class Saved:
 
     def put(self, x: Tensor) -> None:
         """This is the tensor. Its graph is not held: that would hold this."""
-        self.tensor, self.version, self.frame = x.detach() if x.grad_fn is not None else x, x._version, None
+        self.tensor, self.version, self.source = x.detach() if x.grad_fn is not None else x, x._version, None
+
+    def begin(self) -> None:
+        """It will be asked for soon: if it has to be computed, begin."""
+        if isinstance(self.source, _Again):
+            self.source.begin()
 
     def get(self) -> Tensor:
         """The tensor. Raises RuntimeError, as autograd does, if it was changed in place meanwhile."""
-        if self.frame is not None:
-            self.frame.recompute()
+        if isinstance(self.source, _Again):
+            self.source.recompute()
         if self.unpack is not None:
             return self.unpack(self.held)
         assert self.tensor is not None
@@ -267,27 +287,38 @@ class _Wanted:
 
 
 class _Frame:
-    """One run of a region, until backward is through with it.
+    """One run of a region in forward.
 
-    seen: in forward, what the region may have to hold; inputs: what it does hold, by node; wanted: what autograd has
-    notes of.
-    needs: of ops that saved something of their own, which of the nodes they take needed a gradient.
+    seen: what the region may have to hold; wanted: what autograd has notes of. needs: of ops that saved something of
+    their own, which of the nodes they take needed a gradient.
     """
 
-    def __init__(self, region: _Region, tape: Tape) -> None:
-        self.region, self.regions = region, tape.regions
-        self.mesh, self.microbatch = tape.mesh, tape.microbatch
+    def __init__(self, region: _Region) -> None:
+        self.region = region
         self.seen: dict[int, Any] = {}
-        self.inputs: dict[int, Any] = {}
         self.wanted: list[_Wanted] = []
         self.needs: dict[int, tuple[bool, ...]] = {}
-        self.plan = _Plan((), ())
 
-    def recompute(self) -> None:
-        """Compute what is wanted. It happens once: then all who want something have it."""
-        wanted_of: dict[int, list[_Wanted]] = {}
-        for w in self.wanted:
-            wanted_of.setdefault(w.origin[0], []).append(w)
+
+class _Again:
+    """One plan of one run of a region, until backward is through with it. inputs: what it holds, by node; wanted: by
+    op; late: results that are still on their way from other ranks.
+    """
+
+    def __init__(self, plan: _Plan, regions: Regions, needs: Mapping[int, tuple[bool, ...]], mesh: Any) -> None:
+        self.plan, self.regions, self.needs = plan, regions, needs
+        self.mesh, self.microbatch = mesh, mesh.step.microbatch
+        self.inputs: dict[int, Any] = {}
+        self.wanted: dict[int, list[_Wanted]] = {}
+        self.late: list[tuple[_Wanted, Tensor, Work]] = []
+        self.begun = False
+
+    def begin(self) -> None:
+        """Compute what is wanted, but for gathers: these are begun."""
+        if self.begun:
+            return
+        self.begun = True
+        wanted_of, self.wanted = self.wanted, {}
         env: dict[int, Any] = {}
 
         def value(node: int) -> Any:
@@ -296,18 +327,32 @@ class _Frame:
                 env[node] = x.get() if isinstance(x, Saved) else x
             return env[node]
 
-        self.wanted = []
-        with torch.no_grad(), self.mesh.step.recompute(self.microbatch):
+        with torch.no_grad(), self.mesh.step.recompute(self.microbatch) as gathers:
             for i, gone in self.plan.steps:
                 op = self.regions.ops[i]
                 operands = [value(node) for node in op.takes]
                 wanted = wanted_of.get(i, ())
+                gathers.may_end_later = i in gone  # nothing of the plan takes its result
                 env[i] = result = self._caught(i, operands, wanted) if i in self.needs else op(operands)
+                work = gathers.taken()
                 for w in wanted:
                     if w.origin[1] >= -1:
-                        w.put(result if w.origin[1] == -1 else result[w.origin[1]])
+                        x = result if w.origin[1] == -1 else result[w.origin[1]]
+                        if work is None:
+                            w.put(x)
+                        else:
+                            self.late.append((w, x, work))
                 for node in gone:
                     del env[node]
+
+    def recompute(self) -> None:
+        """Compute what is wanted. It happens once: then all who want something have it."""
+        self.begin()
+        late, self.late = self.late, []
+        for work in dict.fromkeys(work for _, _, work in late):
+            work.wait()
+        for w, x, _ in late:
+            w.put(x)
 
     def _caught(self, i: int, operands: Sequence[Any], wanted: Sequence[_Wanted]) -> Any:
         """Run an op as autograd does, for what it saves of its own."""
@@ -369,14 +414,16 @@ class Tape:
         self._note(i, result)
         for n, (saved, x) in enumerate(pending):
             self._settle(i, n, saved, x, operands)
-        pending.clear()  # as in `_Frame._caught`
+        if (ahead := getattr(getattr(result, "grad_fn", None), "ahead", None)) is not None:  # ops.overlap.product
+            ahead.extend(weakref.WeakMethod(saved.begin) for saved, _ in pending)
+        pending.clear()  # as in `_Again._caught`
         for region in op.closes:
             self._close(self._frames.pop(region))
         return result
 
     def _frame(self, region: _Region) -> _Frame:
         if region not in self._frames:
-            self._frames[region] = _Frame(region, self)
+            self._frames[region] = _Frame(region)
         return self._frames[region]
 
     def _note(self, node: int, result: Any) -> None:
@@ -404,7 +451,7 @@ class Tape:
         """Have the innermost region that computes it again compute it; hold it if there is none."""
         for region in askable:
             if origin[0] in region.inside:
-                frame = saved.frame = self._frames[region]
+                frame = saved.source = self._frames[region]
                 frame.wanted.append(_Wanted(weakref.ref(saved), origin, x.size(), x.stride(), x.storage_offset()))
                 return frame
         offloaded = self.regions.offloaded
@@ -422,16 +469,22 @@ class Tape:
 
     def _close(self, frame: _Frame) -> None:
         """Forward is through with the region: it holds just what it needs to compute what is wanted of it."""
-        frame.wanted = [w for w in frame.wanted if w.saved() is not None]
-        frame.plan = self.regions.plan(frame.region, frozenset(w.origin for w in frame.wanted))
+        wanted = [w for w in frame.wanted if w.saved() is not None]
         chain = frame.region.above
-        for node in reversed(frame.plan.inputs):  # what is noted last is expected first in backward (zero.gather)
-            x = frame.seen[node]
-            if isinstance(x, Tensor):
-                frame.inputs[node] = saved = Saved()
-                self._ask(chain[1:], chain, saved, (node, -1), x)
-            else:
-                frame.inputs[node] = self._then if x is self.rng else x
+        for plan in self.regions.plans(frame.region, frozenset(w.origin for w in wanted)):
+            again = _Again(plan, self.regions, frame.needs, self.mesh)
+            for w in wanted:
+                saved = w.saved()
+                if saved is not None and w.origin[0] in plan.ops:
+                    again.wanted.setdefault(w.origin[0], []).append(w)
+                    saved.source = again
+            for node in reversed(plan.inputs):  # what is noted last is expected first in backward (zero.gather)
+                x = frame.seen[node]
+                if isinstance(x, Tensor):
+                    again.inputs[node] = held = Saved()
+                    self._ask(chain[1:], chain, held, (node, -1), x)
+                else:
+                    again.inputs[node] = self._then if x is self.rng else x
         frame.seen = {}
 
 

@@ -284,10 +284,11 @@ class Check:
                     key = "axes" if section == "batch" else "axis"
                     self.add((section, key, i), f"axis {axis!r} is listed twice", "list it once")
         for i, c in enumerate(self.form.checkpoint):
-            if c.save is not None and c.budget is not None:
+            said = [k for k in ("save", "recompute", "budget") if getattr(c, k) is not None]
+            if len(said) > 1:
                 self.add(
-                    ("checkpoint", i, "budget"),
-                    "`save` and `budget` both say what is kept",
+                    ("checkpoint", i, said[-1]),
+                    f"{' and '.join(f'`{k}`' for k in said)} {'both' if len(said) == 2 else 'all'} say what is kept",
                     "keep one of them",
                     value=False,
                 )

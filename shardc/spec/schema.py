@@ -337,8 +337,9 @@ class Expert(Section):
 
 
 class Checkpoint(Section):
-    """One kind of recomputed region. save: kinds of results that are kept; budget: the share of bytes to keep, chosen
-    by cost; neither: everything is computed again. every: only each k-th of the modules, from the first.
+    """One kind of recomputed region. One of three says what is kept: save: kinds of results; recompute: the fewest
+    bytes from which only ops of these kinds have to run again; budget: the share of bytes to keep, chosen by cost. None
+    of them: everything is computed again. every: only each k-th of the modules, from the first.
     """
 
     match: Pattern = Field(description="modules that are recomputed", examples=["model.layers.*"])
@@ -350,6 +351,20 @@ class Checkpoint(Section):
         | None
     ) = Field(
         default=None, description="results that are kept; [] = recompute everything", examples=[["linear", "attention"]]
+    )
+    recompute: (
+        Annotated[
+            Literal["cheap"]
+            | tuple[
+                Literal["elementwise", "norm", "gather", "attention", "matmul", "conv", "linear", "collective"], ...
+            ],
+            BeforeValidator(as_tuple),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="ops that may run again, the fewest bytes being kept; cheap = [elementwise, norm, gather]",
+        examples=["cheap", ["elementwise", "norm", "gather", "matmul"]],
     )
     budget: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None, description="share of the saved bytes to keep, chosen by cost", examples=[0.5]

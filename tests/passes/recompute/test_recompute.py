@@ -46,6 +46,7 @@ def settings(name: str) -> dict[str, list[dict[str, Any]]]:
         "save everything": [{"match": match, "save": EVERYTHING}],
         "nested": [{"match": match.removesuffix(".*")}, {"match": match, "save": ["collective"]}],
         "budget": [{"match": match, "budget": 0.5}],
+        "cheap": [{"match": match, "recompute": "cheap"}],
         "every": [{"match": match, "every": 2, "offload": "cpu"}],
     }
 
@@ -113,7 +114,7 @@ FULL = ("one", "dp=2 tp=2", "zero 3, tp=2, microbatches")
 
 @pytest.mark.parametrize(
     ("setting", "mesh"),
-    [(s, m) for m in MESHES for s in SETTINGS if m in FULL or s in ("all", "nested", "budget", "every")],
+    [(s, m) for m in MESHES for s in SETTINGS if m in FULL or s in ("all", "nested", "budget", "cheap", "every")],
 )
 def test_bit_equal_to_the_program_without(setting: str, mesh: str) -> None:
     """Dropout on; two steps, so that masks of the second step are not those of the first."""
@@ -122,7 +123,7 @@ def test_bit_equal_to_the_program_without(setting: str, mesh: str) -> None:
     assert_same(two_steps("gpt", program), plain("gpt", mesh))
 
 
-@pytest.mark.parametrize("setting", ["all", "nested", "budget"])
+@pytest.mark.parametrize("setting", ["all", "nested", "budget", "cheap"])
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "resnet_bn"])
 def test_models(name: str, setting: str) -> None:
     """T5: layers share a bias and the encoder's output. BatchNorm: statistics are updated once, and summed over ranks

@@ -1,0 +1,103 @@
+"""Kinds of ops, as a spec's `checkpoint:` names them: `save: [linear, attention]`, `recompute: [elementwise, gather]`.
+
+    linear       products with weights; matmul: products of two activations; attention; conv; norm
+    collective   all that communicates; gather: only those that put the parts of a value together (all_gather)
+    elementwise  all that takes no more work than reading its operands and writing its results: functions of elements,
+                 casts, views, sums, softmax
+
+An op may be of several kinds (a gather is a collective), or of none: sorting, routing of experts, ops of users.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardc.ir.conversions import CONVERSIONS
+from shardc.ir.graph import operands_of
+from shardc.ir.program import Collective
+from shardc.ir.types import op_name
+from shardc.rules import registry
+from shardc.runtime import ops
+from shardc.torch_private import OpOverload
+
+_NORMS = {
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "_fused_rms_norm",
+    "group_norm",
+    "instance_norm",
+    "batch_norm",
+    "native_batch_norm",
+}
+#: Elementwise in the sense above, but not marked so by torch.
+_ELEMENTWISE = {
+    "_to_copy",
+    "_softmax",
+    "_log_softmax",
+    "softmax",
+    "log_softmax",
+    "logsumexp",
+    "cat",
+    "stack",
+    "clone",
+    "glu",
+    "type_as",
+    "roll",
+    "constant_pad_nd",
+    "repeat",
+    "repeat_interleave",
+    "slice_scatter",
+    "select_scatter",
+    "tril",
+    "triu",
+    "flip",
+    "var",
+    "var_mean",
+    "std",
+    "linalg_vector_norm",
+}
+#: Of our own: conversions that send nothing, and what works on elements.
+_OURS = {
+    *(getattr(ops, row.op) for row in CONVERSIONS if row.collectives(gradient=False)[0] == "none"),
+    ops.dropout,
+    ops.fill_padding,
+}
+
+#: What `recompute: cheap` stands for.
+CHEAP = ("elementwise", "norm", "gather")
+
+
+def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
+    """The kinds of an op of a program. weights: the values that follow from parameters and buffers alone."""
+    names: set[str] = set()
+    collective: Collective | None = node.meta.get("collective")
+    if collective is not None and collective.kind != "none":
+        names.add("collective")
+        if collective.kind == "all_gather":
+            names.add("gather")
+        return names
+    name = op_name(node.target)
+    rule = registry.find(node.target)
+    if "attention" in name:
+        names.add("attention")
+    elif "conv" in name:
+        names.add("conv")
+    elif rule is not None and rule.flops is not None:
+        names.add("linear" if any(x in weights for x in operands_of(node)) else "matmul")
+    elif name in _NORMS:
+        names.add("norm")
+    elif _elementwise(node, name):
+        names.add("elementwise")
+    return names
+
+
+def _elementwise(node: fx.Node, name: str) -> bool:
+    target = node.target
+    if target in _OURS:
+        return True
+    if not isinstance(target, OpOverload):
+        return False
+    marked = {torch.Tag.pointwise, torch.Tag.reduction} & set(target.tags)
+    return bool(marked) or target.is_view or name in _ELEMENTWISE
