@@ -40,6 +40,8 @@ class Live(TorchDispatchMode):
         self._refs: dict[int, Any] = {}
 
     def see(self, x: Tensor, *, outside: bool = False) -> None:
+        if x.is_meta:  # the skeleton of a model, kept for exports: it has no memory
+            return
         storage = x.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._refs or key in self._foreign or self.paused:

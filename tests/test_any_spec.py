@@ -55,6 +55,7 @@ CHECKPOINTS: tuple[dict[str, Any], ...] = (
     {"save": ["linear"]},
     {"save": ["linear", "attention", "collective"]},
     {"budget": 0.5},
+    {"recompute": "cheap"},
 )
 TOLERANCE = 1e-9  # of two steps; the second one's errors are those of the first, times what a step magnifies
 

@@ -53,7 +53,11 @@ def _gathered_later(x: Tensor, mesh: Mesh, axis: str, old: Shard, record: Record
     parts = shard_parts.stacked(whole, old, n)
     stack = parts if parts.is_contiguous() else parts.new_empty(parts.shape)
     work = mesh.start_all_gather(x.contiguous().view(-1), stack.view(-1), axis, **record)
-    mesh.step.gathers.work = work if stack is parts else Work(work, lambda: parts.copy_(stack))
+
+    def join() -> None:
+        parts.copy_(stack)
+
+    mesh.step.gathers.work = work if stack is parts else Work(work, join)
     return whole
 
 

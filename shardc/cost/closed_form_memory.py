@@ -32,6 +32,7 @@ from torch import fx
 
 from shardc.cost.closed_form_work import bytes_by_collective, flops_by_layer
 from shardc.cost.dry_run import DryRun
+from shardc.cost.kept import storages
 from shardc.cost.ledger import Storage
 from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.graph import source_of, value_of
@@ -84,7 +85,7 @@ def symbolic(program: Program, dry_runs: Sequence[DryRun], sizes: Mapping[str, i
     """The closed forms of the first dry run's rank. sizes: names, beside those that are detected."""
     r = dry_runs[0]
     symbols = Symbols(program, sizes)
-    kept = _kept(r)
+    kept = storages(r)
     nodes = {n.name: n for s in program.stages for n in s.graph.nodes}
     weights = _of_weights(program)
     casts: list[Expr] = []
@@ -116,19 +117,6 @@ def symbolic(program: Program, dry_runs: Sequence[DryRun], sizes: Mapping[str, i
     other = forms(layers=layers, rest=rest, **(states | {"parameters": states["parameters"] + narrow}))
     layers, rest = ours.forms()
     return forms(layers=layers, rest=rest, **states, papers=other)
-
-
-def _kept(r: DryRun) -> list[Storage]:
-    """What the first forward makes and does not free."""
-    action, part = next((a, p) for a, p in r.actions if a.kind == "F")
-    live: dict[int, Storage] = {}
-    for sign, storage in part.changes:
-        if sign > 0:
-            live[id(storage)] = storage
-        else:
-            live.pop(id(storage), None)
-    assert action.kind == "F"
-    return [h for h in live.values() if h.kind in ("activations", "communication")]
 
 
 def _dropouts(program: Program, r: DryRun) -> Iterator[fx.Node]:

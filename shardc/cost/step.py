@@ -12,6 +12,7 @@ from shardc.cost.clock import Clock
 from shardc.cost.closed_form_memory import Symbolic, symbolic
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun, dry_run
+from shardc.cost.kept import Kept, kept
 from shardc.cost.ledger import Part
 from shardc.cost.peak_memory import Memory, memory, parts
 from shardc.cost.streams import Span, Streams
@@ -104,6 +105,10 @@ class Cost:
                 clock.run(part)
             spans.append(clock.spans)
         return spans
+
+    def kept(self) -> list[list[Kept]]:
+        """What a microbatch's forward keeps for its backward, and which ops want it; of each rank of `ranks`."""
+        return [kept(self.program, r) for r in self.dry_runs]
 
     @property
     def fits(self) -> bool:

@@ -113,7 +113,7 @@ class Estimates:
             state[g] /= c.dp if c.zero > 1 else 1
         kept = x.kept.copy()
         # weights that are cast: a copy for all microbatches, unless they are stored in that dtype or gathered
-        casts = cast * KEPT.get(c.checkpoint, 0.0)
+        casts = cast * KEPT.get(c.checkpoint, 1.0 if c.checkpoint == "cheap" else 0.0)
         if self.library.microbatches == 1:  # it was counted as the microbatch's
             kept[KIND["activations"]] -= casts
         kept = np.where(GROW, kept * c.rows, 0)

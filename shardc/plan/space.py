@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from shardc.runtime.schedule import SCHEDULES
 
-Keep = Literal["none", "selective", "half", "quarter", "eighth", "full"]
+Keep = Literal["none", "cheap", "selective", "half", "quarter", "eighth", "full"]
 #: What is recomputed, from nothing to everything, as an entry of `checkpoint:` beside `match`.
 CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "none": None,
+    "cheap": {"recompute": "cheap"},
     "selective": {"save": ["linear", "attention", "collective"]},
     "half": {"budget": 0.5},
     "quarter": {"budget": 0.25},

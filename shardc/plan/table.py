@@ -83,9 +83,11 @@ def recompute(c: Candidate) -> str:
     if not c.spec.checkpoint:
         return "none"
     one = c.spec.checkpoint[0]
-    return (
-        f"budget {one.budget:g}" if one.budget is not None else "all" if not one.save else f"but {', '.join(one.save)}"
-    )
+    if one.budget is not None:
+        return f"budget {one.budget:g}"
+    if one.recompute is not None:
+        return one.recompute if isinstance(one.recompute, str) else ", ".join(one.recompute)
+    return f"but {', '.join(one.save)}" if one.save else "all"
 
 
 def microbatches(c: Candidate) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from shardc.cost import Cost, Memory, RankCost
 from shardc.cost.ledger import KINDS
 from shardc.cost.peak_memory import Point
+from shardc.ir.type_text import DTYPES
 from shardc.ir.units import seconds, size
 from shardc.report.colours import (
     ALARM,
@@ -294,8 +295,8 @@ def _stretches(curve: tuple[Point, ...]) -> Iterator[tuple[int, list[Point]]]:
 
 
 def to_json(cost: Cost) -> dict[str, Any]:
-    """JSON-able: of each rank bytes by kind at the peak, where that is, and the curve; flops, bytes sent by axis and
-    kind, seconds.
+    """JSON-able: of each rank bytes by kind at the peak, where that is, what a forward keeps (`shardc.cost.kept`), and
+    the curve; flops, bytes sent by axis and kind, seconds.
     """
     ranks = [
         {
@@ -312,11 +313,22 @@ def to_json(cost: Cost) -> dict[str, Any]:
             "comm": {f"{a} {k}": n for (a, k), n in r.comm.items()},
             "seconds": r.seconds,
             "exposed": dict(r.exposed),
+            "kept": [
+                {
+                    "op": x.op,
+                    "module": x.source.module,
+                    "bytes": x.nbytes,
+                    "type": f"{DTYPES[x.dtype]}[{', '.join(map(str, x.shape))}]",
+                    "own": x.own,
+                    "wanted_by": {w.op: list(w.after) for w in x.wants},
+                }
+                for x in kept
+            ],
             "curve": [
                 {"part": p.part, "op": p.op, "live": {k: n for k, n in p.live.items() if n}} for p in r.memory.curve
             ],
         }
-        for r in cost.ranks
+        for r, kept in zip(cost.ranks, cost.kept(), strict=True)
     ]
     return {
         "device": cost.device.name,

@@ -149,6 +149,7 @@ def _of_layers(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, spec in (("tp=2", tp), ("dp=2, zero 3", zero[3]), ("pp=2, 1f1b", pp["1f1b"]), ("pp=2, zb-v", pp["zb-v"])):
         yield f"{name}, checkpoint", spec | {"checkpoint": [{"match": layers}]}
         yield f"{name}, checkpoint, budget 0.5", spec | {"checkpoint": [{"match": layers, "budget": 0.5}]}
+        yield f"{name}, checkpoint, recompute cheap", spec | {"checkpoint": [{"match": layers, "recompute": "cheap"}]}
     narrow = {"precision": {"compute": "bfloat16"}}
     yield "one device, bf16", one | narrow
     for z, spec in enumerate(zero):
@@ -174,6 +175,7 @@ def _checkpoints(model: str, layers: str) -> Iterator[tuple[str, list[dict[str, 
     for kind in ("linear", "attention", "matmul", "norm") if model != "resnet" else ("conv", "norm"):
         yield f"checkpoint, save {kind}", [{"match": layers, "save": [kind]}]
     yield "checkpoint, budget 0.5", [{"match": layers, "budget": 0.5}]
+    yield "checkpoint, recompute cheap", [{"match": layers, "recompute": "cheap"}]
     yield "checkpoint, every 2", [{"match": layers, "every": 2}]
     yield "checkpoint, nested", [{"match": layers.removesuffix(".*")}, {"match": layers}]
     yield "checkpoint, offload", [{"match": layers, "offload": "cpu"}]

@@ -1,0 +1,98 @@
+"""What forward keeps for backward, as a table: layer by layer, each tensor with the ops that want it.
+
+model.layers.0 and 3 more like it: 90.5 KiB each
+     36.0 KiB  40 %  mlp.gate_proj linear  f32[4, 32, 96]  wanted by mlp.act_fn silu; mlp.down_proj linear after silu
+     ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardc.cost import Cost
+from shardc.cost.kept import Kept, Want
+from shardc.ir.layers import layer_of
+from shardc.ir.type_text import DTYPES
+from shardc.ir.units import plural, size
+
+#: Tensors of less than this share of a layer's bytes are told in one line.
+SMALL = 0.01
+
+#: Ops that want a tensor are named up to so many.
+MOST = 4
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One row of a layer's table. Equal lines make layers alike."""
+
+    nbytes: int
+    op: str
+    type: str
+    why: str
+
+
+def table(cost: Cost) -> str:
+    """Every layer once, if those after it keep the same; then what is kept outside of layers."""
+    layers: dict[str, list[_Line]] = {}
+    for x in (x for each in cost.kept() for x in each):
+        layer = layer_of(x.source.module)
+        name = ".".join(filter(None, layer)) if layer else ""
+        layers.setdefault(name, []).append(_line(x, name))
+    alike: dict[tuple[_Line, ...], list[str]] = {}
+    for name, lines in layers.items():
+        alike.setdefault(tuple(lines), []).append(name)
+    text = [f"kept from forward to backward, {'of a microbatch, ' if cost.program.microbatches > 1 else ''}by layer"]
+    for each, same in sorted(alike.items(), key=lambda item: not item[1][0]):
+        text += ["", _head(same, sum(x.nbytes for x in each)), *_rows(each)]
+    return "\n".join(text)
+
+
+def _head(names: list[str], nbytes: int) -> str:
+    which = names[0] or "outside of layers"
+    return f"{which}{f' and {len(names) - 1} more like it' if len(names) > 1 else ''}: {size(nbytes)}" + (
+        " each" if len(names) > 1 else ""
+    )
+
+
+def _rows(lines: Iterable[_Line]) -> list[str]:
+    """Largest first."""
+    ordered = sorted(lines, key=lambda x: -x.nbytes)
+    total = max(sum(x.nbytes for x in ordered), 1)
+    large = [x for x in ordered if x.nbytes >= SMALL * total]
+    small = ordered[len(large) :]
+    cells = [(size(x.nbytes), f"{100 * x.nbytes / total:.0f} %", x.op, x.type, x.why) for x in large]
+    if small:
+        cells.append((size(sum(x.nbytes for x in small)), "", plural(len(small), "small tensor"), "", ""))
+    widths = [max((len(c[i]) for c in cells), default=0) for i in range(4)]
+    return [
+        f"  {a.rjust(widths[0])}  {b.rjust(widths[1])}  {c.ljust(widths[2])}  {d.ljust(widths[3])}  {e}".rstrip()
+        for a, b, c, d, e in cells
+    ]
+
+
+def _line(x: Kept, layer: str) -> _Line:
+    kind = f"{DTYPES[x.dtype]}[{', '.join(map(str, x.shape))}]"
+    if x.own:
+        why = "made by the op for its own backward"
+    else:
+        wants = list(dict.fromkeys(_want(w, layer) for w in x.wants))
+        more = f"; {len(wants) - MOST} more" if len(wants) > MOST else ""
+        why = f"wanted by {'; '.join(wants[:MOST])}{more}" if wants else ""
+    return _Line(x.nbytes, _op(x.source.module, x.name, layer), kind, why)
+
+
+def _want(w: Want, layer: str) -> str:
+    op = _op(w.source.module, w.name, layer)
+    return f"{op} after {', '.join(w.after)}" if w.after else op
+
+
+def _op(module: str, name: str, layer: str) -> str:
+    """`mlp.gate_proj linear`, of a module in a layer; `the next layer's norm mul`, of one in the layer after it."""
+    if layer and (of := layer_of(module)) is not None:
+        number = int(of[1]) - int(layer.rpartition(".")[2])
+        if of[0] == layer.rpartition(".")[0] and number in (0, 1):
+            inside = module.removeprefix(".".join(filter(None, of))).removeprefix(".")
+            return " ".join(filter(None, ("the next layer's" if number else "", inside, name)))
+    return f"{module} {name}".strip()

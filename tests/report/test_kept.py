@@ -1,0 +1,88 @@
+"""`shardc inspect --memory`: what forward keeps for backward, layer by layer, and which ops want it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.cost import Cost
+from shardc.report import cost as cost_report
+from shardc.report import kept
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Gated() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x = layer(x)
+        return x.square().mean()
+
+
+@functools.cache
+def found(again: bool) -> Cost:
+    entry: list[dict[str, Any]] = [{"match": "h.*", "recompute": "cheap"}] if again else []
+    spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"h.*.{gate,up}": "column", "h.*.down": "row"}}
+    return shardc.compile(Model(), torch.randn(4, 8), {**spec, "checkpoint": entry}, prove=False).cost()
+
+
+def wanted(cost: Cost, layer: str) -> dict[str, set[str]]:
+    """{op: the ops that want its result}, each by its module and the ops that run again before it."""
+    return {
+        f"{x.source.module} {x.name}": {" ".join((w.source.module, w.name, *w.after)) for w in x.wants}
+        for x in cost.kept()[0]
+        if x.source.module.startswith(layer)
+    }
+
+
+def test_every_tensor_is_wanted_by_what_autograd_keeps_it_for() -> None:
+    assert wanted(found(False), "h.1") == {
+        "h.1.gate linear": {"h.1 silu"},
+        "h.1 silu": {"h.1 mul"},
+        "h.1.up linear": {"h.1 mul"},
+        "h.1 mul": {"h.1.down linear"},
+        "h.1 add": {"h.2.gate linear", "h.2.up linear"},
+    }
+
+
+def test_what_runs_again_is_told() -> None:
+    assert wanted(found(True), "h.1") == {
+        "h.1.gate linear": {"h.1 silu", "h.1 mul silu", "h.1.down linear silu mul"},
+        "h.1.up linear": {"h.1 mul", "h.1.down linear mul"},
+        "h.1 add": {"h.2.gate linear", "h.2.up linear"},
+    }
+
+
+def test_layers_that_keep_the_same_are_told_once() -> None:
+    lines = kept.table(found(True)).splitlines()
+    assert lines[2] == "h.0 and 1 more like it: 640 B each"
+    assert [line.split("  ")[-1].strip() for line in lines[3:6]] == [
+        "wanted by silu; mul after silu; down linear after silu, mul",
+        "wanted by mul; down linear after mul",
+        "wanted by the next layer's gate linear; the next layer's up linear",
+    ]
+    assert lines[7].startswith("h.2: ")  # its result goes elsewhere
+
+
+def test_bytes_are_those_of_the_json() -> None:
+    (rank,) = cost_report.to_json(found(True))["ranks"]
+    assert sum(x["bytes"] for x in rank["kept"]) == sum(x.nbytes for x in found(True).kept()[0])
+    gate = next(x for x in rank["kept"] if x["module"] == "h.0.gate")
+    assert gate["type"] == "f32[4, 16]"
+    assert gate["wanted_by"]["linear_2"] == ["silu", "mul"]
