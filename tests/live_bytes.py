@@ -40,7 +40,7 @@ class Live(TorchDispatchMode):
         self._refs: dict[int, Any] = {}
 
     def see(self, x: Tensor, *, outside: bool = False) -> None:
-        if x.is_meta:  # the skeleton of a model, kept for exports: it has no memory
+        if x.is_meta:  # no memory: the skeleton of a model, kept for exports
             return
         storage = x.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()

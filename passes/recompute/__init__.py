@@ -305,7 +305,9 @@ class _Choice:
                 for u in n.all_input_nodes:
                     if u.meta.get("value") is not None:
                         need(u)
-        kept = kept_own + sum(graph.nbytes(n) for n in {graph.base[n] for n in held})
+        bases = {graph.base[n] for n in held}
+        # what follows from weights alone is one copy for all microbatches (shardc.passes.weight_casts)
+        kept = kept_own + sum(graph.nbytes(n) for n in bases if n not in graph.weights)
         notes = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(
             size for n, size in self.own.items() if n in needed
         )

@@ -169,7 +169,7 @@ class Ledger(TorchDispatchMode):
             return
         untyped = x.untyped_storage()
         key = untyped._cdata
-        if key in self.storages:
+        if key in self.storages or x.device.type == "meta":  # no memory, whatever is counted
             return
         storage = self.storages[key] = Storage(x, self.kind, self._op())
         self.parts[-1].changes.append((1, storage))
