@@ -12,8 +12,10 @@ before there is a process group:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import LOOPBACK
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.inherited import not_inherited
-from shardc.runtime.mesh.processes import Processes
+from shardc.runtime.mesh.processes import TOLD, Processes
 from shardc.runtime.mesh.watch import NAMED, Watch, World, told
 
 
@@ -75,8 +77,17 @@ def begin(named: float = NAMED) -> Presence | None:
     """
     if dist.is_initialized() or _begun or "RANK" not in os.environ:
         return None
-    _begun.append(_new(default_pg_timeout, named))
-    return _begun[-1]
+    _begun.append(here := _new(default_pg_timeout, named))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, functools.partial(_end, here.processes))  # until the run has a handler of its own
+    return here
+
+
+def _end(processes: Processes | None, number: int, _: object) -> None:
+    if processes is not None:
+        processes.note(TOLD)
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def take(timeout: timedelta, named: float) -> Presence:

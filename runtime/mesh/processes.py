@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 _NOTE = 160  # bytes of what a rank is doing
+#: What a rank notes last that ends because its launcher, or a user, says so: it is not the one that failed.
+TOLD = "told to end by a signal"
 _SAME = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -48,6 +50,11 @@ class Processes:
             store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
         store.set(_came(rank), "")
 
+    @property
+    def known(self) -> bool:
+        """Whether all ranks of this machine have told their processes: the store is asked no more."""
+        return len(self._found) >= self._here - 1
+
     def note(self, text: str) -> None:
         """What this rank is doing."""
         if self._note is not None:
@@ -64,8 +71,8 @@ class Processes:
             os.kill(self._others()[rank].number, signal.SIGKILL)
 
     def ended(self) -> list[int]:
-        """The ranks whose process is gone, or only waits for its parent to take note."""
-        return [r for r, p in sorted(self._others().items()) if p.state == ""]
+        """The ranks whose process is gone, or only waits for its parent to take note, and that nobody told to end."""
+        return [r for r, p in sorted(self._others().items()) if p.state == "" and self.doing(r) != TOLD]
 
     def stopped(self) -> list[int]:
         """Those whose process a signal has stopped (SIGSTOP)."""
@@ -77,14 +84,14 @@ class Processes:
 
     def _others(self) -> dict[int, _Process]:
         """The other ranks on this machine, as far as they are known."""
-        if not self._machine or len(self._found) >= self._here - 1:
+        if not self._machine or self.known:
             return self._found
         for told in self._store.get(self._key).decode().split(";"):
             if told:
                 rank, number, born, file = map(int, told.split())
                 if rank not in self._found and rank != self._rank:
                     self._found[rank] = _Process(number, born, _memory_of(number, file))
-        if len(self._found) >= self._here - 1:
+        if self.known:
             return self._found
         started = {r: _Process(n, _state(n)[1]) for r, n in _started_with_this().items() if r != self._rank}
         return started | self._found

@@ -45,6 +45,7 @@ STOPPED = "does not answer for SECONDS s: it is stopped (SIGSTOP)"
 SILENT = "does not answer for SECONDS s: it is stopped, or its machine is gone"
 ABSENT = "has not come for SECONDS s: it starts slowly, is stopped, or its machine is gone"
 KILLED = "was killed, or ended without a word,"
+_PLURAL = {"does": "do", "has": "have", "was": "were"}
 
 
 @dataclass
@@ -101,6 +102,7 @@ class Watch:
         self._hurry(named)
         self._stop = threading.Event()
         self._round = 0  # of questions
+        self._gone: tuple[list[int], float] | None = None  # ranks that were the first to end before all met, and when
         self._question: _Question | None = None
         self._thread = threading.Thread(target=self._run, name="shardc-watch", daemon=True)
         self._thread.start()
@@ -138,10 +140,23 @@ class Watch:
                 if not self._store.check([_SILENT]):
                     self._ask(now, since)
                     looked = 0.0
-            if now - looked >= self._look:
+            due = now - looked >= self._look
+            if self._processes is not None and not self._met and (due or self._processes.known):
+                self._end_with_one_that_ended(now)
+            if due:
                 looked = now
                 self._answer()
                 self._judge(now)
+
+    def _end_with_one_that_ended(self, now: float) -> None:
+        """Launchers end the others, but those that wait for it in native code do not heed a signal."""
+        assert self._processes is not None
+        if self._gone is None and (ended := self._processes.ended()):
+            self._gone = ended, now
+        elif self._gone is not None and now - self._gone[1] > self._named / 4 and activity.waits():
+            ranks, since = self._gone
+            silent = {r: f"{KILLED}{_spaced(self._processes.doing(r))}" for r in ranks}
+            self._over(verdict(self._layout, {}, now - since, silent))
 
     def _ask(self, now: float, since: float) -> None:
         if self._store.add(f"{self._key(self._round)}/asked", 1) == 1:
@@ -237,7 +252,9 @@ def verdict(
     if silent:
         why, ranks = _first(silent)
         said = why.replace("SECONDS", f"{seconds:.0f}")
-        return f"{layout.named(*ranks)} {said}" + (f"; {where}" if where else "")
+        verb, _, rest = said.partition(" ")
+        verb = verb if len(ranks) == 1 else _PLURAL[verb]
+        return f"{layout.named(*ranks)} {verb} {rest}" + (f"; {where}" if where else "")
     if busy:
         each = [f"{answers[r]['place']}{_comma(answers[r]['doing'])}" for r in busy[:_SHOWN]]
         what = f"keeps the others waiting for {seconds:.0f} s: it is at {'; '.join(dict.fromkeys(each))}"

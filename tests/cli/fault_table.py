@@ -93,7 +93,8 @@ LAUNCHERS = {  # after `python`; docs/training.md's lines
     ],
 }
 BLAMED = re.compile(
-    r"rank (\d+)(?: \(dp=\d, tp=\d\))? (?:was killed|was stopped|failed|died|does not answer|keeps the others)"
+    r"ranks? ((?:\d+(?: \(dp=\d, tp=\d\))?(?:, )?)+)"
+    r" (?:was killed|were killed|was stopped|failed|died|does not answer|do not answer|keeps? the others)"
 )
 
 
@@ -180,7 +181,12 @@ class Runs:
         """See it through to its end, and note what is said, and when."""
         while (ended := time.monotonic() - begun) < patience:
             text, over = self.log.read_text(errors="replace"), process.poll() is not None
-            said = [(int(m[1]), line) for line in text.splitlines() for m in BLAMED.finditer(line)]
+            said = [
+                (int(rank), line)
+                for line in text.splitlines()
+                for m in BLAMED.finditer(line)
+                for rank in re.findall(r"\d+", re.sub(r"\(.*?\)", "", m[1]))
+            ]
             if root := re.search(r"rank +: (\d)", text.partition("Root Cause")[2]):  # torchrun's own words
                 said.append((int(root[1]), "starting"))
             if fault.named is None and any(rank == fault.rank for rank, _ in said):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardc.ir.mesh import Mesh
 from shardc.runtime import launch
 from shardc.runtime.launch import GAVE_UP
-from shardc.runtime.mesh import TorchMesh, presence
+from shardc.runtime.mesh import TorchMesh, presence, processes
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes
 from shardc.runtime.mesh.watch import Watch, World
@@ -109,6 +109,33 @@ def test_what_a_process_did_is_known_after_it_was_killed() -> None:
     assert mine.doing(1) == "in step 7, at all_reduce 'h.0' over tp"
 
 
+def ends(rank: int, port: int) -> None:
+    """Ranks 1 and 2 compile, and are ended; rank 0 says which of them it takes to be gone."""
+    os.environ |= world(rank, port, 3)
+    here = presence.begin(0)
+    assert here is not None
+    assert here.processes is not None
+    if rank:
+        time.sleep(60)
+    within(60, lambda: here.processes.ended() or here.processes.known)
+    pids = [p.number for _, p in sorted(here.processes._others().items())]
+    os.kill(pids[0], signal.SIGTERM)
+    os.kill(pids[1], signal.SIGKILL)
+    within(60, lambda: all(processes._state(pid)[0] in ("", "Z") for pid in pids))
+    assert here.processes.ended() == [2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_its_launcher_ends_is_not_taken_for_the_one_that_failed() -> None:
+    context, port = warm.context(), launch.free_port()
+    ranks = [context.Process(target=ends, args=(r, port)) for r in range(3)]
+    for p in ranks:
+        p.start()
+    for p in ranks:
+        p.join(60)
+    assert [p.exitcode for p in ranks] == [0, -signal.SIGTERM, -signal.SIGKILL]
+
+
 def test_a_rank_that_has_not_come_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be a machine that starts slowly. When it comes, that is told, too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -139,13 +166,13 @@ def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch:
     monkeypatch.setattr("os._exit", leave)
     monkeypatch.setattr("shardc.runtime.mesh.watch.told", said.append)
     monkeypatch.setattr("shardc.runtime.mesh.activity.waits", lambda: True)
-    known = mock.Mock(**{"stopped.return_value": [], "ended.return_value": [1], "doing.return_value": "in compiling"})
+    known = mock.Mock(
+        known=True, **{"stopped.return_value": [], "ended.return_value": [1], "doing.return_value": "in compiling"}
+    )
     watch = Watch(World(2), 0, Activity(), store, known, named=0.4, met=False)
     watch._thread.join(30)
     assert ended == [GAVE_UP]
-    assert said == [
-        "rank 1 was killed, or ended without a word, in compiling; rank 0 waits for it; this rank has ended"
-    ]
+    assert said == ["rank 1 was killed, or ended without a word, in compiling; this rank has ended"]
 
 
 def within(seconds: float, true: Callable[[], object]) -> None:

@@ -125,7 +125,7 @@ def test_a_rank_that_went_on_before_all_answered_says_nothing(monkeypatch: pytes
 def test_it_stays_short_on_thousands_of_ranks() -> None:
     mesh = Mesh((("dp", 8192),))
     text = verdict(mesh, dict.fromkeys(range(100, 8192), waiting()), 9.0, dict.fromkeys(range(100), SILENT))
-    assert "7 (dp=7) and 92 more does not answer" in text
+    assert "7 (dp=7) and 92 more do not answer" in text
     assert len(text) < 500
 
 
