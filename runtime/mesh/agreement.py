@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,7 +33,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.runtime.data.sampler import Order
-from shardc.runtime.step.inputs import leaves, name_of, type_name
+from shardc.runtime.step.inputs import batch_dims, leaves, name_of, type_name
 from shardc.runtime.zero.optimizer_list import class_of
 
 #: Bits of a hash: n·Σh² of 2^14 ranks still fits an int64.
@@ -147,15 +147,16 @@ def _blocks(flat: Tensor) -> Tensor:
     return torch.cat(sums)
 
 
-def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> None:
+def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> bool:
     """Compare facts over the ranks of a runtime mesh. Collective: every rank brings the same facts in the same order.
+    Returns whether facts that may differ over axes (there are some) are the same on all ranks.
 
     call: what this rank is about to do; where ranks do different things, that alone is the error. Raises ShardcError,
     on all ranks, for facts that differ: what, on which ranks, the remedy.
     """
     layout: Mesh = mesh.layout
     if layout.world == 1:
-        return
+        return False
     doing = stated("what this rank does", call, fix=SAME_CALLS)
     vector = _vector(doing, mesh)
     for f in facts:
@@ -166,12 +167,17 @@ def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> None:
     if len(vector) > ROOM:
         sums += mesh.sum_on_host(vector[ROOM:])
     differing, start = [], 2
+    alike: set[bool] = set()
     for f in facts:
+        slots = _slots(f, layout)
         if _differs(f, sums[start:], layout):
             differing.append(f)
-        start += 2 * _slots(f, layout)
+        if slots > 1:
+            alike.add(len(set(sums[start : start + 2 * slots : 2])) == 1)
+        start += 2 * slots
     if differing:
         _refuse(mesh, differing)
+    return alike == {True}
 
 
 def _vector(fact: Fact, mesh: Any) -> list[int]:
@@ -313,6 +319,36 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
         alike,
         *(Fact("the part of the batch", fingerprint(xs), axes, where, SAME_BATCH) for axes, xs in parts.items()),
     ]
+
+
+class SameRows:
+    """Whether all ranks get the same rows, as where each reads a whole DataLoader without a sampler: nothing is wrong
+    with such a step, but that it is one of fewer rows. It is told once, if the first RUNNING parts of batches are so.
+    """
+
+    RUNNING = 3
+
+    def __init__(self) -> None:
+        self._left = self.RUNNING
+
+    def look(self, program: Program, batch: Any, alike: bool, tell: Callable[[str], None]) -> None:
+        """alike: what `check` returned of the facts of this rank's part."""
+        if self._left <= 0:
+            return
+        same = alike and not _constant(program, batch)
+        self._left = self._left - 1 if same else 0
+        if same and not self._left:
+            tell(
+                f"{self.RUNNING} times running all ranks got the same rows: a step is then one of fewer rows. Give each"
+                " rank its own: .local(batch) of a global batch, engine.loader(dataset), or a sampler of your own"
+            )
+
+
+def _constant(program: Program, batch: Any) -> bool:
+    """Are all rows of a batch equal, as of made-up data?"""
+    tensors, dims = dict(leaves(batch)), batch_dims(program)
+    rows = [(tensors[x.path], d) for x in program.inputs if (d := dims[x.name]) is not None and x.path in tensors]
+    return all(torch.equal(x.select(d, 0), x.select(d, i)) for x, d in rows for i in range(1, x.shape[d]))
 
 
 def _slots(fact: Fact, mesh: Mesh) -> int:

@@ -45,7 +45,7 @@ class GradNorm:
         for name in (n for n in names if n in self._mine):
             grad = self.params[name].grad
             if grad is not None and grad.numel():
-                groups.setdefault(self._axes[name], []).append(grad.detach())
+                groups.setdefault(self._axes[name], []).append(grad.as_subclass(Tensor))
         for axes, grads in groups.items():
             self._squares[axes].append(torch.stack(norms(grads, self._dtypes[axes])).square().sum())
         self._todo.difference_update(names)

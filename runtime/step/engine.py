@@ -197,6 +197,7 @@ class Engine:
             else None
         )
         self.loaders = Loaders()
+        self._same_rows = agreement.SameRows()
         self._saves = state.Saves(self.mesh)
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
@@ -355,7 +356,8 @@ class Engine:
         batch = batch_sizes.prepared(self.program, self.mesh, batch, local=local)
         if self._checks:
             facts = [*agreement.batch_facts(self.program, batch, local=local), *self._facts()]
-            agreement.check(self.mesh, facts, "a step" if self.rng.training else "evaluating")
+            alike = agreement.check(self.mesh, facts, "a step" if self.rng.training else "evaluating")
+            self._same_rows.look(self.program, batch, alike, self._tell)
         interpreter, constants = self._sized(batch, local=local)
         program = interpreter.program
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))

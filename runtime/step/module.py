@@ -25,6 +25,7 @@ from shardc.runtime.step import evaluating, inputs, op_errors, outputs, partial_
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.interpreter import runnable
+from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.torch_private import after_backward
 
@@ -60,7 +61,12 @@ class _Updates:
 
     @property
     def due(self) -> bool:
-        return self._noted or self._versions != self._now()
+        return self._noted or self.written
+
+    @property
+    def written(self) -> bool:
+        """Has somebody written to parameters?"""
+        return self._versions != self._now()
 
     def note(self, *_: Any) -> None:
         self._noted = True
@@ -90,6 +96,8 @@ class _Running:
     norm: GradNorm
     split: tuple[nn.Parameter, ...]
     watched: user_changes.Watched
+    optimizers: OptimizerWatch
+    same_rows: agreement.SameRows
     check_every: int
     check: bool
     eval: tuple[Program, fx.GraphModule, dict[str, Tensor]] | None = None
@@ -125,8 +133,9 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
 
     Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's
     part of a batch, as the model's forward would, and returns the global loss, 0-dim. When `loss.backward()` returns,
-    the gradients are those of the global loss. The loss may be scaled; but other terms that use parameters directly
-    would be summed over ranks. `precision.loss_scale` is the engine's: a loop of one's own scales the loss itself
+    the gradients are those of the global loss. The loss may be scaled, and terms that use parameters directly be added
+    to it: sums over elements, whose gradient is that of this rank's part (at ZeRO 1 and 2 compute them after forward,
+    which gathers parameters). `precision.loss_scale` is the engine's: a loop of one's own scales the loss itself
     (shardc.runtime.step.loss_scale has the means). Dropout draws new masks in every training forward; `eval()` switches
     it and BatchNorm as usual.
 
@@ -176,7 +185,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         user_changes.check_as_compiled(program, given.model)
         parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast)
         prints: dict[str, int] = {}
-        buckets = Buckets(program, replicas.printed(parts, prints) if check else parts, mesh)
+        buckets = Buckets(program, replicas.printed(parts, prints) if check else parts, mesh, aliased=True)
         if check:
             prints |= {name: agreement.fingerprint([b]) for name, b in buffers.items()}
             replicas.check_weights(program, mesh, prints)
@@ -196,10 +205,16 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
     def _hold(self, running: _Running, buffers: Mapping[str, Tensor]) -> None:
         """Register parameters and buffers under the model's names."""
         program = running.program
+        held: list[user_changes.Held] = []
         for x in program.params:
             for fqn in (x.fqn, *x.aliases):
                 parent, name = _home(self, fqn)
-                parent.register_parameter(name, running.buckets.owned[x.name])
+                p = running.buckets.owned[x.name]
+                parent.register_parameter(name, p)
+                held.append(
+                    user_changes.Held(parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.runs), fqn)
+                )
+        self._held = held
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
@@ -219,7 +234,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             (name, nn.Parameter(whole.clone(), requires_grad=owned[name].requires_grad))
             for name, whole in r.buckets.wholes().items()
         )
-        buckets, rng = Buckets(r.program, parts, r.mesh), Rng(r.rng.seed)
+        buckets, rng = Buckets(r.program, parts, r.mesh, aliased=True), Rng(r.rng.seed)
         rng.step = r.rng.step
         result = ShardedModule.__new__(ShardedModule)
         nn.Module.__init__(result)
@@ -249,6 +264,9 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         r = self._running
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         r.watched.check()
+        if r.updates.written:
+            r.optimizers.look()
+        user_changes.check_held(self._held)
         user_changes.check_submodules(self)
         user_changes.check_attributes(r.program)
         batch = inputs.from_call(r.program, r.model, args, kwargs)
@@ -259,7 +277,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 stated("whether the module trains", self.training, fix="call train() or eval() on all ranks"),
                 stated("whether parameters changed", r.updates.due, fix="update parameters on all ranks alike"),
             ]
-            agreement.check(r.mesh, facts, "forward")
+            alike = agreement.check(r.mesh, facts, "forward")
+            r.same_rows.look(r.program, batch, alike, r.tell)
             if self.training and r.check_every and r.rng.step and r.rng.step % r.check_every == 0:
                 replicas.check_replicas(r.program, r.mesh, r.buckets.owned, self._buffers_by_name(), step=r.rng.step)
         tensors = inputs.take(r.program, batch, r.mesh, local=True)
@@ -267,9 +286,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         r.rng.training = self.training
         program, run, constants = r.evaluating(batch) if not self.training else (r.program, r.run, {})
         r.updates.carry_out()
-        params = [
-            r.buckets.given[p.name] if p.name in r.buckets.runs else self.get_parameter(p.fqn) for p in r.program.params
-        ]
+        r.buckets.follow()
+        params = [r.buckets.given[p.name] for p in r.program.params]
         stored = {**self._buffers_by_name(), **constants}
         buffers = [stored[b.name] for b in program.buffers]
         with op_errors.named(program.stages[0].graph), r.buckets.saving():
@@ -346,6 +364,8 @@ def _running(
         GradNorm(program, owned, mesh),
         tuple(owned[p.name] for p in program.params if norm_axes(program, p.name)),
         user_changes.Watched(program, owned, buckets.runs),
+        OptimizerWatch(program, owned, buckets.runs),
+        agreement.SameRows(),
         check_every,
         check,
     )

@@ -2,9 +2,9 @@
 
 `torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)` takes the norm of what lies in `.grad`. Where that is this
 rank's slice, every rank would clip by another number, and replicated weights would drift apart. So the `.grad` of such
-parameters is a tensor that does everything a tensor does but take its norm: that is an error with the method to call
-instead. It catches clip_grad_norm_, get_total_norm and norms by hand alike. Parameters stay plain, so optimizers choose
-their fused and foreach forms as always.
+parameters is a tensor that does everything a tensor does but add itself up to one number: that is an error with the
+method to call instead. It catches clip_grad_norm_, get_total_norm and sums by hand, `p.grad.pow(2).sum()`, alike.
+Parameters stay plain, so optimizers choose their fused and foreach forms as always.
 """
 
 from __future__ import annotations
@@ -18,38 +18,53 @@ from torch import Tensor, nn
 
 from shardc.errors import ShardcError
 
-_NORMS = {
-    torch.linalg.vector_norm,
-    torch.linalg.norm,
-    torch.linalg.matrix_norm,
-    torch.norm,
-    Tensor.norm,
-    torch._foreach_norm,  # what torch.nn.utils calls
+#: What adds elements up, and which of its positional arguments names dims. (A maximum is this rank's as well, but is
+#: seldom taken for the whole: it is left alone.)
+_SUMS = {
+    **dict.fromkeys(("vector_norm", "matrix_norm", "norm", "_foreach_norm"), 2),
+    **dict.fromkeys(("sum", "nansum", "mean", "nanmean", "var", "std"), 1),
+    **dict.fromkeys(("dot", "vdot", "inner", "dist"), 9),  # no dims
 }
+_PLAIN = {"clone", "as_subclass"}
 
 
 class GradientPart(Tensor):
-    """A part of a gradient. What torch makes from it is an ordinary tensor; what changes it in place keeps it."""
+    """A part of a gradient. New tensors of as many elements that torch makes from it element by element are parts too,
+    but for copies by `clone`; others are ordinary tensors. What changes it in place keeps it.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _NORMS and kwargs.get("dim") is None and len(args) < 3:
+        name = getattr(func, "__name__", "").removeprefix("linalg_")
+        if name in _SUMS and _is_whole(name, args, kwargs):
             raise ShardcError(
-                "the norm of this gradient would be that of the part which this rank has, another number on every rank",
-                where=f"{getattr(func, '__name__', func)} of a parameter's .grad",
+                "this would add up the part of the gradient which this rank has: another number on every rank",
+                where=f"{name} of a parameter's .grad",
                 fix="clip with module.clip_grad_norm_(max_norm), which returns the norm of the whole model's gradient,"
-                " or by an engine's clip_norm=max_norm, which has it in engine.grad_norm;"
-                " clip_grad_value_ works as it is; .grad.detach() is this rank's part as a plain tensor",
+                " or by an engine's clip_norm=max_norm, which has it in engine.grad_norm; clip_grad_value_ works as it"
+                " is; .grad.as_subclass(torch.Tensor) is this rank's part as a plain tensor",
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if name in _PLAIN or not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        size = next((x.numel() for x in args if isinstance(x, GradientPart)), -1)
+        new = type(result) is Tensor and result.numel() == size and not any(result is x for x in args)
+        return result.as_subclass(GradientPart) if new else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(self.detach(), memo).as_subclass(GradientPart)
+        return copy.deepcopy(self.as_subclass(Tensor), memo).as_subclass(GradientPart)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # a file has the plain tensor
+        plain = self.as_subclass(Tensor)  # what a file has
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _is_whole(name: str, args: Any, kwargs: Any) -> bool:
+    """Does this call add all elements up, and not those along some dims?"""
+    dims = kwargs.get("dim", kwargs.get("axis", args[_SUMS[name]] if len(args) > _SUMS[name] else None))
+    return dims is None or isinstance(dims, (bool, torch.dtype))  # var's `unbiased`
 
 
 def mark(params: Iterable[nn.Parameter]) -> None:

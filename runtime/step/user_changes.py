@@ -7,8 +7,8 @@ has read them once; so what changes them later would change nothing, without a w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -129,6 +129,33 @@ def check_submodules(root: nn.Module) -> None:
                 f"this submodule is in {_mode(m)} mode and the module in {_mode(root)} mode, which would change nothing"
             )
             errors.add(what, where=name, fix=f"call eval() on it before shardc.compile; {_AGAIN}")
+    errors.raise_any()
+
+
+class Held(NamedTuple):
+    """A parameter of a module. pointer: where it lies, if it may lie nowhere else; 0 if it may."""
+
+    parameters: Mapping[str, nn.Parameter | None]
+    name: str
+    parameter: nn.Parameter
+    pointer: int
+    fqn: str
+
+
+def check_held(held: Iterable[Held]) -> None:
+    """Raises ShardcError for parameters of a module that were replaced, or whose memory was: the program would go on
+    with those that it has.
+    """
+    errors = Errors()
+    for h in held:
+        p = h.parameters[h.name]
+        if p is not h.parameter or (h.pointer and p.data_ptr() != h.pointer):
+            errors.add(
+                "the module's parameter, or its memory, was replaced: the program has the one that it was made with",
+                where=h.fqn,
+                fix="write into it: load_state_dict without assign=True, p.data.copy_(value); a dtype is the spec's"
+                " `precision`",
+            )
     errors.raise_any()
 
 

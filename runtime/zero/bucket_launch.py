@@ -41,6 +41,8 @@ class Buckets:
 
     A parameter that has a `.grad` when backward starts gets the new sum added to it, as on one device; one that
     backward does not reach counts as zeros in the sum, and keeps the `.grad` it had, also as on one device.
+
+    aliased: the graph gets other leaves than the optimizer at ZeRO 0 too, as with ZeRO (ReplicatedBucket.adopt).
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class Buckets:
         params: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
         mesh: Any,
         offload: Offload | None = None,
+        *,
+        aliased: bool = False,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self._aliased = mesh, aliased
         self._offload = offload if offload is not None else Offload(OffloadPlaces(), mesh)
         self._gathered = Gathered()
         coordinate_here = mesh.coordinate(program.axis) if program.axis else 0
@@ -95,7 +99,7 @@ class Buckets:
     def _make(self, program: Program, index: int, mesh: Any) -> ReplicatedBucket:
         zero = program.buckets[index].zero
         if zero == 0:
-            return ReplicatedBucket(program, index, mesh)
+            return ReplicatedBucket(program, index, mesh, aliased=self._aliased)
         if zero == 1:
             return ShardedStateBucket(program, index, mesh, self._offload)
         if zero == 2:
@@ -172,6 +176,10 @@ class Buckets:
     def _hook(self, bucket: ReplicatedBucket, name: str) -> Callable[[Tensor], None]:
         def arrived(p: Tensor) -> None:
             if self._active:
+                if self._aliased and name not in bucket.runs and p.grad is not None:
+                    for hook in (bucket.owned[name]._backward_hooks or {}).values():  # the user's, on the parameter
+                        changed = hook(p.grad)
+                        p.grad = p.grad if changed is None else changed
                 bucket.put(name)
                 self._scatter(all_of_them=False)
                 self._launch(all_of_them=False)
@@ -218,6 +226,11 @@ class Buckets:
             if reduced is not None:
                 reduced(b.spec.params)
         self._active = False
+
+    def follow(self) -> None:
+        """Before a forward of a user's own loop: see ReplicatedBucket.follow."""
+        for b in self._all:
+            b.follow()
 
     def narrow(self) -> None:
         """After an update, if nobody adds to gradients: they take the memory of their sums, where that is in a narrower

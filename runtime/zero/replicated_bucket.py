@@ -20,8 +20,9 @@ class ReplicatedBucket:
     `launch`, `finish`.
     """
 
-    def __init__(self, program: Program, index: int, mesh: Any) -> None:
+    def __init__(self, program: Program, index: int, mesh: Any, *, aliased: bool = False) -> None:
         self.spec: Bucket = program.buckets[index]
+        self._aliased = aliased
         self.tag, self.mesh = f"bucket{index}", mesh
         # whose gradients other stages' ranks may bring, if this one's stages do not
         self.elsewhere = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
@@ -39,9 +40,23 @@ class ReplicatedBucket:
         self._there: set[str] = set()  # gradients that stand in the buffer
 
     def adopt(self, name: str, p: nn.Parameter) -> Any:
-        """Take a parameter over; what the program's graph gets for it."""
-        self.params[name] = self.owned[name] = p
-        return p
+        """Take a parameter over; what the program's graph gets for it.
+
+        aliased: a leaf of its own on the same memory. So what a user's loop adds to the loss by the parameters
+        themselves (a penalty) goes to the parameter, whole on every rank, and is not summed with the graph's gradients.
+        """
+        self.owned[name] = p
+        self.params[name] = nn.Parameter(p.detach(), requires_grad=p.requires_grad) if self._aliased else p
+        return self.params[name]
+
+    def follow(self) -> None:
+        """Parameters may have been frozen, or have got other memory (`p.data = ...`), since the last forward."""
+        for name, p in self.owned.items() if self._aliased else ():
+            alias = self.params[name]
+            if alias.data_ptr() != p.data_ptr():
+                alias.data = p.data
+            if alias.requires_grad != p.requires_grad:
+                alias.requires_grad_(p.requires_grad)
 
     def ready(self) -> None:
         """All parameters are adopted."""
@@ -119,13 +134,13 @@ class ReplicatedBucket:
 
     def _give(self, sums: dict[str, Tensor]) -> None:
         for name, p in self.owned.items():
-            kept = self._kept.get(name)
-            if name not in (self.seen | self.elsewhere) or name not in sums:
-                p.grad = kept
-            else:
-                p.grad = sums[name].to(p.dtype)
-                if kept is not None:
-                    p.grad.add_(kept)
+            # of before this backward, and what other terms of the loss brought meanwhile
+            others = [g for g in (self._kept.get(name), p.grad) if g is not None]
+            if name in (self.seen | self.elsewhere) and name in sums:
+                others.insert(0, sums[name].to(p.dtype))
+            p.grad = others[0] if others else None
+            for g in others[1:]:
+                others[0].add_(g)
         self._kept, self._sums = {}, {n: x for n, x in sums.items() if x.dtype != self.owned[n].dtype}
 
     def narrow(self) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 from torch import nn
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from shardc.capture.side_effects import Changes
 from shardc.ir import source
@@ -26,7 +25,11 @@ from shardc.ir.program import Source
 PLAIN = (bool, int, float, str, type(None))
 #: Torch's own modules whose use of `self.training` no op of a program switches. Its other dropouts, batch norms,
 #: recurrent layers and attention hand it to ops that `evaluate` switches (compare_eager.SWITCHED).
-NOT_SWITCHED = (nn.RReLU, _InstanceNorm, nn.AlphaDropout, nn.FeatureAlphaDropout)
+NOT_SWITCHED = (
+    nn.RReLU,
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module), *vars(nn.Module())})
 
 

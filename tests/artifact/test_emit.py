@@ -28,8 +28,13 @@ MODELS = ("gpt", "llama", "gpt2", "bert", "t5", "resnet_bn", "moe")
 
 
 @functools.cache
+def made(name: str) -> tuple[Any, Any]:
+    """A model of the zoo, and its batch."""
+    return zoo.ALL[name](dropout=0.1) if name == "gpt" else zoo.ALL[name]()
+
+
 def program(name: str = "gpt", *, sequence: bool = True) -> shardc.Program:
-    model, batch = zoo.ALL[name](dropout=0.1) if name == "gpt" else zoo.ALL[name]()
+    model, batch = made(name)
     if name in ("resnet_bn", "moe"):
         return shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 4}}, prove=False)
     return shardc.compile(model, batch, spec_of(name, {"dp": 2, "tp": 2}, sequence=sequence), prove=False)
@@ -218,7 +223,7 @@ def test_what_the_engine_acts_on_comes_back(earlier: bool, tmp_path: Path) -> No
 def test_a_loaded_program_computes_the_same(name: str, tmp_path: Path) -> None:
     first = program(name)
     first.save(tmp_path / "out")
-    model, batch = zoo.ALL[name]()
+    model, batch = made(name)
     one, two = (shardc.verify.simulate(p, model, batch, seed=3) for p in (first, shardc.load(tmp_path / "out")))
     assert torch.equal(one.loss, two.loss)
     assert one.grads.keys() == two.grads.keys()

@@ -54,6 +54,9 @@ NORMS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "clip_grad_norm_": lambda ps: nn.utils.clip_grad_norm_(ps, 1.0),
     "foreach": lambda ps: nn.utils.clip_grad_norm_(ps, 1.0, foreach=True),
     "get_total_norm": lambda ps: nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None]),
+    "a sum of squares": lambda ps: sum(p.grad.pow(2).sum() for p in ps if p.grad is not None),
+    "a product": lambda ps: [torch.dot(p.grad.flatten(), p.grad.flatten()) for p in ps if p.grad is not None],
+    "of what is detached": lambda ps: [p.grad.detach().data.norm(2) for p in ps if p.grad is not None],
     "by hand": lambda ps: torch.stack([p.grad.norm() for p in ps if p.grad is not None]).norm(),
 }
 
@@ -91,7 +94,12 @@ def test_a_norm_over_whole_gradients_is_torchs(mesh: dict[str, int]) -> None:
 
 def test_a_part_of_a_gradient_is_a_tensor_otherwise() -> None:
     part = torch.randn(3, 4).as_subclass(GradientPart)
-    assert type(part * 2) is Tensor
+    assert type(part * 2) is type(part.detach()) is type(part.data) is type(part.view(-1)) is GradientPart
+    assert type(part.clone()) is type(part.as_subclass(Tensor)) is type(part[0]) is type(part > 0) is Tensor
+    assert float(part.square().sum(1).max()) > 0
+    buffer = torch.zeros(3, 4)
+    assert buffer.lerp_(part, 0.5) is buffer
+    assert part.add_(1) is part
     assert type(copy.deepcopy(part)) is GradientPart
     assert float(part.norm(dim=1).sum()) > 0  # of rows
     file = io.BytesIO()
@@ -214,3 +222,155 @@ def test_a_whole_batch_for_a_module_is_told_how_to_cut_it() -> None:
             Engine(program, NET, mesh=mesh).step(BATCH, local=True)
 
     loopback(program.mesh, work)
+
+
+PENALTIES: dict[str, Callable[[nn.Module, Callable[[], Tensor]], Tensor]] = {
+    "after": lambda m, loss: loss() + 0.1 * sum(p.square().sum() for p in m.parameters()),
+    "before": lambda m, loss: 0.1 * sum(p.square().sum() for p in m.parameters()) + loss(),
+    "of one weight": lambda m, loss: loss() + m.get_parameter("up.weight").abs().sum(),
+    "two losses": lambda m, loss: loss() + 0.5 * loss(),
+}
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "dp", "zero 2"])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_what_is_added_to_the_loss_by_parameters_is_as_of_a_plain_model(spec: str, penalty: str) -> None:
+    """Its gradient is whole on every rank, and not summed over them; what stood in .grad before stays."""
+    if spec == "zero 3" and penalty == "two losses":
+        pytest.skip("ZeRO 3 gathers for one forward at a time")
+    specs = {"dp": {"mesh": {"dp": 4}}, "zero 2": {"mesh": {"dp": 2}, "data": {"zero": 2}}}
+    made = {"shardc": 1, **specs[spec]} if spec in specs else None
+    program = shardc.compile(copy.deepcopy(NET), BATCH, made) if made else compiled(spec)
+
+    def train(model: Any, loss: Callable[[], Tensor]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(4):
+            if i != 2:  # gradients of two steps add up
+                optimizer.zero_grad()
+            PENALTIES[penalty](model, loss).backward()
+            optimizer.step()
+
+    reference = copy.deepcopy(NET)
+    train(reference, lambda: reference(**BATCH))
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        if penalty == "before" and spec in ("zero 1", "zero 2"):  # forward gathers into the memory that it needs
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                train(module, lambda: module(**module.local(BATCH)))
+            return
+        train(module, lambda: module(**module.local(BATCH)))
+        torch.testing.assert_close(module.full_state_dict(), dict(reference.state_dict()))
+
+    loopback(program.mesh, work)
+
+
+def test_gradients_that_backward_does_not_bring_are_no_plain_ones() -> None:
+    """torch.autograd.grad would not sum over ranks: torch says that the loss does not depend on these parameters."""
+    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, "mesh": {"dp": 2}})
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+            torch.autograd.grad(module(**module.local(BATCH)), list(module.parameters()))
+
+    loopback(program.mesh, work)
+
+
+def assign(m: ShardedModule) -> None:
+    m.load_state_dict({n: x.clone() for n, x in m.state_dict().items()}, assign=True)
+
+
+def put(m: ShardedModule) -> None:
+    m.get_submodule("up").register_parameter("weight", nn.Parameter(m.get_parameter("up.weight") * 2))
+
+
+def double(m: ShardedModule) -> None:
+    for p in m.parameters():
+        p.data = p.data.clone()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("replace", [assign, put, double])
+def test_parameters_that_are_replaced_are_refused_or_used(spec: str, replace: Callable[[ShardedModule], None]) -> None:
+    program = compiled(spec)
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        replace(module)
+        if replace is double and spec == "tp":
+            with torch.no_grad():
+                module.get_parameter("down.weight").zero_()
+            value = module(**module.local(BATCH))
+            value.backward()
+            plain = copy.deepcopy(NET)
+            nn.init.zeros_(plain.down.weight)
+            want = plain(**BATCH)
+            want.backward()
+            torch.testing.assert_close(value, want)
+            torch.testing.assert_close(module.get_parameter("down.bias").grad, plain.down.bias.grad)
+            return
+        with pytest.raises(ShardcError, match="or its memory, was replaced"):
+            module(**module.local(BATCH))
+
+    loopback(program.mesh, work)
+
+
+def optimizers(m: ShardedModule) -> dict[str, torch.optim.Optimizer]:
+    ps = list(m.parameters())
+    groups = [{"params": [p for p in ps if p.ndim > 1]}, {"params": [p for p in ps if p.ndim <= 1], "weight_decay": 0}]
+    return {"dims": torch.optim.AdamW(groups, lr=0.1), "whole": torch.optim.Adafactor(ps, lr=0.1)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "said"),
+    [
+        ("zero 1", "dims", "one group has all parameters, and another none: at ZeRO 1 .*flat"),
+        ("zero 1", "whole", "the optimizer Adafactor"),
+        ("tp", "dims", ""),
+        ("tp", "whole", "the optimizer Adafactor"),
+        ("zero 1", "named", ""),
+    ],
+)
+def test_an_optimizer_that_steps_parts_otherwise_is_refused(spec: str, kind: str, said: str) -> None:
+    """At the forward after its first step; optimizers of other parameters are nobody's business."""
+    program = compiled(spec)
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        other = nn.Parameter(torch.ones(2, 2))
+        others = torch.optim.Adafactor([other])
+        named = {"*.bias": {"weight_decay": 0.0}}
+        optimizer = (
+            torch.optim.AdamW(shardc.groups(module.named_parameters(), named))
+            if kind == "named"
+            else optimizers(module)[kind]
+        )
+        backward(module)
+        optimizer.step()
+        for i in range(2):
+            if said and not i:
+                with pytest.raises(ShardcError, match=said):
+                    backward(module)
+                return
+            backward(module)
+        assert others.param_groups
+
+    loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize("kind", ["same", "own", "constant"])
+def test_the_same_rows_on_all_ranks_are_told_once(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    program = compiled("tp")
+    rows = BATCH["x"][:4]
+
+    def work(mesh: LoopbackMesh) -> None:
+        module, engine = ShardedModule(program, NET, mesh=mesh), Engine(program, NET, mesh=mesh)
+        for i in range(5):
+            part = {"same": rows + i, "own": rows + mesh.coordinate("dp"), "constant": torch.ones(4, 8)}[kind]
+            module(part).backward()
+            engine.step({"x": part}, local=True)
+
+    loopback(program.mesh, work)
+    told = capfd.readouterr().err
+    assert told.count("3 times running all ranks got the same rows") == (2 if kind == "same" else 0)
