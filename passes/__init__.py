@@ -15,6 +15,7 @@ from shardc.passes.canonical import Canonical
 from shardc.passes.canonical.grouped_mm import GroupedMM
 from shardc.passes.expert_capacity import Capacity
 from shardc.passes.gradient_buckets import GradientBuckets
+from shardc.passes.loss_chunks import LossChunks
 from shardc.passes.match_recompiled import MatchLayouts
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
@@ -56,6 +57,7 @@ PIPELINE = (
     Stage("partition", Partition, "conversions between placements become collectives, and sizes those of one rank"),
     Stage("accumulate", Accumulate, "microbatches are an axis up to here; what follows sees one microbatch"),
     Stage("pipeline", Pipeline, "cuts where few bytes cross, and these are known once sizes are local"),
+    Stage("loss_chunks", LossChunks, "a product and its loss become one op, which cannot be cut into stages"),
     Stage("recompute", Recompute, "a region is part of one stage, and its budget counts bytes of one rank"),
     Stage("match_recompiled", MatchLayouts, "gives the buckets that the next pass would otherwise make"),
     Stage("buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),

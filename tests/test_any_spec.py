@@ -120,6 +120,8 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         axis = ["dp_outer", "dp"] if "dp_outer" in mesh else "dp"
         spec["data"] = {"axis": axis, "zero": draw(st.integers(0, 3)), "bucket_mb": draw(st.sampled_from((25, 0.01)))}
     if draw(st.booleans()):
+        spec["loss"] = {"chunks": draw(st.integers(2, 5))}
+    if draw(st.booleans()):
         spec["checkpoint"] = [
             {"match": draw(st.sampled_from(modules).map(starred)), **draw(st.sampled_from(CHECKPOINTS))}
         ]

@@ -64,6 +64,12 @@ def _between(rows: int, x: Value, up: Value, down: Value) -> int:
 _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     ops.attention: lambda ins, outs: Saved(tuple(range(len(ins)))),
     ops.nll_parts: lambda ins, outs: Saved(own=ins[0].nbytes() + 9 * _elements(ins[1])),  # exponentials; indices; bools
+    # operands, but for the target: of it indices and bools; normalisers
+    ops.linear_nll: lambda ins, outs: Saved(
+        tuple(range(len(ins) - 1)), own=9 * _elements(ins[-1]) + outs[0].nbytes() // 2
+    ),
+    ops.nll_exp: lambda ins, outs: Saved(own=outs[0].nbytes() // 2),
+    ops.nll_alone: lambda ins, outs: Saved(own=_elements(outs[0])),
     ops.nll_join: lambda ins, outs: Saved((0,), own=_elements(outs[0])),
     ops.embedding_partial: lambda ins, outs: Saved(own=9 * _elements(ins[1])),  # indices; bools
     ops.experts_send: lambda ins, outs: Saved((1, 2)),

@@ -11,6 +11,7 @@ zero              the gathers of ZeRO 3; host_copy: copies that stop nothing
 random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same; attention: with dropout
 expert_parallel   tokens to experts and back; grouped_mm, expert_activation: what experts compute; experts_op: the op in
                   a captured graph
+linear_nll        a linear layer and its cross entropy in chunks of rows
 local_math        losses on split classes, look-ups in a part of a table
 torch_library     ops of torch that a captured graph cannot hold
 """
@@ -44,11 +45,13 @@ from shardc.runtime.ops.expert_parallel import (
     experts_route,
     experts_send,
 )
+from shardc.runtime.ops.linear_nll import linear_nll, nll_exp, nll_top
 from shardc.runtime.ops.local_math import (
     batch_stat,
     embedding_partial,
     fill_padding,
     nll,
+    nll_alone,
     nll_join,
     nll_max,
     nll_parts,
@@ -82,10 +85,14 @@ __all__ = [
     "first_grad",
     "gather_start",
     "gather_wait",
+    "linear_nll",
     "nll",
+    "nll_alone",
+    "nll_exp",
     "nll_join",
     "nll_max",
     "nll_parts",
+    "nll_top",
     "partial_grad_to_partial",
     "partial_mean",
     "random",

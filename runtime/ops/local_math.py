@@ -187,9 +187,17 @@ def nll_parts(
     return parts
 
 
-def nll_join(parts: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-    """log(sum of exponentials) - target's logit, from the summed parts; 0 where ignored."""
-    return (parts[0].log() - parts[1]).masked_fill(target == ignore_index, 0)
+def nll_join(parts: Tensor, target: Tensor, ignore_index: int = -100, top: Tensor | None = None) -> Tensor:
+    """log(sum of exponentials) - target's logit, from the summed parts; 0 where ignored. top [n]: what the logits in
+    the exponentials, but not the targets', are less by.
+    """
+    normaliser = parts[0].log() if top is None else parts[0].log() + top
+    return (normaliser - parts[1]).masked_fill(target == ignore_index, 0)
+
+
+def nll_alone(stats: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
+    """The same from `linear_nll`'s result, where every rank has all classes."""
+    return (stats[0] - stats[1]).masked_fill(target == ignore_index, 0)
 
 
 def select_partial(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, index: int) -> Tensor:

@@ -35,6 +35,7 @@ from shardc.spec.schema import (
     DimShard,
     Expert,
     Form,
+    Loss,
     Pipeline,
     Precision,
     Sequence,
@@ -50,6 +51,7 @@ __all__ = [
     "Data",
     "DimShard",
     "Expert",
+    "Loss",
     "Pipeline",
     "Precision",
     "Run",
@@ -107,6 +109,7 @@ class Spec:
     data: Data = field(default_factory=Data)
     experts: tuple[Expert, ...] = ()
     checkpoint: tuple[Checkpoint, ...] = ()
+    loss: Loss = field(default_factory=Loss)
     precision: Precision = field(default_factory=Precision)
     run: Run = field(default_factory=Run)
     batch_norm: Literal["sync", "local"] = "sync"
@@ -323,6 +326,7 @@ _SECTIONS = (
     "data",
     "experts",
     "checkpoint",
+    "loss",
     "precision",
     "run",
     "batch_norm",

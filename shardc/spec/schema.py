@@ -281,6 +281,16 @@ class Offload(Section):
     parameters: Place = Field(default="none", examples=["cpu"])
 
 
+class Loss(Section):
+    """Cross entropy behind a linear layer, as a language model's head is. chunks: the rows of its logits are computed
+    in so many parts, forward and again in backward: they never all exist, for one more product.
+    """
+
+    chunks: Count = Field(
+        default=1, description="parts in which rows of logits are computed, forward and again in backward", examples=[8]
+    )
+
+
 class Data(Section):
     """Data parallel and ZeRO. axis: () = the mesh's axes dp and dp_*; [outer, inner] = sharded in inner, replicated
     over outer.
@@ -438,6 +448,7 @@ class Form(Section):
     checkpoint: Annotated[tuple[Checkpoint, ...], BeforeValidator(as_tuple)] = Field(
         default=(), examples=[[{"match": "model.layers.*", "save": ["linear"]}]]
     )
+    loss: Loss = Field(default=Loss(), examples=[{"chunks": 8}])
     precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
     run: Run = Field(default=Run(), examples=[{"steps": 1000, "save": "runs/a"}])
     batch_norm: Literal["sync", "local"] = Field(

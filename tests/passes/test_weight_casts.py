@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,11 @@ def test_what_is_computed_again_is_cast_again() -> None:
 
 def test_one_microbatch_casts_as_it_goes() -> None:
     assert not casts(compiled(mesh={"dp": 2}, batch={"microbatches": 1}))
+
+
+def test_it_is_written_and_read(tmp_path: Path) -> None:
+    first = compiled(**SPECS["1f1b"])
+    first.save(tmp_path / "out")
+    again = shardc.load(tmp_path / "out")
+    assert str(again) == str(first)
+    assert len(casts(again)) == len(casts(first)) > 0

@@ -1,0 +1,137 @@
+"""A linear layer and the cross entropy of its result in chunks of rows, so that few of the logits exist at a time.
+
+    for each chunk of rows:
+        logits = linear(x[rows], weight, bias)           [rows, classes of this rank]
+        normaliser[rows] = log(sum(exp(logits)))         over this rank's classes
+        picked[rows] = the target's logit                0 where another rank has that class
+
+Backward computes the logits of each chunk again, turns them into their own gradient in place, and adds up those of the
+weight over chunks, in float32 at least. So nothing but the operands and a number a row is kept, for one more product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc.runtime.ops.local_math import Digits, Mesh, check_range, fill_padding, held
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, fill: Any) -> Tensor:
+    logits = F.linear(x, weight, bias).to(dtype)
+    return logits if fill is None else fill(logits)
+
+
+class _LinearNll(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        local: Tensor,
+        here: Tensor,
+        chunks: int,
+        dtype: torch.dtype,
+        fill: Any,
+    ) -> Tensor:
+        ctx.rows = max(-(-x.shape[0] // chunks), 1)
+        ctx.dtype, ctx.fill = dtype, fill
+        out = x.new_empty((2, x.shape[0]), dtype=dtype)
+        for top in range(0, x.shape[0], ctx.rows):
+            rows = slice(top, top + ctx.rows)
+            logits = _logits(x[rows], weight, bias, dtype, fill)
+            out[1, rows] = logits.gather(1, local[rows].unsqueeze(1)).squeeze(1).masked_fill_(~here[rows], 0)
+            largest = logits.amax(1).clamp_min_(torch.finfo(dtype).min)  # a rank may have padding alone: -inf
+            out[0, rows] = logits.sub_(largest.unsqueeze(1)).exp_().sum(1).log_().add_(largest)
+            del logits
+        ctx.save_for_backward(x, weight, bias, local, here, out[0].clone())
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight, bias, local, here, normaliser = ctx.saved_tensors
+        normaliser = normaliser.clamp_min(torch.finfo(ctx.dtype).min)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_x = torch.empty_like(x) if needs_x else None
+        of_weight = torch.zeros_like(weight, dtype=_sums(weight)) if needs_weight else None
+        of_bias = torch.zeros_like(bias, dtype=_sums(bias)) if needs_bias else None
+        for top in range(0, x.shape[0], ctx.rows):
+            rows = slice(top, top + ctx.rows)
+            grad = _logits(x[rows], weight, bias, ctx.dtype, ctx.fill)
+            grad.sub_(normaliser[rows].unsqueeze(1)).exp_().mul_(g[0, rows].unsqueeze(1))
+            grad.scatter_add_(1, local[rows].unsqueeze(1), torch.where(here[rows], g[1, rows], 0).unsqueeze(1))
+            grad = grad.to(x.dtype)
+            if of_x is not None:
+                of_x[rows] = grad @ weight
+            if of_weight is not None:
+                _add_product(of_weight, grad.t(), x[rows])
+            if of_bias is not None:
+                of_bias += grad.sum(0, dtype=of_bias.dtype)
+            del grad
+        of_weight = of_weight.to(weight.dtype) if of_weight is not None else None
+        of_bias = of_bias.to(bias.dtype) if of_bias is not None else None
+        return of_x, of_weight, of_bias, None, None, None, None, None
+
+
+def _sums(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, which may be narrower."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def linear_nll(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    mesh: Mesh,
+    digits: Digits,
+    classes: int,
+    ignore_index: int,
+    chunks: int,
+    dtype: torch.dtype,
+    padding: tuple[Any, ...] = (),
+) -> Tensor:
+    """[2, n] = (log of the sum of exponentials of the logits over this rank's classes; the target's logit, or 0 if
+    another rank has that class or the target is ignored).
+
+    x [n, d]; weight [c, d], bias [c]: this rank's of all `classes`, split by `digits` (see `held`), () = all; target
+    [n]: global class indices; dtype: of the logits behind the product; chunks: in which the rows are taken. padding:
+    `fill_padding`'s arguments behind the mesh, where this rank's classes are padded.
+    """
+    check_range(target, classes, "target", ignore_index)
+    local, here = held(target, classes, digits, mesh)
+    here = here & (target != ignore_index)
+
+    def fill(logits: Tensor) -> Tensor:
+        return fill_padding(logits, mesh, *padding)
+
+    stats: Tensor = _LinearNll.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, local.masked_fill(~here, 0), here, chunks, dtype, fill if padding else None
+    )
+    return stats
+
+
+def nll_top(stats: Tensor) -> Tensor:
+    """Of `linear_nll`'s result: a number a row beside which exponentials of its normaliser are taken; detached."""
+    return stats[0].detach()
+
+
+def nll_exp(stats: Tensor, top: Tensor) -> Tensor:
+    """This rank's summands of the loss: (exp(normaliser - top); the target's logit). top [n]: `nll_top`'s largest over
+    ranks.
+    """
+    return torch.stack([(stats[0] - top).exp(), stats[1]])

@@ -1,0 +1,211 @@
+"""The head's logits in chunks of rows: the same loss and gradients, without the logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardc
+from shardc.ir.graph import calls
+from shardc.ir.program import Program
+from shardc.runtime import ops
+from shardc.verify.simulate import simulate
+from tests import equality, live_bytes, zoo
+
+CHUNKS = {"loss": {"chunks": 3}}  # of 128 rows: not of one size
+MESHES: dict[str, dict[str, Any]] = {
+    "one": {"mesh": {"dp": 1}},
+    "tp": {"mesh": {"tp": 2}, "shard": {"use": "structure"}},
+    "dp, tp, sp": {
+        "mesh": {"dp": 2, "tp": 2},
+        "shard": {"use": "structure"},
+        "activations": {"model.layers.*": {1: "tp"}},
+    },
+    "zero 3, microbatches": {"mesh": {"dp": 2}, "data": {"zero": 3}, "batch": {"microbatches": 2}},
+    "1f1b, tp": {
+        "mesh": {"pp": 2, "tp": 2},
+        "shard": {"use": "structure"},
+        "pipeline": {"axis": "pp"},
+        "batch": {"microbatches": 4},
+    },
+    "zb-h1": {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "schedule": "zb-h1"}, "batch": {"microbatches": 4}},
+    "recomputed": {"mesh": {"dp": 2}, "checkpoint": [{"match": "model.layers.*"}]},
+}
+
+
+def chunked(program: Program) -> int:
+    assert not [n for s in program.stages for n in calls(s.graph) if n.target in (ops.nll, ops.nll_parts)]
+    return sum(n.target is ops.linear_nll for s in program.stages for n in calls(s.graph))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_llama_equals_one_device(mesh: str) -> None:
+    """transformers shifts labels and ignores -100."""
+    one = equality.reference(zoo.ALL["llama"])
+    spec = {"shardc": 1, **MESHES[mesh], **CHUNKS}
+    assert chunked(one.compile(spec)) == 1
+    equality.assert_equal(one.on(spec), one.loss, one.grads)
+
+
+class Head(nn.Module):
+    """A classifier with a bias, of 37 classes; loss: of (its logits, targets, class weights)."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(12, 16, dtype=torch.float64), nn.Linear(16, 37, dtype=torch.float64)
+        self.register_buffer("weight", torch.rand(37, dtype=torch.float64))
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.loss(self.head(torch.tanh(self.body(x))), y, self.weight)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 6, 12, dtype=torch.float64), torch.randint(37, (8, 6))
+    y[0] = y[3, 2] = -1
+    return x, y
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "mean": lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1),
+    "sum": lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="sum"),
+    "weights of classes": lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), w, ignore_index=-1),
+    "shifted": lambda z, y, w: F.cross_entropy(z[:, :-1].reshape(-1, 37), y[:, 1:].reshape(-1), ignore_index=-1),
+    "rows weigh": lambda z, y, w: (
+        F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none")
+        .view(8, 6)
+        .sum(1)
+        .square()
+        .mean()
+    ),
+}
+
+
+@functools.cache
+def alone(loss: str) -> tuple[Tensor, dict[str, Tensor]]:
+    model = Head(LOSSES[loss])
+    value = model(*batch())
+    value.backward()
+    return value.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_losses(loss: str, tp: int) -> None:
+    """37 classes on 2 ranks: one of them is padding."""
+    spec = {"shardc": 1, "mesh": {"dp": 2, "tp": tp}, "shard": {"head": "column"}, "uneven": "pad", **CHUNKS}
+    model = Head(LOSSES[loss])
+    program = shardc.compile(model, batch(), spec)
+    assert chunked(program) == 1
+    equality.assert_equal(simulate(program, model, batch()), *alone(loss), rtol=1e-12)
+
+
+def test_a_rank_with_more_padding_than_classes() -> None:
+    """37 classes on 8 ranks, 5 on each: the last has 2."""
+    spec = {"shardc": 1, "mesh": {"tp": 8}, "shard": {"head": "column"}, "uneven": "pad", **CHUNKS}
+    model = Head(LOSSES["mean"])
+    program = shardc.compile(model, batch(), spec)
+    assert chunked(program) == 1
+    equality.assert_equal(simulate(program, model, batch()), *alone("mean"), rtol=1e-12)
+
+
+UNREACHED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], str]] = {
+    "smoothed": (
+        lambda z, y, w: F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1, label_smoothing=0.1),
+        "reads its logits too",
+    ),
+    "an op between": (
+        lambda z, y, w: F.cross_entropy(torch.tanh(z).flatten(0, 1), y.flatten(), ignore_index=-1),
+        "takes the result of tanh.default, not of a linear layer",
+    ),
+    "another loss": (lambda z, y, w: z.square().mean(), "finds no cross entropy"),
+}
+
+
+@pytest.mark.parametrize("loss", UNREACHED)
+def test_what_is_not_reached_is_noted(loss: str) -> None:
+    make, said = UNREACHED[loss]
+    spec = {"shardc": 1, "mesh": {"dp": 2}, **CHUNKS}
+    model = Head(make)
+    program = shardc.compile(model, batch(), spec)
+    assert any("loss: {chunks: 3}" in note and said in note for note in program.notes), program.notes
+    value = model(*batch())
+    assert torch.allclose(simulate(program, model, batch()).loss, value, rtol=1e-12)
+
+
+class Wide(nn.Module):
+    """A head that is large beside its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 1024, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), y)
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_are_never_held(precision: str | None, tp: int) -> None:
+    rows, classes = 512, 1024 // tp
+    inputs = torch.randn(rows, 8), torch.randint(1024, (rows,))
+
+    def peak(chunks: int) -> int:
+        spec: dict[str, Any] = {
+            "shardc": 1,
+            "mesh": {"tp": tp},
+            "shard": {"head": "column"},
+            "loss": {"chunks": chunks},
+        }
+        spec["precision"] = {"compute": precision} if precision else {}
+        program = shardc.compile(Wide(), inputs, spec, prove=False)
+        found = program.cost().memory.peak
+        assert found == pytest.approx(live_bytes.measured(program, Wide(), inputs)[0], rel=0.01)
+        return found
+
+    whole, parts = peak(1), peak(16)
+    logits = 4 * rows * classes
+    assert whole > 1.9 * logits
+    assert parts < 0.4 * logits
+
+
+def test_bf16_rounds_as_little_as_in_one() -> None:
+    """The weight's gradient adds up over chunks in float32."""
+    torch.manual_seed(0)
+    x, w = torch.randn(256, 32, dtype=torch.bfloat16), torch.randn(64, 32, dtype=torch.bfloat16)
+    y = torch.randint(64, (256,))
+
+    def grads(chunks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        a, b = x.to(dtype, copy=True).requires_grad_(), w.to(dtype, copy=True).requires_grad_()
+        wide = torch.promote_types(dtype, torch.float32)
+        stats = ops.linear_nll(a, b, None, y, None, (), 64, -100, chunks, wide)
+        ops.nll_alone(stats, y).sum().backward()
+        assert a.grad is not None
+        assert b.grad is not None
+        return a.grad.double(), b.grad.double()
+
+    exact = grads(1, torch.float64)
+    for n in (1, 64):
+        for one, other in zip(grads(n, torch.bfloat16), exact, strict=True):
+            assert float((one - other).norm() / other.norm()) < 5e-3
+
+
+def test_it_is_written_and_read(tmp_path: Path) -> None:
+    model = Head(LOSSES["mean"])
+    spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"head": "column"}, "uneven": "pad", **CHUNKS}
+    first = shardc.compile(model, batch(), spec, prove=False)
+    first.save(tmp_path / "out")
+    again = shardc.load(tmp_path / "out")
+    assert str(again) == str(first)
+    one, other = (simulate(p, model, batch()) for p in (first, again))
+    assert all(torch.equal(one.grads[n], other.grads[n]) for n in one.grads)
