@@ -50,7 +50,6 @@ class Processes:
             store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
         store.set(_came(rank), "")
 
-    @property
     def known(self) -> bool:
         """Whether all ranks of this machine have told their processes: the store is asked no more."""
         return len(self._found) >= self._here - 1
@@ -84,14 +83,14 @@ class Processes:
 
     def _others(self) -> dict[int, _Process]:
         """The other ranks on this machine, as far as they are known."""
-        if not self._machine or self.known:
+        if not self._machine or self.known():
             return self._found
         for told in self._store.get(self._key).decode().split(";"):
             if told:
                 rank, number, born, file = map(int, told.split())
                 if rank not in self._found and rank != self._rank:
                     self._found[rank] = _Process(number, born, _memory_of(number, file))
-        if self.known:
+        if self.known():
             return self._found
         started = {r: _Process(n, _state(n)[1]) for r, n in _started_with_this().items() if r != self._rank}
         return started | self._found

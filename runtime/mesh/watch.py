@@ -141,7 +141,7 @@ class Watch:
                     self._ask(now, since)
                     looked = 0.0
             due = now - looked >= self._look
-            if self._processes is not None and not self._met and (due or self._processes.known):
+            if self._processes is not None and not self._met and (due or self._processes.known()):
                 self._end_with_one_that_ended(now)
             if due:
                 looked = now

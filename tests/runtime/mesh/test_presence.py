@@ -117,7 +117,7 @@ def ends(rank: int, port: int) -> None:
     assert here.processes is not None
     if rank:
         time.sleep(60)
-    within(60, lambda: here.processes.ended() or here.processes.known)
+    within(60, lambda: here.processes.ended() or here.processes.known())
     pids = [p.number for _, p in sorted(here.processes._others().items())]
     os.kill(pids[0], signal.SIGTERM)
     os.kill(pids[1], signal.SIGKILL)
@@ -166,9 +166,8 @@ def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch:
     monkeypatch.setattr("os._exit", leave)
     monkeypatch.setattr("shardc.runtime.mesh.watch.told", said.append)
     monkeypatch.setattr("shardc.runtime.mesh.activity.waits", lambda: True)
-    known = mock.Mock(
-        known=True, **{"stopped.return_value": [], "ended.return_value": [1], "doing.return_value": "in compiling"}
-    )
+    states = {"stopped.return_value": [], "ended.return_value": [1], "doing.return_value": "in compiling"}
+    known = mock.Mock(**states, **{"known.return_value": True})
     watch = Watch(World(2), 0, Activity(), store, known, named=0.4, met=False)
     watch._thread.join(30)
     assert ended == [GAVE_UP]
