@@ -9,7 +9,7 @@
              nll = nll_alone(nll_stats, labels)
 
 What stands between the two and only moves rows (views, slices, casts) is done with the layer's input instead. Where
-the classes are split (vocabulary parallel), `linear_nll` gives each rank's own normaliser, and the sums over ranks stay:
+the classes are split (vocabulary parallel), `linear_nll` gives each rank's own normaliser, and sums over ranks stay:
 
     before   top = all_reduce_max(nll_max(rows))             after    top = all_reduce_max(nll_top(nll_stats))
              parts = all_reduce(nll_parts(rows, ..., top))            parts = all_reduce(nll_exp(nll_stats, top))

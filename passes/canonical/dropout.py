@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from torch import fx
 
 from shardc.ir.graph import value_of
 from shardc.ir.program import Value
@@ -47,12 +49,33 @@ def other_dropout(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("scaled_dot_product_attention")
 def attention(emit: Emit, a: Args, out: Value) -> Result:
-    """Without dropout it stays torch's op; with dropout it is one of ours, whose masks do not depend on the mesh."""
+    """Without dropout it stays torch's op; with dropout it is one of ours, whose masks do not depend on the mesh.
+
+    Fused kernels want one head size. Where that of the values is another (multi-head latent attention), torch would
+    fall back to products that keep all scores; so the smaller ones get zeros, which change no score and no sum:
+
+        before   attention(q[.., 192], k[.., 192], v[.., 128])
+        after    attention(q, k, pad(v, 192))[.., :128]
+    """
     q, k, v, mask = a.query, a.key, a.value, a.attn_mask
     p = float(a.dropout_p)
     if 0 < p < 1:
         return emit.attention(out, q, k, v, mask, p, bool(a.is_causal), a.scale, bool(a.enable_gqa))
-    extra = {n: a[n] for n, default in (("scale", None), ("enable_gqa", False)) if a[n] != default}
+    scale, features, size = a.scale, shape(v)[-1], max(shape(q)[-1], shape(v)[-1])
+    if len(out.shape) == 4 and shape(q)[-1] != features:
+        scale = 1 / math.sqrt(shape(q)[-1]) if scale is None else scale
+        q, k, v = (_widened(emit, x, size) for x in (q, k, v))
+    extra: dict[str, Any] = {
+        n: x for n, x, default in (("scale", scale, None), ("enable_gqa", a.enable_gqa, False)) if x != default
+    }
     positional = [mask, 0.0, a.is_causal] if a.is_causal else [mask] if mask is not None else []
     whole = emit(aten.scaled_dot_product_attention.default, q, k, v, *positional, **extra)
+    if shape(v)[-1] != features:
+        whole = emit(aten.slice.Tensor, whole, 3, 0, features)
     return emit(aten.mul.Tensor, whole, 0.0) if p >= 1 else whole
+
+
+def _widened(emit: Emit, x: fx.Node, size: int) -> fx.Node:
+    """With zeros at the end of its last dim, so that it has this size."""
+    short = size - shape(x)[-1]
+    return emit(aten.constant_pad_nd.default, x, [0, short], 0.0) if short else x

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import shardc
 from shardc.runtime import ops
 from shardc.runtime.rng import Rng
+from shardc.verify.simulate import simulate
+from tests import equality, live_bytes
 from tests.live_bytes import Live
 
 
@@ -118,3 +122,44 @@ def test_memory_grows_with_the_sequence_not_with_its_square(causal: bool) -> Non
     short, long = peak(1024), peak(4096)
     assert long < 4.2 * short
     assert long < 2 * 4096 * 4096 * 4 / 3  # the weights alone, in float32, would be three times as large
+
+
+# --- values of another size than keys
+
+
+class Latent(nn.Module):
+    """Multi-head latent attention's shapes: heads of queries and keys are larger than those of values, or smaller."""
+
+    def __init__(self, heads: int, keys: int, values: int, dtype: torch.dtype = torch.float64, **how: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.how = heads, how
+        self.q, self.k, self.v = (nn.Linear(8, heads * n, dtype=dtype) for n in (keys, keys, values))
+        self.o = nn.Linear(heads * values, 8, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for y in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, **self.how)
+        return self.o(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize(("keys", "values"), [(12, 8), (8, 12)])
+@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_unequal_heads_equal_one_device(keys: int, values: int, how: dict[str, Any], tp: int) -> None:
+    model, x = Latent(4, keys, values, **how), torch.randn(2, 16, 8, dtype=torch.float64)
+    loss = model(x)
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    program = shardc.compile(model, x, {"shardc": 1, "mesh": {"tp": tp}, "shard": {"{q,k,v}": "column", "o": "row"}})
+    equality.assert_equal(simulate(program, model, x), loss.detach(), grads, rtol=1e-12)
+
+
+def test_unequal_heads_keep_no_scores() -> None:
+    heads, sequence = 4, 512
+    model = Latent(heads, 12, 8, torch.float32, is_causal=True)
+    x = torch.randn(1, sequence, 8)
+    program = shardc.compile(model, x, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    found = program.cost().memory.peak
+    assert found == pytest.approx(live_bytes.measured(program, model, x)[0], rel=0.01)
+    assert found < 4 * heads * sequence * sequence / 4
