@@ -52,12 +52,9 @@ def _elements(v: Value) -> int:
     return math.prod(v.shape)
 
 
-def _between(rows: int, x: Value, up: Value, down: Value) -> int:
-    """Bytes of what experts keep between their products: the first one's result, and what
-    the activation makes of it.
-    """
-    m, i = (math.prod(w.shape[1:]) // x.shape[-1] for w in (up, down))
-    return rows * (m + 2 * i) * x.dtype.itemsize
+def _first(rows: int, x: Value, up: Value) -> int:
+    """Bytes of the result of experts' first product."""
+    return rows * math.prod(up.shape[1:]) // x.shape[-1] * up.dtype.itemsize
 
 
 #: What the ops of programs keep; those that are not here keep nothing.
@@ -73,12 +70,12 @@ _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     ops.nll_join: lambda ins, outs: Saved((0,), own=_elements(outs[0])),
     ops.embedding_partial: lambda ins, outs: Saved(own=9 * _elements(ins[1])),  # indices; bools
     ops.experts_send: lambda ins, outs: Saved((1, 2)),
-    ops.experts_apply: lambda ins, outs: Saved((0, 1, 2, 3), own=_between(ins[0].shape[0], ins[0], ins[2], ins[3])),
+    ops.experts_apply: lambda ins, outs: Saved((0, 2, 3), own=_first(ins[0].shape[0], ins[0], ins[2])),
     ops.experts_return: lambda ins, outs: Saved((1,)),
     ops.experts_combine: lambda ins, outs: Saved((1, 2), own=ins[0].nbytes()),  # rows in the order of choices
     ops.experts: lambda ins, outs: Saved(
-        (2, 3, 4),
-        own=2 * ins[0].nbytes() * ins[1].shape[1] + _between(_elements(ins[1]), ins[0], ins[3], ins[4]),
+        (0, 2, 3, 4),
+        own=8 * _elements(ins[1]) + _first(_elements(ins[1]), ins[0], ins[3]),  # the choices, sorted
     ),
 }
 #: Those whose result is their operand, seen differently, on some rank at least.

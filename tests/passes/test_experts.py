@@ -584,15 +584,23 @@ def test_kernel(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, transpos
         torch.randn(5, 24 if transposed else 16, generator=g).to(dtype),
     )
     rows = torch.randn(11, 16 if transposed else 24, generator=g).to(dtype)
-    called, rtol = 0, 2e-2 if dtype is torch.bfloat16 else 1e-5
+    grad = torch.randn(11, bias.shape[1], generator=g).to(dtype)
+    called, kernel, rtol = [], torch.nn.functional.grouped_mm, 2e-2 if dtype is torch.bfloat16 else 1e-5
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        called.append(args)
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
 
     def run(*, at_once: bool, sizes: tuple[int, ...], b: Tensor | None) -> list[Tensor]:
-        nonlocal called
         monkeypatch.setattr(grouped_mm, "has_kernel", lambda weight: at_once)
-        leaves = [x.clone().requires_grad_() for x in ((rows, weight) if b is None else (rows, weight, b))]
-        y = grouped_mm.grouped(leaves[0], leaves[1], leaves[2] if b is not None else None, sizes, transposed)
-        called += type(y.grad_fn).__name__.startswith("_AtOnce")
-        return [y.detach(), *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y))]
+        groups = grouped_mm.Groups(sizes, rows.device)
+        return [
+            grouped_mm.product(rows, weight, b, groups, transposed),
+            grouped_mm.grad_of_rows(grad, weight, groups, transposed),
+            grouped_mm.grad_of_weight(grad, rows, weight, groups, transposed),
+        ]
 
     for sizes in ((3, 0, 6, 2, 0), (0, 0, 11, 0, 0)):
         for b in (None, bias):
@@ -600,9 +608,39 @@ def test_kernel(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, transpos
                 run(at_once=True, sizes=sizes, b=b), run(at_once=False, sizes=sizes, b=b), strict=True
             ):
                 torch.testing.assert_close(found, expected, rtol=rtol, atol=5 * rtol)
-    assert called == 4
+    assert len(called) == 3 * 4
     monkeypatch.undo()
     assert not grouped_mm.has_kernel(weight)  # on a CPU: an expert after the other
+
+
+def test_the_gradient_of_a_bias() -> None:
+    g = torch.randn(11, 4, dtype=torch.float64)
+    groups = grouped_mm.Groups((3, 0, 8), g.device)
+    expected = torch.stack([g[:3].sum(0), torch.zeros(4, dtype=torch.float64), g[3:].sum(0)])
+    torch.testing.assert_close(grouped_mm.grad_of_bias(g, groups), expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_a_layer_keeps(biased: bool) -> None:
+    """Beside weights: the tokens, once, however many experts each has; the choices; the first product's result. Not
+    what the activation makes of it, and not what the experts made.
+    """
+    t, k, e, h, i = 24, 2, 4, 8, 12
+    x, weights = torch.randn(t, h, requires_grad=True), torch.rand(t, k, requires_grad=True)
+    up, down = (torch.randn(e, *s, requires_grad=True) for s in ((2 * i, h), (h, i)))
+    biases = [torch.randn(e, n, requires_grad=True) if biased else None for n in (2 * i, h)]
+    given = {a.untyped_storage()._cdata for a in (up, down, *biases) if a is not None}
+    found: dict[int, int] = {}
+
+    def note(a: Tensor) -> Tensor:
+        if a.untyped_storage()._cdata not in given:
+            found[a.untyped_storage()._cdata] = a.untyped_storage().nbytes()
+        return a
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda a: a):
+        text = "b, c = halves(x); a = silu(b); mul(a, c)"
+        ops.experts(x, torch.randint(e, (t, k)), weights, up, down, *biases, text)
+    assert sum(found.values()) == 4 * t * h + 8 * t * k + 4 * t * k + 4 * t * k * 2 * i
 
 
 def test_activations_as_text() -> None:
