@@ -15,11 +15,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch._C import _distributed_c10d as _c10d  # the flight recorder, which has no public name
 from torch._decomp import decomposition_table  # torch's own decompositions, by op
 from torch._export.utils import _is_preservable_cia_op  # which composed ops export keeps
 from torch._library.custom_ops import CustomOpDef  # what torch.library.custom_op returns
@@ -35,6 +37,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.cuda.memory import _dump_snapshot, _record_memory_history  # documented under these names
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # outlives process groups
     _world,  # how many process groups there are: part of the next one's name
@@ -323,6 +326,25 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 def default_store() -> Any:
     """The key-value store over which the processes of torch.distributed's world met: it outlives their groups."""
     return _get_default_store()
+
+
+def flight_record() -> bytes:
+    """What torch's flight recorder keeps of this process's last 2,000 collectives (TORCH_FR_BUFFER_SIZE), as JSON: when
+    each was begun, and with NCCL also when it ended; of NCCL's groups and of gloo's.
+    """
+    return bytes(_c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def memory_recorded(file: Path) -> Iterator[None]:
+    """Write what CUDA's allocator did meanwhile, with the lines that asked for it, for https://pytorch.org/memory_viz."""
+    _record_memory_history(max_entries=1_000_000)
+    try:
+        yield
+    finally:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+        _record_memory_history(enabled=None)
 
 
 def let_workers_end() -> None:

@@ -81,6 +81,7 @@ class Watch:
     store: torch.distributed's; a connection of its own is made. processes: of the ranks, of which those that are
     stopped are ended. named: seconds until the rank that the others wait for is named. met: all ranks are there;
     before, one that is slow, such as the one that compiles for all, is told of later. tell: what to do with a message.
+    .record: called when some rank asks, for what this one has to keep of it.
 
     Half of `named` passes until a rank asks, a fifth until all have seen it, a fifth until they have answered.
     """
@@ -101,6 +102,7 @@ class Watch:
         self._processes, self._met, self.tell = processes, met, tell
         self._hurry(named)
         self._stop = threading.Event()
+        self.record: Callable[[], object] | None = None
         self._round = 0  # of questions
         self._gone: tuple[list[int], float] | None = None  # ranks that were the first to end before all met, and when
         self._question: _Question | None = None
@@ -167,6 +169,8 @@ class Watch:
         while self._store.check([f"{self._key(self._round)}/asked"]):
             answer = {"waits": activity.waits(), "doing": str(self._activity), "place": activity.place()}
             self._store.set(f"{self._key(self._round)}/rank{self._rank}", json.dumps(answer))
+            if self.record is not None:
+                self.record()
             self._round += 1
         if self._store.check([_OVER]):
             self._end(self._store.get(_OVER).decode())

@@ -118,6 +118,12 @@ def command(
     trace: Annotated[
         list[int] | None, typer.Option(min=1, help="steps of which torch.profiler records a trace, in --log")
     ] = None,
+    memory_snapshot: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="steps of which CUDA's allocator records who holds memory, in --log, for pytorch.org/memory_viz"
+        ),
+    ] = None,
     routing: Annotated[
         bool | None,
         typer.Option("--routing/--no-routing", help="say in every step line how tokens are spread over experts"),
@@ -173,6 +179,7 @@ def command(
             log=str(log) if log is not None else None,
             tensorboard=tensorboard,
             trace=tuple(trace) if trace else None,
+            memory_snapshot=tuple(memory_snapshot) if memory_snapshot else None,
             routing=routing,
             watch=watch,
             timeout=timeout,
@@ -234,7 +241,11 @@ def command(
 def _settings(run: Run, **options: Any) -> Run:
     """The spec's section with the options that were given. Raises ShardcError where they do not go together."""
     run = run.model_copy(update={name: value for name, value in options.items() if value is not None})
-    for name, wanted in (("tensorboard", run.tensorboard), ("trace", run.trace)):
+    for name, wanted in (
+        ("tensorboard", run.tensorboard),
+        ("trace", run.trace),
+        ("memory-snapshot", run.memory_snapshot),
+    ):
         if wanted and not run.log:
             fix = "name a folder, --log DIR or `run: {log: DIR}`"
             raise ShardcError(f"{name} needs a folder to write to", where=f"--{name}", fix=fix)

@@ -20,7 +20,7 @@ import torch
 from shardc.errors import ShardcError
 from shardc.runtime.state.checkpoint_folder import generations
 from shardc.spec import Run
-from shardc.torch_private import let_workers_end
+from shardc.torch_private import let_workers_end, memory_recorded
 
 if TYPE_CHECKING:
     from shardc.cli.step_lines import StepLines
@@ -115,19 +115,19 @@ class Training:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """The first step's products are counted; a trace is recorded of the steps that are to have one."""
+        """The first step's products are counted; traces and snapshots are recorded of steps that are to have them."""
         from shardc.cli.step_metrics import ForwardFlops
 
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
             counted = stack.enter_context(ForwardFlops()) if not self.flops else None
             # of one rank a stage: the others do the same
-            if step in self.settings.trace and all(
-                c == 0 for axis, c in mesh.layout.coords(mesh.rank).items() if axis != self.engine.program.axis
-            ):
-                stack.enter_context(
-                    traced(Path(self.settings.log) / f"trace-step{step}-rank{mesh.rank}.json", mesh.device)
-                )
+            others = (c for axis, c in mesh.layout.coords(mesh.rank).items() if axis != self.engine.program.axis)
+            first, name = not any(others), f"step{step}-rank{mesh.rank}"
+            if first and step in self.settings.trace:
+                stack.enter_context(traced(Path(self.settings.log) / f"trace-{name}.json", mesh.device))
+            if first and step in self.settings.memory_snapshot:
+                stack.enter_context(memory_recorded(Path(self.settings.log) / f"memory-{name}.pickle"))
             yield
         if counted is not None:
             self.flops = counted.flops

@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,6 +27,7 @@ from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training,
 from shardc.errors import ShardcError
 from shardc.runtime.step.op_errors import OutOfMemoryError, no_memory, out_of_memory
 from shardc.spec.run_section import Run
+from shardc.torch_private import flight_record
 
 if TYPE_CHECKING:
     from shardc.cli.model_file import ModelFile
@@ -63,7 +65,7 @@ class Job:
 
     @property
     def settings(self) -> Run:
-        return Run.model_validate({**self.run, "trace": tuple(self.run.get("trace", ()))})
+        return Run.model_validate({name: tuple(x) if isinstance(x, list) else x for name, x in self.run.items()})
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -94,6 +96,11 @@ def run(job: Job) -> dict[str, Any]:
         mesh.activity.noted.append(Progress(Path(job.progress) / f"rank{mesh.rank}").note)
     if mesh.watch is not None:
         mesh.watch.tell = tell
+        if settings.log:
+            mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
+    if settings.memory_snapshot and mesh.device.type != "cuda":
+        what, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
+        raise ShardcError(what, where="--memory-snapshot", fix=fix)
     weights = Path(job.weights) if job.weights else file.weights
     with mesh.together("making the engine"):
         engine = program.engine(
@@ -167,6 +174,13 @@ def _data(job: Job, file: ModelFile, engine: Engine, settings: Run) -> tuple[Bat
         what, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
         raise ShardcError(what, where=job.model, fix=fix)
     return train, training_data.batches(engine, file, "valid", settings.seed)
+
+
+def _record(file: Path) -> None:
+    """Keep what this rank's last collectives were: somebody waits for somebody."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(flight_record())
 
 
 def _compiled(*args: Any, **options: Any) -> Program:

@@ -40,6 +40,11 @@ class Run(Section):
     trace: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="steps of which torch.profiler records a trace, in `log`", examples=[[5, 6]]
     )
+    memory_snapshot: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
+        default=(),
+        description="steps of which CUDA's allocator records who holds memory, in `log`, for pytorch.org/memory_viz",
+        examples=[[5]],
+    )
     routing: bool = Field(default=False, description="say in every step line how tokens are spread over experts")
     watch: Seconds = Field(
         default=8.0, description="seconds after which a rank that the others wait for is named; 0 = never"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from shardc import torch_private
 from shardc.cli.run import _settings
 from shardc.cli.run import command as command_of_run
 from shardc.cli.step_lines import StepLines, duration
@@ -203,6 +204,7 @@ def test_help_says_what_the_sections_keys_say() -> None:
     ("options", "text"),
     [
         ({"trace": (2,)}, "trace needs a folder to write to"),
+        ({"memory_snapshot": (2,)}, "memory-snapshot needs a folder to write to"),
         ({"tensorboard": True}, "tensorboard needs a folder to write to"),
         ({"auto_resume": True}, "nothing is saved that a run could go on from"),
     ],
@@ -220,7 +222,7 @@ def test_sigusr1_asks_for_a_checkpoint(folder: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_named_while_the_others_wait(folder: Path) -> None:
-    done = run(folder, "op hangs", "--steps", "9", "--watch", "1", "--timeout", "6")
+    done = run(folder, "op hangs", "--steps", "9", "--watch", "1", "--timeout", "6", "--log", "log")
     assert done.returncode == 1
     first, *_ = done.stderr.splitlines()
     line = MODEL.splitlines().index("        time.sleep(1000)") + 1
@@ -234,6 +236,28 @@ def test_a_rank_that_hangs_is_named_while_the_others_wait(folder: Path) -> None:
     )
     others = [line for line in done.stderr.splitlines() if not line.startswith("rank 1 (dp=0, tp=1) keeps the others")]
     assert not any("rank 0" in line for line in others), "it is not the one that failed"
+
+    for rank in range(2):  # of both, what torch's flight recorder has
+        record = json.loads((folder / "log" / f"flight-rank{rank}.json").read_text())
+        assert {"gloo:all_reduce"} <= {e["profiling_name"] for e in record["entries"]}
+
+
+def test_snapshots_of_memory_are_refused_where_there_is_no_gpu(folder: Path) -> None:
+    done = run(folder, "stream", "--steps", "1", "--memory-snapshot", "1", "--log", "log", "--mesh", "dp=1,tp=1")
+    assert done.returncode == 2
+    assert "--memory-snapshot: CUDA's allocator holds nothing: the run is on cpu" in done.stderr
+
+
+def test_a_snapshot_of_memory_ends_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for CUDA's allocator: recording begins, is written, and ends, also where the step fails."""
+    did: list[Any] = []
+    monkeypatch.setattr(torch_private, "_record_memory_history", lambda **how: did.append(how))
+    monkeypatch.setattr(torch_private, "_dump_snapshot", did.append)
+    file = tmp_path / "log" / "memory-step1-rank0.pickle"
+    with pytest.raises(OSError, match="tired"), torch_private.memory_recorded(file):
+        raise OSError("tired")
+    assert did == [{"max_entries": 1_000_000}, str(file), {"enabled": None}]
+    assert file.parent.is_dir()
 
 
 def test_a_rank_that_is_stopped_is_named_and_ends_all(folder: Path) -> None:
