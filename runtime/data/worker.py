@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
+from shardc.errors import ShardcError
 from shardc.runtime.data.sampler import Key
 from shardc.runtime.rng import key
 
@@ -89,7 +90,7 @@ class Reader(Dataset[Any]):
             else:
                 items = [self._one(k) for k in keys]
             _seed((self.seed, 2, *keys[0]))
-            return self.collate(items)
+            return _collated(self.collate, items)
 
     def _one(self, k: Key) -> Any:
         _seed((self.seed, 0, *k))
@@ -125,6 +126,21 @@ class Stream(IterableDataset[Any]):
             if len(items) < self.batch:
                 return
             with _draws((self.seed, 2, self.epoch, position)):
-                part = self.collate([items[i] for i in self.mine])
+                part = _collated(self.collate, [items[i] for i in self.mine])
             position += self.batch
             yield part
+
+
+def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """A batch. Raises ShardcError for samples of several sizes, of which torch's default makes none."""
+    try:
+        return collate(samples)
+    except RuntimeError as e:
+        if collate is not default_collate or "equal size" not in str(e):
+            raise
+        raise ShardcError(
+            f"the samples of a batch have several sizes, and nothing pads them ({e})",
+            where="engine.loader",
+            fix="pad them: collate_fn=lambda samples: ... (in a model file, collate(samples)); batch: {lengths: [...],"
+            " pad: {...}} in the spec keeps the number of lengths small",
+        ) from e

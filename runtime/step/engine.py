@@ -51,7 +51,9 @@ from shardc.runtime.zero.optimizer_list import as_one
 OptimizerOf = Callable[[param_groups.NamedParameters], Any]
 
 
-def _check_options(*, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any) -> None:
+def _check_options(
+    *, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimizer: Any, scheduler: Any
+) -> None:
     """Raises ShardcError for values that would train otherwise than meant, without a word."""
     errors = Errors()
     number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
@@ -60,10 +62,29 @@ def _check_options(*, clip_norm: Any, nonfinite: Any, seed: Any, check_every: An
     if nonfinite not in get_args(not_finite.Action):
         words = ", ".join(map(repr, get_args(not_finite.Action)))
         errors.add(f"{nonfinite!r} is none of {words}", where="nonfinite", fix="write one of these")
+    for name, value, example in (
+        ("optimizer", optimizer, "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"),
+        ("scheduler", scheduler, "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"),
+    ):
+        if value is not None and not callable(value):
+            what = f"a {type(value).__name__} is no function: each rank makes its own, of its parts of the parameters"
+            errors.add(what, where=name, fix=f"pass a function: {example}")
     for name, value in (("seed", seed), ("check_every", check_every)):
         if isinstance(value, bool) or not isinstance(value, int):
             errors.add(f"{value!r} is no whole number", where=name, fix="pass one, such as 0")
     errors.raise_any()
+
+
+#: What other trainers have, and what an engine has in its place.
+_INSTEAD = {
+    **dict.fromkeys(("train", "eval"), "step(batch) trains, evaluate(batch) evaluates"),
+    **dict.fromkeys(
+        ("zero_grad", "forward"), "step(batch) does all of it; backward(batch) and update() are its halves"
+    ),
+    "parameters": "engine.params is {name: this rank's part}; program.module(model) is an nn.Module",
+    "state_dict": "full_state_dict() has the whole weights, save(folder) and load(folder) all of the state",
+    "load_state_dict": "make the engine from weights, program.engine(model, weights=...); load(folder) reads all state",
+}
 
 
 def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
@@ -143,7 +164,14 @@ class Engine:
         rng: Callable[[int], Rng] = Rng,
         offload: Callable[[OffloadPlaces, Any], Offload] = Offload,
     ) -> None:
-        _check_options(clip_norm=clip_norm, nonfinite=nonfinite, seed=seed, check_every=check_every)
+        _check_options(
+            clip_norm=clip_norm,
+            nonfinite=nonfinite,
+            seed=seed,
+            check_every=check_every,
+            optimizer=optimizer,
+            scheduler=scheduler,
+        )
         self.program, self.callbacks = program, list(callbacks)
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = rng(seed)
@@ -209,6 +237,10 @@ class Engine:
         self._others: dict[tuple[batch_sizes.Shapes, bool], tuple[Interpreter, dict[str, Tensor]]] = {}
         self.scaler = LossScaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
         self._unbucketed = [n for n in self.params if n not in self.buckets.names]
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"an engine has no {name!r}{hint}", name=name, obj=self)
 
     def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:
         """The user's optimizer on what this rank owns. It is made from parameters of the shapes that the model's layers

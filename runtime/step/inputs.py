@@ -86,6 +86,13 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
                 where=name_of(path),
                 fix=f"name it {near[0]!r}" if near else "leave it out, or compile again with a batch that has it",
             )
+    for path, then in program.baked:
+        if isinstance(now := by_path.get(path), (bool, int, float)) and now != then and then == then:
+            errors.add(
+                f"the batch gives the number {now}, but the program was compiled with {then} in its place",
+                where=name_of(path),
+                fix=f"pass it as a tensor, also to compile: torch.tensor({now})",
+            )
     parts = {}
     for x in program.inputs:
         if wanted_local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):

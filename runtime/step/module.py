@@ -212,7 +212,9 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 p = running.buckets.owned[x.name]
                 parent.register_parameter(name, p)
                 held.append(
-                    user_changes.Held(parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.runs), fqn)
+                    user_changes.Held(
+                        parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.runs), p.dtype, fqn
+                    )
                 )
         self._held = held
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
@@ -323,6 +325,23 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         total = norm.total()
         norm.clip(max_norm, total)
         return total
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As a plain module's, of this rank's parts, as `state_dict` gives them. Raises ShardcError for whole weights
+        of which this rank has parts.
+        """
+        own = dict(self.named_parameters(remove_duplicate=False))
+        split = [n for n, x in state_dict.items() if n in own and isinstance(x, Tensor) and x.shape != own[n].shape]
+        program = self._running.program
+        if whole := [n for n in split if tuple(state_dict[n].shape) == program.param(n).shapes[n]]:
+            raise ShardcError(
+                f"a whole weight {list(state_dict[whole[0]].shape)}, of which this rank has a part"
+                f" {list(own[whole[0]].shape)} ({len(whole)} such)",
+                where=f"module.load_state_dict: {whole[0]}",
+                fix="make the module from whole weights, of which it cuts its parts: program.module(model,"
+                " weights=state_dict)",
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
     def local(self, batch: Any) -> Any:
         """This rank's part of a global batch, as `forward` takes it. See shardc.ir.program.Program.local."""

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from shardc.errors import Errors, ShardcError
@@ -133,12 +134,13 @@ def check_submodules(root: nn.Module) -> None:
 
 
 class Held(NamedTuple):
-    """A parameter of a module. pointer: where it lies, if it may lie nowhere else; 0 if it may."""
+    """A parameter of a module. pointer: where it lies, if it may lie nowhere else; 0 if it may. dtype: when made."""
 
     parameters: Mapping[str, nn.Parameter | None]
     name: str
     parameter: nn.Parameter
     pointer: int
+    dtype: torch.dtype
     fqn: str
 
 
@@ -149,7 +151,7 @@ def check_held(held: Iterable[Held]) -> None:
     errors = Errors()
     for h in held:
         p = h.parameters[h.name]
-        if p is not h.parameter or (h.pointer and p.data_ptr() != h.pointer):
+        if p is not h.parameter or p.dtype != h.dtype or (h.pointer and p.data_ptr() != h.pointer):
             errors.add(
                 "the module's parameter, or its memory, was replaced: the program has the one that it was made with",
                 where=h.fqn,

@@ -126,6 +126,7 @@ def _write(program: Program, folder: Path) -> None:
         "shared_modules": program.shared_modules,
         "loss_scale": program.loss_scale,
         "evaluates": program.evaluates,
+        "baked": program.baked,
         "offload": asdict(program.offload),
         "meta": program.meta,
         "sha256": {f.name: _hash(f) for f in sorted(folder.iterdir())},
@@ -374,6 +375,7 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
         loss_scale=loss_scale,
         offload=OffloadPlaces(**offload),
         evaluates=manifest.get("evaluates", "alike"),
+        baked=tuple((tuple(path), value) for path, value in manifest.get("baked", ())),
     )
 
 

@@ -35,6 +35,8 @@ Metadata: all keys of `node.meta` that passes may rely on
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -44,6 +46,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx
 
+from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout, Shard
@@ -392,6 +395,8 @@ class Program:
     #: What the engine multiplies the loss by before backward: a number, or "dynamic".
     loss_scale: float | str | None = None
     offload: OffloadPlaces = OffloadPlaces()
+    #: Numbers of the batch that are no tensors, which the graph has in it: (path, value).
+    baked: tuple[tuple[tuple[str | int, ...], float], ...] = ()
     #: Is what the graph computes with dropout and BatchNorm switched what the model computes in eval mode? "untried":
     #: forward has branches of its own on `self.training`, and was not run.
     evaluates: Literal["alike", "otherwise", "untried"] = "alike"
@@ -491,12 +496,14 @@ class Program:
         """
         from shardc.runtime.step.engine import Engine, adamw
 
+        _check_names("engine", Engine, options)
         return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
 
     def module(self, model: Any = None, seed: int = 0, **options: Any) -> ShardedModule:
         """This rank's nn.Module, for a loop of one's own. See shardc.runtime.step.module.ShardedModule."""
         from shardc.runtime.step.module import ShardedModule
 
+        _check_names("module", ShardedModule, options)
         return ShardedModule(self, model, seed, **options)
 
     def local(self, batch: Any, rank: int | None = None) -> Any:
@@ -508,6 +515,9 @@ class Program:
         from shardc.runtime.mesh import rank_here
         from shardc.runtime.step import inputs
 
+        if rank is not None and not 0 <= rank < self.mesh.world:
+            what = f"there is no rank {rank}: the mesh {self.mesh} has {self.mesh.world}"
+            raise ShardcError(what, where="program.local", fix=f"name one of 0 ... {self.mesh.world - 1}")
         return inputs.local(self, batch, rank_here() if rank is None else rank)
 
     def text(self, *, full: bool = False) -> str:
@@ -565,3 +575,17 @@ class Program:
         from shardc.runtime.step.engine import adamw
 
         return cost(self, described(device), optimizer or adamw, on=on, clip_norm=clip_norm)
+
+
+def _check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
+    """Raises ShardcError for an option that there is not, with the nearest that there is."""
+    known = [n for n in inspect.signature(made).parameters if n not in ("program", "model")]
+    errors = Errors()
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5) or [
+                n for n in known if set(name.split("_")) & {*n.split("_")}
+            ]
+            fix = f"did you mean {near[0]!r}? ({', '.join(known)})" if near else f"one of {', '.join(known)}"
+            errors.add("there is no such option", where=f"program.{call}({name}=...)", fix=fix)
+    errors.raise_any()

@@ -71,6 +71,8 @@ def plan(
             where="--devices",
             fix="add e.g. --devices 64, or price a spec with --given spec.yaml",
         )
+    if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int)):
+        raise ShardcError(f"{devices!r} is no number of devices", where="--devices", fix="a whole number, such as 8")
     if devices is not None and devices < 1:
         raise ShardcError(f"{devices} devices are too few", where="--devices", fix="name at least 1")
     if global_batch is not None and global_batch < 1:

@@ -1,0 +1,126 @@
+"""Mistakes of an ordinary user's first loops: each error names the place, the cause and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.module import ShardedModule
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, strength: float = 1.0) -> torch.Tensor:
+        return strength * (self.down(self.up(x).relu()) - x).square().mean()
+
+
+torch.manual_seed(0)
+MODEL = Net()
+BATCH = {"x": torch.randn(8, 8), "strength": 2.0}
+PROGRAM = shardc.compile(
+    MODEL, BATCH, {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"up": "column", "down": "row"}}
+)
+SAMPLES = [{"x": torch.randn(4 + i % 3)} for i in range(16)]
+SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
+    "whole weights": (
+        lambda m: m.load_state_dict(MODEL.state_dict()),
+        r"load_state_dict: up.weight: a whole weight \[16, 8\], of which this rank has a part \[8, 8\] \(3 such\)\n"
+        r"  fix: .*program.module\(model, weights=state_dict\)",
+    ),
+    "another dtype": (
+        lambda m: m.half()(**m.local(BATCH)),
+        r"up.weight: the module's parameter, or its memory, was replaced(.|\n)*`precision`",
+    ),
+    "another number": (
+        lambda m: m(**(m.local(BATCH) | {"strength": 3.0})),
+        r"strength: the batch gives the number 3.0, but the program was compiled with 2.0 in its place\n"
+        r"  fix: pass it as a tensor, also to compile: torch.tensor\(3.0\)",
+    ),
+}
+ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
+    "an optimizer": (
+        lambda mesh: Engine(PROGRAM, MODEL, SGD, mesh=mesh),  # type: ignore[arg-type]
+        r"optimizer: a SGD is no function: .*\n  fix: pass a function: optimizer=lambda params",
+    ),
+    "a scheduler": (
+        lambda mesh: Engine(PROGRAM, MODEL, scheduler=torch.optim.lr_scheduler.StepLR(SGD, 1), mesh=mesh),  # type: ignore[arg-type]
+        r"scheduler: a StepLR is no function: .*\n  fix: pass a function: scheduler=lambda optimizer",
+    ),
+    "an option that there is not": (
+        lambda mesh: PROGRAM.engine(MODEL, mesh=mesh, grad_clip=1.0),
+        r"program.engine\(grad_clip=...\): there is no such option\n  fix: did you mean 'clip_norm'",
+    ),
+    "another option": (
+        lambda mesh: PROGRAM.module(MODEL, mesh=mesh, brodcast=True),
+        r"program.module\(brodcast=...\): there is no such option\n  fix: did you mean 'broadcast'",
+    ),
+    "another number": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "strength": 1.0}),
+        "strength: the batch gives the number 1.0",
+    ),
+    "samples of several sizes": (
+        lambda mesh: list(Engine(PROGRAM, MODEL, mesh=mesh).loader(SAMPLES, shuffle=False)),
+        r"engine.loader: the samples of a batch have several sizes, and nothing pads them (.|\n)*  fix: pad them",
+    ),
+    "a rank that there is not": (
+        lambda mesh: PROGRAM.local(BATCH, 9),
+        r"program.local: there is no rank 9: the mesh dp=2 × tp=2 has 4\n  fix: name one of 0 ... 3",
+    ),
+    "devices as text": (
+        lambda mesh: shardc.plan(MODEL, BATCH, devices="8", device="h100-80g"),  # type: ignore[arg-type]
+        "--devices: '8' is no number of devices",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_of_a_module(name: str) -> None:
+    act, said = MODULES[name]
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(PROGRAM, MODEL, mesh=mesh)
+        module.load_state_dict(module.state_dict())
+        with pytest.raises(ShardcError, match=said):
+            act(module)
+
+    loopback(PROGRAM.mesh, work)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_of_an_engine(name: str) -> None:
+    act, said = ENGINES[name]
+
+    def work(mesh: LoopbackMesh) -> None:
+        with pytest.raises(ShardcError, match=said):
+            act(mesh)
+
+    loopback(PROGRAM.mesh, work)
+
+
+def test_methods_of_other_trainers_are_named() -> None:
+    def work(mesh: LoopbackMesh) -> None:
+        engine: Any = Engine(PROGRAM, MODEL, mesh=mesh)
+        with pytest.raises(AttributeError, match=r"no 'train': step\(batch\) trains, evaluate\(batch\) evaluates"):
+            engine.train()
+        assert not hasattr(engine, "weights")
+
+    loopback(PROGRAM.mesh, work)
+
+
+def test_a_number_of_the_batch_stays_what_it_was_in_an_artifact(tmp_path: Any) -> None:
+    PROGRAM.save(tmp_path / "out")
+    loaded = shardc.load(tmp_path / "out")
+    assert loaded.baked == PROGRAM.baked == ((("strength",), 2.0),)
