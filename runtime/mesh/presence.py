@@ -31,7 +31,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import LOOPBACK
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.inherited import not_inherited
-from shardc.runtime.mesh.processes import TOLD, Processes
+from shardc.runtime.mesh.processes import Processes
 from shardc.runtime.mesh.watch import NAMED, Watch, World, told
 
 
@@ -84,8 +84,9 @@ def begin(named: float = NAMED) -> Presence | None:
 
 
 def _end(processes: Processes | None, number: int, _: object) -> None:
-    if processes is not None:
-        processes.note(TOLD)
+    with contextlib.suppress(Exception):  # the store may be gone
+        if processes is not None:
+            processes.told_to_end()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _NOTE = 160  # bytes of what a rank is doing
-#: What a rank notes last that ends because its launcher, or a user, says so: it is not the one that failed.
-TOLD = "told to end by a signal"
+_TOLD = "told to end by a signal"
 _SAME = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -59,6 +58,11 @@ class Processes:
         if self._note is not None:
             self._note[:] = text.encode()[:_NOTE].ljust(_NOTE, b"\0")
 
+    def told_to_end(self) -> None:
+        """Note that a launcher, or a user, ends this process: it is not the one that failed."""
+        self.note(_TOLD)
+        self._store.set(_told(self._rank), "")  # others may not have found its memory yet
+
     def doing(self, rank: int) -> str:
         """What a rank of this machine was doing last: "in step 5, at all_reduce 'h' over tp"; "" if not known."""
         note = self._found[rank].note if rank in self._found else None
@@ -71,7 +75,8 @@ class Processes:
 
     def ended(self) -> list[int]:
         """The ranks whose process is gone, or only waits for its parent to take note, and that nobody told to end."""
-        return [r for r, p in sorted(self._others().items()) if p.state == "" and self.doing(r) != TOLD]
+        gone = [r for r, p in sorted(self._others().items()) if p.state == ""]
+        return [r for r in gone if self.doing(r) != _TOLD and not self._store.check([_told(r)])]
 
     def stopped(self) -> list[int]:
         """Those whose process a signal has stopped (SIGSTOP)."""
@@ -102,6 +107,10 @@ class Processes:
 
 def _came(rank: int) -> str:
     return f"shardc/came/{rank}"
+
+
+def _told(rank: int) -> str:
+    return f"shardc/told/{rank}"
 
 
 def _machine() -> str:

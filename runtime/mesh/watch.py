@@ -51,7 +51,7 @@ _PLURAL = {"does": "do", "has": "have", "was": "were"}
 @dataclass
 class _Question:
     """That this rank was the first to ask. number: of the question; asked: when; count: of its activity then; since:
-    when it began to wait; told: somebody did not answer.
+    when it began to wait; told: somebody did not answer; absent: when somebody had not come yet.
     """
 
     number: int
@@ -59,6 +59,7 @@ class _Question:
     count: int
     since: float
     told: bool = False
+    absent: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,8 @@ class Watch:
                 if not self._store.check([_SILENT]):
                     self._ask(now, since)
                     looked = 0.0
-            due = now - looked >= self._look
+            # until all have met, as soon as it may be: who ends first is known for a moment only
+            due = now - looked >= (self._look if self._met else max(self._named / 40, self._layout.world / 1000))
             if self._processes is not None and not self._met and (due or self._processes.known()):
                 self._end_with_one_that_ended(now)
             if due:
@@ -192,6 +194,8 @@ class Watch:
                 self.tell(verdict(self._layout, answers, seconds))
             return
         silent = self._silent(answers)
+        if ABSENT in silent.values():
+            question.absent = now  # who comes now has not answered yet, and is there
         why, ranks = _first(silent)
         text = verdict(self._layout, answers, seconds, silent)
         if why == STOPPED:
@@ -203,7 +207,7 @@ class Watch:
                 self.tell(f"{text}; ended now")  # the others learn from their connections that it is gone
             else:
                 self._over(text)
-        elif why.startswith(KILLED) or (why == SILENT and seconds >= self._ended):
+        elif why.startswith(KILLED) or (why == SILENT and now - max(question.since, question.absent) >= self._ended):
             self._over(text)
         elif not question.told:
             question.told = True
