@@ -157,7 +157,7 @@ def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **optio
             engine = Engine(
                 program,
                 model,
-                adamw,
+                partial(adamw, fused=not program.offload.used),
                 mesh=mesh,
                 interpreter=partial(Interpreter, offloaded=host_memory.offloaded_tensor(live.host)),
                 offload=host_memory.offload(live.host),
@@ -175,6 +175,6 @@ def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **optio
         return loopback(program.mesh, work)
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
-    """Torch's default on a GPU updates all parameters at once."""
-    return torch.optim.AdamW(params, lr=3e-4, foreach=True)
+def adamw(params: Any, *, fused: bool = True) -> torch.optim.Optimizer:
+    """As on a GPU, where all parameters are updated at once, in one kernel unless their state comes page by page."""
+    return torch.optim.AdamW(params, lr=3e-4, fused=fused, foreach=not fused)

@@ -20,6 +20,7 @@ from shardc.ir.program import Param, Program
 from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.sources import check_names
+from shardc.runtime.zero.optimizer_kernels import IMPLEMENTATIONS
 from shardc.runtime.zero.optimizer_list import class_of, group_classes
 
 #: (parameter, name of a state of it, a tensor of its form) -> a tensor to fill
@@ -73,9 +74,8 @@ def state_parts(
                 )
     facts = []
     for group, kind, members in zip(optimizer.param_groups, group_classes(optimizer), groups, strict=True):
-        hyper = {
-            k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in ("params", "param_names")
-        }
+        left_out = ("params", "param_names", *IMPLEMENTATIONS)
+        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in left_out}
         facts.append({**hyper, "class": kind, "params": [n for p in members for n in _named(p)]})
     return parts, {"class": class_of(optimizer), "groups": facts, "numbers": numbers}
 
@@ -230,7 +230,7 @@ def fill(
             if members
             else [g for g in facts["groups"][i : i + 1] if g.get("class", kind) == kind]
         )
-        hyper = {k: x for k, x in alike[0].items() if k != "class"} if alike else {}
+        hyper = {k: x for k, x in alike[0].items() if k not in ("class", *IMPLEMENTATIONS)} if alike else {}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[p.fqn] for p in members), strict=True))
         settled = {k: _like(group.get(k), x) for k, x in hyper.items()}

@@ -45,6 +45,7 @@ from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_sharded
+from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 from shardc.runtime.zero.optimizer_list import as_one
 
 #: Returns a torch.optim.Optimizer, or a list of them
@@ -270,6 +271,8 @@ class Engine:
         self._check_optimizer(optimizer, shown)
         if runs:
             replace_stand_ins(optimizer, shown, self.params, runs)
+        if self.mesh.device.type == "cuda" and not self._offload.places:  # a page's state comes and goes
+            choose_as_on_gpu(optimizer)
         return optimizer
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:

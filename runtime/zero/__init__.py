@@ -15,6 +15,7 @@
     optimizer          a user's optimizer on this rank's stretches of parameters
     optimizer_check    may this optimizer be sharded, or stepped bucket by bucket? It is tried on a small copy
     early_step         the optimizer steps bucket by bucket, while later gradients are still being summed
+    optimizer_kernels  which of torch's implementations steps: fused ones on GPUs
     optimizer_list     several optimizers as one
     trained_params     the parameters whose gradients a program computes at all
 

@@ -30,6 +30,7 @@ from shardc.runtime.step import param_groups
 from shardc.runtime.step.activation_offload import OffloadedTensor
 from shardc.runtime.step.engine import Engine, OptimizerOf
 from shardc.runtime.step.interpreter import Interpreter, Run, StepHooks, Values
+from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 from shardc.runtime.zero.optimizer_list import as_one
 from shardc.torch_private import fake_mode, sequence_number
 
@@ -70,7 +71,7 @@ def dry_run(
         names = _OpNames(ledger)
         mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, coordinate), ledger, streams=not cpu)
         offload = host_memory.offload(ledger.host, cpu=cpu)
-        make = optimizer if cpu or optimizer is None else _foreach(optimizer)
+        make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
         offloaded = OffloadedTensor if cpu else host_memory.offloaded_tensor(ledger.host)
         engine = _Engine(
             _reporting(program, names),
@@ -158,17 +159,20 @@ def _weights(program: Program) -> dict[str, Tensor]:
     return {name: torch.empty((), dtype=x.dtype).expand(shape) for x in stored for name, shape in x.shapes.items()}
 
 
-def _foreach(make: OptimizerOf) -> OptimizerOf:
-    """As on a GPU, where torch's optimizers update all parameters at once by default; on a CPU one after the other."""
+def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
+    """As on a GPU, where torch's optimizers update all parameters at once: in one kernel (fused), or op by op (foreach)
+    where they have none, and where their state is kept elsewhere. On a CPU it is one parameter after the other."""
 
-    def foreach(params: param_groups.NamedParameters) -> Any:
+    def made(params: param_groups.NamedParameters) -> Any:
         optimizer = make(params)
+        if not program.offload.used:
+            choose_as_on_gpu(as_one(optimizer))
         for group in as_one(optimizer).param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
         return optimizer
 
-    return foreach
+    return made
 
 
 def _batch(program: Program) -> Any:

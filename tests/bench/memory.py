@@ -41,7 +41,7 @@ The prediction is made without weights or processes: the engine runs one rank's 
 so what autograd keeps, what a checkpoint computes again, how buckets fill and what a schedule keeps alive are not modelled, they happen.
 What can differ is what such a dry run cannot see:
 
-- *The device.* Both columns are a GPU's step as a CPU can play it: AdamW updates all parameters at once (`foreach`), offloaded tensors are in
+- *The device.* Both columns are a GPU's step as a CPU can play it: AdamW updates all parameters at once (`fused`), offloaded tensors are in
   memory that is counted separately ("host"), collectives make no buffers of their own. Kernels are the CPU's: a GPU's attention may keep other statistics.
 - *Values.* Experts are taken to be chosen evenly. "moe" has a router that does so; "mixtral" one with random weights, and so few tokens that some
   ranks get many more than others: its rows do not count for the worst.

@@ -290,14 +290,27 @@ def test_clipping_gradients() -> None:
 
 
 def test_a_gpu_updates_all_parameters_at_once() -> None:
-    """What the optimizer makes beside them is as large as they are; on a CPU, as a few of them."""
+    """In one kernel, with nothing beside them; op by op (foreach), with something as large as they are; on a CPU, as
+    one of them.
+    """
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
     program = shardc.compile(
         model, torch.randn(1, 64), {"shardc": 1, "mesh": {"dp": 1}}, loss=lambda y, x: y.sum(), prove=False
     )
     one = 64 * 64 * 4
     cpu = device("h100-80g").model_copy(update={"kind": "cpu"})
-    assert program.cost().memory.peak - program.cost(cpu).memory.peak >= 5 * one
+
+    def peak(device: Any = None, **how: bool) -> int:
+        """Of the update, in parameters of this size."""
+        make = lambda params: torch.optim.AdamW(params, lr=1e-3, **how)  # noqa: E731
+        return round(program.cost(device or "h100-80g", optimizer=make).memory.peak / one)
+
+    assert peak() == peak(fused=True) == 8 * 4
+    assert peak(foreach=True) == 8 * 5
+    assert 8 * 4 < peak(cpu) < 8 * 5
+    assert live_bytes.measured(program, model, torch.randn(1, 64))[0] == pytest.approx(
+        program.cost().memory.peak, rel=0.01
+    )
 
 
 def test_on_a_cpu_its_own_memory_is_no_other_place() -> None:

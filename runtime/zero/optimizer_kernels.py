@@ -1,0 +1,41 @@
+"""Which of torch's implementations of one optimizer runs, where the user left that open (`foreach=None, fused=None`).
+
+    on a CPU    torch's own choice: one parameter after the other
+    on a GPU    fused, where torch has it: a kernel that reads and writes every element once. Torch's own choice
+                there is foreach, which makes temporaries as large as all parameters
+
+Fused kernels round the last digits otherwise. They are no part of what a run is: a checkpoint does not say which ran.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from shardc.runtime.zero.optimizer_list import members_of
+
+#: Settings that name an implementation.
+IMPLEMENTATIONS = ("foreach", "fused")
+#: Those that are fused on GPUs. Not their subclasses, which may have a step of their own.
+_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
+
+def choose_as_on_gpu(optimizer: Optimizer) -> None:
+    """Set `fused` in the groups that leave the implementation open; they have made no state yet."""
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            if type(member) in _FUSED and _open(group) and not any(p in member.state for p in group["params"]):
+                group["fused"] = True
+
+
+def _open(group: dict[str, object]) -> bool:
+    """Whether the user has left the implementation open, and the fused one would take it."""
+    params = group["params"]
+    assert isinstance(params, list)
+    return (
+        all(group.get(name, False) is None for name in IMPLEMENTATIONS)
+        and not group.get("differentiable")
+        and not group.get("capturable")
+        and isinstance(group.get("lr"), float)
+        and all(p.is_floating_point() for p in params)
+    )
