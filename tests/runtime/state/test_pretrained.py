@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -120,8 +121,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool, bo
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_gives_every_mesh_the_weights_of_from_pretrained(name: str, folders: Any) -> None:
     specs = {**SPECS, **({"ep": EXPERTS} if name in ("mixtral", "qwen2_moe") else {})}
-    for axis, spec in specs.items():
-        tied = axis == "pp"
+    for spec, tied in itertools.product(specs.values(), (False, True)):
         program = shardc.compile(family(name, tied), batch(), spec, prove=False)
         for many in (False, True):
             path, model = folders(name, tied, many)
