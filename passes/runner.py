@@ -12,8 +12,15 @@ from typing import Any
 
 from torch import fx
 
+from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.passes.dump import dump
+from shardc.runtime.step import op_errors
+
+#: What helps where compile itself runs out of memory: it needs shapes only, and what it computes is small.
+LESS_TO_COMPILE = (
+    'build the model on the meta device (`with torch.device("meta")`), and give a small batch, or one on that device'
+)
 
 
 @dataclass
@@ -28,11 +35,20 @@ class Runner:
     _last: str = ""
 
     def run(self, name: str, work: Callable[..., Program], *args: Any) -> Program:
-        """`work(*args)`, a pass or capture, under its name."""
+        """`work(*args)`, a pass or capture, under its name. Raises ShardcError where this machine's memory is too small
+        for it.
+        """
         if self.on_pass:
             self.on_pass(name)
         start = time.perf_counter()
-        program = work(*args)
+        try:
+            program = work(*args)
+        except ShardcError:
+            raise
+        except (RuntimeError, MemoryError) as e:
+            if op_errors.no_memory(e):
+                raise op_errors.out_of_memory(e, f"compile, {name}", fix=LESS_TO_COMPILE) from e
+            raise
         self.seconds[name] = round(time.perf_counter() - start, 3)
         check(program.graph, program, typed=name != "capture")
         for stage in program.stages:

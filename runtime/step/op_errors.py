@@ -71,11 +71,11 @@ def no_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
 
 
-def out_of_memory(error: BaseException, where: str) -> OutOfMemoryError:
+def out_of_memory(error: BaseException, where: str, fix: str = LESS_MEMORY) -> OutOfMemoryError:
     """The error for the user. where: what was going on."""
     tried = _TRIED.search(str(error))
     size = f": {tried[1]} {tried[2]} more were asked for" if tried else ""
-    return OutOfMemoryError(f"out of memory{size}", where=where, fix=LESS_MEMORY)
+    return OutOfMemoryError(f"out of memory{size}", where=where, fix=fix)
 
 
 def outside(ids: Any, rows: int, ignore: int | None = None) -> str:

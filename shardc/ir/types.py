@@ -95,7 +95,10 @@ def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None
     with torch.no_grad():
         if (value := _pointwise(target, args, kwargs)) is not None:
             return value
-        return typed(target(*on_meta(args), **on_meta(kwargs)), target, args, kwargs)
+        options = dict(on_meta(kwargs))
+        if any(a.name == "device" for a in target._schema.arguments):  # what is made of no tensor is as large as asked
+            options["device"] = "meta"
+        return typed(target(*on_meta(args), **options), target, args, kwargs)
 
 
 #: They give what they take, and have no kernel on the meta device.
