@@ -70,6 +70,8 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     rows = batch // each * some
     if batch % (each * spec.data_ranks):
         return _whole(library, spec, batch)  # compile raises the error
+    if not library.subject.treats_layers_alike(spec):
+        return _whole(library, spec, batch)
     p = spec.pipeline
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)

@@ -18,12 +18,14 @@ from shardc.capture import capture
 from shardc.cost.extrapolate import layer_lists, with_layers
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
-from shardc.ir.patterns import of_every_layer
+from shardc.ir.layers import layer_of
+from shardc.ir.patterns import match, of_every_layer
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.passes.annotate import model_plan
 from shardc.plan.space import Layers
 from shardc.runtime.step import inputs
+from shardc.spec import Spec
 from shardc.torch_private import pytree
 
 #: Units of layers, enough to see what each adds: stages of one (the first), one, two, and one (the last).
@@ -56,6 +58,29 @@ class Subject:
             subject.layers = Layers(name, number, first, period)
             subject._short = _shortened(model, name, first + UNITS * period)
         return subject
+
+    def treats_layers_alike(self, spec: Spec) -> bool:
+        """Whether a spec says the same of every layer: only then are few layers like many. Not so with `every: 2`, or
+        with a pattern that names single layers.
+        """
+        if self.layers is None:
+            return True
+        if any(entry.every > 1 for entry in spec.checkpoint):
+            return False
+        patterns = {
+            *(entry.pattern for entry in (*spec.shard, *spec.activations)),
+            *(entry.match for entry in (*spec.experts, *spec.checkpoint)),
+        }
+        names = [n for n, _ in (*self.model.named_modules(), *self.model.named_parameters())]
+        matched: dict[tuple[int, str], set[frozenset[str]]] = {}  # by kind of layer and name in it
+        for name in names:
+            layer = layer_of(name)
+            if layer is None or layer[0] != self.layers.name or int(layer[1]) < self.layers.first:
+                continue
+            kind = (int(layer[1]) - self.layers.first) % self.layers.period
+            inside = name[len(".".join(filter(None, layer))) :]
+            matched.setdefault((kind, inside), set()).add(frozenset(p for p in patterns if match(p, name)))
+        return all(len(found) == 1 for found in matched.values())
 
     @property
     def rows(self) -> int:

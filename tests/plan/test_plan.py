@@ -252,6 +252,28 @@ def test_small_memory_makes_it_split_and_recompute() -> None:
     assert state(little) < state(much) or little.checkpoint == "full"
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"checkpoint": [{"match": "h.*", "every": 2}]},
+        {"checkpoint": [{"match": "h.{0,3,4}"}]},
+        {"mesh": {"tp": 2}, "shard": {"h.2.up": "column", "h.2.down": "row"}},
+        {"mesh": {"pp": 2}, "pipeline": {"axis": "pp"}, "batch": {"microbatches": 2}, "checkpoint": [{"match": "h.5"}]},
+    ],
+    ids=["every", "numbers", "weights of one layer", "pipeline"],
+)
+def test_a_spec_that_tells_layers_apart_is_priced_whole(entry: dict[str, Any]) -> None:
+    """Few layers are like many only if the spec says the same of all."""
+    q = stacked()
+    asked = {"shardc": 1, "mesh": {"dp": 2}, **entry}
+    assert not q.subject.treats_layers_alike(Spec.load(asked))
+    found = price(q.library, Spec.load(asked), 8)
+    model, _ = stack()
+    whole = shardc.compile(model, q.subject.example(8), asked, prove=False).cost(H100)
+    assert found.peak == whole.memory.peak
+    assert found.seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+
+
 def test_estimates_lie_near_exact_prices() -> None:
     q = stacked()
     for c in (
