@@ -67,10 +67,8 @@ class Subject:
             return True
         if any(entry.every > 1 for entry in spec.checkpoint):
             return False
-        patterns = {
-            *(entry.pattern for entry in (*spec.shard, *spec.activations)),
-            *(entry.match for entry in (*spec.experts, *spec.checkpoint)),
-        }
+        patterns = {r.pattern for r in spec.shard} | {r.pattern for r in spec.activations}
+        patterns |= {e.match for e in spec.experts} | {e.match for e in spec.checkpoint}
         names = [n for n, _ in (*self.model.named_modules(), *self.model.named_parameters())]
         matched: dict[tuple[int, str], set[frozenset[str]]] = {}  # by kind of layer and name in it
         for name in names:
