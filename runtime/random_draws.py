@@ -8,7 +8,7 @@ the numbers are the same on every mesh and device, however large the pieces in w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,32 @@ def draw(name: str, out: Tensor, key: Key, args: Mapping[str, Any]) -> None:
         flat[start:end] = sample(key, index, {k: v[start:end] for k, v in each.items()}, out.dtype)
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))
+
+
+def draw_box(
+    name: str,
+    whole: torch.Size,
+    dtype: torch.dtype,
+    key: Key,
+    args: Mapping[str, Any],
+    box: Sequence[tuple[int, int]],
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """A box of what `draw` fills a contiguous tensor of shape `whole` with, and nothing else of it. box: (start,
+    length) per dim. args: numbers only; not for "randperm".
+    """
+    sample = SAMPLERS[name](args)
+    out = torch.empty([n for _, n in box], dtype=dtype, device=device)
+    flat, wide = out.view(-1), torch.int64 if whole.numel() >= 2**31 else torch.int32
+    for start in range(0, out.numel(), CHUNK):
+        end = min(start + CHUNK, out.numel())
+        place = torch.arange(start, end, dtype=torch.int64, device=device)
+        index, stride = torch.zeros_like(place), 1
+        for size, (first, n) in zip(reversed(whole), reversed(box), strict=True):
+            index += (place % n + first) * stride
+            place, stride = place // n, stride * size
+        flat[start:end] = sample(key, index.to(wide), {}, dtype)
+    return out
 
 
 def known(name: str, args: Mapping[str, Any]) -> bool:

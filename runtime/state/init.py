@@ -4,7 +4,8 @@ itself.
     model, recipe = record(lambda: GPT(config))                     # the model on the meta device; nothing is allocated
     recipe.materialise("blocks.0.qkv.weight", seed=0)               # that parameter, computed from counters
 
-Every rank computes a parameter, keeps its shard and frees the rest, so nothing is broadcast. Random ops draw from the
+Every rank computes its part of a parameter that one random op filled (shardc.runtime.state.tape_slices); of others it
+computes all, keeps its shard and frees the rest. Nothing is broadcast. Random ops draw from the
 counter-based generator, keyed by (seed, ordinal of the op in the recording): `torch.manual_seed` plays no role, and
 every mesh and `materialise_model`, the single-device reference, get the same numbers.
 """

@@ -35,7 +35,7 @@ from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced
 #: Held while something is recorded: functions of torch and transformers are replaced for a while, which all threads
 #: would see.
 RECORDING = threading.RLock()
-_STREAM = 0x1417  # keeps initial weights apart from dropout's streams of the same seed
+STREAM = 0x1417  # keeps initial weights apart from dropout's streams of the same seed
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Tape:
             if out is not None:
                 memory[out.storage] = _empty(out, device).untyped_storage()
             random_draws.draw(
-                e.name, real(target), rng.key(seed, _STREAM, e.random), pytree.tree_map(argument, dict(e.kwargs))
+                e.name, real(target), rng.key(seed, STREAM, e.random), pytree.tree_map(argument, dict(e.kwargs))
             )
             return
         if e.name == "stored":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def local_parts(
 
     def part(x: Param | Buffer) -> Tensor:
         names = x.names
-        if not broadcast and (sliced := _sliced(x, given)) is not None:
+        if not broadcast and (sliced := _sliced(x, given, mesh.device)) is not None:
             return _read(x, sliced, mesh)
         if isinstance(x, Buffer) and x.constant is not None:
             whole = x.constant
@@ -89,12 +90,18 @@ def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
     return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _sliced(x: Param | Buffer, given: Weights) -> Sliced | None:
-    """What its part can be read from, slice by slice; None if it does not lie in files."""
+def _sliced(x: Param | Buffer, given: Weights, device: torch.device) -> Sliced | None:
+    """What its part can be read or computed from, slice by slice; None if only the whole can be."""
+    each = [_one(given, n, device) for n in x.members or x.names]
+    found = [s for s in each if s is not None]
     if x.members:
-        members = [given.sliced[n] for n in x.members if n in given.sliced]
-        return Stacked(members) if len(members) == len(x.members) else None
-    return next((given.sliced[n] for n in x.names if n in given.sliced), None)
+        return Stacked(found) if len(found) == len(x.members) else None
+    return next(iter(found), None)
+
+
+def _one(given: Weights, name: str, device: torch.device) -> Sliced | None:
+    drawn = given.drawn.get(name)
+    return given.sliced.get(name) or (replace(drawn, device=device) if drawn is not None else None)
 
 
 def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:

@@ -18,7 +18,7 @@ from shardc.runtime.state.init import Recipe, named_tensors, record, record_rese
 from shardc.runtime.state.init_recorder import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
 from shardc.runtime.state.slices import Sliced, open_weights, whole
-from shardc.runtime.state.tape_slices import OnTape
+from shardc.runtime.state.tape_slices import Drawn, OnTape, drawn
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -27,9 +27,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Weights:
     """what: "model", "state_dict", "file ..." for messages. shapes: by name, global. get(name, device): the whole
     tensor; it may be the source's own memory and lie on another device. tied(names): are these present names one
-    tensor, or equal? sliced: what lies in files, of which a rank reads its part alone. model: the module that they are
-    the weights of, if there is one; its own values do not count. notes: what to tell of them. folder: where they came
-    from, if from a folder.
+    tensor, or equal? sliced: what lies in files, of which a rank reads its part alone; drawn: what is random, of which
+    it computes its part alone. model: the module that they are the weights of, if there is one; its own values do not
+    count. notes: what to tell of them. folder: where they came from, if from a folder.
     """
 
     what: str
@@ -37,6 +37,7 @@ class Weights:
     get: Callable[[str, torch.device], Tensor]
     tied: Callable[[Sequence[str]], bool]
     sliced: Mapping[str, Sliced] = field(default_factory=dict)
+    drawn: Mapping[str, Drawn] = field(default_factory=dict)
     model: nn.Module | None = None
     notes: tuple[str, ...] = ()
     folder: Path | None = None
@@ -96,7 +97,14 @@ def _of_recipe(recipe: Recipe, seed: int) -> Weights:
     shapes = {k: r.shape for k, r in recipe.names.items()}
     on_tape = {k: OnTape(recipe.tape, r, seed) for k, r in recipe.names.items()} if recipe.tape.stored else {}
     sliced = {k: x for k, x in on_tape.items() if x.stored}
-    return Weights("model", shapes, lambda name, device: recipe.materialise(name, seed, device), tied, sliced)
+    return Weights(
+        "model", shapes, lambda n, device: recipe.materialise(n, seed, device), tied, sliced, _drawn(recipe, seed)
+    )
+
+
+def _drawn(recipe: Recipe | None, seed: int) -> dict[str, Drawn]:
+    found = {n: drawn(recipe.tape, r, seed) for n, r in recipe.names.items()} if recipe is not None else {}
+    return {n: x for n, x in found.items() if x is not None}
 
 
 def _of_module(model: nn.Module, seed: int) -> Weights:
@@ -115,7 +123,8 @@ def _of_module(model: nn.Module, seed: int) -> Weights:
     def tied(names: Sequence[str]) -> bool:
         return len({id(tensors[n]) for n in names if n in tensors}) <= 1
 
-    return Weights("model", shapes, get, tied, model=model)
+    computed = {n: x for n, x in _drawn(recipe, seed).items() if tensors[n].is_meta}
+    return Weights("model", shapes, get, tied, drawn=computed, model=model)
 
 
 def _of_files(path: str | Path) -> Weights:
@@ -157,7 +166,8 @@ def from_files(path: Any, base: Weights, seed: int) -> Weights:
     kept = {n: x for n, x in base.sliced.items() if n not in sliced}
     notes = (*base.notes, *placed.notes(base.model))
     folder = base.folder or placed.files.folder
-    return Weights(base.what, base.shapes, get, tied, {**kept, **sliced}, base.model, notes, folder)
+    computed = {n: x for n, x in base.drawn.items() if n not in sliced}
+    return Weights(base.what, base.shapes, get, tied, {**kept, **sliced}, computed, base.model, notes, folder)
 
 
 _CPU = torch.device("cpu")

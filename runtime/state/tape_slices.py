@@ -1,4 +1,5 @@
-"""A slice of a tensor on a tape, traced back to the tensors of files that it is made of, so that nothing else is read.
+"""A slice of a tensor on a tape, without the rest of it: traced back to the tensors of files that it is made of, or
+computed from the counters of the random op that filled it.
 
     files          experts.0.w1 [4, 8], experts.1.w1 [4, 8]   experts.0.w3, experts.1.w3
     on the tape    cat(stack(w1), stack(w3)) -> experts.gate_up_proj [2, 8, 8]
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.state.init_recorder import Ref, Tape
+from shardc.runtime import random_draws, rng
+from shardc.runtime.state.init_recorder import STREAM, Entry, Ref, Tape
 from shardc.runtime.state.slices import Box, Sliced, index, whole
 
 aten = torch.ops.aten
@@ -99,6 +101,34 @@ class OnTape:
     def stored(self) -> bool:
         """Does it come from files alone, piece by piece?"""
         return self.pieces(whole(self.shape)) is not None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A tensor that one random op filled: any box of it is computed by itself, the same numbers as in the whole."""
+
+    entry: Entry
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+    device: torch.device | str = "cpu"
+
+    def read(self, box: Box) -> Tensor:
+        key = rng.key(self.seed, STREAM, self.entry.random)
+        args = {k: x for k, x in self.entry.kwargs.items() if not isinstance(x, Ref)}
+        return random_draws.draw_box(self.entry.name, torch.Size(self.shape), self.dtype, key, args, box, self.device)
+
+
+def drawn(tape: Tape, ref: Ref, seed: int) -> Drawn | None:
+    """None where anything but a random op, whose arguments are numbers, had a part in the tensor's last values."""
+    at = tape.last_writer(ref.storage, len(tape.entries))
+    entry = tape.entries[at] if at is not None else None
+    if entry is None or entry.random < 0 or entry.name not in random_draws.SAMPLERS:
+        return None
+    target = entry.created[0] or entry.kwargs.get("self")
+    given = [x for k, x in entry.kwargs.items() if isinstance(x, Ref) and (k != "self" or entry.created[0])]
+    same = isinstance(target, Ref) and target.whole and target == ref
+    return Drawn(entry, ref.shape, ref.dtype, seed) if same and not given else None
 
 
 def pieces(tape: Tape, ref: Ref, box: Box, before: int | None = None) -> list[Piece] | None:

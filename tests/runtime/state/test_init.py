@@ -12,10 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardc
 from shardc.errors import ShardcError
-from shardc.runtime.random_draws import draw
+from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.random_draws import draw, draw_box
 from shardc.runtime.rng import Key
 from shardc.runtime.state.init import materialise_model, named_tensors, record, record_reset
+from shardc.runtime.state.parts import local_parameters
+from shardc.runtime.state.tape_slices import drawn
 
 torch.set_num_threads(1)
 
@@ -164,6 +168,65 @@ def test_distribution_of_each_random_op(name: str, args: dict[str, Any], mean: f
     if "a" in args:
         assert args["a"] <= out.min()
         assert out.max() <= args["b"]
+
+
+@pytest.mark.parametrize(("name", "args"), [(name, args) for name, args, _, _ in CASES])
+def test_a_box_of_a_draw_is_computed_without_the_rest(
+    name: str, args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.empty(6, 5, 8, dtype=torch.bfloat16)
+    draw(name, whole, Key(123, 456), args)
+    monkeypatch.setattr("shardc.runtime.random_draws.CHUNK", 7)
+    box = [(2, 3), (0, 5), (4, 2)]
+    part = draw_box(name, whole.shape, whole.dtype, Key(123, 456), args, box)
+    assert torch.equal(part, whole[2:5, :, 4:6])
+
+
+class Tables(nn.Module):
+    """Weights that a random op fills, and others: scaled afterwards, with a row of zeros, from a tensor of means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(8, 6)
+        self.scaled = nn.Parameter(torch.randn(4, 4) * 3)
+        self.padded = nn.Embedding(5, 4, padding_idx=1)
+        self.means = nn.Parameter(torch.normal(torch.arange(4.0), 0.1))
+        with torch.no_grad():
+            nn.init.trunc_normal_(self.plain.weight, std=0.02)
+
+
+def test_only_what_a_random_op_alone_filled_is_computed_by_slice() -> None:
+    _, recipe = record(Tables)
+    found = {n: drawn(recipe.tape, ref, 7) for n, ref in recipe.names.items()}
+    assert {n for n, x in found.items() if x is not None} == {"plain.weight", "plain.bias"}
+    weight, whole = found["plain.weight"], recipe.materialise("plain.weight", 7)
+    assert weight is not None
+    assert torch.equal(weight.read([(1, 4), (3, 2)]), whole[1:5, 3:5])
+
+
+def test_a_rank_computes_its_own_part_of_a_split_weight_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = shardc.compile(
+        nn.Sequential(nn.Linear(8, 6)),
+        {"input": torch.ones(2, 8)},
+        {"shardc": 1, "mesh": {"tp": 2}, "shard": {"0": "column"}},
+        loss=lambda y, _: y.square().mean(),
+        prove=False,
+    )
+    wanted = record(lambda: nn.Sequential(nn.Linear(8, 6)))[1].materialise("0.weight", 3)
+    computed: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        part = draw_box(*args, **options)
+        computed.append(part.numel())
+        return part
+
+    monkeypatch.setattr("shardc.runtime.random_draws.draw_box", counted)
+    parts = loopback(
+        program.mesh, lambda mesh: local_parameters(program, lambda: nn.Sequential(nn.Linear(8, 6)), mesh, 3)[0]
+    )
+    assert sorted(computed) == [3, 3, 24, 24]
+    name = next(p.name for p in program.params if p.fqn == "0.weight")
+    assert torch.equal(torch.cat([p[name].detach() for p in parts]), wanted)
 
 
 def test_cauchy_and_permutation() -> None:
