@@ -1,7 +1,7 @@
 """What conversions between placements cost, in bytes that one rank sends.
 
 Bytes, not seconds: placement compares ways to run one op on one axis, before it is known which device runs the program.
-What a collective takes on a device, with its latency and links: shardc.cost.device.Device.comm_seconds."""
+What a collective takes on a device, with its latency and links: shardc.cost.collective_seconds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What a program takes before it runs anywhere: memory, operations, communication, time.
 
 device        what a device does in a second; measure: this machine's numbers
+collective_seconds
+              how long one collective takes on it
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
               are parameters, gradients, optimizer state, activations
 ledger        counts the storages and ops of a dry run; flops: of one op

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.device import Device
 from shardc.cost.ledger import Op, Part, Sent, Waited
 from shardc.ir.mesh import Mesh
@@ -77,5 +78,5 @@ class Clock:
         key = kind, axes, nbytes
         if key not in self._seconds:
             ranks = self.mesh.group(self.rank, axes)
-            self._seconds[key] = self.device.comm_seconds(kind, nbytes, ranks)
+            self._seconds[key] = collective_seconds(self.device, kind, nbytes, ranks)
         return self._seconds[key]

@@ -8,9 +8,7 @@ device("cpu")         as measured by `shardc device --measure`; also "cuda"
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections import Counter
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -80,25 +78,6 @@ class Device(_Section):
         """Of one op: its flops or its memory traffic in bytes, whichever takes longer."""
         compute = flops / (self.flops_per_second(dtype) * self.reaches.flops)
         return max(compute, traffic / (self.bandwidth * self.reaches.bandwidth), self.launch)
-
-    def comm_seconds(self, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
-        """Of one collective among ranks (numbers in the world; neighbours share a node).
-
-        nbytes: of the whole tensor, as in shardc.runtime.mesh.CommRecord. The algorithm is a ring: each rank sends
-        (n - 1) / n of it, twice in an all_reduce. (Placement weighs the same bytes without a device:
-        shardc.passes.place.transfer_cost.)"""
-        n = len(ranks)
-        if n <= 1:
-            return 0.0
-        together = max(Counter(r // self.node for r in ranks).values())  # in one node; each has its own link to others
-        if together == n:
-            bandwidth, latency = self.within.bandwidth, self.within.latency
-        else:
-            bandwidth, latency = min(self.within.bandwidth, self.between.bandwidth * together), self.between.latency
-        if kind == "send_recv":
-            return latency + nbytes / (bandwidth * self.reaches.link)
-        rounds = 2 if kind == "all_reduce" else 1
-        return rounds * (latency * math.ceil(math.log2(n)) + nbytes * (n - 1) / n / (bandwidth * self.reaches.link))
 
     def to_yaml(self) -> str:
         """The device as a file, with units in comments."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardc.cost.clock import Clock
 from shardc.cost.closed_form_memory import Symbolic, symbolic
+from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.kept import Kept, kept
@@ -171,8 +172,8 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
     transfer = {}
     for e in program.edges:
         pair = tuple(_rank(program, schedule, s) for s in (e.source, e.target))
-        transfer[e.source, e.target] = device.comm_seconds(
-            "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
+        transfer[e.source, e.target] = collective_seconds(
+            device, "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
         )
     timeline = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer), program.edges)
     late = max(first - of_stage["F", 0], 0.0)

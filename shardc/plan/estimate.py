@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.ledger import KINDS
 from shardc.ir.mesh import Mesh
 from shardc.plan.dry_runs import Library, Stages
@@ -131,7 +132,7 @@ class Estimates:
         spent["bubble"] = bubble(c, float(forward.sum()), float(backward.sum()))
         if c.pp > 1:
             ranks = (0, c.devices // c.pp)
-            spent["bubble"] += 2 * (c.pp - 1) * device.comm_seconds("send_recv", x.sent * c.rows, ranks)
+            spent["bubble"] += 2 * (c.pp - 1) * collective_seconds(device, "send_recv", x.sent * c.rows, ranks)
         return np.maximum(kinds, 0), spent
 
     def _sums(self, c: Choice, grads: float, weights: float, forward: Vector, backward: Vector) -> float:
@@ -156,8 +157,8 @@ class Estimates:
         key = kind, c.dp, c.ep, c.tp
         if key not in self._lines:
             ranks = Mesh((("dp", c.dp), ("ep", c.ep), ("tp", c.tp))).group(0, ("dp", "ep"))
-            none = self.library.device.comm_seconds(kind, 0, ranks)
-            self._lines[key] = none, (self.library.device.comm_seconds(kind, 1e9, ranks) - none) / 1e9
+            none = collective_seconds(self.library.device, kind, 0, ranks)
+            self._lines[key] = none, (collective_seconds(self.library.device, kind, 1e9, ranks) - none) / 1e9
         none, each = self._lines[key]
         return none + each * nbytes
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.dry_run import dry_run
 from shardc.cost.ledger import KINDS
 from shardc.cost.peak_memory import parts
@@ -146,8 +147,8 @@ def _composed(
         transfer = {}
         for s in range(schedule.stages - 1):
             pair = [mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[i]}) for i in (s, s + 1)]
-            transfer[s, s + 1] = library.device.comm_seconds(
-                "send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1])
+            transfer[s, s + 1] = collective_seconds(
+                library.device, "send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1])
             )
         late = (
             part_of(stages[0], "F", "first")[CAUSES].sum() - part_of(stages[0], "F", "middle")[CAUSES].sum()

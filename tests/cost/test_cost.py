@@ -20,6 +20,7 @@ from torch import nn
 import shardc
 from shardc.capture import capture
 from shardc.cost import Cost, device, names
+from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.device import measured_file
 from shardc.cost.dry_run import dry_run
 from shardc.cost.extrapolate import extrapolate, layer_lists, with_layers
@@ -414,12 +415,25 @@ def test_devices() -> None:
     assert device("h200").memory > device("h100-80g").memory
     h100 = device("h100-80g")
     near, far = (
-        h100.comm_seconds("all_reduce", 1e9, tuple(range(8))),
-        h100.comm_seconds("all_reduce", 1e9, tuple(range(0, 64, 8))),
+        collective_seconds(h100, "all_reduce", 1e9, tuple(range(8))),
+        collective_seconds(h100, "all_reduce", 1e9, tuple(range(0, 64, 8))),
     )
     assert near == pytest.approx(2 * 7 / 8 * 1e9 / (450e9 * 0.8), rel=0.05)
     assert far == pytest.approx(2 * 7 / 8 * 1e9 / (50e9 * 0.8), rel=0.05)
-    assert h100.comm_seconds("all_gather", 1e9, (3,)) == 0
+    assert collective_seconds(h100, "all_gather", 1e9, (3,)) == 0
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 64, 1024])
+def test_an_exchange_is_as_slow_as_the_slower_of_its_links(ranks: int) -> None:
+    """Of a GB that each rank exchanges, 8 of the ranks are in its node, reached at 360 GB/s; what goes to the others
+    leaves over its own link, of 40 GB/s. A ring's bytes enter a node once, over all of its links.
+    """
+    h100, n = device("h100-80g"), ranks
+    inside, outside = 7 / n * 1e9 / 360e9, (n - 8) / n * 1e9 / 40e9
+    assert collective_seconds(h100, "all_to_all", 1e9, tuple(range(n))) == pytest.approx(max(inside, outside), rel=0.05)
+    assert collective_seconds(h100, "all_gather", 1e9, tuple(range(n))) == pytest.approx(
+        (n - 1) / n * 1e9 / (360e9 if n == 8 else 320e9), rel=0.05
+    )
 
 
 def test_a_device_that_is_not_known() -> None:
