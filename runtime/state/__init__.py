@@ -14,6 +14,7 @@ place in the global tensor, never by how a program shards, so that any mesh read
     tensor_file           .safetensors files by stretches of bytes
     inspecting            whether checkpoints are whole, and in what two differ
     torch_format          torch.distributed.checkpoint's format, in and out
+    digest                of a slice, by which damage is found
     disk_calls            every call that reaches a disk
     parts                 this rank's part of each parameter and buffer
     export                folders and files for others

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from shardc.runtime.state import digest
 from shardc.runtime.state.boxes import Numbers
 from shardc.runtime.state.tensor_file import MAX_HEADER, unique, whole_numbers
 
@@ -32,7 +33,6 @@ FORMAT, VERSION = "shardc checkpoint", 3
 MAX_BYTES = 4 << 30
 MAX_DIMS = 64
 FILE = re.compile(r"(model|optimizer)-[0-9]{5,9}\.safetensors")
-_DIGEST = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 DTYPES: dict[str, torch.dtype] = {
     str(x).removeprefix("torch."): x
@@ -227,7 +227,7 @@ def _stored(name: str, x: Any, files: tuple[File, ...], partial: bool) -> Stored
 
 
 def _slice(name: str, x: Any, whole: Stored, files: tuple[File, ...]) -> Slice:
-    if not isinstance(x, list) or len(x) != 5 or not _text(x[4], _DIGEST):
+    if not isinstance(x, list) or len(x) != 5 or not _text(x[4], digest.TEXT):
         raise ValueError(f"a slice of {name!r} is not [file, first byte, offset, shape, digest]")
     file, place = whole_numbers(x[:2], f"place of a slice of {name!r}")
     found = Slice(

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from xxhash import xxh3_128
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Buffer, Param, Program
@@ -33,6 +32,7 @@ from shardc.runtime.state.checkpoint_folder import (
     remedy,
 )
 from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
+from shardc.runtime.state.digest import Digest
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.state.tensor_file import BLOCK, bytes_of
@@ -232,7 +232,7 @@ def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
 
 
 def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
-    data, found = bytes_of(x), xxh3_128()
+    data, found = bytes_of(x), Digest()
     try:
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from xxhash import xxh3_128_hexdigest
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
@@ -40,6 +39,7 @@ from shardc.runtime.state import checkpoint_index, disk_calls
 from shardc.runtime.state.boxes import Numbers, Part, Runs, cuts, model_parts
 from shardc.runtime.state.checkpoint_folder import LOCK, WORK, aside, free_name, generations, prune
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored
+from shardc.runtime.state.digest import digest_of
 from shardc.runtime.state.saving_optimizer import state_parts, together
 from shardc.runtime.state.tensor_file import Entry, bytes_of, header, stored_as, unique
 
@@ -210,7 +210,7 @@ class _Save:
                 if self.cancelled:
                     raise _Cancelled
                 data = bytes_of(piece.read().to("cpu").contiguous())
-                found = Slice(len(mine), entry.start, piece.offset, piece.shape, xxh3_128_hexdigest(data))
+                found = Slice(len(mine), entry.start, piece.offset, piece.shape, digest_of(data))
                 file.add(data)
                 whole = self.plan.tensors[piece.key]
                 self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, found))

@@ -11,7 +11,8 @@
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
     sharded_bucket     what ZeRO 1 to 3 share; whole_params: 1 and 2; scattered_bucket: 2 and 3
     replicated_bucket, sharded_state_bucket, sharded_grad_bucket, sharded_param_bucket: the classes
-    gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward
+    gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward (where forward's stand in
+                       the program: shardc.passes.gradient_buckets)
     optimizer          a user's optimizer on this rank's stretches of parameters
     optimizer_check    may this optimizer be sharded, or stepped bucket by bucket? It is tried on a small copy
     early_step         the optimizer steps bucket by bucket, while later gradients are still being summed

@@ -45,7 +45,10 @@ def command(
     precision: Annotated[str, typer.Option(help="bfloat16 | float16 | float32 | pure-bfloat16 | model")] = "bfloat16",
     largest: Annotated[str | None, typer.Option(help="batch | sequence: also answer how large it may be")] = None,
     fewest: Annotated[bool, typer.Option("--fewest", help="also answer on how few devices anything fits")] = False,
-    headroom: Annotated[float, typer.Option(help="share of memory left to the allocator, NCCL and workspaces")] = 0.05,
+    headroom: Annotated[
+        float | None,
+        typer.Option(help="share of memory left to the allocator, NCCL and workspaces; a twentieth without it"),
+    ] = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
     as_json: JsonOption = False,
@@ -74,7 +77,7 @@ def command(
                 device=device,
                 global_batch=global_batch,
                 precision=precision,
-                headroom=headroom,
+                **({} if headroom is None else {"headroom": headroom}),
                 given=given,
                 largest=largest,  # type: ignore[arg-type]  # plan refuses any other word
                 fewest=fewest,

@@ -5,6 +5,7 @@ planner         the questions that a plan answers           result          Plan
 few_layers      the model, with few of its layers           space           the choices: mesh, ZeRO, schedule, ...
 dry_runs        one microbatch on one stage, dry-run        stage_vectors   the parts of a stage's step as vectors
 estimate        a first price of every choice               exact_price     an exact price of one
+headroom        how much of a device's memory it may take
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
 table           the plan as a table                         annotated_yaml  the best spec, with reasons as comments
 picture         the plan as a plot of time and memory
@@ -25,6 +26,7 @@ from shardc.cost.device import Device
 from shardc.cost.device import device as described
 from shardc.errors import ShardcError
 from shardc.plan.few_layers import Subject
+from shardc.plan.headroom import HEADROOM, usable
 from shardc.plan.planner import Planner
 from shardc.plan.result import Candidate, Plan
 from shardc.spec import Spec
@@ -40,7 +42,7 @@ def plan(
     device: str | Path | Device = "h100-80g",
     global_batch: int | None = None,
     precision: str = "bfloat16",
-    headroom: float = 0.05,
+    headroom: float = HEADROOM,
     given: str | Path | Mapping[str, Any] | Spec | None = None,
     largest: Literal["batch", "sequence"] | None = None,
     fewest: bool = False,
@@ -61,10 +63,7 @@ def plan(
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
     started = time.perf_counter()
-    if not 0 <= headroom < 1:
-        raise ShardcError(
-            f"headroom {headroom} is not a share", where="--headroom", fix="a number from 0 to 1, such as 0.05"
-        )
+    usable(on_device := described(device), headroom)
     if given is None and devices is None:
         raise ShardcError(
             "the number of devices is missing",
@@ -82,9 +81,7 @@ def plan(
     if largest not in (None, "batch", "sequence"):
         raise ShardcError(f"cannot search for the largest {largest!r}", where="--largest", fix="name batch or sequence")
     on("capturing", 0, 0)
-    planner = Planner(
-        Subject.of(model, batch, loss), described(device), precision, headroom, name or type(model).__name__, on
-    )
+    planner = Planner(Subject.of(model, batch, loss), on_device, precision, headroom, name or type(model).__name__, on)
     if given is not None:
         result = planner.given(given, devices, global_batch)
     else:

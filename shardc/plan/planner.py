@@ -20,6 +20,7 @@ from shardc.ir.program import Program
 from shardc.plan.dry_runs import Library
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.few_layers import UNITS, Subject, cuts, experts, regions, sequences, whole_inputs
+from shardc.plan.headroom import usable
 from shardc.plan.largest_that_fits import Largest
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.search import FAR, Core, Search
@@ -55,7 +56,7 @@ class Planner:
 
     @property
     def usable(self) -> float:
-        return self.device.memory * (1 - self.headroom)
+        return usable(self.device, self.headroom)
 
     @cached_property
     def captured(self) -> Program:

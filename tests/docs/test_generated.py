@@ -61,3 +61,13 @@ def test_the_example_is_readmes(tmp_path: Path) -> None:
     generate.example(tmp_path)
     assert (tmp_path / "model.py").read_text() in README.text
     assert (tmp_path / "spec.yaml").read_text() in README.text
+
+
+def test_the_table_of_stages_is_the_pipeline() -> None:
+    """docs/architecture.md, in its order; what comes before and after passes is there, too."""
+    from shardc.passes import PIPELINE
+
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    told = re.findall(r"^\| (\w+) \| `(passes/\S+)` \|", page, re.MULTILINE)
+    assert [name for name, _ in told] == [stage.name for stage in PIPELINE]
+    assert [path for _, path in told if not (ROOT / path).exists()] == []

@@ -1,9 +1,9 @@
 """Proof of rules against whole ops (docs/algebra.md), for the tests, `shardc rules --check` and `shardc.check_rule`.
 
 compare.py   tensors as ranks hold them      prove.py     every strategy that a rule allows: what is wrong
-case.py      one call: whole, and on ranks   strict.py    what a rule forbids though it is right
+case.py      one call: whole, and on ranks   too_strict.py what a rule forbids though it is right
 variants.py  other calls made from samples   survey.py    all of it, for many ops, with progress
-user_op.py   one op of a user's: `shardc.check_rule`    too_strict.py   rules that could be looser
+user_op.py   one op of a user's: `shardc.check_rule`
 """
 
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, name_of
