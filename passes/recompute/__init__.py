@@ -359,9 +359,12 @@ class _Choice:
     def _runs_again(self, n: fx.Node, again: set[str]) -> bool:
         """May an op of a region run again, and is its result not so small that it is kept all the same?"""
         graph = self.graph
-        if n in graph.weights or n.target in ROUTING or not again & kinds(n, graph.weights):
+        if n in graph.weights or n.target in ROUTING:
             return False  # what follows from weights alone is the same for all microbatches, and kept
-        return graph.base[n] is not n or n in self.own or graph.nbytes(n) * STATISTIC > graph.read(n)
+        if graph.base[n] is not n:
+            return True  # a view takes nothing
+        large = n in self.own or graph.nbytes(n) * STATISTIC > graph.read(n)
+        return large and bool(again & kinds(n, graph.weights))
 
     def _bought(self, share: float) -> set[fx.Node]:
         """What the budget pays for."""

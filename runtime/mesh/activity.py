@@ -28,6 +28,7 @@ class Activity:
     def __init__(self) -> None:
         self.doing = self.action = ""
         self.inside, self.count = False, 0
+        self._failed = False
         self._last: tuple[str, tuple[str, ...], str] | None = None
         self.noted: list[Callable[[str], None]] = []
 
@@ -37,16 +38,15 @@ class Activity:
         if self.inside:
             yield False
             return
-        self.doing, self.inside = doing, True
+        self.doing, self.inside, self._failed = doing, True, False
         self._write()
         try:
             yield True
         except BaseException:
-            self.noted.clear()  # what was noted last stays: that is where it failed
+            self.inside, self._failed = False, True
             raise
-        finally:
-            self.inside = False
-            self._write()
+        self.inside = False
+        self._write()
 
     def act(self, action: str) -> None:
         self.action = action
@@ -75,7 +75,7 @@ class Activity:
         return f"in {self.doing}, {place}" if place else f"in {self.doing}"
 
     def _write(self) -> None:
-        for note in self.noted:
+        for note in () if self._failed else self.noted:  # where it failed stays until the next thing begins
             note(str(self))
 
 

@@ -90,11 +90,11 @@ class Processes:
         """The other ranks on this machine, as far as they are known."""
         if not self._machine or self.known():
             return self._found
-        for told in self._store.get(self._key).decode().split(";"):
-            if told:
-                rank, number, born, file = map(int, told.split())
-                if rank not in self._found and rank != self._rank:
-                    self._found[rank] = _Process(number, born, _memory_of(number, file))
+        told = [tuple(map(int, each.split())) for each in self._store.get(self._key).decode().split(";") if each]
+        last = {rank: more for rank, *more in told if rank != self._rank}  # a process may have made several meshes
+        for rank, (number, born, file) in last.items():
+            if rank not in self._found:
+                self._found[rank] = _Process(number, born, _memory_of(number, file))
         if self.known():
             return self._found
         started = {r: _Process(n, _state(n)[1]) for r, n in _started_with_this().items() if r != self._rank}

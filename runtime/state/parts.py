@@ -92,11 +92,13 @@ def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
 
 def _sliced(x: Param | Buffer, given: Weights, device: torch.device) -> Sliced | None:
     """What its part can be read or computed from, slice by slice; None if only the whole can be."""
-    each = [_one(given, n, device) for n in x.members or x.names]
-    found = [s for s in each if s is not None]
     if x.members:
+        each = [_one(given, n, device) for n in x.members]
+        found = [s for s in each if s is not None]
         return Stacked(found) if len(found) == len(x.members) else None
-    return next(iter(found), None)
+    # of a tied parameter's names one may have been read, while the others are what the model would begin with
+    names = sorted(x.names, key=lambda n: n not in given.sliced)
+    return next((s for n in names if (s := _one(given, n, device)) is not None), None)
 
 
 def _one(given: Weights, name: str, device: torch.device) -> Sliced | None:

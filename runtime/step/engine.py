@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -240,8 +241,9 @@ class Engine:
         self._unbucketed = [n for n in self.params if n not in self.buckets.names]
 
     def __getattr__(self, name: str) -> Any:
-        hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"an engine has no {name!r}{hint}", name=name, obj=self)
+        if name in _INSTEAD:
+            raise AttributeError(f"an engine has no {name!r}: {_INSTEAD[name]}", name=name, obj=self)
+        return object.__getattribute__(self, name)  # raises: where a property failed, that property's own error
 
     def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:
         """The user's optimizer on what this rank owns. It is made from parameters of the shapes that the model's layers
@@ -406,14 +408,15 @@ class Engine:
         made when such a batch comes.
         """
         shapes = batch_sizes.other_shapes(self.program, batch, local=local)
-        training = self.rng.training or evaluating.switched(self.program, self._tell)
+        training = self.rng.training or self._evaluates_alike
         if self.program.resize is None or (shapes is None and training):
             return self.interpreter, {}
         key = shapes or tuple(x.shape for x in self.program.inputs), training
         if key not in self._others:
             self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
             start = time.perf_counter()
-            program = evaluating.compiled(self.program, batch, *key, tell=self._tell)
+            shapes, training = key
+            program = evaluating.compiled(self.program, batch, shapes, self.mesh, training=training, tell=self._tell)
             self.mesh.barrier()
             if isinstance(self.mesh, TorchMesh):
                 self.mesh.add_groups(groups_of(program))
@@ -422,6 +425,11 @@ class Engine:
             sizes = batch_sizes.described(self.program, key[0])
             self._tell(f"compiled for {sizes or 'evaluating'} in {seconds:.1f} s")
         return self._others[key]
+
+    @cached_property
+    def _evaluates_alike(self) -> bool:
+        """Does the program of a step evaluate as well? What nobody knows is told once."""
+        return evaluating.switched(self.program, self._tell)
 
     def _reduced(self, names: Sequence[str]) -> None:
         """Gradients that are summed over ranks, while others still are on their way."""

@@ -31,16 +31,26 @@ def switched(program: Program, tell: Callable[[str], None]) -> bool:
     return True
 
 
-def compiled(program: Program, batch: Any, shapes: Shapes, training: bool, tell: Callable[[str], None]) -> Program:
-    """The program for a batch of these global shapes. Raises ShardcError where it cannot be compiled: for evaluating
-    only if it is known to be another one.
+def compiled(
+    program: Program, batch: Any, shapes: Shapes, mesh: Any, *, training: bool, tell: Callable[[str], None]
+) -> Program:
+    """The program for a batch of these global shapes, the same on all ranks. Collective.
+
+    Raises ShardcError, on all, where one of them cannot compile it: for evaluating only if it is known to be another
+    one than that of a step.
     """
     assert program.resize is not None
+    made, error = program, None
     try:
-        return program.resize(program, batch, shapes, training)
+        made = program.resize(program, batch, shapes, training)
     except ShardcError as e:
-        if training or program.evaluates == "otherwise":
-            raise
-        tell(f"{e.what}. So dropout and BatchNorm alone are switched to evaluate. If it matters, {_PLAIN}")
+        error = e
+    # the model may be alive on some ranks only, or a proof may fail on one rank's rows
+    if not mesh.sum_on_host([error is not None])[0]:
+        return made
+    if training or program.evaluates == "otherwise":
+        raise error or ShardcError("another rank could not compile the program for this batch", where="engine")
+    why = error.what if error is not None else "another rank could not compile the model in eval mode"
+    tell(f"{why}. So dropout and BatchNorm alone are switched to evaluate. If it matters, {_PLAIN}")
     same = shapes == tuple(x.shape for x in program.inputs)
-    return program if same else program.resize(program, batch, shapes, True)
+    return program if same else compiled(program, batch, shapes, mesh, training=True, tell=tell)

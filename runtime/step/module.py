@@ -109,7 +109,7 @@ class _Running:
             if not evaluating.switched(program, self.tell):
                 shapes = tuple(x.shape for x in program.inputs)
                 self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
-                program = evaluating.compiled(program, batch, shapes, training=False, tell=self.tell)
+                program = evaluating.compiled(program, batch, shapes, self.mesh, training=False, tell=self.tell)
                 self.mesh.barrier()
                 if isinstance(self.mesh, TorchMesh):
                     self.mesh.add_groups(groups_of(program))

@@ -162,4 +162,5 @@ class ReplicatedBucket:
 
     def wholes(self) -> dict[str, Tensor]:
         """{name: whole local part, as stored}. Collective where it is cut."""
+        self.follow()
         return {n: p.detach() for n, p in self.params.items()}

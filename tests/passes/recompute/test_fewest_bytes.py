@@ -70,6 +70,37 @@ def test_what_is_there_anyway_costs_nothing() -> None:
     assert cut.cut() == []
 
 
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.out = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.norm(self.fc(x).transpose(0, 1))).transpose(0, 1) + x
+        return result
+
+
+class TurnedStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Turned() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_views_run_again_whatever_may() -> None:
+    """They take nothing: a norm of a transposed product follows from the product."""
+
+    def kept(again: list[str]) -> list[int]:
+        spec = {"shardc": 1, "mesh": {"dp": 1}, "checkpoint": [{"match": "h.*", "recompute": again}]}
+        return [r.kept for r in shardc.compile(TurnedStack(), torch.randn(4, 4, 8), spec, prove=False).regions]
+
+    assert kept(["norm"]) == kept(["norm", "elementwise"])
+
+
 # --- layers
 
 b, s, h, a, t = (Symbol(n, positive=True) for n in ("batch", "sequence", "hidden", "heads", "tp"))

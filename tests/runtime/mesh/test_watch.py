@@ -150,6 +150,10 @@ def test_what_a_rank_does() -> None:
     with pytest.raises(ValueError, match="no"), a.during("step 2"):
         raise ValueError("no")
     assert written[-1] == "in step 2, at all_reduce 'h' over dp+tp", "where it failed is what stays"
+    a.act("")
+    assert written[-1] == "in step 2, at all_reduce 'h' over dp+tp", "until"
+    with a.during("step 3"):
+        assert written[-1].startswith("in step 3"), "the next one begins"
 
 
 def test_a_rank_that_does_not_answer_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

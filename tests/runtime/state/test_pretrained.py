@@ -344,3 +344,30 @@ def test_a_module_of_ones_own_loop_begins_from_a_folder(folders: Any) -> None:
     half = {k: x[:2] for k, x in batch().items()}
     losses = loopback(program.mesh, lambda mesh: float(program.module(path, mesh=mesh)(**half).detach()))
     assert losses[0] == losses[1]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.wte(ids)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["wte.weight", "head.weight"])
+@pytest.mark.parametrize("source", ["model", "builder", "meta"])
+def test_a_file_may_have_any_name_of_a_tied_weight(source: str, name: str, tmp_path: Path) -> None:
+    """What the model would begin with under the other names does not win over what was read."""
+    weight, ids = torch.randn(12, 8), torch.arange(12)
+    save_file({name: weight}, tmp_path / "model.safetensors")
+    program = shardc.compile(Tied(), ids, {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
+    with torch.device("meta" if source == "meta" else "cpu"):
+        model = Tied()
+    given = Tied if source == "builder" else model
+
+    def read(mesh: Any) -> Any:
+        return program.engine(given, mesh=mesh, weights=tmp_path).full_state_dict()["wte.weight"]
+
+    assert all(torch.equal(found, weight) for found in loopback(program.mesh, read))

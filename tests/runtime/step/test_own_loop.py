@@ -301,6 +301,8 @@ def test_parameters_that_are_replaced_are_refused_or_used(spec: str, replace: Ca
         if replace is double and spec == "tp":
             with torch.no_grad():
                 module.get_parameter("down.weight").zero_()
+            assert not module.full_state_dict()["down.weight"].any(), "before the next forward, too"
+            assert not copy.deepcopy(module).full_state_dict()["down.weight"].any()
             value = module(**module.local(BATCH))
             value.backward()
             plain = copy.deepcopy(NET)
