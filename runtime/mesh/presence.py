@@ -110,14 +110,16 @@ _stores: dict[tuple[str | None, ...], tuple[Any, int, int, Iterator[int]]] = {}
 
 
 def _meeting(timeout: timedelta) -> tuple[Any, int, int]:
-    """(store, rank, world), as torch's env:// has them. A process that joins a world once more, after `close`, keeps
-    its store, and meets the others under other keys: what is left there of the last time would mislead it.
+    """(store, rank, world), as torch's env:// has them. What is left in the store of the last time would mislead: a
+    process that joins a world once more, after `close`, keeps its store, and torchrun's agent may keep its own when it
+    starts all processes again. So they meet under keys of this time.
     """
     place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
     if place not in _stores:
         _stores[place] = (*_new_store(timeout), itertools.count())
     store, rank, world, joined = _stores[place]
-    return dist.PrefixStore(f"shardc/join{next(joined)}", store), rank, world  # type: ignore[attr-defined]
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"shardc/start{restarts}/join{next(joined)}", store), rank, world  # type: ignore[attr-defined]
 
 
 def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
