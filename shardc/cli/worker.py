@@ -250,7 +250,7 @@ def _expected(job: Job) -> str:
     from shardc.cost import device
     from shardc.cost.device import measured_file
     from shardc.ir.units import size
-    from shardc.report.cost import op_place, part_name
+    from shardc.report.cost import peak_place
 
     here = "cuda" if torch.cuda.is_available() else "cpu"
     known = here if measured_file(here).is_file() else "h100-80g"
@@ -259,9 +259,7 @@ def _expected(job: Job) -> str:
     except ShardcError as e:
         return f"what a step needs cannot be calculated: {e.what}"
     memory = cost.memory
-    at = f" at {op_place(cost, memory.op)}" if memory.op else ""
-    part = part_name(memory.part, cost)
-    return f"by calculation a step holds {size(memory.peak)} on a rank at its peak, in {part}{at}"
+    return f"by calculation a step holds {size(memory.peak)} on a rank at its peak, at {peak_place(cost, memory)}"
 
 
 def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:

@@ -64,7 +64,7 @@ def table(cost: Cost) -> str:
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     ]
-    where = [f"{_name(cost, r)}: the peak is at {_where(cost, r.memory)}" for r in cost.ranks]
+    where = [f"{_name(cost, r)}: the peak is at {peak_place(cost, r.memory)}" for r in cost.ranks]
     where += [exposed] if (exposed := _exposed(cost)) else []
     return "\n".join(
         [f"live memory of one step on {cost.device.name}, at the peak", text[0], "-" * len(text[0]), *text[1:], *where]
@@ -77,7 +77,7 @@ def _exposed(cost: Cost) -> str:
     return f"a step of {seconds(cost.step_seconds)} waits for collectives over {', '.join(each)}" if each else ""
 
 
-def _where(cost: Cost, m: Memory) -> str:
+def peak_place(cost: Cost, m: Memory) -> str:
     """The part of a step and the op at the peak, by module and line of the model."""
     part, op = part_name(m.part, cost), op_place(cost, m.op)
     if op.startswith("backward of ") and part.startswith("backward"):
@@ -271,7 +271,7 @@ class _Panel:
         at = next((i for i, p in enumerate(m.curve) if p.total == m.peak), None)
         words = f"{name}: {size(m.peak)}"
         words += ", does not fit" if names and m.peak > cost.device.memory else ""
-        full = f"{words}, at {_where(cost, m)}"
+        full = f"{words}, at {peak_place(cost, m)}"
         self.picture.text(
             self.x,
             self.y - 8,
@@ -306,7 +306,7 @@ def to_json(cost: Cost) -> dict[str, Any]:
             "kinds": dict(r.memory.kinds),
             "part": r.memory.part,
             "op": r.memory.op,
-            "at_peak": _where(cost, r.memory),
+            "at_peak": peak_place(cost, r.memory),
             "resident": dict(r.memory.resident),
             "host": r.memory.host,
             "flops": r.flops,

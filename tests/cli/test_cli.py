@@ -524,4 +524,6 @@ def test_a_compiled_folder_with_an_op_of_the_users_own(files: Path) -> None:
 def test_memory_that_runs_out_is_told_with_what_a_step_needs(files: Path) -> None:
     assert call("compile", "model.py", "spec.yaml", "-o", "out").exit_code == 0
     said = worker._expected(worker.Job(program="out", model="model.py"))
-    assert re.fullmatch(r"by calculation a step holds [\d.]+ KiB on a rank at its peak, in update", said)
+    assert re.fullmatch(
+        r"by calculation a step holds [\d.]+ KiB on a rank at its peak, at backward of Net \(model\.py:\d+\)", said
+    )
