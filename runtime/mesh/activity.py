@@ -28,7 +28,7 @@ class Activity:
     def __init__(self) -> None:
         self.doing = self.action = ""
         self.inside, self.count = False, 0
-        self._failed = False
+        self._failed = ""  # where a rank failed: what it says of itself until it goes on
         self._last: tuple[str, tuple[str, ...], str] | None = None
         self.noted: list[Callable[[str], None]] = []
 
@@ -38,14 +38,16 @@ class Activity:
         if self.inside:
             yield False
             return
-        self.doing, self.inside, self._failed = doing, True, False
+        self.doing, self.inside = doing, True
         self._write()
         try:
             yield True
         except BaseException:
-            self.inside, self._failed = False, True
+            self._failed, self.inside = str(self), False
             raise
         self.inside = False
+        if self._failed.split()[1:2] == doing.split()[:1]:
+            self._failed = ""  # a later one of its kind has ended well; the save after an error does not count
         self._write()
 
     def act(self, action: str) -> None:
@@ -75,8 +77,8 @@ class Activity:
         return f"in {self.doing}, {place}" if place else f"in {self.doing}"
 
     def _write(self) -> None:
-        for note in () if self._failed else self.noted:  # where it failed stays until the next thing begins
-            note(str(self))
+        for note in self.noted:
+            note(str(self) if self.inside else self._failed or str(self))
 
 
 _waiting: list[None] = []

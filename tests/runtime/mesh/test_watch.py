@@ -152,8 +152,12 @@ def test_what_a_rank_does() -> None:
     assert written[-1] == "in step 2, at all_reduce 'h' over dp+tp", "where it failed is what stays"
     a.act("")
     assert written[-1] == "in step 2, at all_reduce 'h' over dp+tp", "until"
+    with a.during("saving"):
+        assert written[-1].startswith("in saving")
+    assert written[-1] == "in step 2, at all_reduce 'h' over dp+tp", "a step that failed is why it saved"
     with a.during("step 3"):
-        assert written[-1].startswith("in step 3"), "the next one begins"
+        assert written[-1].startswith("in step 3")
+    assert written[-1] == "after step 3", "an error that a run survives"
 
 
 def test_a_rank_that_does_not_answer_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
