@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from itertools import chain, compress, repeat, tee
 
 from torch import nn
 from torch.optim import Optimizer
@@ -37,10 +38,8 @@ class OptimizerWatch:
         if not self._left:
             return
         self._left -= 1
-        for x in gc.get_objects():
-            if issubclass(type(x), Optimizer) and any(
-                id(p) in self._names for g in x.param_groups for p in g["params"]
-            ):
+        for x in _optimizers():
+            if any(id(p) in self._names for g in x.param_groups for p in g["params"]):
                 self._left = 0
                 self._check_groups([[self._names.get(id(p), "") for p in g["params"]] for g in x.param_groups])
                 check_sharded(self._program, x, self._params, self._runs)
@@ -59,3 +58,11 @@ class OptimizerWatch:
                 where="the optimizer's groups",
                 fix='group by name: shardc.groups(module.named_parameters(), {"*.bias": {"weight_decay": 0.0}})',
             )
+
+
+def _optimizers() -> list[Optimizer]:
+    """Those of this process. No bytecode runs while all objects are in hand: another thread that is in the middle of
+    `tuple(...)` would meet a second owner of its tuple there, and CPython raises SystemError (bpo-15108).
+    """
+    objects, same = tee(chain.from_iterable(map(gc.get_objects, (None,))))  # asked for as `list` begins
+    return list(compress(objects, map(issubclass, map(type, same), repeat(Optimizer))))
