@@ -4,19 +4,18 @@ global loss.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardc import torch_modes
-from shardc.errors import Errors, ShardcError
+from shardc.errors import ShardcError
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
@@ -28,6 +27,7 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
     batch_sizes,
+    engine_options,
     evaluating,
     inputs,
     lr,
@@ -51,42 +51,6 @@ from shardc.runtime.zero.optimizer_list import as_one
 
 #: Returns a torch.optim.Optimizer, or a list of them
 OptimizerOf = Callable[[param_groups.NamedParameters], Any]
-
-
-def _check_options(
-    *, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimizer: Any, scheduler: Any
-) -> None:
-    """Raises ShardcError for values that would train otherwise than meant, without a word."""
-    errors = Errors()
-    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
-    if clip_norm is not None and not (number and 0 < clip_norm < math.inf):
-        errors.add(f"{clip_norm!r} is no norm", where="clip_norm", fix="a number above 0, or None: nothing is clipped")
-    if nonfinite not in get_args(not_finite.Action):
-        words = ", ".join(map(repr, get_args(not_finite.Action)))
-        errors.add(f"{nonfinite!r} is none of {words}", where="nonfinite", fix="write one of these")
-    for name, value, example in (
-        ("optimizer", optimizer, "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"),
-        ("scheduler", scheduler, "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"),
-    ):
-        if value is not None and not callable(value):
-            what = f"a {type(value).__name__} is no function: each rank makes its own, of its parts of the parameters"
-            errors.add(what, where=name, fix=f"pass a function: {example}")
-    for name, value in (("seed", seed), ("check_every", check_every)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            errors.add(f"{value!r} is no whole number", where=name, fix="pass one, such as 0")
-    errors.raise_any()
-
-
-#: What other trainers have, and what an engine has in its place.
-_INSTEAD = {
-    **dict.fromkeys(("train", "eval"), "step(batch) trains, evaluate(batch) evaluates"),
-    **dict.fromkeys(
-        ("zero_grad", "forward"), "step(batch) does all of it; backward(batch) and update() are its halves"
-    ),
-    "parameters": "engine.params is {name: this rank's part}; program.module(model) is an nn.Module",
-    "state_dict": "full_state_dict() has the whole weights, save(folder) and load(folder) all of the state",
-    "load_state_dict": "make the engine from weights, program.engine(model, weights=...); load(folder) reads all state",
-}
 
 
 def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
@@ -166,7 +130,7 @@ class Engine:
         rng: Callable[[int], Rng] = Rng,
         offload: Callable[[OffloadPlaces, Any], Offload] = Offload,
     ) -> None:
-        _check_options(
+        engine_options.check(
             clip_norm=clip_norm,
             nonfinite=nonfinite,
             seed=seed,
@@ -241,8 +205,8 @@ class Engine:
         self._unbucketed = [n for n in self.params if n not in self.buckets.names]
 
     def __getattr__(self, name: str) -> Any:
-        if name in _INSTEAD:
-            raise AttributeError(f"an engine has no {name!r}: {_INSTEAD[name]}", name=name, obj=self)
+        if name in engine_options.INSTEAD:
+            raise AttributeError(f"an engine has no {name!r}: {engine_options.INSTEAD[name]}", name=name, obj=self)
         return object.__getattribute__(self, name)  # raises: where a property failed, that property's own error
 
     def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:
@@ -422,7 +386,7 @@ class Engine:
                 self.mesh.add_groups(groups_of(program))
             self._others[key] = self._runs(program, self.mesh), state.constants(program, self.mesh)
             seconds = time.perf_counter() - start
-            sizes = batch_sizes.described(self.program, key[0])
+            sizes = batch_sizes.described(self.program, shapes)
             self._tell(f"compiled for {sizes or 'evaluating'} in {seconds:.1f} s")
         return self._others[key]
 

@@ -238,7 +238,7 @@ class Saved:
     __slots__ = ("__weakref__", "held", "source", "tensor", "unpack", "version")
 
     def __init__(self) -> None:
-        self.source: _Frame | _Again | None = None
+        self.source: _Frame | _Recomputation | None = None
         self.tensor: Tensor | None = None
         self.version = 0
         self.held: Any = None
@@ -250,12 +250,12 @@ class Saved:
 
     def begin(self) -> None:
         """It will be asked for soon: if it has to be computed, begin."""
-        if isinstance(self.source, _Again):
+        if isinstance(self.source, _Recomputation):
             self.source.begin()
 
     def get(self) -> Tensor:
         """The tensor. Raises RuntimeError, as autograd does, if it was changed in place meanwhile."""
-        if isinstance(self.source, _Again):
+        if isinstance(self.source, _Recomputation):
             self.source.recompute()
         if self.unpack is not None:
             return self.unpack(self.held)
@@ -300,7 +300,7 @@ class _Frame:
         self.needs: dict[int, tuple[bool, ...]] = {}
 
 
-class _Again:
+class _Recomputation:
     """One plan of one run of a region, until backward is through with it. inputs: what it holds, by node; wanted: by
     op; late: results that are still on their way from other ranks.
     """
@@ -416,7 +416,7 @@ class Tape:
             self._settle(i, n, saved, x, operands)
         if (ahead := getattr(getattr(result, "grad_fn", None), "ahead", None)) is not None:  # ops.overlap.product
             ahead.extend(weakref.WeakMethod(saved.begin) for saved, _ in pending)
-        pending.clear()  # as in `_Again._caught`
+        pending.clear()  # as in `_Recomputation._caught`
         for region in op.closes:
             self._close(self._frames.pop(region))
         return result
@@ -472,7 +472,7 @@ class Tape:
         wanted = [w for w in frame.wanted if w.saved() is not None]
         chain = frame.region.above
         for plan in self.regions.plans(frame.region, frozenset(w.origin for w in wanted)):
-            again = _Again(plan, self.regions, frame.needs, self.mesh)
+            again = _Recomputation(plan, self.regions, frame.needs, self.mesh)
             for w in wanted:
                 saved = w.saved()
                 if saved is not None and w.origin[0] in plan.ops:

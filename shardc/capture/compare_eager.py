@@ -24,12 +24,11 @@ from shardc.ir import source
 from shardc.ir.graph import calls, copy_graph
 from shardc.ir.program import Program, Source
 from shardc.ir.types import op_name
+from shardc.passes.canonical.norm import BATCH_NORMS
 from shardc.runtime.step import op_errors
 from shardc.torch_private import FakeTensor, OpOverload, pytree
 from shardc.verify.reference import interpret_all, reach
 
-#: All forms of batch norm whose arguments say whether it trains.
-BATCH_NORMS = ("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional")
 #: Models up to so many multiply-adds (parameters × tokens) are run; larger ones only pass the static checks.
 LIMIT_WORK = 2e11
 LIMIT_PARAMS = 50e6

@@ -35,8 +35,6 @@ Metadata: all keys of `node.meta` that passes may rely on
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,7 +44,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx
 
-from shardc.errors import Errors, ShardcError
+from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout, Shard
@@ -495,15 +493,17 @@ class Program:
         nothing is updated.
         """
         from shardc.runtime.step.engine import Engine, adamw
+        from shardc.runtime.step.engine_options import check_names
 
-        _check_names("engine", Engine, options)
+        check_names("engine", Engine, options)
         return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
 
     def module(self, model: Any = None, seed: int = 0, **options: Any) -> ShardedModule:
         """This rank's nn.Module, for a loop of one's own. See shardc.runtime.step.module.ShardedModule."""
+        from shardc.runtime.step.engine_options import check_names
         from shardc.runtime.step.module import ShardedModule
 
-        _check_names("module", ShardedModule, options)
+        check_names("module", ShardedModule, options)
         return ShardedModule(self, model, seed, **options)
 
     def local(self, batch: Any, rank: int | None = None) -> Any:
@@ -575,17 +575,3 @@ class Program:
         from shardc.runtime.step.engine import adamw
 
         return cost(self, described(device), optimizer or adamw, on=on, clip_norm=clip_norm)
-
-
-def _check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
-    """Raises ShardcError for an option that there is not, with the nearest that there is."""
-    known = [n for n in inspect.signature(made).parameters if n not in ("program", "model")]
-    errors = Errors()
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.5) or [
-                n for n in known if set(name.split("_")) & {*n.split("_")}
-            ]
-            fix = f"did you mean {near[0]!r}? ({', '.join(known)})" if near else f"one of {', '.join(known)}"
-            errors.add("there is no such option", where=f"program.{call}({name}=...)", fix=fix)
-    errors.raise_any()

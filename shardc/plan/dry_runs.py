@@ -23,7 +23,7 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import calls, operands_of
 from shardc.ir.program import Program
 from shardc.plan.few_layers import UNITS, Subject
-from shardc.plan.space import KEPT, Choice, Keep, SpecTemplate, spec
+from shardc.plan.space import Choice, Keep, SpecTemplate, budget, spec
 from shardc.plan.stage_vectors import FLOPS, Stage, Vector, lines, part_of, stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
@@ -165,17 +165,15 @@ class Library:
 
     def _core(self, choice: Choice) -> Stages:
         entries = spec(choice, self.template)
-        mixture = (
-            choice.checkpoint in KEPT and choice.checkpoint != "none"
-        )  # what is kept is chosen by cost: not worse than a mixture
-        if self.subject.layers is None and not mixture:
+        share = budget(choice.checkpoint)  # of what is kept, chosen by cost: not worse than a mixture
+        if self.subject.layers is None and share is None:
             program = self.compiled(entries, choice.batch)
             return Stages(whole=self._stage(program, 0), casts=(_casts(program, 0), 0.0, 0.0))
         if choice.checkpoint == "none":
             return self.pipelined(entries, choice.batch)
         base = self.core(replace(choice, checkpoint="none"))
-        if mixture:
-            full, share = self.core(replace(choice, checkpoint="full")), KEPT[choice.checkpoint]
+        if share is not None:
+            full = self.core(replace(choice, checkpoint="full"))
             if base.whole is not None and full.whole is not None:
                 return replace(base, whole=lines(full.whole, base.whole, full.whole, share))
             mixed = [lines(b, a, b, share) for a, b in ((base.one, full.one), (base.two, full.two))]

@@ -18,7 +18,7 @@ from shardc.cost.ledger import KINDS
 from shardc.ir.mesh import Mesh
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.exact_price import Priced, balanced, computing
-from shardc.plan.space import KEPT, Choice
+from shardc.plan.space import Choice, casts_kept
 from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
 from shardc.runtime.schedule import SCHEDULES
 
@@ -114,7 +114,7 @@ class Estimates:
             state[g] /= c.dp if c.zero > 1 else 1
         kept = x.kept.copy()
         # weights that are cast: a copy for all microbatches, unless they are stored in that dtype or gathered
-        casts = cast * KEPT.get(c.checkpoint, 1.0 if c.checkpoint == "cheap" else 0.0)
+        casts = cast * casts_kept(c.checkpoint)
         if self.library.microbatches == 1:  # it was counted as the microbatch's
             kept[KIND["activations"]] -= casts
         kept = np.where(GROW, kept * c.rows, 0)

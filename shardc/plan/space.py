@@ -24,8 +24,20 @@ CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "eighth": {"budget": 0.125},
     "full": {"save": []},
 }
-#: The share of a region's bytes that is kept for backward, where the spec fixes it.
-KEPT: dict[Keep, float] = {"none": 1.0, "half": 0.5, "quarter": 0.25, "eighth": 0.125}
+
+
+def budget(keep: Keep) -> float | None:
+    """The share of a region's bytes that is kept for backward, where the spec says so."""
+    entry = CHECKPOINTS[keep] or {}
+    return entry.get("budget")
+
+
+def casts_kept(keep: Keep) -> float:
+    """The share of weights whose copy in the dtype of products is kept, and not made again in backward: none where only
+    named results are.
+    """
+    share = budget(keep)
+    return share if share is not None else 0.0 if "save" in (CHECKPOINTS[keep] or {}) else 1.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""What an engine or a module is asked for: options that there are not or that mean nothing, and what other trainers
+have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from shardc.errors import Errors
+from shardc.ir.patterns import nearest
+from shardc.runtime.step import not_finite
+
+
+def check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
+    """Raises ShardcError for an option that there is not, with the nearest that there is. call: of Program; made: what
+    it makes.
+    """
+    known = [n for n in inspect.signature(made).parameters if n not in ("program", "model")]
+    errors = Errors()
+    for name in (n for n in options if n not in known):
+        sharing = (n for n in known if {*name.split("_")} & {*n.split("_")})  # grad_clip, clip_norm
+        near = nearest(name, known) or next(sharing, "")
+        fix = f"did you mean {near!r}? ({', '.join(known)})" if near else f"one of {', '.join(known)}"
+        errors.add("there is no such option", where=f"program.{call}({name}=...)", fix=fix)
+    errors.raise_any()
+
+
+def check(*, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimizer: Any, scheduler: Any) -> None:
+    """Raises ShardcError for values that would train otherwise than meant, without a word."""
+    errors = Errors()
+    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (number and 0 < clip_norm < math.inf):
+        errors.add(f"{clip_norm!r} is no norm", where="clip_norm", fix="a number above 0, or None: nothing is clipped")
+    if nonfinite not in get_args(not_finite.Action):
+        words = ", ".join(map(repr, get_args(not_finite.Action)))
+        errors.add(f"{nonfinite!r} is none of {words}", where="nonfinite", fix="write one of these")
+    for name, value, example in (
+        ("optimizer", optimizer, "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"),
+        ("scheduler", scheduler, "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"),
+    ):
+        if value is not None and not callable(value):
+            what = f"a {type(value).__name__} is no function: each rank makes its own, of its parts of the parameters"
+            errors.add(what, where=name, fix=f"pass a function: {example}")
+    for name, value in (("seed", seed), ("check_every", check_every)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            errors.add(f"{value!r} is no whole number", where=name, fix="pass one, such as 0")
+    errors.raise_any()
+
+
+#: What other trainers have, and what an engine has in its place.
+INSTEAD = {
+    **dict.fromkeys(("train", "eval"), "step(batch) trains, evaluate(batch) evaluates"),
+    **dict.fromkeys(
+        ("zero_grad", "forward"), "step(batch) does all of it; backward(batch) and update() are its halves"
+    ),
+    "parameters": "engine.params is {name: this rank's part}; program.module(model) is an nn.Module",
+    "state_dict": "full_state_dict() has the whole weights, save(folder) and load(folder) all of the state",
+    "load_state_dict": "make the engine from weights, program.engine(model, weights=...); load(folder) reads all state",
+}
