@@ -6,7 +6,8 @@ device.
 
 The generator hashes the index: two rounds of a 32-bit finaliser with full avalanche (Wellons, "Prospecting for hash
 functions", 2018: lowbias32), each with key words mixed in. It is not cryptographic; it passes the tests in
-tests/runtime/test_rng.py."""
+tests/runtime/test_rng.py. ops/dropout_kernel.py repeats `key`, `_avalanche`, `_hash` and `bits` in Triton: change both
+(tests/runtime/ops/test_dropout.py compares them bit for bit)."""
 
 from __future__ import annotations
 

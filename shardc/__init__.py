@@ -11,6 +11,8 @@ cost, plan    time and memory; the fastest spec        report     text, tables a
 cli           the commands                             nn         functions for models that torch has no op for
 errors        ShardcError; folded_messages: equal messages of layers, once
 torch_modes, torch_private    modes and private modules of torch; text_file: small files of users
+
+The folders passes/, runtime/ and specs/ lie beside shardc/: pyproject.toml (package-dir) makes them its packages.
 """
 
 from __future__ import annotations

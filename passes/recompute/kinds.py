@@ -2,8 +2,8 @@
 
     linear       products with weights; matmul: products of two activations; attention; conv; norm
     collective   all that communicates; gather: only those that put the parts of a value together (all_gather)
-    elementwise  all that takes no more work than reading its operands and writing its results: functions of elements,
-                 casts, views, sums, softmax
+    elementwise  (wider than its name) all that takes no more work than reading its operands and writing its results:
+                 functions of elements, casts, views, and sums, softmax, cat, variances
 
 An op may be of several kinds (a gather is a collective), or of none: sorting, routing of experts, ops of users.
 """

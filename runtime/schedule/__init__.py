@@ -1,5 +1,5 @@
-"""Pipeline schedules as data: which rank runs which action when. Pure Python, and a room of its own: it imports nothing
-but shardc.errors and text_file, so that specs, passes, plans and the interpreter can all read the one table below.
+"""Pipeline schedules as data: which rank runs which action when. Pure Python that imports nothing of
+shardc but errors and text_file, so that specs, passes, plans and the interpreter can all read the one table below.
 
     s = make("1f1b", stages=4, ranks=4, microbatches=8, edges=[(0, 1), (1, 2), (2, 3), (0, 3)])
     print(s)                        # a line a rank; parse(str(s)) == s
@@ -64,16 +64,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Maker:
-    """How a schedule is made, what a plan may try, and what it expects of it before it prices a choice exactly.
+    """How a schedule is made, and estimates by which a plan chooses which ones to make and price exactly.
 
-    order: (stages, ranks, microbatches) -> F, B, I and W of each rank. per_rank: numbers of stages on a rank that a
-    plan tries, the first is what a spec gets that names none. only: the order exists for these numbers alone.
-
-    An expectation is of `ranks` with `per_rank` equal stages each; 1F1B's where a schedule has no better one.
-    kept: (ranks, per_rank, microbatches, first) -> how many microbatches a rank keeps activations of at once, all its
-    stages counted as one; of the first rank, or of the last. idle: (ranks, per_rank, microbatches, forward, backward)
-    -> seconds that a rank waits for others; forward, backward: seconds of a microbatch on all stages of a rank. There
-    are at least as many microbatches as ranks."""
+    order: (stages, ranks, microbatches) -> F, B, I and W of each rank.
+    per_rank: numbers of stages on a rank that a plan tries; the first is that of a spec that names none.
+    only: the order exists for the numbers in per_rank alone.
+    kept, idle: estimates for plans, by default those of 1F1B: of `ranks` ranks that have `per_rank` equal stages each,
+    and at least as many microbatches as ranks.
+    kept: (ranks, per_rank, microbatches, first) -> of how many microbatches a rank keeps activations at once, all its
+    stages counted as one. first: of the first rank; else of the last.
+    idle: (ranks, per_rank, microbatches, forward, backward) -> seconds that a rank waits for others in a step. forward,
+    backward: seconds of one microbatch on all stages of a rank.
+    """
 
     order: Callable[[int, int, int], list[list[Action]]]
     per_rank: tuple[int, ...] = (1,)

@@ -1,8 +1,8 @@
 """Checkpoints that any mesh can load: how one is read.
 
 A rank reads the slices that overlap its own boxes, two at a time: into the tensor itself where a slice is just what it
-has, else into a buffer of at most one slice. Every slice is checked against its digest. Ranks meet twice, to load the
-same checkpoint of a folder, and to agree that all is well.
+has, else into a buffer of at most one slice. Every slice is checked against its digest. Ranks agree on which checkpoint
+of a folder to load, and after each of `check`, `read` and `finish` that it succeeded everywhere.
 """
 
 from __future__ import annotations

@@ -35,9 +35,7 @@ LIMIT_PARAMS = 50e6
 #: Largest error, relative to the largest entry of the gradient. Both sides run the same kernels; only the order of sums
 #: differs.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-
-
-#: Of that where nothing is differentiated: the same kernels in the same order.
+#: Factor on TOLERANCE where only outputs in eval mode are compared (no gradients): the same kernels in the same order.
 EVALUATED = 1e-2
 #: Ops that a program runs in another way when it evaluates: {name: the argument that says so}.
 SWITCHED = {

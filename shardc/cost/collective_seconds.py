@@ -1,11 +1,14 @@
 """How long one collective takes on a device: by its kind, its bytes, and by who of its ranks share a node.
 
-    all_gather, reduce_scatter    a ring: each rank sends (n - 1) / n of the tensor
+    all_gather, reduce_scatter    bytes as in a ring: each rank sends (n - 1) / n of the tensor; latency as in a tree:
+                                  that of ceil(log2 n) messages
     all_reduce                    both, one after the other
     all_to_all                    each rank sends a part of its own to every other: inside its node over the inner link,
                                   to other nodes over its own link to them, both at once
     send_recv                     from one rank to another
 
+Libraries choose by size: a tree (or halving and doubling) for small tensors, where latency counts, and a ring for large
+ones, where its n - 1 messages one after the other are little beside the bytes. So each is priced by what counts there.
 In a ring every byte enters a node once, over whichever link: the links that a node's ranks have to other nodes add up.
 The bytes of an exchange are all different, and each rank's go over its own link. (Thakur, Rabenseifner and Gropp 2005,
 "Optimization of Collective Communication Operations in MPICH".) Placement weighs the same bytes without a device:

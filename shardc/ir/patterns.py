@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from shardc.errors import Errors, ShardcError
 
-_TRIED = 8  # alternatives of a pattern for which a like name is looked for
+_TRIED = 8  # how many alternatives of a pattern get a "did you mean"
 _GROUP = re.compile(r"\{([^{}]*)\}")
 
 
@@ -167,7 +167,7 @@ def select_modules(
     return selected
 
 
-#: The way out where no name of the model is like a pattern.
+#: The fix that errors offer where the model has no similar name.
 SEE_NAMES = "see the model's names with `shardc inspect model.py --before`"
 
 

@@ -49,7 +49,7 @@ class Signature:
 
     def __str__(self) -> str:
         def one(f: str) -> str:
-            if f.startswith("#"):
+            if f.startswith("#"):  # a number: see Notation.literal
                 return f.split("#")[2]
             return f + "+" * (f in self.summed) + "!" * (f in self.whole)
 
@@ -70,7 +70,7 @@ class Notation:
     outputs: tuple[Operand, ...]
     summed: frozenset[str]
     whole: frozenset[str]
-    literal: Mapping[str, int]
+    literal: Mapping[str, int]  # numbers in the rule, each a factor of its own: "#place#size", as 3 in (3 n) is "#1#3"
 
     def factors(self) -> set[str]:
         """The names of all factors that may be split or are whole."""

@@ -13,7 +13,8 @@ class Strategy:
     """One way to run an op on one axis: what every operand must be, what every result then is.
 
     kind: "replicate" | "partial_grad" | "partial" | "split" | the name of an extra strategy.
-    factor, digit: for "split": the factor and the product of the major digits within it.
+    factor: for "split": its name, with "/d" if major digits of product d lie before it within the factor, or
+    " by sections".
     """
 
     kind: str
