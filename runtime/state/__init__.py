@@ -6,7 +6,8 @@ place in the global tensor, never by how a program shards, so that any mesh read
     full_state_dict       the plain state_dict of the unsharded model, gathered parameter by parameter
     export_safetensors    the same, in files that safetensors, transformers and peft load; no rank holds all of it
 
-    saving, loading       checkpoints: how one is written, and read
+    saving, loading       checkpoints: how one is written, and read by all ranks together
+    checked_slices        slices of a checkpoint's files, read and checked against their digests
     checkpoint_folder     the folder of checkpoints: which is the last one, and which are whole
     checkpoint_index      index.json: what is in a checkpoint, checked as what anybody may have written
     boxes                 which boxes of a global tensor a rank writes and reads
@@ -19,7 +20,8 @@ place in the global tensor, never by how a program shards, so that any mesh read
     parts                 this rank's part of each parameter and buffer
     export                folders and files for others
     sources               where weights come from: a model, a builder, a state_dict, files
-    slices                files, of whose tensors any box can be read
+    weight_files          safetensors files, torch files and checkpoints, whose tensors are read by slice
+    sliced_tensors        what can be read by slice: ranges of a tensor's dims
     reading_calls         `from_pretrained` and `torch.load` inside a builder, answered without reading
     pretrained            weights of files under a model's names: prefixes, renames, conversions
     init, init_recorder   weights of a builder, each computed by itself from a recording of the constructor

@@ -35,7 +35,7 @@ from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Runs, kept, model_parts
 from shardc.runtime.state.init_recorder import Recorder, Tape
 from shardc.runtime.state.pretrained import pretrained_modules
-from shardc.runtime.state.slices import Box, index, runs, whole
+from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
 from shardc.runtime.state.tape_slices import OnTape, Piece
 from shardc.runtime.state.tensor_file import NAMES, Entry, bytes_of, header
 from shardc.torch_private import pytree
@@ -47,8 +47,8 @@ _CARRIED = re.compile(
 )
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
-#: What a rank holds of a tensor: (box of the global tensor, what is there).
-Held = Callable[[str], Iterable[tuple[Box, Tensor]]]
+#: What a rank holds of a tensor: (ranges of the global tensor, what is there).
+Held = Callable[[str], Iterable[tuple[Ranges, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Named:
     dtype: torch.dtype
     values: dict[str, Tensor] = field(default_factory=dict, compare=False)
 
-    def read(self, box: Box) -> Tensor:
-        return self.values[self.name][index(box)]
+    def read(self, ranges: Ranges) -> Tensor:
+        return self.values[self.name][index(ranges)]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def export_safetensors(
     layouts = plan(Path(path), shapes, ties, model, carried, dtype)
     parts = model_parts(program, params, buffers, runs or {}, mesh)
 
-    def held(name: str) -> Iterator[tuple[Box, Tensor]]:
+    def held(name: str) -> Iterator[tuple[Ranges, Tensor]]:
         part = parts.get(f"model.{name}")
         if part is not None and part.written(mesh.layout, mesh.rank):
             for box in part.boxes(mesh.layout, mesh.rank):
@@ -360,9 +360,9 @@ def _computed(x: Output, layout: Layout, gathered: Callable[[str], Tensor]) -> t
     found = x.on_tape.read(whole(x.on_tape.shape))
     for name in x.needs:
         layout.values.pop(name, None)
-    box = tuple(whole(x.on_tape.shape))
+    ranges = tuple(whole(x.on_tape.shape))
     computed = Named("", x.on_tape.shape, x.on_tape.dtype, {"": found})
-    return (Piece(computed, box, box, tuple(range(len(box)))),)
+    return (Piece(computed, ranges, ranges, tuple(range(len(ranges)))),)
 
 
 def _data(x: Output, pieces: Sequence[Piece], held: Held, first: bool) -> Iterator[tuple[Piece, Tensor]]:
@@ -371,18 +371,18 @@ def _data(x: Output, pieces: Sequence[Piece], held: Held, first: bool) -> Iterat
         assert isinstance(piece.source, Named)
         if not piece.source.name:
             if first:
-                yield piece, piece.turned(piece.source.read(piece.box)).to(x.dtype)
+                yield piece, piece.turned(piece.source.read(piece.ranges)).to(x.dtype)
             continue
-        for box, local in held(piece.source.name):
-            part = piece.within(box)
+        for ranges, local in held(piece.source.name):
+            part = piece.within(ranges)
             if part is not None:
-                start = [(a - b, n) for (a, n), (b, _) in zip(part.box, box, strict=True)]
+                start = [(a - b, n) for (a, n), (b, _) in zip(part.ranges, ranges, strict=True)]
                 yield part, part.turned(local.detach()[index(start)]).to(device="cpu", dtype=x.dtype)
 
 
-def _put(descriptor: int, entry: Entry, place: Box, data: Tensor) -> None:
-    """Write a box of a tensor to its place in a file."""
-    length, starts = runs(entry.shape, place)
+def _put(descriptor: int, entry: Entry, place: Ranges, data: Tensor) -> None:
+    """Write a slice of a tensor to its place in a file."""
+    length, starts = stretches(entry.shape, place)
     size, data = length * entry.dtype.itemsize, data.contiguous()
     memory = bytes_of(data)
     for i, start in enumerate(starts):

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.runtime import random_draws, rng
-from shardc.runtime.state.slices import Sliced, whole
+from shardc.runtime.state.sliced_tensors import Sliced, whole
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
 #: Held while something is recorded: functions of torch and transformers are replaced for a while, which all threads

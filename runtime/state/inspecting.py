@@ -13,9 +13,9 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import disjoint
+from shardc.runtime.state.checked_slices import damage, read_box, read_whole
 from shardc.runtime.state.checkpoint_folder import DamagedError, check_file, read_index
 from shardc.runtime.state.checkpoint_index import Index, Slice, Stored
-from shardc.runtime.state.loading import damage, read_box, read_whole
 
 
 def verify(path: Path) -> Iterator[ShardcError]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors
 from shardc.ir.program import Buffer, Param, Program
-from shardc.runtime.state.slices import Sliced, Stacked, index
+from shardc.runtime.state.sliced_tensors import Sliced, Stacked, index
 from shardc.runtime.state.sources import Weights, check_names, weights
 
 
@@ -24,7 +24,7 @@ def local_parameters(
         nn.Module with weights           cut by the program's layouts; not changed
         a function that builds the model run without memory (or its `Recipe`): each parameter is computed by itself
         nn.Module on the meta device     each module's own reset_parameters, as FSDP does it
-        {name: tensor}, or a path        a state_dict; files that shardc.runtime.state.slices reads
+        {name: tensor}, or a path        a state_dict; files that shardc.runtime.state.weight_files reads
     base: such a source again (not a file), for what a state_dict lacks: buffers that are not persistent.
     seed: of the weights that are computed. Every mesh gets the same numbers.
     """

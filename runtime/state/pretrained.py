@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state.init_recorder import Recorder
-from shardc.runtime.state.slices import WeightFiles
+from shardc.runtime.state.weight_files import WeightFiles
 
 #: Names that an error or a note gives.
 SHOWN = 4

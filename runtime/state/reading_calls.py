@@ -29,7 +29,8 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.runtime.state.init_recorder import RECORDING, Recorder
 from shardc.runtime.state.pretrained import folded, load_converted
-from shardc.runtime.state.slices import InMemory, WeightFiles, of_files
+from shardc.runtime.state.sliced_tensors import InMemory
+from shardc.runtime.state.weight_files import WeightFiles, of_files
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree
 

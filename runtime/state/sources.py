@@ -17,8 +17,9 @@ from shardc.errors import Errors, ShardcError
 from shardc.runtime.state.init import Recipe, named_tensors, record, record_reset
 from shardc.runtime.state.init_recorder import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
-from shardc.runtime.state.slices import Sliced, open_weights, whole
+from shardc.runtime.state.sliced_tensors import Sliced, whole
 from shardc.runtime.state.tape_slices import Drawn, OnTape, drawn
+from shardc.runtime.state.weight_files import open_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardc.runtime import random_draws, rng
 from shardc.runtime.state.init_recorder import STREAM, Entry, Ref, Tape
-from shardc.runtime.state.slices import Box, Sliced, index, whole
+from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, whole
 
 aten = torch.ops.aten
 _COPIES = {aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.detach_copy.default}
@@ -28,37 +28,38 @@ _COPIES = {aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.d
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a stored tensor, and its place in a result.
+    """A slice of a stored tensor, and its place in a result.
 
-    source: what is stored; box: of it; place: the box of the result. dims: for each dim of the result the source's dim
-    that lies along it, -1 where there is none (the place is 1 long there). dtypes: which the numbers pass through.
+    source: what is stored; ranges: of it; place: the ranges of the result. dims: for each dim of the result the
+    source's dim that lies along it, -1 where there is none (the place is 1 long there). dtypes: which the numbers pass
+    through.
     """
 
     source: Sliced
-    box: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]
     place: tuple[tuple[int, int], ...]
     dims: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = ()
 
     def turned(self, x: Tensor) -> Tensor:
-        """What was read from the box, with the result's dims and dtype."""
+        """What was read of the source, with the result's dims and dtype."""
         kept = [d for d in self.dims if d >= 0]
         x = x.permute([*kept, *(d for d in range(x.dim()) if d not in kept)])
         for dtype in self.dtypes:
             x = x.to(dtype)
         return x.reshape([n for _, n in self.place])
 
-    def within(self, box: Box) -> Piece | None:
-        """The part of it that lies in a box of the source."""
-        common = [_common(mine, other) for mine, other in zip(self.box, box, strict=True)]
+    def within(self, ranges: Ranges) -> Piece | None:
+        """The part of it that lies in these ranges of the source."""
+        common = [_common(mine, other) for mine, other in zip(self.ranges, ranges, strict=True)]
         if any(n <= 0 for _, n in common):
             return None
         place = list(self.place)
         for d, along in enumerate(self.dims):
             if along >= 0:
-                start = self.place[d][0] + common[along][0] - self.box[along][0]
+                start = self.place[d][0] + common[along][0] - self.ranges[along][0]
                 place[d] = start, common[along][1]
-        return replace(self, box=tuple(common), place=tuple(place))
+        return replace(self, ranges=tuple(common), place=tuple(place))
 
 
 def _common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
@@ -83,18 +84,18 @@ class OnTape:
     def dtype(self) -> torch.dtype:
         return self.ref.dtype
 
-    def pieces(self, box: Box) -> list[Piece] | None:
-        """What a box of it consists of; None where it is computed."""
-        return pieces(self.tape, self.ref, box)
+    def pieces(self, ranges: Ranges) -> list[Piece] | None:
+        """What a slice of it consists of; None where it is computed."""
+        return pieces(self.tape, self.ref, ranges)
 
-    def read(self, box: Box) -> Tensor:
-        found = self.pieces(box)
+    def read(self, ranges: Ranges) -> Tensor:
+        found = self.pieces(ranges)
         if found is None:
-            return self.tape.replay([self.ref], self.seed, self.device)[0][index(box)]
-        out = torch.empty([n for _, n in box], dtype=self.dtype)
+            return self.tape.replay([self.ref], self.seed, self.device)[0][index(ranges)]
+        out = torch.empty([n for _, n in ranges], dtype=self.dtype)
         for piece in found:
-            place = [(start - first, n) for (start, n), (first, _) in zip(piece.place, box, strict=True)]
-            out[index(place)] = piece.turned(piece.source.read(piece.box))
+            place = [(start - first, n) for (start, n), (first, _) in zip(piece.place, ranges, strict=True)]
+            out[index(place)] = piece.turned(piece.source.read(piece.ranges))
         return out
 
     @property
@@ -105,7 +106,7 @@ class OnTape:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A tensor that one random op filled: any box of it is computed by itself, the same numbers as in the whole."""
+    """A tensor that one random op filled: any slice of it is computed by itself, the same numbers as in the whole."""
 
     entry: Entry
     shape: tuple[int, ...]
@@ -113,10 +114,12 @@ class Drawn:
     seed: int
     device: torch.device | str = "cpu"
 
-    def read(self, box: Box) -> Tensor:
+    def read(self, ranges: Ranges) -> Tensor:
         key = rng.key(self.seed, STREAM, self.entry.random)
         args = {k: x for k, x in self.entry.kwargs.items() if not isinstance(x, Ref)}
-        return random_draws.draw_box(self.entry.name, torch.Size(self.shape), self.dtype, key, args, box, self.device)
+        return random_draws.draw_box(
+            self.entry.name, torch.Size(self.shape), self.dtype, key, args, ranges, self.device
+        )
 
 
 def drawn(tape: Tape, ref: Ref, seed: int) -> Drawn | None:
@@ -131,10 +134,10 @@ def drawn(tape: Tape, ref: Ref, seed: int) -> Drawn | None:
     return Drawn(entry, ref.shape, ref.dtype, seed) if same and not given else None
 
 
-def pieces(tape: Tape, ref: Ref, box: Box, before: int | None = None) -> list[Piece] | None:
-    """What a box of a tensor consists of, at the end of the tape (or before one of its entries); None where it is not
+def pieces(tape: Tape, ref: Ref, ranges: Ranges, before: int | None = None) -> list[Piece] | None:
+    """What a slice of a tensor consists of, at the end of the tape (or before one of its entries); None where it is not
     made of parts of stored tensors."""
-    if any(n <= 0 for _, n in box):
+    if any(n <= 0 for _, n in ranges):
         return []
     at = tape.last_writer(ref.storage, len(tape.entries) if before is None else before)
     if at is None:
@@ -150,17 +153,17 @@ def pieces(tape: Tape, ref: Ref, box: Box, before: int | None = None) -> list[Pi
     inner = [(start, 1) for start in starts]
     for d, along in enumerate(dims):
         if along >= 0:
-            inner[along] = starts[along] + box[d][0], box[d][1]
+            inner[along] = starts[along] + ranges[d][0], ranges[d][1]
     found = _made_of(tape, at, inner)
     if found is None:
         return None
-    return [_seen(piece, dims, starts, box, ref.dtype) for piece in found]
+    return [_seen(piece, dims, starts, ranges, ref.dtype) for piece in found]
 
 
-def _seen(piece: Piece, dims: Sequence[int], starts: Sequence[int], box: Box, dtype: torch.dtype) -> Piece:
+def _seen(piece: Piece, dims: Sequence[int], starts: Sequence[int], ranges: Ranges, dtype: torch.dtype) -> Piece:
     """A piece of what was made, as a piece of a view of it."""
     place = [
-        (piece.place[along][0] - starts[along], piece.place[along][1]) if along >= 0 else (box[d][0], 1)
+        (piece.place[along][0] - starts[along], piece.place[along][1]) if along >= 0 else (ranges[d][0], 1)
         for d, along in enumerate(dims)
     ]
     last = piece.dtypes[-1] if piece.dtypes else piece.source.dtype
@@ -172,35 +175,38 @@ def _seen(piece: Piece, dims: Sequence[int], starts: Sequence[int], box: Box, dt
     )
 
 
-def _made_of(tape: Tape, at: int, box: Box) -> list[Piece] | None:
-    """The pieces of a box of what an entry makes."""
+def _made_of(tape: Tape, at: int, ranges: Ranges) -> list[Piece] | None:
+    """The pieces of a slice of what an entry makes."""
     entry = tape.entries[at]
     if entry.name == "stored":
         (stored,) = entry.args
-        return [Piece(stored, tuple(box), tuple(box), tuple(range(len(box))))]
+        return [Piece(stored, tuple(ranges), tuple(ranges), tuple(range(len(ranges))))]
     if entry.func in _COPIES:
         source: Any = entry.args[1] if entry.func is aten.copy_.default else entry.args[0]
         made: Any = entry.args[0] if entry.func is aten.copy_.default else entry.created[0]
-        return pieces(tape, source, box, at) if source.shape == made.shape else None
+        return pieces(tape, source, ranges, at) if source.shape == made.shape else None
     if entry.func is aten.cat.default or entry.func is aten.stack.default:
         parts, dim = entry.args[0], entry.args[1] if len(entry.args) > 1 else entry.kwargs.get("dim", 0)
         stacked = entry.func is aten.stack.default
-        return _joined(tape, at, parts, dim % len(box), box, stacked=stacked)
+        return _joined(tape, at, parts, dim % len(ranges), ranges, stacked=stacked)
     return None
 
 
-def _joined(tape: Tape, at: int, parts: Sequence[Ref], dim: int, box: Box, *, stacked: bool) -> list[Piece] | None:
-    """The pieces of a box of tensors that are joined along a dim: an own one (stack), or one that they have (cat)."""
+def _joined(
+    tape: Tape, at: int, parts: Sequence[Ref], dim: int, ranges: Ranges, *, stacked: bool
+) -> list[Piece] | None:
+    """The pieces of a slice of tensors that are joined along a dim: an own one (stack), or one that they have (cat)."""
     found: list[Piece] = []
-    first, count = box[dim]
+    first, count = ranges[dim]
     begin = 0
     for part in parts:
-        if not stacked and part.shape == (0,) and len(box) > 1:
+        if not stacked and part.shape == (0,) and len(ranges) > 1:
             continue  # cat leaves such out
         size = 1 if stacked else part.shape[dim]
         start, n = _common((first, count), (begin, size))
         if n > 0:
-            rest = [*box[:dim], *box[dim + 1 :]] if stacked else [*box[:dim], (start - begin, n), *box[dim + 1 :]]
+            own = [] if stacked else [(start - begin, n)]
+            rest = [*ranges[:dim], *own, *ranges[dim + 1 :]]
             inner = pieces(tape, part, rest, at)
             if inner is None:
                 return None

@@ -42,9 +42,9 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import disk_calls
+from shardc.runtime.state.checked_slices import damage, read_whole
 from shardc.runtime.state.checkpoint_folder import DamagedError, check_file, is_one, newest, read_index
 from shardc.runtime.state.checkpoint_index import Slice, Stored
-from shardc.runtime.state.loading import damage, read_whole
 from shardc.runtime.state.saving import Piece, Plan, Saves
 
 _FILE = re.compile(r"__\d+_\d+\.distcp")

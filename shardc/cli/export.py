@@ -39,7 +39,7 @@ def command(
         from shardc.runtime.state.export import plan, skeleton, write
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
-        from shardc.runtime.state.slices import is_checkpoint, open_weights
+        from shardc.runtime.state.weight_files import is_checkpoint, open_weights
 
         if not is_checkpoint(checkpoint):
             fix = "name a folder that `shardc run --save` wrote"

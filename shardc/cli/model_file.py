@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 from shardc.cli.training_data import seed_everything
 from shardc.errors import ShardcError
 from shardc.runtime.state.reading_calls import lazily
-from shardc.runtime.state.slices import has_weights
+from shardc.runtime.state.weight_files import has_weights
 
 #: What a model file may have besides model() and batch(), with the arguments that each is called with.
 OPTIONAL = {
@@ -49,8 +49,8 @@ class ModelFile:
     ref: what the user wrote. All others are for `run`, and None where the file has none. data: split -> an iterable of
     global batches, or a map-style torch Dataset of samples, from which collate makes batches. optimizer: (name,
     parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler. weights: where training
-    begins (a file or folder of shardc.runtime.state.slices); None: with those that the model is built with. note: what
-    to say of that.
+    begins (a file or folder of shardc.runtime.state.weight_files); None: with those that the model is built with. note:
+    what to say of that.
     """
 
     ref: str

@@ -283,7 +283,7 @@ def _check(program: Program, file: str | None, model: str, resume: Path | None, 
 
 
 def _check_weights(weights: Path | None) -> None:
-    from shardc.runtime.state.slices import has_weights
+    from shardc.runtime.state.weight_files import has_weights
 
     if weights is not None and not has_weights(weights):
         fix = "name a .safetensors or .bin file, a folder that has some (with their index), or what --save wrote"

@@ -18,11 +18,11 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.state import slices
+from shardc.runtime.state import weight_files
 from shardc.runtime.state.init import materialise_model, record
 from shardc.runtime.state.reading_calls import lazily
-from shardc.runtime.state.slices import open_weights
 from shardc.runtime.state.sources import weights
+from shardc.runtime.state.weight_files import open_weights
 
 torch.set_num_threads(1)
 
@@ -136,14 +136,14 @@ def test_a_rank_reads_its_slices_and_nothing_else(axis: str, folders: Any, monke
     spec = EXPERTS if axis == "ep" else SPECS[axis]
     program = shardc.compile(model, batch(), spec, prove=False)
     read: list[int] = []
-    original = slices.InSafetensors.read
+    original = weight_files.InSafetensors.read
 
     def counting(self: Any, box: Any) -> Tensor:
         x = original(self, box)
         read.append(x.nbytes)
         return x
 
-    monkeypatch.setattr(slices.InSafetensors, "read", counting)
+    monkeypatch.setattr(weight_files.InSafetensors, "read", counting)
     for rank in range(2):
         read.clear()
         _, held = loopback(program.mesh, lambda mesh, r=rank: _held(program, path, mesh) if mesh.rank == r else None)[

@@ -1,4 +1,4 @@
-"""Tensors that are read by slice: from safetensors files, torch files, checkpoints; each with its shape and dtype.
+"""Weights in files, tensors that are read by slice: of safetensors files, torch files and checkpoints.
 
     files = open_weights("pretrained/")             # a folder, or one file: nothing is read but names and shapes
     files.tensors["lm_head.weight"].read([(0, 8), (16, 4)])     # rows 0 to 7, columns 16 to 19: [8, 4]
@@ -9,65 +9,21 @@ A rank reads what it holds of a tensor and nothing else, so that a model of any 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardc.errors import ShardcError
+from shardc.runtime.state.checked_slices import read_box
 from shardc.runtime.state.checkpoint_folder import generations, is_one, newest, read_index
 from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.sliced_tensors import InMemory, Ranges, Sliced, index
 from shardc.runtime.state.tensor_file import DTYPES
-
-#: Per dim (start, length).
-Box = Sequence[tuple[int, int]]
-
-
-class Sliced(Protocol):
-    """A tensor of which any box can be read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def read(self, box: Box) -> Tensor:
-        """What lies in the box, on the CPU; it may be the source's own memory."""
-        ...
-
-
-def whole(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """The box that is all of a tensor."""
-    return [(0, n) for n in shape]
-
-
-def index(box: Box) -> tuple[slice, ...]:
-    """A box as an index of a tensor."""
-    return tuple(slice(start, start + n) for start, n in box)
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """A tensor that is there: a real one, or one that the system reads page by page (a file mapped into memory)."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self, box: Box) -> Tensor:
-        return self.tensor.detach()[index(box)]
 
 
 @dataclass(frozen=True)
@@ -79,30 +35,11 @@ class InSafetensors:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, box: Box) -> Tensor:
-        if 0 in (n for _, n in box):
-            return torch.empty([n for _, n in box], dtype=self.dtype)
-        found: Tensor = self.handle.get_slice(self.name)[index(box) if box else ...]
+    def read(self, ranges: Ranges) -> Tensor:
+        if 0 in (n for _, n in ranges):
+            return torch.empty([n for _, n in ranges], dtype=self.dtype)
+        found: Tensor = self.handle.get_slice(self.name)[index(ranges) if ranges else ...]
         return found
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """Tensors of one shape as one: [number of them, ...]."""
-
-    members: Sequence[Sliced]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.members), *self.members[0].shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.members[0].dtype
-
-    def read(self, box: Box) -> Tensor:
-        (first, n), *rest = box
-        return torch.stack([x.read(rest) for x in self.members[first : first + n]])
 
 
 @dataclass(frozen=True)
@@ -269,10 +206,8 @@ class InCheckpoint:
     def dtype(self) -> torch.dtype:
         return self.index.tensors[self.key].dtype
 
-    def read(self, box: Box) -> Tensor:
-        from shardc.runtime.state.loading import read_box
-
-        return read_box(self.path, self.index, self.key, tuple(a for a, _ in box), tuple(n for _, n in box))
+    def read(self, ranges: Ranges) -> Tensor:
+        return read_box(self.path, self.index, self.key, tuple(a for a, _ in ranges), tuple(n for _, n in ranges))
 
 
 def _of_checkpoint(path: Path, checkpoint: Path) -> WeightFiles:
@@ -280,17 +215,3 @@ def _of_checkpoint(path: Path, checkpoint: Path) -> WeightFiles:
     names = [key for key in content.tensors if key.startswith("model.")]
     tensors = {key.removeprefix("model."): InCheckpoint(checkpoint, content, key) for key in names}
     return WeightFiles(path, "checkpoint", tensors)
-
-
-def runs(shape: Sequence[int], box: Box) -> tuple[int, list[int]]:
-    """A box of a tensor in row-major order: (elements of each contiguous stretch, where each begins)."""
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    inner = len(shape)
-    while inner and (inner == len(shape) or box[inner][1] == shape[inner]):
-        inner -= 1  # this dim's range is contiguous, as all dims after it are whole
-    length = math.prod(n for _, n in box[inner:])
-    starts = [sum(box[d][0] * strides[d] for d in range(inner, len(shape)))]
-    for d in range(inner - 1, -1, -1):
-        first, n = box[d]
-        starts = [(first + i) * strides[d] + s for i in range(n) for s in starts]
-    return length, starts
