@@ -22,11 +22,24 @@ from torch import Tensor
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import chunks, widen
 
+#: Of every shard of a tensor what `Digit` says: plain tuples, as they stand in a program's text.
 Digits = Sequence[tuple[int, str, int, tuple[int, ...]]]
+#: (dim, padding, blocks) of each padded dim, as in shardc.ir.placement.Shard.
 Paddings = Sequence[tuple[int, int, int]]
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
 #: int32 numbers hashed at a time on the CPU: with the spare buffer 2 MiB, which halves the time of large tensors.
 BLOCK = 1 << 18
+
+
+class Digit(NamedTuple):
+    """The digit of a dim that a mesh axis splits. split: product of the major digits; sections: see
+    shardc.ir.placement.Shard.
+    """
+
+    dim: int
+    axis: str
+    split: int
+    sections: tuple[int, ...]
 
 
 class Key(NamedTuple):
@@ -60,7 +73,7 @@ class Rng:
     _words: dict[torch.device, tuple[tuple[int, int, int], Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _factors: dict[Any, tuple[Any, tuple[Tensor, Tensor]]] = field(default_factory=dict, repr=False, compare=False)
+    _offsets: dict[Any, tuple[Any, tuple[Tensor, Tensor]]] = field(default_factory=dict, repr=False, compare=False)
 
     def key(self, stream: int) -> Key:
         return key(self.seed, stream, self.step, self.microbatch)._replace(block=self.block)
@@ -80,7 +93,7 @@ class Rng:
             self._words[device] = now, words
         return words
 
-    def factors(
+    def row_and_column_offsets(
         self,
         shape: Sequence[int],
         digits: Digits,
@@ -90,16 +103,18 @@ class Rng:
         *,
         last: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """`factors` of a rank's elements. Of each shape those of the latest microbatch are kept, which layers share."""
+        """`row_and_column_offsets` of a rank's elements. Of each shape those of the latest microbatch are kept, which
+        layers share.
+        """
         where = tuple((mesh.size(axis), mesh.coordinate(axis)) for _, axis, _, _ in digits)
         part = (tuple(shape), tuple(digits), tuple(paddings), device, last)
-        if part not in self._factors or self._factors[part][0] != where:
-            self._factors[part] = where, factors(shape, digits, mesh, device, paddings, last=last)
-        return self._factors[part][1]
+        if part not in self._offsets or self._offsets[part][0] != where:
+            self._offsets[part] = where, row_and_column_offsets(shape, digits, mesh, device, paddings, last=last)
+        return self._offsets[part][1]
 
     def tensors(self) -> list[Tensor]:
         """All that is kept."""
-        return [*(words for _, words in self._words.values()), *(v for _, pair in self._factors.values() for v in pair)]
+        return [*(words for _, words in self._words.values()), *(v for _, pair in self._offsets.values() for v in pair)]
 
 
 def key(*words: int) -> Key:
@@ -183,8 +198,7 @@ def indices(
 ) -> Tensor:
     """Linear indices, within a tensor of the global `shape`, of the elements that this rank holds; of its local shape.
 
-    paddings: (dim, padding, blocks) of each padded dim (shardc.ir.placement.Shard); padding has the index of some real
-    element."""
+    Padding has the index of some real element."""
     total = torch.zeros((), dtype=index_type(shape), device=device)
     for d, own in enumerate(index_vectors(shape, digits, mesh, device, paddings)):
         total = total + own.reshape(-1, *[1] * (len(shape) - 1 - d))
@@ -207,8 +221,8 @@ def index_vectors(
         for _, padding, blocks in (p for p in paddings if p[0] == d):
             own = widen(own, Shard(0, 1, (), padding, blocks))
         # inner digits first, as in Layout.local
-        for _, axis, split, sections in sorted((x for x in digits if x[0] == d), key=lambda x: -x[2]):
-            own = chunks(own, Shard(0, split, tuple(sections)), mesh.size(axis))[mesh.coordinate(axis)]
+        for x in sorted((x for x in map(Digit._make, digits) if x.dim == d), key=lambda x: -x.split):
+            own = chunks(own, Shard(0, x.split, tuple(x.sections)), mesh.size(x.axis))[mesh.coordinate(x.axis)]
         vectors.append(own * stride)
         stride *= shape[d]
     return vectors[::-1]
@@ -218,7 +232,7 @@ def index_vectors(
 COLUMNS = 4096
 
 
-def factors(
+def row_and_column_offsets(
     shape: Sequence[int],
     digits: Digits,
     mesh: Any,

@@ -75,12 +75,12 @@ class Recompute(Pass):
             graph = _Graph(stage.graph, replace(program, regions=tuple(order)), saved)
             for region in order[::-1]:  # what an inner region holds, an outer one may compute again
                 if members := graph.members(region.name):
-                    choice = _Choice(graph, region.name, entry[region.name], members, alike).run()
+                    outcome = _Choice(graph, region.name, entry[region.name], members, alike).run()
                     old = regions[region.name]
                     kept, dropped, again = (
-                        old.kept + choice.kept,
-                        old.dropped + choice.dropped,
-                        old.again + len(choice.again),
+                        old.kept + outcome.kept,
+                        old.dropped + outcome.dropped,
+                        old.again + len(outcome.again),
                     )
                     regions[region.name] = replace(old, kept=kept, dropped=dropped, again=again)
         ordered = tuple(regions[r.name] for r in order)
@@ -209,9 +209,9 @@ class _Graph:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """kept, dropped: bytes; again: the collectives that are repeated; cost: of computing again, in flops; held: values,
-    but for parameters.
+class _Outcome:
+    """What comes of a choice. kept, dropped: bytes; again: the collectives that are repeated; cost: of computing again,
+    in flops; held: values, but for parameters.
     """
 
     kept: int
@@ -238,7 +238,7 @@ class _Choice:
     members: list[fx.Node]
     alike: _Alike
 
-    def run(self) -> _Found:
+    def run(self) -> _Outcome:
         self.inside = set(self.members)
         self._wanted()
         if self.entry.budget is not None:
@@ -251,17 +251,17 @@ class _Choice:
                 n for n in self.members if n.target is not operator.getitem and words & kinds(n, self.graph.weights)
             }
         keep |= {n for n in self.members if n.target in ROUTING}
-        choice = self._with(keep)
-        self.graph.held[self.region] = choice.held
+        outcome = self._with(keep)
+        self.graph.held[self.region] = outcome.held
         for n in self.members:
             whole: Any = n.args[0] if n.target is operator.getitem else n
             if whole in keep and (
-                whole in self.own or whole in choice.held or any(u in choice.held for u in whole.users)
+                whole in self.own or whole in outcome.held or any(u in outcome.held for u in whole.users)
             ):
                 n.meta["kept"] = (*n.meta.get("kept", ()), self.region)
-        for n in choice.again:
+        for n in outcome.again:
             n.meta["again"] = n.meta.get("again", 0) + 1
-        return choice
+        return outcome
 
     def _wanted(self) -> None:
         """What autograd keeps of the region's ops: results of nodes, and what ops made for themselves; and what inner
@@ -283,7 +283,7 @@ class _Choice:
             if parent == self.region:
                 self.wanted |= dict.fromkeys(self.graph.held.get(name, ()))
 
-    def _with(self, keep: set[fx.Node]) -> _Found:
+    def _with(self, keep: set[fx.Node]) -> _Outcome:
         """What comes of keeping the results of these ops, as far as they are needed."""
         graph = self.graph
         held: dict[fx.Node, None] = {}
@@ -308,7 +308,7 @@ class _Choice:
         bases = {graph.base[n] for n in held}
         # what follows from weights alone is one copy for all microbatches (shardc.passes.weight_casts)
         kept = kept_own + sum(graph.nbytes(n) for n in bases if n not in graph.weights)
-        notes = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(
+        dropped = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(
             size for n, size in self.own.items() if n in needed
         )
         again = tuple(
@@ -319,7 +319,7 @@ class _Choice:
             and c.kind != "none"
             and n.target is not ops.total
         )
-        return _Found(kept, notes, again, sum(map(graph.cost, needed)), frozenset(held))
+        return _Outcome(kept, dropped, again, sum(map(graph.cost, needed)), frozenset(held))
 
     def _fewest(self, again: set[str]) -> set[fx.Node]:
         """What keeps the fewest bytes if only ops of these kinds may run again."""
@@ -396,7 +396,7 @@ class _Choice:
         everything = self._with(set(solid))
         allowed = share * (everything.kept + everything.dropped)
         while True:
-            best: tuple[float, fx.Node, _Found] | None = None
+            best: tuple[float, fx.Node, _Outcome] | None = None
             for n in solid:
                 if n in keep:
                     continue

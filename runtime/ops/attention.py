@@ -155,7 +155,9 @@ def attention(
     others += [] if mask is None else [mask.shape[:-2]]
     lead = torch.broadcast_shapes(q.shape[:-2], *others)  # type: ignore[no-untyped-call]
     held = (*lead, q.shape[-2], k.shape[-2])
-    rows, columns = rng.factors(held if shape is None else shape, digits, mesh, q.device, paddings, last=True)
+    rows, columns = rng.row_and_column_offsets(
+        held if shape is None else shape, digits, mesh, q.device, paddings, last=True
+    )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     options = _Options(p, is_causal, scale, rng.words(q.device), rows.view(held[:-1]), columns, index)
     result: Tensor = _Attention.apply(q, k, v, mask, options)  # type: ignore[no-untyped-call]

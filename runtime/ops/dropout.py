@@ -32,8 +32,8 @@ def threshold(p: float) -> int:
 def by_blocks(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:
     """x where it is kept, times 1 / (1 - p), and 0 elsewhere; contiguous. In blocks that stay in a CPU's cache.
 
-    words: i64[3], of Rng.words; rows, columns: of rng.factors, i32, or i64 where the global tensor has 2^31 elements or
-    more. stream: the op's ordinal."""
+    words: i64[3], of Rng.words; rows, columns: of rng.row_and_column_offsets, i32, or i64 where the global tensor has
+    2^31 elements or more. stream: the op's ordinal."""
     seed, step, microbatch = words.tolist()
     k = key(seed, stream, step, microbatch)
     x = x.contiguous()
@@ -102,12 +102,11 @@ def dropout(
 ) -> Tensor:
     """Zero each element with probability p, scale the others by 1 / (1 - p). Identity when rng is not training.
 
-    index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits: (dim, axis,
-    split, sections) of every shard, in global digits, telling which elements x holds; paddings: as in `indices`. Saves
-    nothing for backward."""
+    index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits, paddings: of that
+    shape, telling which elements x holds. Saves nothing for backward."""
     if rng is None or not rng.training or p == 0:
         return x
     if p == 1:
         return x * 0
-    where = rng.factors(x.shape if shape is None else shape, digits, mesh, x.device, paddings)
+    where = rng.row_and_column_offsets(x.shape if shape is None else shape, digits, mesh, x.device, paddings)
     return dropped(x, rng.words(x.device), *where, index, p)

@@ -35,7 +35,7 @@ def test_nothing_waits_for_the_device(shape: tuple[int, ...]) -> None:
     """Indices of the second shape take 64 bits; only a part of it is there."""
     device, state = torch.device("cuda"), Rng()
     x = torch.ones(64, 64, device=device, requires_grad=True)
-    rows, columns = (v[:64].contiguous() for v in rng.factors(shape, (), None, device, last=True))
+    rows, columns = (v[:64].contiguous() for v in rng.row_and_column_offsets(shape, (), None, device, last=True))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(3):

@@ -86,14 +86,14 @@ PARTS: list[tuple[tuple[int, ...], Any, Any]] = [
 
 @pytest.mark.parametrize(("shape", "placed", "paddings"), PARTS, ids=str)
 def test_rows_and_columns_add_up_to_the_indices(shape: tuple[int, ...], placed: Any, paddings: Any) -> None:
-    rows, columns = rng.factors(shape, placed, Place(), CPU, paddings)
+    rows, columns = rng.row_and_column_offsets(shape, placed, Place(), CPU, paddings)
     want = rng.indices(shape, placed, Place(), CPU, paddings)
     assert torch.equal((rows[:, None] + columns).view(-1)[: want.numel()], want.view(-1))
     assert len(rows) + len(columns) <= max(want.numel(), 2) + 1 or not placed
 
 
 def test_wide_indices_are_wide() -> None:
-    rows, columns = rng.factors(*PARTS[-1][:2], Place(), CPU)
+    rows, columns = rng.row_and_column_offsets(*PARTS[-1][:2], Place(), CPU)
     assert rows.dtype == columns.dtype == torch.int64
     assert int(rows.max() + columns.max()) > 2**33
 
@@ -115,7 +115,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_the_kernel_is_the_torch_form_bit_for_bit(
     kernel: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], placed: Any, paddings: Any
 ) -> None:
-    rows, columns = (x[-700:] if placed else x for x in rng.factors(shape, placed, Place(), CPU, paddings))
+    rows, columns = (
+        x[-700:] if placed else x for x in rng.row_and_column_offsets(shape, placed, Place(), CPU, paddings)
+    )
     count = len(rows) * len(columns) if placed else math.prod(shape)
     x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
     special = torch.tensor([math.inf, -math.inf, math.nan, -0.0])[:count].to(dtype)
@@ -127,7 +129,7 @@ def test_the_kernel_is_the_torch_form_bit_for_bit(
 
 def test_the_kernel_takes_what_is_not_contiguous(kernel: ModuleType) -> None:
     x = torch.randn(6, 5).t()
-    arguments = (x, Rng().words(CPU), *rng.factors(x.shape, (), None, CPU), 1, 0.3)
+    arguments = (x, Rng().words(CPU), *rng.row_and_column_offsets(x.shape, (), None, CPU), 1, 0.3)
     assert same(kernel.launch(*arguments), by_blocks(*arguments))
     assert kernel.launch(*arguments).shape == x.shape
 
@@ -136,7 +138,7 @@ def test_a_captured_step_draws_new_numbers_in_every_replay(kernel: ModuleType) -
     """What a CUDA graph does: the same kernels on the same addresses."""
     state, x = Rng(in_place=True), torch.ones(64)
     words = state.words(CPU)
-    captured = (x, words, *state.factors(x.shape, (), None, CPU, ()), 3, 0.5)
+    captured = (x, words, *state.row_and_column_offsets(x.shape, (), None, CPU, ()), 3, 0.5)
     for step in range(3):
         state.step = step
         assert state.words(CPU) is words
@@ -204,9 +206,9 @@ def test_a_random_state_keeps_the_vectors_of_one_microbatch() -> None:
     mesh, state = Microbatches(), Rng()
     part = (6, 8), ((0, "microbatch", 1, ()),), mesh, CPU, ()
     for mesh.now in (*range(6), *range(6)):
-        rows, columns = state.factors(*part)
+        rows, columns = state.row_and_column_offsets(*part)
         assert (rows + columns).tolist() == list(range(mesh.now * 8, mesh.now * 8 + 8))
-        assert state.factors(*part)[0] is rows
+        assert state.row_and_column_offsets(*part)[0] is rows
     assert len(state.tensors()) == 2
 
 
@@ -226,13 +228,13 @@ def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("shardc.runtime.ops.dropout_kernel", raising=False)
     x = torch.ones(4)
     with pytest.raises(ShardcError, match=r"dropout 3: .*Triton is not installed") as e:
-        by_kernel(x, Rng().words(CPU), *Rng().factors(x.shape, (), None, CPU, ()), 3, 0.5)
+        by_kernel(x, Rng().words(CPU), *Rng().row_and_column_offsets(x.shape, (), None, CPU, ()), 3, 0.5)
     assert "pip install triton" in str(e.value)
 
 
 def test_torchs_own_check_of_the_op() -> None:
     x = torch.randn(6, 5)
-    where = (Rng().words(CPU), *rng.factors(x.shape, (), None, CPU), 1, 0.3)
+    where = (Rng().words(CPU), *rng.row_and_column_offsets(x.shape, (), None, CPU), 1, 0.3)
     torch.library.opcheck(torch.ops.shardc.dropout.default, (x, *where), test_utils=("test_schema", "test_faketensor"))
 
 
