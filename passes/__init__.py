@@ -13,10 +13,10 @@ from shardc.passes.annotate import Annotate
 from shardc.passes.base import Options, Pass
 from shardc.passes.canonical import Canonical
 from shardc.passes.canonical.grouped_mm import GroupedMM
-from shardc.passes.expert_capacity import Capacity
+from shardc.passes.expert_capacity import ExpertCapacity
 from shardc.passes.gradient_buckets import GradientBuckets
 from shardc.passes.loss_chunks import LossChunks
-from shardc.passes.match_recompiled import MatchLayouts
+from shardc.passes.match_recompiled import MatchRecompiled
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
 from shardc.passes.place import Place
@@ -50,7 +50,7 @@ PIPELINE = (
         "unknown_ops", UnknownOps, "canonical has decomposed what it can; place needs a rule for every op that is left"
     ),
     Stage("stack_experts", StackExperts, "annotate gives layouts to parameters, and stacks of them are what is split"),
-    Stage("capacity", Capacity, "adds an op to every `experts`, which has to be placed like the others"),
+    Stage("expert_capacity", ExpertCapacity, "adds an op to every `experts`, which has to be placed like the others"),
     Stage("annotate", Annotate, "placement starts from the layouts of weights, inputs and activations in the spec"),
     Stage("place", Place, "every op runs by one strategy per mesh axis before collectives can be known"),
     # the local graph, of one rank
@@ -59,8 +59,8 @@ PIPELINE = (
     Stage("pipeline", Pipeline, "cuts where few bytes cross, and these are known once sizes are local"),
     Stage("loss_chunks", LossChunks, "a product and its loss become one op, which cannot be cut into stages"),
     Stage("recompute", Recompute, "a region is part of one stage, and its budget counts bytes of one rank"),
-    Stage("match_recompiled", MatchLayouts, "gives the buckets that the next pass would otherwise make"),
-    Stage("buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),
+    Stage("match_recompiled", MatchRecompiled, "gives the buckets that the next pass would otherwise make"),
+    Stage("gradient_buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),
     Stage("weight_casts", WeightCasts, "sharded buckets that hold the dtype of products have taken their casts out"),
     Stage("unused_axes", UnusedAxes, "only now is every axis seen that something uses"),
 )

@@ -31,7 +31,7 @@ _RESHAPE, _PERMUTE = torch.ops.aten.reshape.default, torch.ops.aten.permute.defa
 
 
 @dataclass(frozen=True)
-class Capacity(Pass):
+class ExpertCapacity(Pass):
     """Drops the choices that are above an expert's capacity, in a canonical graph. Raises ShardcError for a capacity
     that microbatches cannot keep.
     """

@@ -27,7 +27,7 @@ from shardc.runtime import ops
 
 
 @dataclass(frozen=True)
-class MatchLayouts(Pass):
+class MatchRecompiled(Pass):
     """Gives a program the parameters and buckets of `options.compatible_with`. Raises ShardcError for parameters and
     buffers that are split in another way.
     """

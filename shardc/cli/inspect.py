@@ -152,7 +152,7 @@ def _cost(program: Program, device: str, *, quiet: bool) -> Cost:
 
 def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show: common.Show) -> None:
     from shardc.report import cost as cost_report
-    from shardc.report import kept
+    from shardc.report import kept_activations
 
     cost = _cost(program, device, quiet=as_json)
     if svg:
@@ -161,7 +161,7 @@ def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show
         show(json.dumps(cost_report.to_json(cost)))
     else:
         show(cost_report.table(cost))
-        show("\n" + kept.table(cost))
+        show("\n" + kept_activations.table(cost))
         if svg:
             show(f"written to {svg}")
 

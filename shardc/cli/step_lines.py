@@ -87,7 +87,7 @@ class StepLines:
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
         if self._board is not None:
-            for name, value in _numbers(line):
+            for name, value in _flat_numbers(line):
                 self._board.add_scalar(name, value, line["step"])
         now, step = time.perf_counter(), line["step"]
         self._first = step - 1 if self._first is None else self._first
@@ -108,10 +108,10 @@ class StepLines:
             self._board.close()
 
 
-def _numbers(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def _flat_numbers(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     for name, value in facts.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
+            yield from _flat_numbers(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and name != "step":
             yield prefix + name, value
 
@@ -130,12 +130,12 @@ def text(line: dict[str, Any]) -> str:
     """The line of a step, as people read it."""
     lr = f"lr {line['lr']:.2e}  " if line["lr"] is not None else ""
     return (
-        f"step {line['step']:>5}  loss {line['loss']:.4f}  {numbers(line.get('outputs', {}))}"
+        f"step {line['step']:>5}  loss {line['loss']:.4f}  {outputs_text(line.get('outputs', {}))}"
         f"grad norm {line['grad_norm']:.3f}  {lr}"
         f"{speed(line):>18}  {size(line['memory_mb'] * 2**20)} peak"
         + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
         + (f"  held-out loss {line['held_out']:.4f}" if line.get("held_out") is not None else "")
-        + f"  {numbers(line.get('held_out_outputs', {}))}".rstrip()
+        + f"  {outputs_text(line.get('held_out_outputs', {}))}".rstrip()
         + _experts(line.get("experts", ()))
     )
 
@@ -160,7 +160,7 @@ def tokens_of(program: Program) -> int | None:
     return None
 
 
-def numbers(beside: dict[str, float]) -> str:
+def outputs_text(beside: dict[str, float]) -> str:
     """`accuracy 0.8125  right 13  `: what the loss function names beside the loss."""
     return "".join(f"{name} {x:.4g}  " if isinstance(x, float) else f"{name} {x}  " for name, x in beside.items())
 

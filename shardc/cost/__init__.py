@@ -8,7 +8,8 @@ dry_run       one rank's step, run by the engine on tensors without data, on a f
 ledger        counts the storages and ops of a dry run; flops: of one op
 peak_memory   of the whole schedule, from a dry run; clock: its time, from the same
 step          all of it: `program.cost(device)`
-kept          what a forward keeps for its backward, tensor by tensor, and which ops want it
+kept_activations
+              what a forward keeps for its backward, tensor by tensor, and which ops want it
 streams       when every collective runs, on the stream of its communicator, and what hides it
 closed_form_memory, closed_form_work
               what is kept, computed and sent, in batch, sequence, hidden, layers and the mesh's sizes;

@@ -32,7 +32,7 @@ from torch import fx
 
 from shardc.cost.closed_form_work import bytes_by_collective, flops_by_layer
 from shardc.cost.dry_run import DryRun
-from shardc.cost.kept import storages
+from shardc.cost.kept_activations import storages
 from shardc.cost.ledger import Storage
 from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.graph import source_of, value_of

@@ -13,7 +13,7 @@ from shardc.cost.closed_form_memory import Symbolic, symbolic
 from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun, dry_run
-from shardc.cost.kept import Kept, kept
+from shardc.cost.kept_activations import Kept, kept
 from shardc.cost.ledger import Part
 from shardc.cost.peak_memory import Memory, memory, parts
 from shardc.cost.streams import Span, Streams

@@ -1,7 +1,7 @@
 """What `shardc inspect` shows: pure functions from a Program to text, tables, JSON or one HTML file.
 
 comm, cost, timeline    collectives by axis and cause; memory over a step; who computes what when, and who waits
-kept                    what forward keeps for backward, layer by layer, and why
+kept_activations        what forward keeps for backward, layer by layer, and why
 layer_picture           a module as boxes and collectives; graph_drawing: where the boxes go
 html_page               a program as one page; svg, colours: what all pictures are made of
 coverage, rule_table    ops of a model without a rule; all rules, and what a check of them found

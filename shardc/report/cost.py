@@ -295,8 +295,8 @@ def _stretches(curve: tuple[Point, ...]) -> Iterator[tuple[int, list[Point]]]:
 
 
 def to_json(cost: Cost) -> dict[str, Any]:
-    """JSON-able: of each rank bytes by kind at the peak, where that is, what a forward keeps (`shardc.cost.kept`), and
-    the curve; flops, bytes sent by axis and kind, seconds.
+    """JSON-able: of each rank bytes by kind at the peak, where that is, what a forward keeps
+    (`shardc.cost.kept_activations`), and the curve; flops, bytes sent by axis and kind, seconds.
     """
     ranks = [
         {

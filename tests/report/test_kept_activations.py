@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.cost import Cost
 from shardc.report import cost as cost_report
-from shardc.report import kept
+from shardc.report import kept_activations
 
 
 class Gated(nn.Module):
@@ -70,7 +70,7 @@ def test_what_runs_again_is_told() -> None:
 
 
 def test_layers_that_keep_the_same_are_told_once() -> None:
-    lines = kept.table(found(True)).splitlines()
+    lines = kept_activations.table(found(True)).splitlines()
     assert lines[2] == "h.0 and 1 more like it: 640 B each"
     assert [line.split("  ")[-1].strip() for line in lines[3:6]] == [
         "wanted by silu; mul after silu; down linear after silu, mul",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardc.cost import Cost
-from shardc.cost.kept import Kept, Want
+from shardc.cost.kept_activations import Kept, Want
 from shardc.ir.layers import layer_of
 from shardc.ir.type_text import DTYPES
 from shardc.ir.units import plural, size
