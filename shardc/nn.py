@@ -16,7 +16,7 @@ from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.runtime.ops import experts_op
 from shardc.runtime.ops.expert_activation import PARTS, elementwise, read
-from shardc.runtime.ops.expert_parallel import experts as run
+from shardc.runtime.ops.expert_products import experts as run
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, OpOverload, traced_on
 

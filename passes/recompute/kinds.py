@@ -21,6 +21,8 @@ from shardc.rules import registry
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
+#: Words in the names of convolutions: conv_transpose2d, _convolution.
+_CONVOLUTIONS = {"conv", "conv1d", "conv2d", "conv3d", "convolution"}
 _NORMS = {
     "layer_norm",
     "native_layer_norm",
@@ -80,9 +82,10 @@ def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
         return names
     name = op_name(node.target)
     rule = registry.find(node.target)
-    if "attention" in name:
+    words = set(name.split("_"))  # whole words: convert_element_type is no convolution
+    if "attention" in words:
         names.add("attention")
-    elif "conv" in name:
+    elif words & _CONVOLUTIONS:
         names.add("conv")
     elif rule is not None and rule.flops is not None:
         names.add("linear" if any(x in weights for x in operands_of(node)) else "matmul")

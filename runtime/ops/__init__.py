@@ -9,8 +9,8 @@ convert           conversions between placements; shard_parts: a shard's parts, 
 cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3; host_copy: copies that stop nothing
 random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same; attention: with dropout
-expert_parallel   tokens to experts and back; grouped_mm, expert_activation: what experts compute; experts_op: the op in
-                  a captured graph
+expert_parallel   tokens to experts and back; expert_products: what experts compute, by grouped_mm and
+                  expert_activation; experts_op: the op in a captured graph
 linear_nll        a linear layer and its cross entropy in chunks of rows
 local_math        losses on split classes, look-ups in a part of a table
 torch_library     ops of torch that a captured graph cannot hold
@@ -37,14 +37,13 @@ from shardc.runtime.ops.convert import (
 )
 from shardc.runtime.ops.dropout import dropout
 from shardc.runtime.ops.expert_parallel import (
-    experts,
-    experts_apply,
     experts_combine,
     experts_keep,
     experts_return,
     experts_route,
     experts_send,
 )
+from shardc.runtime.ops.expert_products import experts, experts_apply
 from shardc.runtime.ops.linear_nll import linear_nll, nll_exp, nll_top
 from shardc.runtime.ops.local_math import (
     batch_stat,

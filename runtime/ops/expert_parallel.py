@@ -1,16 +1,16 @@
-"""Experts: every token is sent to the few experts that a router chose for it, and gets the weighted sum of what they
-make of it.
+"""Expert parallelism: every token is sent to the few experts that a router chose for it, and gets the weighted sum of
+what they make of it.
 
     order, counts = experts_route(index, ...)       which (token, choice) pairs go where, sorted by rank and expert;
                                                     counts are exchanged
     rows = experts_send(x, order, counts, ...)      all_to_all of just these rows; they come sorted by expert
-    made = experts_apply(rows, counts, up, ...)     grouped products over the experts that are here
+    made = experts_apply(rows, counts, up, ...)     products of the experts that are here: expert_products.py
     back = experts_return(made, counts, ...)        all_to_all back
     y    = experts_combine(back, order, weights)    weighted sum of the choices of each token
 
-Each is differentiable, and its backward is the transposed exchange. Without axes nothing is sent: `experts` is all of
-it on one device. How many rows a rank gets depends on the router; nothing is padded and nothing dropped, so the result
-is exact for any routing.
+Each is differentiable, and its backward is the transposed exchange. Where nothing is sent, `experts` of
+expert_products.py is all of it. How many rows a rank gets depends on the router; nothing is padded and nothing dropped,
+so the result is exact for any routing.
 
     x        f[t, h]            tokens
     index    i64[t, k]          experts of each token, 0 .. e-1; a choice outside of that gives nothing (a dropped
@@ -27,8 +27,7 @@ After Lepikhin et al. 2020, "GShard"; dropless as in Gale et al. 2022, "MegaBloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -39,36 +38,11 @@ from torch.autograd.function import once_differentiable
 
 from shardc.ir.mesh import Mesh as RankLayout
 from shardc.ir.placement import Layout, Shard
-from shardc.runtime.ops import expert_activation
-from shardc.runtime.ops.grouped_mm import Groups, grad_of_bias, grad_of_rows, grad_of_weight, product
 from shardc.runtime.ops.host_copy import to_device, to_host
 from shardc.torch_private import FakeTensor
 
 Mesh = Any
 Digits = Sequence[tuple[Any, ...]]
-
-
-def experts(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str | Callable[[Tensor], Tensor],
-    transposed: bool = False,
-) -> Tensor:
-    """f[t, h] like x: sum over k of weights[t, k] * (down[e] @ activation(up[e] @ x[t] + up_bias[e]) + down_bias[e]), e
-    = index[t, k].
-
-    activation: text (shardc.runtime.ops.expert_activation), or what it says.
-    """
-    order, counts = experts_route(index, None, (), up.shape[0], ())
-    groups = Groups(tuple(_by_expert(order, counts)), x.device)
-    between = expert_activation.read(activation) if isinstance(activation, str) else activation
-    result: Tensor = _Local.apply(x, order, weights, up, down, up_bias, down_bias, groups, between, transposed)  # type: ignore[no-untyped-call]
-    return result
 
 
 def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
@@ -203,7 +177,7 @@ def _by_rank(rows: Tensor, counts: Tensor) -> tuple[list[int], list[int]]:
     return sent, received
 
 
-def _by_expert(rows: Tensor, counts: Tensor) -> list[int]:
+def rows_by_expert(rows: Tensor, counts: Tensor) -> list[int]:
     """Rows of each expert here."""
     if isinstance(counts, FakeTensor):
         return _even(rows.shape[0], counts.shape[2])
@@ -269,7 +243,7 @@ class _Send(Function):
         order, counts = ctx.saved_tensors
         mesh, axes, k, tag, (t, h) = ctx.how
         got = _back(g, counts, mesh, axes, "backward", tag)
-        each = _unsorted(got, order, t * k)
+        each = by_pair(got, order, t * k)
         return each.view(t, k, h).sum(1) if k > 1 else each, *[None] * 6
 
 
@@ -287,7 +261,7 @@ class _Return(Function):
         return _there(g, ctx.saved_tensors[0], mesh, axes, "backward", tag), *[None] * 4
 
 
-def _unsorted(rows: Tensor, order: Tensor, n: int) -> Tensor:
+def by_pair(rows: Tensor, order: Tensor, n: int) -> Tensor:
     """[n, h]: the rows in the order of pairs, zeros for those that went nowhere."""
     whole = rows.new_empty if order.numel() == n else rows.new_zeros
     return whole(n, rows.shape[1]).index_copy_(0, order, rows)
@@ -309,7 +283,7 @@ def experts_return(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str]
     return result
 
 
-def _combined(each: Tensor, weights: Tensor) -> Tensor:
+def weighted_sum(each: Tensor, weights: Tensor) -> Tensor:
     """f[t, h]: the sum of f[t, k, h], weighted by f[t, k]."""
     if weights.dtype == each.dtype:
         return torch.bmm(weights.unsqueeze(1), each).squeeze(1)
@@ -320,9 +294,9 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         t, k = weights.shape
-        each = _unsorted(rows, order, t * k).view(t, k, -1)
+        each = by_pair(rows, order, t * k).view(t, k, -1)
         ctx.save_for_backward(each, order, weights)
-        return _combined(each, weights)
+        return weighted_sum(each, weights)
 
     @staticmethod
     @once_differentiable
@@ -343,151 +317,3 @@ def experts_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """f[t, h]: the sum over each token's choices of weight * row; choices that went nowhere give nothing."""
     result: Tensor = _Combine.apply(rows, order, weights)  # type: ignore[no-untyped-call]
     return result
-
-
-# --- products ---------------------------------------------------------------------------------------------------------
-
-Between = Callable[[Tensor], Tensor]
-
-
-def experts_apply(
-    rows: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str | Between,
-    transposed: bool = False,
-) -> Tensor:
-    """f[rows, h]: what the experts here make of their rows, which are sorted by expert."""
-    groups = Groups(tuple(_by_expert(rows, counts)), rows.device)
-    between = expert_activation.read(activation) if isinstance(activation, str) else activation
-    result: Tensor = _Apply.apply(rows, up, down, up_bias, down_bias, groups, between, transposed)  # type: ignore[no-untyped-call]
-    return result
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """The two products of the experts here, on rows that are sorted by expert. Backward has the first one's result, and
-    computes again what the activation makes of it.
-    """
-
-    up: Tensor
-    down: Tensor
-    groups: Groups
-    between: Between
-    transposed: bool
-
-    def first(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        return product(rows.to(self.up.dtype), self.up, bias, self.groups, self.transposed)
-
-    def second(self, first: Tensor, bias: Tensor | None) -> Tensor:
-        return product(self.between(first).to(self.down.dtype), self.down, bias, self.groups, self.transposed)
-
-    def grads(
-        self, rows: Tensor, first: Tensor, made: Tensor, of_made: Tensor, activated: Tensor, g: Tensor, needs: Any
-    ) -> tuple[Tensor | None, ...]:
-        """Of rows, up, down and their biases, where `needs` says so.
-
-        made: the activation's result, that autograd can go back from, to first; of_made: its gradient. activated, g:
-        the second product's input and its result's gradient, as the gradient of `down` takes them.
-        """
-        groups, transposed = self.groups, self.transposed
-        of_rows = of_up = of_up_bias = None
-        if needs[0] or needs[1] or needs[3]:
-            (of_first,) = torch.autograd.grad(made, first, of_made.to(made.dtype))
-            if needs[1]:
-                of_up = grad_of_weight(of_first, rows.to(self.up.dtype), self.up, groups, transposed)
-            of_up_bias = grad_of_bias(of_first, groups) if needs[3] else None
-            of_rows = grad_of_rows(of_first, self.up, groups, transposed).to(rows.dtype) if needs[0] else None
-        of_down = grad_of_weight(g, activated, self.down, groups, transposed) if needs[2] else None
-        return of_rows, of_up, of_down, of_up_bias
-
-    def again(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """(the first product's result, what the activation makes of it), for autograd to go back."""
-        leaf = first.detach().requires_grad_()
-        with torch.enable_grad():
-            return leaf, self.between(leaf)
-
-
-class _Apply(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        up: Tensor,
-        down: Tensor,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        *how: Any,
-    ) -> Tensor:
-        layer = _Layer(up, down, *how)
-        first = layer.first(rows, up_bias)
-        ctx.save_for_backward(rows, up, down, first)
-        ctx.how = how
-        return layer.second(first, down_bias).to(rows.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        rows, up, down, first = ctx.saved_tensors
-        layer, g = _Layer(up, down, *ctx.how), g.to(down.dtype)
-        first, made = layer.again(first)
-        of_made = grad_of_rows(g, down, layer.groups, layer.transposed)
-        activated = made.detach().to(down.dtype)
-        grads = layer.grads(rows, first, made, of_made, activated, g, ctx.needs_input_grad)
-        of_bias = grad_of_bias(g, layer.groups) if ctx.needs_input_grad[4] else None
-        return *grads, of_bias, None, None, None
-
-
-class _Local(Function):
-    """All experts are here: nothing is sent, and so nothing but tokens and the first product's result is kept.
-
-    The gradient of a choice's weight is <g, down @ a>, of the activation's result a: <down.T @ g, a>, and down.T @ g is
-    what the gradient of a needs anyway. So what the experts made is not kept.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        order: Tensor,
-        weights: Tensor,
-        up: Tensor,
-        down: Tensor,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        *how: Any,
-    ) -> Tensor:
-        layer, (t, k) = _Layer(up, down, *how), weights.shape
-        first = layer.first(x.index_select(0, order // k), up_bias)
-        ctx.save_for_backward(x, order, weights, up, down, down_bias, first)
-        ctx.how = how
-        made = layer.second(first, down_bias).to(x.dtype)
-        return _combined(_unsorted(made, order, t * k).view(t, k, -1), weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, order, weights, up, down, down_bias, first = ctx.saved_tensors
-        layer, (t, k), needs = _Layer(up, down, *ctx.how), weights.shape, ctx.needs_input_grad
-        token = order // k
-        g = g.index_select(0, token).to(down.dtype)  # of what a token's experts made, but for the weight
-        chosen = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-        first, made = layer.again(first)
-        back = grad_of_rows(g, down, layer.groups, layer.transposed)
-        a, wide = made.detach(), torch.promote_types(g.dtype, weights.dtype)
-        of_weights = None
-        if needs[2]:
-            each = (a.to(wide) * back.to(wide)).sum(-1)
-            if down_bias is not None:
-                each = each + (g.to(wide) * layer.groups.rows_of(down_bias).to(wide)).sum(-1)
-            of_weights = each.new_zeros(t * k).index_copy_(0, order, each).view(t, k).to(weights.dtype)
-        asked = needs[0], needs[3], needs[4], needs[5]
-        of_rows, of_up, of_down, of_up_bias = layer.grads(
-            x.index_select(0, token), first, made, back * chosen, (a * chosen).to(down.dtype), g, asked
-        )
-        of_bias = grad_of_bias((g * chosen).to(down.dtype), layer.groups) if needs[6] else None
-        of_x = _unsorted(of_rows, order, t * k).view(t, k, -1).sum(1) if of_rows is not None else None
-        return of_x, None, of_weights, of_up, of_down, of_up_bias, of_bias, None, None, None

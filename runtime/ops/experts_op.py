@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.expert_parallel import experts as run
+from shardc.runtime.ops.expert_products import experts as run
 
 
 @torch.library.custom_op("shardc::experts", mutates_args=())
@@ -24,7 +24,7 @@ def experts(
     activation: str,
     transposed: bool,
 ) -> Tensor:
-    """As shardc.runtime.ops.expert_parallel.experts."""
+    """As shardc.runtime.ops.expert_products.experts."""
     return run(x, index, weights, up, down, up_bias, down_bias, activation, transposed)
 
 

@@ -6,7 +6,7 @@
 
 On a GPU that has torch's kernel for it (torch.nn.functional.grouped_mm: bfloat16, rows of whole 16 bytes) a product of
 all experts is one call; elsewhere one product an expert, into its place in the result, which on a CPU is as fast. The
-product and its three gradients are functions; expert_parallel.py puts them together."""
+product and its three gradients are functions; expert_products.py puts them together."""
 
 from __future__ import annotations
 

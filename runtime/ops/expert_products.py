@@ -1,0 +1,191 @@
+"""What experts compute: of the rows of each, its two products with the activation between them.
+
+    made = experts_apply(rows, counts, up, ...)     of the experts that are here, whoever has sent the rows
+    y    = experts(x, index, weights, up, ...)      routing, products and the weighted sum, where nothing is sent
+
+Arguments are those of expert_parallel.py, which sends the rows. Both keep the first product's result for backward, and
+compute again what the activation makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc.runtime.ops import expert_activation
+from shardc.runtime.ops.expert_parallel import by_pair, experts_route, rows_by_expert, weighted_sum
+from shardc.runtime.ops.grouped_mm import Groups, grad_of_bias, grad_of_rows, grad_of_weight, product
+
+Between = Callable[[Tensor], Tensor]
+
+
+def experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str | Between,
+    transposed: bool = False,
+) -> Tensor:
+    """f[t, h] like x: sum over k of weights[t, k] * (down[e] @ activation(up[e] @ x[t] + up_bias[e]) + down_bias[e]), e
+    = index[t, k].
+
+    activation: text (shardc.runtime.ops.expert_activation), or what it says.
+    """
+    order, counts = experts_route(index, None, (), up.shape[0], ())
+    groups = Groups(tuple(rows_by_expert(order, counts)), x.device)
+    between = expert_activation.read(activation) if isinstance(activation, str) else activation
+    result: Tensor = _Local.apply(x, order, weights, up, down, up_bias, down_bias, groups, between, transposed)  # type: ignore[no-untyped-call]
+    return result
+
+
+def experts_apply(
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str | Between,
+    transposed: bool = False,
+) -> Tensor:
+    """f[rows, h]: what the experts here make of their rows, which are sorted by expert."""
+    groups = Groups(tuple(rows_by_expert(rows, counts)), rows.device)
+    between = expert_activation.read(activation) if isinstance(activation, str) else activation
+    result: Tensor = _Apply.apply(rows, up, down, up_bias, down_bias, groups, between, transposed)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The two products of the experts here, on rows that are sorted by expert. Backward has the first one's result, and
+    computes again what the activation makes of it.
+    """
+
+    up: Tensor
+    down: Tensor
+    groups: Groups
+    between: Between
+    transposed: bool
+
+    def first(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        return product(rows.to(self.up.dtype), self.up, bias, self.groups, self.transposed)
+
+    def second(self, first: Tensor, bias: Tensor | None) -> Tensor:
+        return product(self.between(first).to(self.down.dtype), self.down, bias, self.groups, self.transposed)
+
+    def grads(
+        self, rows: Tensor, first: Tensor, made: Tensor, of_made: Tensor, activated: Tensor, g: Tensor, needs: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Of rows, up, down and their biases, where `needs` says so.
+
+        made: the activation's result, that autograd can go back from, to first; of_made: its gradient. activated, g:
+        the second product's input and its result's gradient, as the gradient of `down` takes them.
+        """
+        groups, transposed = self.groups, self.transposed
+        of_rows = of_up = of_up_bias = None
+        if needs[0] or needs[1] or needs[3]:
+            (of_first,) = torch.autograd.grad(made, first, of_made.to(made.dtype))
+            if needs[1]:
+                of_up = grad_of_weight(of_first, rows.to(self.up.dtype), self.up, groups, transposed)
+            of_up_bias = grad_of_bias(of_first, groups) if needs[3] else None
+            of_rows = grad_of_rows(of_first, self.up, groups, transposed).to(rows.dtype) if needs[0] else None
+        of_down = grad_of_weight(g, activated, self.down, groups, transposed) if needs[2] else None
+        return of_rows, of_up, of_down, of_up_bias
+
+    def again(self, first: Tensor) -> tuple[Tensor, Tensor]:
+        """(the first product's result, what the activation makes of it), for autograd to go back."""
+        leaf = first.detach().requires_grad_()
+        with torch.enable_grad():
+            return leaf, self.between(leaf)
+
+
+class _Apply(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        up: Tensor,
+        down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        *how: Any,
+    ) -> Tensor:
+        layer = _Layer(up, down, *how)
+        first = layer.first(rows, up_bias)
+        ctx.save_for_backward(rows, up, down, first)
+        ctx.how = how
+        return layer.second(first, down_bias).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        rows, up, down, first = ctx.saved_tensors
+        layer, g = _Layer(up, down, *ctx.how), g.to(down.dtype)
+        first, made = layer.again(first)
+        of_made = grad_of_rows(g, down, layer.groups, layer.transposed)
+        activated = made.detach().to(down.dtype)
+        grads = layer.grads(rows, first, made, of_made, activated, g, ctx.needs_input_grad)
+        of_bias = grad_of_bias(g, layer.groups) if ctx.needs_input_grad[4] else None
+        return *grads, of_bias, None, None, None
+
+
+class _Local(Function):
+    """All experts are here: nothing is sent, and so nothing but tokens and the first product's result is kept.
+
+    The gradient of a choice's weight is <g, down @ a>, of the activation's result a: <down.T @ g, a>, and down.T @ g is
+    what the gradient of a needs anyway. So what the experts made is not kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        order: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        *how: Any,
+    ) -> Tensor:
+        layer, (t, k) = _Layer(up, down, *how), weights.shape
+        first = layer.first(x.index_select(0, order // k), up_bias)
+        ctx.save_for_backward(x, order, weights, up, down, down_bias, first)
+        ctx.how = how
+        made = layer.second(first, down_bias).to(x.dtype)
+        return weighted_sum(by_pair(made, order, t * k).view(t, k, -1), weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, order, weights, up, down, down_bias, first = ctx.saved_tensors
+        layer, (t, k), needs = _Layer(up, down, *ctx.how), weights.shape, ctx.needs_input_grad
+        token = order // k
+        g = g.index_select(0, token).to(down.dtype)  # of what a token's experts made, but for the weight
+        chosen = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+        first, made = layer.again(first)
+        back = grad_of_rows(g, down, layer.groups, layer.transposed)
+        a, wide = made.detach(), torch.promote_types(g.dtype, weights.dtype)
+        of_weights = None
+        if needs[2]:
+            each = (a.to(wide) * back.to(wide)).sum(-1)
+            if down_bias is not None:
+                each = each + (g.to(wide) * layer.groups.rows_of(down_bias).to(wide)).sum(-1)
+            of_weights = each.new_zeros(t * k).index_copy_(0, order, each).view(t, k).to(weights.dtype)
+        asked = needs[0], needs[3], needs[4], needs[5]
+        of_rows, of_up, of_down, of_up_bias = layer.grads(
+            x.index_select(0, token), first, made, back * chosen, (a * chosen).to(down.dtype), g, asked
+        )
+        of_bias = grad_of_bias((g * chosen).to(down.dtype), layer.groups) if needs[6] else None
+        of_x = by_pair(of_rows, order, t * k).view(t, k, -1).sum(1) if of_rows is not None else None
+        return of_x, None, of_weights, of_up, of_down, of_up_bias, of_bias, None, None, None
