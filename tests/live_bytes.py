@@ -159,7 +159,7 @@ def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **optio
                 model,
                 partial(adamw, fused=not program.offload.used),
                 mesh=mesh,
-                interpreter=partial(Interpreter, offloaded=host_memory.offloaded_tensor(live.host)),
+                interpreter=partial(Interpreter, offloaded=host_memory.offloaded_tensors(live.host)),
                 offload=host_memory.offload(live.host),
                 **options,
             )

@@ -147,16 +147,16 @@ def _blocks(flat: Tensor) -> Tensor:
     return torch.cat(sums)
 
 
-def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> bool:
+def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> list[Fact]:
     """Compare facts over the ranks of a runtime mesh. Collective: every rank brings the same facts in the same order.
-    Returns whether facts that may differ over axes (there are some) are the same on all ranks.
+    Returns those that may differ over axes, and are the same on all ranks.
 
     call: what this rank is about to do; where ranks do different things, that alone is the error. Raises ShardcError,
     on all ranks, for facts that differ: what, on which ranks, the remedy.
     """
     layout: Mesh = mesh.layout
     if layout.world == 1:
-        return False
+        return []
     doing = stated("what this rank does", call, fix=SAME_CALLS)
     vector = _vector(doing, mesh)
     for f in facts:
@@ -167,17 +167,17 @@ def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> bool:
     if len(vector) > ROOM:
         sums += mesh.sum_on_host(vector[ROOM:])
     differing, start = [], 2
-    alike: set[bool] = set()
+    alike: list[Fact] = []
     for f in facts:
         slots = _slots(f, layout)
         if _differs(f, sums[start:], layout):
             differing.append(f)
-        if slots > 1:
-            alike.add(len(set(sums[start : start + 2 * slots : 2])) == 1)
+        if slots > 1 and len(set(sums[start : start + 2 * slots : 2])) == 1:
+            alike.append(f)
         start += 2 * slots
     if differing:
         _refuse(mesh, differing)
-    return alike == {True}
+    return alike
 
 
 def _vector(fact: Fact, mesh: Any) -> list[int]:
@@ -331,11 +331,19 @@ class SameRows:
     def __init__(self) -> None:
         self._left = self.RUNNING
 
-    def look(self, program: Program, batch: Any, alike: bool, tell: Callable[[str], None]) -> None:
-        """alike: what `check` returned of the facts of this rank's part."""
+    def look(
+        self,
+        program: Program,
+        batch: Any,
+        facts: Sequence[Fact],
+        alike: Sequence[Fact],
+        tell: Callable[[str], None],
+    ) -> None:
+        """facts: of this rank's part of the batch. alike: what `check` returned, of these and perhaps of others."""
         if self._left <= 0:
             return
-        same = alike and not _constant(program, batch)
+        parts = [f for f in facts if _slots(f, program.mesh) > 1]
+        same = bool(parts) and all(f in alike for f in parts) and not _constant(program, batch)
         self._left = self._left - 1 if same else 0
         if same and not self._left:
             tell(

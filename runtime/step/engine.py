@@ -356,9 +356,10 @@ class Engine:
             batch, local = batch.batch, False
         batch = batch_sizes.prepared(self.program, self.mesh, batch, local=local)
         if self._checks:
-            facts = [*agreement.batch_facts(self.program, batch, local=local), *self._facts()]
-            alike = agreement.check(self.mesh, facts, "a step" if self.rng.training else "evaluating")
-            self._same_rows.look(self.program, batch, alike, self._tell)
+            facts = agreement.batch_facts(self.program, batch, local=local)
+            call = "a step" if self.rng.training else "evaluating"
+            alike = agreement.check(self.mesh, [*facts, *self._facts()], call)
+            self._same_rows.look(self.program, batch, facts, alike, self._tell)
         interpreter, constants = self._sized(batch, local=local)
         program = interpreter.program
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))

@@ -37,7 +37,7 @@ from shardc.runtime.ops.local_math import summed, total
 from shardc.runtime.ops.overlap import multiplies, product
 from shardc.runtime.schedule import Action
 from shardc.runtime.step import op_errors, outputs
-from shardc.runtime.step.activation_offload import OffloadedTensor
+from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.profiler_ranges import with_ranges
 from shardc.runtime.step.recompute import taped
 from shardc.runtime.step.split_backward import SplitBackward, split_stage
@@ -78,7 +78,7 @@ def runnable(
     stage: Stage,
     device: torch.device,
     program: Program,
-    offloaded: type[OffloadedTensor] = OffloadedTensor,
+    offloaded: type[OffloadedTensors] = OffloadedTensors,
     *,
     divided: bool = False,
 ) -> fx.GraphModule:
@@ -130,7 +130,7 @@ class Interpreter:
         program: Program,
         mesh: Any,
         *,
-        offloaded: type[OffloadedTensor] = OffloadedTensor,
+        offloaded: type[OffloadedTensors] = OffloadedTensors,
         ranges: bool = False,
     ) -> None:
         self.program, self.mesh, self.axis = program, mesh, program.axis
@@ -268,7 +268,7 @@ class _Runnable:
         program: Program,
         index: int,
         device: torch.device,
-        offloaded: type[OffloadedTensor],
+        offloaded: type[OffloadedTensors],
         *,
         divided: bool,
         ranges: bool,

@@ -273,14 +273,14 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         user_changes.check_attributes(r.program)
         batch = inputs.from_call(r.program, r.model, args, kwargs)
         if r.check:
-            facts = [
-                *agreement.batch_facts(r.program, batch, local=True),
+            facts = agreement.batch_facts(r.program, batch, local=True)
+            calls = [
                 stated("the number of steps done", r.rng.step, fix=SAME_CALLS),
                 stated("whether the module trains", self.training, fix="call train() or eval() on all ranks"),
                 stated("whether parameters changed", r.updates.due, fix="update parameters on all ranks alike"),
             ]
-            alike = agreement.check(r.mesh, facts, "forward")
-            r.same_rows.look(r.program, batch, alike, r.tell)
+            alike = agreement.check(r.mesh, [*facts, *calls], "forward")
+            r.same_rows.look(r.program, batch, facts, alike, r.tell)
             if self.training and r.check_every and r.rng.step and r.rng.step % r.check_every == 0:
                 replicas.check_replicas(r.program, r.mesh, r.buckets.owned, self._buffers_by_name(), step=r.rng.step)
         tensors = inputs.take(r.program, batch, r.mesh, local=True)

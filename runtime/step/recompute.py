@@ -47,7 +47,7 @@ from shardc.ir.program import Program
 from shardc.runtime import ops
 from shardc.runtime.mesh.base import Work
 from shardc.runtime.ops.local_math import UNEQUAL
-from shardc.runtime.step.activation_offload import OffloadedTensor, copy_stream
+from shardc.runtime.step.activation_offload import OffloadedTensor, OffloadedTensors
 from shardc.torch_private import outer_hooks
 
 #: Ops whose result may be their operand on some ranks and a new tensor on others: what they save must not start a
@@ -133,11 +133,16 @@ class Regions:
     a run. offloaded: where regions with `offload: cpu` keep tensors.
     """
 
-    def __init__(self, ops: dict[int, _Op], weights: frozenset[int], offloaded: type[OffloadedTensor]) -> None:
+    def __init__(self, ops: dict[int, _Op], weights: frozenset[int], offloaded: type[OffloadedTensors]) -> None:
         self.ops, self.weights, self.offloaded = ops, weights, offloaded
+        self._asked_after: dict[tuple[int, int], int] = {}
 
     def tape(self, mesh: Any, rng: Any) -> Tape:
         return Tape(self, mesh, rng)
+
+    def offloads(self, device: torch.device) -> OffloadedTensors:
+        """Where a run of forward keeps tensors until its backward."""
+        return self.offloaded(device, self._asked_after)
 
     def plans(self, region: _Region, wanted: frozenset[Origin]) -> tuple[_Plan, ...]:
         """What has to run for the wanted values: found by walking back from them, to values that the region does not
@@ -168,7 +173,7 @@ class Regions:
         return _Plan(frozenset(needed), tuple((i, tuple(gone[i])) for i in order), tuple(inputs))
 
 
-def taped(graph: fx.Graph, program: Program, offloaded: type[OffloadedTensor] = OffloadedTensor) -> fx.GraphModule:
+def taped(graph: fx.Graph, program: Program, offloaded: type[OffloadedTensors] = OffloadedTensors) -> fx.GraphModule:
     """A stage's graph as a module in which the ops of regions run on a tape. A graph without regions stays as it is."""
     index = {n: i for i, n in enumerate(graph.nodes)}
     tagged = [n for n in graph.nodes if "region" in n.meta]
@@ -394,8 +399,8 @@ class Tape:
         self.outer = outer_hooks()
         self._frames: dict[_Region, _Frame] = {}
         self._where: dict[_Storage, Origin] = {}
-        self._offloaded: dict[Any, OffloadedTensor] = {}
-        self._copies: Any = None
+        self._kept: dict[Any, OffloadedTensor] = {}
+        self._offloaded: OffloadedTensors | None = None
 
     def run(self, i: int, *operands: Any) -> Any:
         """Run op i on the values of the nodes that it takes."""
@@ -454,13 +459,13 @@ class Tape:
                 frame = saved.source = self._frames[region]
                 frame.wanted.append(_Wanted(weakref.ref(saved), origin, x.size(), x.stride(), x.storage_offset()))
                 return frame
-        offloaded = self.regions.offloaded
-        if any(r.offload for r in chain) and origin[0] not in self.regions.weights and offloaded.useful(x):
+        away = any(r.offload for r in chain) and origin[0] not in self.regions.weights
+        if away and self.regions.offloaded.useful(x):
             key = (_storage(x), x.size(), x.stride(), x.storage_offset())
-            if key not in self._offloaded:
-                self._copies = self._copies or copy_stream(x.device)
-                self._offloaded[key] = offloaded(x, self._copies)
-            saved.held, saved.unpack = self._offloaded[key], offloaded.fetch
+            if key not in self._kept:
+                self._offloaded = self._offloaded or self.regions.offloads(x.device)
+                self._kept[key] = self._offloaded.keep(x)
+            saved.held, saved.unpack = self._kept[key], OffloadedTensor.fetch
         elif self.outer is not None:
             saved.held, saved.unpack = self.outer[0](x.detach() if x.grad_fn is not None else x), self.outer[1]
         else:

@@ -69,6 +69,10 @@ def command(
     eval_every: Annotated[
         int | None, typer.Option(min=0, help="held-out loss every so many steps; 0 = at the end")
     ] = None,
+    log_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="read loss and gradient norm from the device every so many steps (default: 1)"),
+    ] = None,
     clip: Annotated[float | None, typer.Option(help="clip gradients to this norm of all of them")] = None,
     nonfinite: Annotated[
         Nonfinite | None,
@@ -176,6 +180,7 @@ def command(
             auto_resume=auto_resume,
             max_restarts=max_restarts,
             eval_every=eval_every,
+            log_every=log_every,
             log=str(log) if log is not None else None,
             tensorboard=tensorboard,
             trace=tuple(trace) if trace else None,

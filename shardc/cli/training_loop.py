@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.state.checkpoint_folder import generations
@@ -39,6 +40,19 @@ class Interrupted(Exception):
         self.number = number
 
 
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """A step whose numbers may still be on their way on the device. seconds: that the host was in it."""
+
+    step: int
+    loss: Tensor
+    beside: dict[str, Tensor]
+    grad_norm: Tensor | None
+    lr: float | None
+    seconds: float
+    waited: float
+
+
 @dataclasses.dataclass
 class Training:
     """The steps of a run, and what happens between them."""
@@ -55,6 +69,8 @@ class Training:
     flops: int = 0  # of this rank's products in a step's forward, counted in the first
     waited: float = 0.0  # seconds for the batch of this step
     asked: bool = False  # for a checkpoint after this step, by SIGUSR1
+    losses: list[float] = dataclasses.field(default_factory=list)  # of the steps that were read
+    unread: list[Unread] = dataclasses.field(default_factory=list)
 
     def speed(self, steps: float) -> dict[str, float]:
         """At so many steps a second: samples, and tokens if the model has any."""
@@ -93,7 +109,15 @@ class Training:
 
     def run(self) -> list[float]:
         """Train up to the last step. Returns the losses. Raises Interrupted, or what the user's code raised."""
-        losses: list[float] = []
+        try:
+            self._steps()
+        except BaseException:
+            with suppress(Exception):  # of a device that failed, perhaps
+                self._read()
+            raise
+        return self.losses
+
+    def _steps(self) -> None:
         stream = iter(self.train)
         for _ in range(0 if self.train.local else self.engine.step_count):
             next(stream)  # seen before the checkpoint that was resumed; a loader knows by itself where it stands
@@ -103,12 +127,13 @@ class Training:
             with self._measured():
                 result = self._step(batch)
             loss, beside = result if self.engine.program.outputs else (result, {})
-            losses.append(float(loss))
-            numbers = {name: x.item() for name, x in beside.items() if x.numel() == 1}
-            self._report(losses[-1], numbers, lr, time.perf_counter() - start)
+            seconds, norm = time.perf_counter() - start, self.engine.grad_norm
+            self.unread.append(Unread(self.engine.step_count, loss, beside, norm, lr, seconds, self.waited))
+            evaluated = self._due(self.settings.eval_every)
+            if evaluated or self._due(self.settings.log_every) or self.engine.step_count == self.settings.steps:
+                self._read(evaluated=evaluated)
             if self.settings.save and (self._due(self.settings.save_every) or self.asked):
                 self._save_in_background()
-        return losses
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.engine.step_count % every == 0
@@ -234,6 +259,8 @@ class Training:
             signals = [self.signals.seen, int(self.signals.save)]
             *failed, signalled, save = self.engine.mesh.sum_on_host([*states, *signals])
         self.asked, self.signals.save = bool(save), False
+        if signalled or any(failed):
+            self._read()  # before a rank ends, and the launcher all others
         if signalled:
             number = self.signals.seen or signal.SIGTERM
             after = f"stopped by {signal.Signals(number).name} after step {self.engine.step_count}"
@@ -251,31 +278,46 @@ class Training:
             raise ShardcError(what, where="data", fix="see the error of that rank")
         return batch
 
-    def _report(self, loss: float, beside: dict[str, float], lr: float | None, seconds: float) -> None:
-        """beside: the single numbers that the loss function names beside the loss."""
-        engine = self.engine
-        line = {
-            "step": engine.step_count,
+    def _read(self, *, evaluated: bool = False) -> None:
+        """Read the numbers of the steps since the last time, and write their lines. The last of them has what holds
+        now, and, `evaluated`, the held-out loss: that is a collective.
+        """
+        steps, self.unread = self.unread, []
+        if not steps:
+            return
+        begin = time.perf_counter()
+        numbers = [float(x.loss) for x in steps]
+        each = (sum(x.seconds for x in steps) + time.perf_counter() - begin) / len(steps)
+        self.losses += numbers
+        *earlier, last = (self._line(x, loss, each) for x, loss in zip(steps, numbers, strict=True))
+        for line in earlier:
+            self.lines.add(line)
+        if self.engine.loads:
+            last["experts"] = [dataclasses.asdict(x) for x in self.engine.loads]
+        if self.engine.scaler is not None:
+            last |= {"loss_scale": self.engine.scaler.factor, "skipped": self.engine.scaler.skipped}
+        if evaluated and (held_out := self.held_out()):
+            last["held_out"] = held_out.pop("loss")
+            last |= {"held_out_outputs": held_out} if held_out else {}
+        self.lines.add(last, always="held_out" in last)
+
+    def _line(self, step: Unread, loss: float, seconds: float) -> dict[str, Any]:
+        line: dict[str, Any] = {
+            "step": step.step,
             "loss": loss,
-            "grad_norm": float(engine.grad_norm) if engine.grad_norm is not None else 0.0,
-            "lr": lr,
+            "grad_norm": float(step.grad_norm) if step.grad_norm is not None else 0.0,
+            "lr": step.lr,
             **self.speed(1 / seconds),
             "seconds": round(seconds, 6),
-            "data_wait": round(self.waited, 6),
+            "data_wait": round(step.waited, 6),
             **self.work(1 / seconds),
             "bytes": self.bytes,
-            "memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
+            "memory_mb": round(peak_memory(self.engine.mesh.device) / 2**20, 1),
         }
-        if beside:
+        # the single numbers that the loss function names beside the loss
+        if beside := {name: x.item() for name, x in step.beside.items() if x.numel() == 1}:
             line["outputs"] = beside
-        if engine.loads:
-            line["experts"] = [dataclasses.asdict(x) for x in engine.loads]
-        if engine.scaler is not None:
-            line |= {"loss_scale": engine.scaler.factor, "skipped": engine.scaler.skipped}
-        if self._due(self.settings.eval_every) and (held_out := self.held_out()):
-            line["held_out"] = held_out.pop("loss")
-            line |= {"held_out_outputs": held_out} if held_out else {}
-        self.lines.add(line, always="held_out" in line)
+        return line
 
     def held_out(self) -> dict[str, float]:
         """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""

@@ -27,7 +27,7 @@ from shardc.ir.units import plural
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action
 from shardc.runtime.step import param_groups
-from shardc.runtime.step.activation_offload import OffloadedTensor
+from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine, OptimizerOf
 from shardc.runtime.step.interpreter import Interpreter, Run, StepHooks, Values
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
@@ -72,7 +72,7 @@ def dry_run(
         mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, coordinate), ledger, streams=not cpu)
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
-        offloaded = OffloadedTensor if cpu else host_memory.offloaded_tensor(ledger.host)
+        offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host)
         engine = _Engine(
             _reporting(program, names),
             _weights(program),

@@ -17,7 +17,7 @@ from shardc.ir.program import OffloadPlaces
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Place, Slot
-from shardc.runtime.step.activation_offload import OffloadedTensor
+from shardc.runtime.step.activation_offload import OffloadedTensors
 
 #: Calls the function that makes a tensor of the machine's memory, or of a file.
 Host = Callable[[Callable[[], Tensor]], Tensor]
@@ -28,11 +28,15 @@ def offload(host: Host, *, cpu: bool = False) -> Callable[[OffloadPlaces, Any], 
     return lambda places, mesh: _Offload(places, mesh, host, cpu)
 
 
-def offloaded_tensor(host: Host) -> type[OffloadedTensor]:
-    """The class of activations that `checkpoint: {offload: cpu}` offloads."""
+def offloaded_tensors(host: Host) -> type[OffloadedTensors]:
+    """The class of activations that `checkpoint: {offload: cpu}` offloads. As on a GPU, they are copied back ahead."""
 
-    class OnHost(OffloadedTensor):
-        def _host(self, x: Tensor) -> Tensor:
+    class OnHost(OffloadedTensors):
+        def __init__(self, device: torch.device, after: dict[tuple[int, int], int]) -> None:
+            super().__init__(device, after)
+            self.ahead = True
+
+        def host(self, x: Tensor) -> Tensor:
             return host(lambda: torch.empty_like(x))
 
         @staticmethod

@@ -35,6 +35,10 @@ class Run(Section):
     )
     max_restarts: Times = Field(default=0, description="after a rank failed, begin again from `save` so many times")
     eval_every: Times = Field(default=0, description="held-out loss every so many steps; 0 = at the end")
+    log_every: Count = Field(
+        default=1,
+        description="read loss and gradient norm from the device every so many steps",
+    )
     log: str = Field(default="", description="folder for steps.jsonl", examples=["runs/a"])
     tensorboard: bool = Field(default=False, description="write what the step lines say for TensorBoard, too, in `log`")
     trace: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(

@@ -189,6 +189,26 @@ def test_the_spec_says_how_to_run_and_options_win(folder: Path) -> None:
     assert {"linear up", "linear_1 down", "linear_1_sum down"} <= ranges
 
 
+def test_numbers_are_read_every_so_many_steps(folder: Path) -> None:
+    """All steps are in steps.jsonl nevertheless, with the losses of a run that reads each; what was not read when a
+    step fails, is read then."""
+    told = {}
+    for log, every in (("each", "1"), ("rarely", "3")):
+        done = run(
+            folder, "stream", "--json", "--steps", "5", "--mesh", "dp=1,tp=1", "--log", log, "--log-every", every
+        )
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (folder / log / "steps.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+        told[log] = [(line["loss"], line["grad_norm"], line["lr"]) for line in lines]
+        assert json.loads(done.stdout)["losses"] == [line["loss"] for line in lines]
+    assert told["each"] == told["rarely"]
+    done = run(folder, "raises", "--steps", "9", "--log", "failed", "--log-every", "9")
+    assert done.returncode != 0
+    lines = [json.loads(line) for line in (folder / "failed" / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+
+
 def test_help_says_what_the_sections_keys_say() -> None:
     """Its text stands in the command too, so that `--help` needs no torch."""
     options = get_type_hints(command_of_run, include_extras=True)

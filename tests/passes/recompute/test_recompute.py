@@ -20,7 +20,7 @@ import shardc
 from shardc import report
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.activation_offload import OffloadedTensor
+from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
 from shardc.runtime.step.recompute import Saved
@@ -517,7 +517,7 @@ def test_offload(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
         moved.append(x.size())
         return True
 
-    monkeypatch.setattr(OffloadedTensor, "useful", staticmethod(useful))
+    monkeypatch.setattr(OffloadedTensors, "useful", staticmethod(useful))
     program = compiled("gpt", MESHES[mesh], [{"match": "h.*", "save": ["linear"], "offload": "cpu"}])
     assert_same(two_steps("gpt", program), plain("gpt", mesh))
     assert moved

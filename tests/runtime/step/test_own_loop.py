@@ -376,3 +376,17 @@ def test_the_same_rows_on_all_ranks_are_told_once(kind: str, capfd: pytest.Captu
     loopback(program.mesh, work)
     told = capfd.readouterr().err
     assert told.count("3 times running all ranks got the same rows") == (2 if kind == "same" else 0)
+
+
+def test_global_batches_are_not_taken_for_the_same_rows(capfd: pytest.CaptureFixture[str]) -> None:
+    """Stages of a pipeline may differ in other things: that they do not says nothing about rows."""
+    spec = {"shardc": 1, "mesh": {"dp": 2, "pp": 2}, "pipeline": {"axis": "pp", "schedule": "gpipe", "stages": 2}}
+    program = shardc.compile(NET, BATCH, spec, prove=False)
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine = Engine(program, NET, mesh=mesh)
+        for _ in range(4):
+            engine.step(BATCH)
+
+    loopback(program.mesh, work)
+    assert "the same rows" not in capfd.readouterr().err
