@@ -18,7 +18,8 @@ autograd_function       custom autograd Functions keep their backward
 attribute_reads         what forward reads of modules: `self.training`, plain values, counters
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
-functionalize           ops in place become ordinary ones; view_writes: those that write through views
+inline_regions          `with torch.no_grad()` in a graph; value_checks: checks that are left out
+inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
 side_effects            what forward depends on and must not change
 """
 

@@ -13,7 +13,17 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from shardc.capture import functionalize, inner_autograd, patches, refusals, side_effects, transformers
+from shardc.capture import (
+    functional_twins,
+    inline_regions,
+    inner_autograd,
+    inplace_ops,
+    patches,
+    refusals,
+    side_effects,
+    transformers,
+    value_checks,
+)
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.data_dependent_values import known_values
 from shardc.capture.forward_arguments import arguments, check_call
@@ -75,8 +85,8 @@ def export(
                     *side_effects.line_that_changes(side_effects.random_state, lambda: wrapper(*inputs))
                 )
         gm = exported.graph_module
-        cut = functionalize.inline_regions(gm)
-        functionalize.drop_checks(gm.graph)
+        cut = inline_regions.inline_regions(gm)
+        value_checks.drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
         if not transformed:
             _check(gm.graph, leaves.named(reads.inputs))
@@ -92,14 +102,14 @@ def export(
             ):
                 raise refusals.of_input(nodes[spec.arg.name], "fake")
         stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
-        updated = None if transformed else functionalize.remove_inplace(gm.graph, *stored, cut)
+        updated = None if transformed else inplace_ops.remove_inplace(gm.graph, *stored, cut)
         if (
             updated is None
         ):  # traced once more, in ops below those that write in place, and below torch.func's transforms
             gm.recompile()
             exported = functionalized(exported)
             _check(exported.graph_module.graph, leaves.named(reads.inputs))
-            functionalize.differentiable(exported.graph_module.graph)
+            functional_twins.differentiable_copies(exported.graph_module.graph)
             updated = _mutated(exported)
         replaced = inner_autograd.expand(exported.graph_module.graph)
         updated = {name: replaced.get(node, node) for name, node in updated.items()}

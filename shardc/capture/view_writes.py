@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.graph import call_like
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
-#: Creates a node like another one: (graph, target, args, kwargs, model, **meta).
+#: Creates a node like another one, as shardc.ir.graph.call_like does.
 Like = Callable[..., fx.Node]
 Aliased = Callable[[fx.Node], fx.Node | None]
 
@@ -64,7 +65,7 @@ def can_write(
 
 
 def write(
-    graph: fx.Graph, x: fx.Node, new: fx.Node, writer: fx.Node, order: dict[fx.Node, int], aliased: Aliased, like: Like
+    graph: fx.Graph, x: fx.Node, new: fx.Node, writer: fx.Node, order: dict[fx.Node, int], aliased: Aliased
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Put `new`, the value of the view `x` from `writer` on, into what `x` is a view of. At the insertion point.
 
@@ -72,7 +73,7 @@ def write(
     view of that."""
 
     def now(*args: Any, **meta: Any) -> fx.Node:
-        copy = like(*args, **meta)
+        copy = call_like(*args, **meta)
         order[copy] = order[writer]
         return copy
 
@@ -183,7 +184,7 @@ def _certain(node: fx.Node) -> bool:
     )
 
 
-def without_out(graph: fx.Graph, like: Like) -> bool:
+def without_out(graph: fx.Graph) -> bool:
     """Ops that write to `out=` become functional ones and copies, in place. False if there is one without a functional
     twin.
     """
@@ -203,8 +204,8 @@ def without_out(graph: fx.Graph, like: Like) -> bool:
         ):
             return False
         with graph.inserting_before(node):
-            result = like(graph, twin, node.args, {k: v for k, v in node.kwargs.items() if k not in outs}, node)
-            copied = like(graph, aten.copy_.default, (target, result), {}, node)
+            result = call_like(graph, twin, node.args, {k: v for k, v in node.kwargs.items() if k not in outs}, node)
+            copied = call_like(graph, aten.copy_.default, (target, result), {}, node)
         node.replace_all_uses_with(copied)
         graph.erase_node(node)
     return True

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardc.capture import capture, functionalize
-from shardc.capture.functionalize import is_inplace
+from shardc.capture import capture, functional_twins
+from shardc.capture.inplace_ops import is_inplace
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -125,7 +125,7 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_one_trace_is_enough(function: Callable[[Net, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functionalize, "differentiable", None)  # called after a second trace
+    monkeypatch.setattr(functional_twins, "differentiable_copies", None)  # called after a second trace
     torch.manual_seed(0)
     program = capture(Net(function), X)
     assert not [n for n in program.graph.nodes if is_inplace(n)]
