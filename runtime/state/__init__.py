@@ -6,7 +6,8 @@ place in the global tensor, never by how a program shards, so that any mesh read
     full_state_dict       the plain state_dict of the unsharded model, gathered parameter by parameter
     export_safetensors    the same, in files that safetensors, transformers and peft load; no rank holds all of it
 
-    saving, loading       checkpoints: how one is written, and read by all ranks together
+    saving, loading       checkpoints: how one is written, and read, by all ranks together
+    save_plan, one_save   what one rank writes; its part of one save, and rank 0's, from the lock to the rename
     checked_slices        slices of a checkpoint's files, read and checked against their digests
     checkpoint_folder     the folder of checkpoints: which is the last one, and which are whole
     checkpoint_index      index.json: what is in a checkpoint, checked as what anybody may have written
@@ -39,11 +40,11 @@ from torch import Tensor
 from shardc.ir.placement import Layout
 from shardc.ir.program import Buffer, Param, Program
 from shardc.ir.shard_chunks import trim, unchunk
-from shardc.runtime.state.checkpoint_folder import DamagedError
+from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError
 from shardc.runtime.state.export import export_safetensors, skeleton
 from shardc.runtime.state.loading import load
 from shardc.runtime.state.parts import constants, local_parameters, local_parts
-from shardc.runtime.state.saving import Saves, SavingError, save
+from shardc.runtime.state.saving import Saves, save
 from shardc.runtime.state.sources import Weights, weights, weights_for
 
 __all__ = [

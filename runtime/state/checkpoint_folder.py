@@ -35,6 +35,12 @@ class DamagedError(ShardcError):
     """A checkpoint is there, and what is in it is not what was saved."""
 
 
+class SavingError(ShardcError):
+    """A checkpoint was not saved, on all ranks alike; what was saved before is as it was."""
+
+    on_all_ranks = True
+
+
 @dataclass(frozen=True)
 class Generation:
     """One checkpoint of a folder. number: of the saves of this step; replaced: training went back to before it."""

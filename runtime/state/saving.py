@@ -1,10 +1,11 @@
-"""Checkpoints that any mesh can load: how one is written.
+"""Checkpoints that any mesh can load: how ranks write one together.
 
     every rank   plans what it writes (boxes.py) ─► its files, fsynced ─► part-RANK.json ─┐ agree
     rank 0                                     index.json from all parts, fsynced ─► one rename ─┴ agree ─► prune
 
 Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and what was there
-before is as it was. All is written into a folder that gets its name at the very end (checkpoint_folder.py).
+before is as it was. All is written into a folder that gets its name at the very end (checkpoint_folder.py). What each
+of them does by itself: save_plan.py, one_save.py.
 
 In the background, the tensors are copied to memory of the host first, and a thread does the rest. It cannot meet other
 ranks, whose main threads may be in the middle of a step; so it only notes how it went, and main threads agree on it
@@ -14,291 +15,25 @@ when they are between two steps (`Saves.poll`).
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
 import hashlib
 import json
-import math
-import os
 import secrets
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import checkpoint_index, disk_calls
-from shardc.runtime.state.boxes import Numbers, Part, Runs, cuts, model_parts
-from shardc.runtime.state.checkpoint_folder import LOCK, WORK, aside, free_name, generations, prune
-from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored
-from shardc.runtime.state.digest import digest_of
-from shardc.runtime.state.saving_optimizer import state_parts, together
-from shardc.runtime.state.tensor_file import Entry, bytes_of, header, stored_as, unique
-
-#: Bytes of a slice at most: what is read, checked and held at once.
-SLICE = 64 << 20
-
-
-class SavingError(ShardcError):
-    """A checkpoint was not saved, on all ranks alike; what was saved before is as it was."""
-
-    on_all_ranks = True
-
-
-class _Cancelled(Exception):
-    """Another rank's save failed."""
-
-
-@dataclass
-class Piece:
-    """A slice that this rank writes: a box of the tensor `key`. read: gives it, a tensor of its shape and dtype."""
-
-    key: str
-    dtype: torch.dtype
-    offset: Numbers
-    shape: Numbers
-    read: Callable[[], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass
-class Plan:
-    """What this rank has, and what of it it writes, by kind: "model", "optimizer". facts: model, program, mesh, extra,
-    optimizer, as in `checkpoint_index.Index`.
-    """
-
-    tensors: dict[str, Stored]
-    pieces: dict[str, list[Piece]]
-    facts: dict[str, Any]
-
-    def add(self, piece: Piece) -> None:
-        """A slice, cut into some that are not too large."""
-        mine = self.pieces.setdefault(piece.key.partition(".")[0], [])
-        for start, shape in cuts(piece.shape, piece.dtype.itemsize, SLICE):
-            index = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
-            offset = tuple(a + b for a, b in zip(piece.offset, start, strict=True))
-            mine.append(Piece(piece.key, piece.dtype, offset, shape, functools.partial(_cut, piece.read, index)))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for each in self.pieces.values() for p in each)
-
-
-def _cut(read: Callable[[], Tensor], index: tuple[slice, ...]) -> Tensor:
-    return read()[index]
-
-
-def planned(parts: Mapping[str, Part], facts: dict[str, Any], mesh: Any) -> Plan:
-    """What this rank writes of its parts: those that no other replica writes."""
-    plan = Plan({}, {}, facts)
-    for key, part in parts.items():
-        dtype = part.local.dtype
-        plan.tensors[key] = Stored(dtype, part.shape)
-        if part.written(mesh.layout, mesh.rank):
-            for box in part.boxes(mesh.layout, mesh.rank):
-                read = functools.partial(box.of, part.local.detach())
-                plan.add(Piece(key, dtype, box.offset, box.shape, read))
-    return plan
-
-
-@dataclass
-class Draft:
-    """A file to write: its first bytes, and pieces with their places in it."""
-
-    head: bytes
-    pieces: list[tuple[Piece, Entry]]
-
-    def copy_to_host(self) -> None:
-        """Into memory of the host, in which it lies as in the file, so that training may go on. Pinned where it comes
-        from a device: torch keeps pinned memory, and the next save finds it again.
-        """
-        start, stop = len(self.head), self.pieces[-1][1].stop
-        tensors = [piece.read() for piece, _ in self.pieces]
-        devices = {x.device for x in tensors if x.device.type == "cuda"}
-        memory = disk_calls.aligned(stop - start, start, pinned=bool(devices))
-        for (piece, entry), x in zip(self.pieces, tensors, strict=True):
-            copy = memory[entry.start - start : entry.stop - start]
-            copy.copy_(x.detach().contiguous().view(-1).view(torch.uint8), non_blocking=bool(devices))
-            piece.read = functools.partial(_same, copy)
-        for device in devices:
-            torch.cuda.synchronize(device)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-class _Save:
-    """One save of one rank. id: the same on all ranks; folder: that the user named; work: where all is written until it
-    is whole. done: bytes written.
-    """
-
-    def __init__(self, mesh: Any, folder: Path, step: int, keep: int | None, id: str) -> None:
-        self.mesh, self.folder, self.step, self.keep, self.id = mesh, folder, step, keep, id
-        self.plan = Plan({}, {}, {})
-        self.drafts: dict[str, Draft] = {}
-        self.work = folder / f"{WORK}{id}"
-        self.error: BaseException | None = None
-        self.cancelled = False
-        self.committing = False
-        self.done = self.nbytes = 0
-        self.lock: disk_calls.Lock | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self, work: Callable[[], None], *, background: bool) -> None:
-        """Run, here or in a thread; what goes wrong is kept in `.error`."""
-
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as e:  # raised again where all ranks meet
-                self.error = e
-
-        if background:
-            self._thread = threading.Thread(target=guarded, name=f"save step {self.step}", daemon=True)
-            self._thread.start()
-        else:
-            guarded()
-
-    @property
-    def running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-    # --- what every rank does
-
-    def write(self) -> None:
-        """This rank's files, and what rank 0 has to know of them."""
-        mine: list[File] = []
-        for kind, draft in self.drafts.items():
-            self._write_file(kind, draft, mine)
-        part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(mine), self.plan.tensors)}
-        disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part).encode())
-
-    def _part(self, rank: int) -> Path:
-        return self.work / f"part-{rank:05d}.json"
-
-    def draft(self) -> None:
-        """The files of this rank, by kind."""
-        for kind, pieces in self.plan.pieces.items():
-            pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # each begins where its dtype is aligned
-            entries = [Entry(self._name(p), *stored_as(p.dtype, p.shape)) for p in pieces]
-            head, entries = header(entries, {"checkpoint": self.id, "step": str(self.step)})
-            if pieces:
-                self.drafts[kind] = Draft(head, list(zip(pieces, entries, strict=True)))
-
-    def _write_file(self, kind: str, draft: Draft, mine: list[File]) -> None:
-        name = f"{kind}-{self.mesh.rank:05d}.safetensors"
-        file = disk_calls.Stream(self.work / name)
-        try:
-            file.add(memoryview(draft.head))
-            for piece, entry in draft.pieces:
-                if self.cancelled:
-                    raise _Cancelled
-                data = bytes_of(piece.read().to("cpu").contiguous())
-                found = Slice(len(mine), entry.start, piece.offset, piece.shape, digest_of(data))
-                file.add(data)
-                whole = self.plan.tensors[piece.key]
-                self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, found))
-                self.done += len(data)
-            file.finish()
-        finally:
-            file.close()
-        nbytes, head = draft.pieces[-1][1].stop, draft.head
-        mine.append(File(name, self.mesh.rank, nbytes, len(head), hashlib.sha256(head).hexdigest()))
-
-    def _name(self, piece: Piece) -> str:
-        name = piece.key.partition(".")[2]
-        if piece.shape == self.plan.tensors[piece.key].shape:
-            return name
-        return f"{name}[{','.join(f'{a}:{a + n}' for a, n in zip(piece.offset, piece.shape, strict=True))}]"
-
-    # --- what rank 0 does
-
-    def prepare(self) -> None:
-        """The folder to write into. Raises SavingError where another process is saving to the same place."""
-        disk_calls.make_folder(self.folder)
-        try:
-            self.lock = disk_calls.Lock(self.folder / LOCK)
-        except BlockingIOError:
-            fix = "give every run a folder of its own"
-            raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
-        for name in os.listdir(self.folder):
-            if name.startswith(WORK):  # of a process that ended: nobody else has the lock
-                disk_calls.remove_folder(self.folder / name)
-        disk_calls.make_folder(self.work)
-
-    def commit(self) -> None:
-        """Make it visible, from the parts of all ranks; then remove checkpoints that are not to be kept."""
-        index = self._index([self._read(r) for r in range(self.mesh.layout.world)])
-        disk_calls.write_file(self.work / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
-        for r in range(self.mesh.layout.world):
-            disk_calls.unlink(self._part(r))
-        disk_calls.sync_folder(self.work)
-        path = free_name(self.folder, self.step)
-        disk_calls.rename(self.work, path)
-        disk_calls.sync_folder(self.folder)
-        try:
-            for g in generations(self.folder):
-                if not g.replaced and g.step > self.step:
-                    disk_calls.rename(g.path, aside(g))
-            if self.keep is not None:
-                prune(self.folder, self.keep, known=path)
-        except OSError as e:
-            what = f"the checkpoint of step {self.step} was saved, but others cannot be renamed or deleted: {e}"
-            fix = "see who may write there"
-            raise SavingError(what, where=str(self.folder), fix=fix) from e
-
-    def _read(self, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
-            disk_calls.read_file(self._part(rank), checkpoint_index.MAX_BYTES), object_pairs_hook=unique
-        )
-        return found
-
-    def _index(self, parts: Sequence[dict[str, Any]]) -> Index:
-        every: list[File] = []
-        tensors: dict[str, Stored] = {}
-        for part in parts:
-            mine, theirs = checkpoint_index.read_tables(part, partial=True)
-            for name, t in theirs.items():
-                known = tensors.setdefault(name, Stored(t.dtype, t.shape))
-                if (known.dtype, known.shape) != (t.dtype, t.shape):
-                    raise SavingError(
-                        f"ranks have it in two forms: {known.dtype} {known.shape}, {t.dtype} {t.shape}", where=name
-                    )
-                moved = (Slice(s.file + len(every), s.place, s.offset, s.shape, s.digest) for s in t.slices)
-                tensors[name] = Stored(t.dtype, t.shape, (*known.slices, *moved))
-            every += mine
-        facts = dict(parts[0]["facts"])
-        for part in reversed(parts):
-            facts["extra"] = {**facts["extra"], **part["facts"]["extra"]}
-        optimizers = [part["facts"]["optimizer"] for part in parts if part["facts"]["optimizer"] is not None]
-        facts["optimizer"] = together(optimizers) if optimizers else None
-        return Index(id=self.id, step=self.step, files=tuple(every), tensors=tensors, **facts)
-
-    def end(self, *, failed: bool) -> None:
-        """Leave nothing behind."""
-        if self.lock is not None:
-            try:
-                if failed:
-                    with contextlib.suppress(OSError):
-                        disk_calls.remove_folder(self.work)
-            finally:
-                self.lock.release()
+from shardc.runtime.state.boxes import Runs, model_parts
+from shardc.runtime.state.checkpoint_folder import SavingError
+from shardc.runtime.state.one_save import Cancelled, Save
+from shardc.runtime.state.save_plan import Plan, drafts, planned
+from shardc.runtime.state.saving_optimizer import state_parts
 
 
 class Saves:
@@ -306,7 +41,7 @@ class Saves:
 
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
-        self._save: _Save | None = None
+        self._save: Save | None = None
         self._at_exit = False
 
     def save(
@@ -324,7 +59,7 @@ class Saves:
         Raises SavingError, on all ranks, if this save fails or the one before it has.
         """
         self.finish()
-        save = _Save(self._mesh, folder.absolute(), step, keep, agreement.said(self._mesh, secrets.token_hex(8)))
+        save = Save(self._mesh, folder.absolute(), step, keep, agreement.said(self._mesh, secrets.token_hex(8)))
         self._save = save
         save.start(lambda: self._prepare(save, state, wait=wait), background=False)
         self._agree(save)
@@ -332,11 +67,11 @@ class Saves:
         if wait:
             self.finish()
 
-    def _prepare(self, save: _Save, state: Callable[[], Plan], *, wait: bool) -> None:
+    def _prepare(self, save: Save, state: Callable[[], Plan], *, wait: bool) -> None:
         save.plan = state()
         _check_plain(save.plan.facts)  # what cannot be written is found before anything is
         save.nbytes = save.plan.nbytes
-        save.draft()
+        save.drafts = drafts(save.plan, {"checkpoint": save.id, "step": str(save.step)})
         if self._mesh.rank == 0:
             save.prepare()
         if not wait:
@@ -370,7 +105,7 @@ class Saves:
         """(bytes written, bytes to write) by this rank of the save under way; None without one."""
         return (self._save.done, self._save.nbytes) if self._save is not None else None
 
-    def _advance(self, save: _Save, *, background: bool) -> None:
+    def _advance(self, save: Save, *, background: bool) -> None:
         here = not save.running
         done, failed = self._mesh.sum_on_host([int(here), int(here and save.error is not None)])
         if failed:
@@ -386,9 +121,9 @@ class Saves:
                 if self._mesh.rank == 0:
                     save.start(save.commit, background=background)
 
-    def _agree(self, save: _Save) -> None:
+    def _agree(self, save: Save) -> None:
         """Raise on all ranks what went wrong on one. Nobody writes any more."""
-        error = save.error if not isinstance(save.error, _Cancelled) else None
+        error = save.error if not isinstance(save.error, Cancelled) else None
         ranks, text = agreement.failures(self._mesh, _words(error) if error is not None else None)
         if not ranks:
             return

@@ -45,7 +45,8 @@ from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checked_slices import damage, read_whole
 from shardc.runtime.state.checkpoint_folder import DamagedError, check_file, is_one, newest, read_index
 from shardc.runtime.state.checkpoint_index import Slice, Stored
-from shardc.runtime.state.saving import Piece, Plan, Saves
+from shardc.runtime.state.save_plan import Piece, Plan
+from shardc.runtime.state.saving import Saves
 
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 _MAX_METADATA = 4 << 30
