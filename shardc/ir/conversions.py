@@ -14,7 +14,7 @@ has all pairs of a forward and its backward; no other file says which belong tog
 
     passes/partition.py              which ops to insert, in which order, their names and collectives
     passes/place/transfer_cost.py    what they cost
-    passes/accumulate.py             which of them look at the microbatch, and that all are linear
+    passes/accumulate                which of them look at the microbatch, and that all are linear
     runtime/ops/convert.py           what they run, forward and backward
     docs/algebra.md                  shows the table as `python -m shardc.ir.conversions` prints it
 

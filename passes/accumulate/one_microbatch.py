@@ -1,36 +1,5 @@
-"""Accumulate: a step in microbatches, one after the other, that equals the step at once (`batch: {microbatches: m}`).
-
-Microbatches are placed as one more mesh axis, the innermost that splits the batch. The collectives that partition then
-inserts over it say what a step needs of *all* its rows; this pass replaces each kind by something that one process does
-in time instead of m ranks at once:
-
-    before   n     = sum(labels != -100)                       +microbatch +dp      known from the batch alone
-             n_sum = all_reduce(n, ("dp", "microbatch"))
-             s     = sum(nll)                                  +microbatch +dp
-             s_sum = all_reduce(s, ("dp", "microbatch"))
-             loss  = s_sum / n_sum
-    after    n_sum = total(mesh, 0, ("dp",))                   the prologue has run on all microbatches: its sum,
-                                                               over dp too, once a step
-             s     = sum(nll)                                  +dp
-             loss  = s / n_sum                                 +dp: this rank's and this microbatch's summand; they are
-                                                               added up after the last backward
-
-Means therefore weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are
-those of the whole batch. What is gathered of the batch (all labels, counted on each rank) comes from the prologue too:
-a sum of parts among zeros.
-
-Where something else than sums is made of a sum (a router's balance of experts: a product of two), the step runs forward
-of all microbatches once before:
-
-    before   loss = mul(f_sum, p_sum)
-    after    f    = summed(f_sum, mesh, 1)                     f_sum, p_sum: each microbatch's summands; f, p: their
-             p    = summed(p_sum, mesh, 2)                     sums over all. Backward: identity
-             loss = to_partial(mul(f, p), mesh, "microbatch")  the first microbatch brings it; its gradient goes to all
-
-That is exact as long as nothing but the loss is made of it, or no gradient goes through it.
-The interpreter adds gradients up, and a buffer's new value where each microbatch has a summand of it (a moving average
-of sums over rows, `batch_norm: local`). All else that needs all rows at once (BatchNorm's statistics, contrastive
-losses) is refused, by name.
+"""The graph of one microbatch, from a local graph in which microbatches are an axis; and the prologue that counts what
+is known from the batch alone. What becomes of each op: `OneMicrobatch`.
 """
 
 from __future__ import annotations
@@ -44,28 +13,17 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.conversions import CONVERSIONS, between
-from shardc.ir.graph import copy_graph, operands_of, placeholders, source_of, values_of
-from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.placement import (
-    PARTIAL,
-    PARTIAL_GRAD,
-    REPLICATE,
-    Layout,
-    Partial,
-    PartialGrad,
-    Placement,
-    Replicate,
-    Shard,
-)
-from shardc.ir.program import Collective, Input, Program, Stage, Value
-from shardc.ir.types import behind
-from shardc.passes.base import Pass
+from shardc.ir.graph import copy_graph, operands_of, source_of, values_of
+from shardc.ir.mesh import MICROBATCH as AXIS
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
+from shardc.ir.program import Collective, Value
+from shardc.ir.types import behind, requires_grad
+from shardc.passes.accumulate.sum_after_step import CONVERTERS, sum_after_step
 from shardc.rules import registry
 from shardc.rules.op_call import call_of
 from shardc.runtime import ops
-from shardc.spec import Spec
 
-AXIS = MICROBATCH
 #: Conversions that only look at which microbatch it is, and what becomes of them. The step's loss is the sum of the
 #: microbatches' losses, so the step's gradient is the sum of theirs, if each op's backward is the plain derivative of
 #: what it does here: what all microbatches have alike (Replicate) has the gradient of this one alone (PartialGrad).
@@ -75,78 +33,21 @@ _OF_ONE_MICROBATCH: dict[Any, Any] = {
     if row.forward in ("slice", "pad", "first")
     for alone in between(PartialGrad if row.source is Replicate else row.source, row.target)
 }
-_CONVERSIONS = {getattr(ops, row.op) for row in CONVERSIONS}
 #: Linear in their first operand, and blind to the axis: of a summand they give a summand. All conversions are.
-_LINEAR = {*_CONVERSIONS, ops.partial_mean, ops.select_partial, operator.getitem}
+_LINEAR = {*CONVERTERS, ops.partial_mean, ops.select_partial, operator.getitem}
 #: A tensor and a number, added.
 _PLUS = {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
 
 
-def widened(spec: Spec) -> Spec:
-    """The spec with its microbatches as one more axis, the innermost of those that split the batch."""
-    if spec.batch.microbatches == 1:
-        return spec
-    mesh = Mesh((*spec.mesh.axes, (AXIS, spec.batch.microbatches)))
-    return replace(spec, mesh=mesh, batch=spec.batch.model_copy(update={"axes": (*spec.data_axes, AXIS)}))
-
-
-@dataclass(frozen=True)
-class Accumulate(Pass):
-    """Makes the program of one microbatch from one in which microbatches are an axis."""
-
-    def applies(self, program: Program) -> bool:
-        return AXIS in program.mesh.names
-
-    def run(self, program: Program) -> Program:
-        mesh, where = program.mesh, self.spec.where(("batch", "microbatches"))
-        (stage,) = program.stages
-        writer = _Microbatch(stage.graph, mesh, {p.name for p in program.params}, where)
-        graph, prologue = writer.run()
-        rest = Mesh(tuple((a, n) for a, n in mesh.axes if a != AXIS))
-        stripped = {x.name: _without(x.layout) for x in program.stored}
-        program = program.with_layouts(stripped)
-        cut = {x.name: x.layout for x in stage_inputs(stage.graph, program)}
-        inputs = tuple(replace(x, microbatch=_cut(cut[x.name], mesh)) for x in program.inputs)
-        adding = iter(writer.adding)
-        buffers = tuple(replace(b, adds=b.updated and next(adding)) for b in program.buffers)
-        outputs = tuple(
-            replace(o, layout=_without(o.layout), microbatch=_cut(o.layout, mesh), adds=next(adding))
-            for o in program.outputs
-        )
-        return replace(
-            program,
-            mesh=rest,
-            buffers=buffers,
-            inputs=inputs,
-            outputs=outputs,
-            microbatches=mesh.size(AXIS),
-            stages=(Stage(graph, stage.name, outputs=stage.outputs),),
-            prologue=Stage(prologue, "counts") if prologue is not None else None,
-            notes=(*program.notes, *writer.notes),
-        )
-
-
-def stage_inputs(graph: fx.Graph, program: Program) -> list[Input]:
-    """The program's inputs with the layouts of a graph's placeholders."""
-    nodes = placeholders(graph)
-    return [replace(x, layout=nodes[x.name].meta["value"].layout) for x in program.inputs]
-
-
-def _without(layout: Layout) -> Layout:
+def without_microbatches(layout: Layout) -> Layout:
     """The layout on the other axes. Microbatches are the innermost digit of the batch: that of the others stays."""
     return Layout(tuple((a, p) for a, p in layout.items if a != AXIS))
-
-
-def _cut(layout: Layout, mesh: Mesh) -> Shard | None:
-    """How a rank's part of an input is cut into microbatches."""
-    s = layout[AXIS]
-    return replace(s, split=layout.local_split(AXIS, mesh)) if isinstance(s, Shard) else None
 
 
 def _of_one_microbatch(value: Value, mesh: Mesh) -> Value:
     """The type of a value in one microbatch."""
     s = value.layout[AXIS]
-    layout = _without(value.layout)
+    layout = without_microbatches(value.layout)
     if not isinstance(s, Shard):
         return replace(value, layout=layout)
     m, shape = mesh.size(AXIS), list(value.shape)
@@ -165,19 +66,8 @@ def _same_in_all(node: fx.Node) -> bool:
     return all(v.layout[AXIS] in (REPLICATE, PARTIAL_GRAD) for v in values_of(node))
 
 
-def _mark_partial(node: fx.Node, axes: list[str]) -> None:
-    """Set a node's type: ranks of these axes have a summand of it."""
-    value: Value = node.meta["value"]
-    items = tuple((a, p) for a, p in value.layout.items if a not in axes)
-    node.meta["value"] = replace(value, layout=Layout((*items, *((a, PARTIAL) for a in axes))))
-
-
-def _trained(node: fx.Node) -> bool:
-    return any(v.requires_grad for v in values_of(node))
-
-
 @dataclass
-class _Microbatch:
+class OneMicrobatch:
     """Writes the graph of one microbatch, and the prologue, from a local graph with an axis of microbatches.
 
     From front to back each op is looked at once. A conversion over the axis goes by what its operand is:
@@ -193,7 +83,7 @@ class _Microbatch:
     is a summand in the end. For `loss = s_sum / n_sum` above: n_sum is a total, s_sum a summand, and a quotient is
     linear in its first operand: so loss is a summand, as it should be.
 
-    Last (`_sum_after_step`), where the loss is linear in sums over other axes too, ranks keep their summands of it: its
+    Last (sum_after_step.py), where the loss is linear in sums over other axes too, ranks keep their summands of it: its
     gradient is the same, and no rank waits for others between microbatches.
     """
 
@@ -223,7 +113,7 @@ class _Microbatch:
         self._output(self.graph.output_node())
         if self.refused:
             raise self._refusal()
-        self._sum_after_step()
+        sum_after_step(self.graph, self.summands, self.mesh_node, self.mesh)
         for i, node in enumerate(self.sums.values()):
             node.args = (*node.args[:2], len(self.totals) + i)
         prologue = self._prologue() if self.totals else None
@@ -313,7 +203,7 @@ class _Microbatch:
         assert isinstance(x, fx.Node)
         if any(n.target is ops.total for n in behind([x])):
             self._refuse(node, node)
-        value = replace(x.meta["value"], layout=_without(x.meta["value"].layout))
+        value = replace(x.meta["value"], layout=without_microbatches(x.meta["value"].layout))
         total = self._before(node, ops.total, (self.mesh_node, len(self.totals)), f"{x.name}_total", value)
         self.totals.append(x)
         return total
@@ -407,11 +297,11 @@ class _Microbatch:
                 )
             value = x.meta["value"]
             new.meta = {
-                "value": replace(value, layout=_without(value.layout)),
+                "value": replace(value, layout=without_microbatches(value.layout)),
                 "source": source_of(x),
             }
             self.sums[x] = new
-            if _trained(x):
+            if requires_grad(x):
                 self.whole_sums.add(new)
         user.replace_input_with(x, self.sums[x])
         return True
@@ -420,9 +310,11 @@ class _Microbatch:
         """An op on sums over all microbatches. The loss's gradient with respect to them is whole in every microbatch as
         long as each computes the same of them, and of nothing else that is trained."""
         wholes = [x for x in operands if x in self.whole_sums]
-        if not wholes or not _trained(node):
+        if not wholes or not requires_grad(node):
             return
-        if _same_in_all(node) and all(_same_in_all(x) and (x in self.whole_sums or not _trained(x)) for x in operands):
+        if _same_in_all(node) and all(
+            _same_in_all(x) and (x in self.whole_sums or not requires_grad(x)) for x in operands
+        ):
             self.whole_sums.add(node)
         else:
             self._refuse(wholes[0], node)
@@ -459,68 +351,6 @@ class _Microbatch:
         if loss not in self.summands:
             node.args = ((self._once(node, loss), news),)
 
-    def _sum_after_step(self) -> None:
-        """Leave the loss's sums over ranks to the end of the step, if it is linear in sums over the same axes."""
-        output = self.graph.output_node()
-        returned: Any = output.args[0]
-        loss, news = returned
-        linear, sums, others = self._linear_in_sums(loss)
-        summed_over: set[Any] = {n.args[2] for n in sums}
-        if len(summed_over) != 1:
-            return
-        parts = [part for a in summed_over.pop() for part in self.mesh.parts(a)]
-
-        def alike(x: fx.Node) -> bool:
-            return all(v.layout[a] in (REPLICATE, PARTIAL_GRAD) for v in values_of(x) for a in parts)
-
-        def converts(x: fx.Node) -> bool:
-            over: Any = x.args[2] if x.target in _CONVERSIONS else ()
-            axes = (over,) if isinstance(over, str) else over
-            return any(part in parts for a in axes for part in self.mesh.parts(a))
-
-        inside = {*linear, output}
-        if any(n in news or not inside.issuperset(n.users) for n in (*linear, *sums)):
-            return
-        if any(map(converts, linear)) or not all(map(alike, (*linear, *others))):
-            return
-        if not all(alike(x) and not _trained(x) for n in linear for x in operands_of(n) if x not in self.summands):
-            return
-        for n in sums:
-            n.replace_all_uses_with(n.args[0])  # type: ignore[arg-type]
-            self.graph.erase_node(n)
-        for x in others:
-            brought = x
-            for a in parts:
-                one = ops.to_partial if x.meta["value"].layout[a] == REPLICATE else ops.partial_grad_to_partial
-                with self.graph.inserting_after(brought):
-                    brought = self.graph.create_node(
-                        "call_function", one, (brought, self.mesh_node, a), {}, name=f"{x.name}_once"
-                    )
-                brought.meta = {"value": x.meta["value"], "source": source_of(x)}
-                _mark_partial(brought, [a])
-            for n in (n for n in linear if x in n.all_input_nodes):
-                n.replace_input_with(x, brought)
-        for n in linear:
-            _mark_partial(n, parts)
-
-    def _linear_in_sums(self, loss: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-        """What the loss is made of, from it backwards: (ops linear in summands, sums over ranks, other summands)."""
-        linear: dict[fx.Node, None] = {}
-        sums: dict[fx.Node, None] = {}
-        others: dict[fx.Node, None] = {}
-        todo = [loss]
-        while todo:
-            n = todo.pop()
-            summands = [x for x in operands_of(n) if x in self.summands]
-            if n.target is ops.all_reduce:
-                sums[n] = None
-            elif summands and n not in linear:
-                linear[n] = None
-                todo += summands
-            elif not summands:
-                others[n] = None
-        return list(linear), list(sums), list(others)
-
     def _placement(self, node: fx.Node) -> Placement:
         """Of a result of the step over its microbatches."""
         value: Value = node.meta["value"]
@@ -529,8 +359,9 @@ class _Microbatch:
     def _refuse(self, total: fx.Node, user: fx.Node) -> None:
         value, source = total.meta["value"], source_of(user)
         shown = value[0] if isinstance(value, tuple) else value
+        shown = replace(shown, layout=without_microbatches(shown.layout))
         error = ShardcError(
-            f"{source}: {total.name}, {replace(shown, layout=_without(shown.layout))}, takes all rows of the batch, and"
+            f"{source}: {total.name}, {shown}, takes all rows of the batch, and"
             f" {getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: what is"
             " computed of all rows (BatchNorm's statistics, a contrastive loss, rows that are mixed, a maximum) is not"
             " that of microbatches, and a gradient of every row goes through it",
@@ -571,7 +402,7 @@ class _Microbatch:
             value = node.meta.get("value")
             if node.op == "placeholder":
                 if value is not None:
-                    node.meta["value"] = replace(value, layout=_without(value.layout))
+                    node.meta["value"] = replace(value, layout=without_microbatches(value.layout))
             elif value is not None:
                 node.meta["value"] = (
                     tuple(_of_one_microbatch(v, self.mesh) for v in value)

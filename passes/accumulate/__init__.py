@@ -1,0 +1,108 @@
+"""Accumulate: a step in microbatches, one after the other, that equals the step at once (`batch: {microbatches: m}`).
+
+Microbatches are placed as one more mesh axis, the innermost that splits the batch. The collectives that partition then
+inserts over it say what a step needs of *all* its rows; this pass replaces each kind by something that one process does
+in time instead of m ranks at once:
+
+    before   n     = sum(labels != -100)                       +microbatch +dp      known from the batch alone
+             n_sum = all_reduce(n, ("dp", "microbatch"))
+             s     = sum(nll)                                  +microbatch +dp
+             s_sum = all_reduce(s, ("dp", "microbatch"))
+             loss  = s_sum / n_sum
+    after    n_sum = total(mesh, 0, ("dp",))                   the prologue has run on all microbatches: its sum,
+                                                               over dp too, once a step
+             s     = sum(nll)                                  +dp
+             loss  = s / n_sum                                 +dp: this rank's and this microbatch's summand; they are
+                                                               added up after the last backward
+
+Means therefore weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are
+those of the whole batch. What is gathered of the batch (all labels, counted on each rank) comes from the prologue too:
+a sum of parts among zeros.
+
+Where something else than sums is made of a sum (a router's balance of experts: a product of two), the step runs forward
+of all microbatches once before:
+
+    before   loss = mul(f_sum, p_sum)
+    after    f    = summed(f_sum, mesh, 1)                     f_sum, p_sum: each microbatch's summands; f, p: their
+             p    = summed(p_sum, mesh, 2)                     sums over all. Backward: identity
+             loss = to_partial(mul(f, p), mesh, "microbatch")  the first microbatch brings it; its gradient goes to all
+
+That is exact as long as nothing but the loss is made of it, or no gradient goes through it.
+The interpreter adds gradients up, and a buffer's new value where each microbatch has a summand of it (a moving average
+of sums over rows, `batch_norm: local`). All else that needs all rows at once (BatchNorm's statistics, contrastive
+losses) is refused, by name.
+
+one_microbatch.py writes the graph of one microbatch and the prologue; sum_after_step.py leaves the loss's sums over
+ranks to the end of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from shardc.ir.graph import placeholders
+from shardc.ir.mesh import MICROBATCH as AXIS
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Layout, Shard
+from shardc.ir.program import Input, Program, Stage
+from shardc.passes.accumulate.one_microbatch import OneMicrobatch, without_microbatches
+from shardc.passes.base import Pass
+from shardc.spec import Spec
+
+
+def widened(spec: Spec) -> Spec:
+    """The spec with its microbatches as one more axis, the innermost of those that split the batch."""
+    if spec.batch.microbatches == 1:
+        return spec
+    mesh = Mesh((*spec.mesh.axes, (AXIS, spec.batch.microbatches)))
+    return replace(spec, mesh=mesh, batch=spec.batch.model_copy(update={"axes": (*spec.data_axes, AXIS)}))
+
+
+@dataclass(frozen=True)
+class Accumulate(Pass):
+    """Makes the program of one microbatch from one in which microbatches are an axis."""
+
+    def applies(self, program: Program) -> bool:
+        return AXIS in program.mesh.names
+
+    def run(self, program: Program) -> Program:
+        mesh, where = program.mesh, self.spec.where(("batch", "microbatches"))
+        (stage,) = program.stages
+        writer = OneMicrobatch(stage.graph, mesh, {p.name for p in program.params}, where)
+        graph, prologue = writer.run()
+        rest = Mesh(tuple((a, n) for a, n in mesh.axes if a != AXIS))
+        stripped = {x.name: without_microbatches(x.layout) for x in program.stored}
+        program = program.with_layouts(stripped)
+        cut = {x.name: x.layout for x in _stage_inputs(stage.graph, program)}
+        inputs = tuple(replace(x, microbatch=_cut(cut[x.name], mesh)) for x in program.inputs)
+        adding = iter(writer.adding)
+        buffers = tuple(replace(b, adds=b.updated and next(adding)) for b in program.buffers)
+        outputs = tuple(
+            replace(o, layout=without_microbatches(o.layout), microbatch=_cut(o.layout, mesh), adds=next(adding))
+            for o in program.outputs
+        )
+        return replace(
+            program,
+            mesh=rest,
+            buffers=buffers,
+            inputs=inputs,
+            outputs=outputs,
+            microbatches=mesh.size(AXIS),
+            stages=(Stage(graph, stage.name, outputs=stage.outputs),),
+            prologue=Stage(prologue, "counts") if prologue is not None else None,
+            notes=(*program.notes, *writer.notes),
+        )
+
+
+def _stage_inputs(graph: fx.Graph, program: Program) -> list[Input]:
+    """The program's inputs with the layouts of a graph's placeholders."""
+    nodes = placeholders(graph)
+    return [replace(x, layout=nodes[x.name].meta["value"].layout) for x in program.inputs]
+
+
+def _cut(layout: Layout, mesh: Mesh) -> Shard | None:
+    """How a rank's part of an input is cut into microbatches."""
+    s = layout[AXIS]
+    return replace(s, split=layout.local_split(AXIS, mesh)) if isinstance(s, Shard) else None
