@@ -1,0 +1,476 @@
+"""Placement on one axis: which strategy every op takes there, by what conversions cost. The algorithm: `Axis`."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from torch import fx
+
+from shardc.ir.assumed_machine import FLOPS_PER_LINK_BYTE
+from shardc.ir.graph import producer_of, values_of
+from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.outputs import SMALL
+from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
+from shardc.ir.program import Program
+from shardc.passes.place.transfer_cost import TOUCH, UNDO, transfer
+from shardc.rules.choices import Choices
+from shardc.rules.strategy import Strategy, needs_sum_grad
+
+#: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
+SWEEPS = 4
+
+Key = tuple[fx.Node, int]  # an op's result: (node, index)
+_shown = lru_cache(maxsize=1024)(repr)  # placements sort by their text
+
+
+@dataclass
+class Axis:
+    """Placement on one axis. Axes come one after the other; all that they share is the digits that each has taken.
+
+    The algorithm is greedy, in sweeps over the ops, until a sweep changes nothing (at most `SWEEPS`):
+
+    1. `_choose`, front to back: each op takes its cheapest strategy. Candidates are those that take an operand as it is
+       available, those that make a result as a user demanded it in the last sweep, and to run replicated. The price is
+       in bytes that a rank sends: conversions of operands and to demanded results, forward and backward
+       (shardc.passes.place.transfer_cost), and the work that a replicated op repeats on every rank, as bytes.
+    2. `_collect_demands`, back to front: what each op needs of its operands. An op that could serve its users'
+       demand for no more than the conversion costs passes it on to its own operands: so demands travel up through ops
+       that only follow, and the next sweep sees them where there is a choice.
+
+    Last, `_hoist` moves conversions of values made from parameters alone to the parameters: there `sum_grad` is the
+    gradient's reduction, and a slice is a parameter that is stored split.
+
+    Two linear layers on tp, of which the spec says only `up: column`:
+
+        x [B, D]             Replicate
+        h = linear(x, up)    `up` is Shard(0). Splitting n takes it so: x becomes PartialGrad (sum_grad: an all_reduce
+                             in backward), h is Shard(1). Replicated, `up` were gathered, against an annotation: x1000.
+        a = relu(h)          follows: Shard(1) in, Shard(1) out, for nothing
+        y = linear(a, down)  a is available as Shard(1). Splitting k takes it so: `down` becomes Shard(1), free as no
+                             annotation says otherwise; y is Partial. To gather a and repeat the product costs more.
+        z = x + y            y becomes Replicate, by an all_reduce. `_collect_demands` notes it, and the second sweep
+                             changes nothing; `_hoist` stores `down` as Shard(1). It is the MLP of Megatron-LM.
+    """
+
+    program: Program
+    name: str
+    n: int
+    mesh: Mesh
+    choices: dict[fx.Node, Choices]
+    operands: dict[fx.Node, list[Key]]  # of every op and of the output, in order
+    splits_batch: bool = False
+    #: Outputs that are summed after the step, on this axis.
+    summed_after: set[fx.Node] = field(default_factory=set)
+    #: The strategy of every op, in this sweep.
+    chosen: dict[fx.Node, Strategy] = field(default_factory=dict)
+    #: The placements in which a value exists in this sweep: as it is produced, then what users had it converted to.
+    available: dict[Key, list[Placement]] = field(default_factory=dict)
+    #: The same in the sweep before.
+    available_before: dict[Key, list[Placement]] = field(default_factory=dict)
+    #: What users need a value to be, and which users, after the last sweep.
+    demands: dict[Key, dict[Placement, set[fx.Node]]] = field(default_factory=dict)
+    #: Of parameters, buffers and inputs: the placement that they are stored in.
+    stored: dict[fx.Node, Placement] = field(default_factory=dict)
+    #: Values made of parameters (and constants) alone: their gradients are reduced at the parameters anyway.
+    from_parameters: set[fx.Node] = field(default_factory=set)
+    #: Of those, what is no larger than its parameter: a split of it is a parameter that is stored split.
+    splittable: set[fx.Node] = field(default_factory=set)
+    #: Values whose split an annotation asks for, and views of them: gathering them would undo it.
+    annotated: set[fx.Node] = field(default_factory=set)
+    #: Weights whose key-value heads several ranks of the axis share, and views of them.
+    shared_heads: set[fx.Node] = field(default_factory=set)
+    #: Bytes of a value as cut by the axes before (`_size`).
+    sizes: dict[Key, float] = field(default_factory=dict)
+    #: Of a value in a placement: its cost (`_cheapest`), and how deep that looked.
+    known_costs: dict[tuple[Key, Placement], tuple[int, float]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        self._classify()
+        for _ in range(SWEEPS):
+            before = self.chosen
+            self._choose()
+            if self.chosen == before:
+                break
+            self._collect_demands()
+        self._hoist()
+        for node, strategy in self.chosen.items():
+            node.meta["strategies"][self.name] = strategy
+        self._explain()
+
+    # --- preparation
+
+    def _classify(self) -> None:
+        """How placeholders are stored, which values are made of parameters alone, and which are outputs."""
+        for node, i in self._outputs() if self.splits_batch else ():
+            if math.prod(values_of(node)[i].shape) <= SMALL and all(u.op == "output" for u in node.users):
+                self.summed_after.add(node)
+        by_name = {p.name: p for p in self.program.stored}
+        params, buffers = {p.name for p in self.program.params}, {b.name for b in self.program.buffers}
+        constant: set[fx.Node] = set()
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder" and node.name in by_name:
+                self.stored[node] = by_name[node.name].layout[self.name]
+                if node.name in params:
+                    self.from_parameters.add(node)
+                    self.splittable.add(node)
+                elif node.name in buffers:
+                    constant.add(node)
+                if self.stored[node] != REPLICATE:
+                    self.annotated.add(node)
+                if self.name in node.meta.get("shared", ()):
+                    self.shared_heads.add(node)
+            elif node.op == "call_function":
+                sources = (
+                    [source for source, _ in self.operands[node]] if node in self.operands else [producer_of(node)[0]]
+                )
+                if all(s in constant for s in sources):
+                    constant.add(node)
+                elif all(s in constant or s in self.from_parameters for s in sources):
+                    self.from_parameters.add(node)
+                    if all(s in constant or s in self.splittable for s in sources) and not self._grows(node):
+                        self.splittable.add(node)
+                    if any(s in self.annotated for s in sources):
+                        self.annotated.add(node)
+                    if any(s in self.shared_heads for s in sources):
+                        self.shared_heads.add(node)
+
+    def _grows(self, node: fx.Node) -> bool:
+        """Whether an op makes more of weights than there is of them: a product, or copies."""
+        if node.target is operator.getitem:
+            return False
+        call = self.choices[node].call
+        largest = max((math.prod(v.shape) for v in call.operands), default=0)
+        return self.choices[node].rule.flops is not None or any(math.prod(v.shape) > largest for v in call.results)
+
+    # --- sweeps
+
+    def _nodes(self) -> Iterator[fx.Node]:
+        return (n for n in self.program.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+
+    def _choose(self) -> None:
+        """A sweep, front to back: every op takes the cheapest of its candidates; at equal cost the first."""
+        self.available_before, self.available = self.available, {(n, 0): [p] for n, p in self.stored.items()}
+        self.chosen = {}
+        for node in self._nodes():
+            operands = self.operands[node]
+            best, lowest = None, float("inf")
+            for strategy in self._candidates(node, operands):
+                if not self._fits(node, strategy):
+                    continue
+                cost = self._strategy_cost(node, operands, strategy)
+                if cost < lowest * (1 - 1e-9):
+                    best, lowest = strategy, cost
+                if cost == 0:
+                    break
+            assert best is not None, f"{node} cannot even be replicated"
+            self.chosen[node] = best
+            for operand, need in zip(operands, best.inputs, strict=True):
+                if need not in self.available[operand]:
+                    # a partial value becomes whole on its way to anything but a shard: others may use that too
+                    if (
+                        PARTIAL in self.available[operand][:1]
+                        and not isinstance(need, Shard)
+                        and REPLICATE not in self.available[operand]
+                    ):
+                        self.available[operand].append(REPLICATE)
+                    if need not in self.available[operand]:
+                        self.available[operand].append(need)
+            for i, placement in enumerate(best.outputs):
+                self.available[node, i] = [placement]
+
+    def _candidates(self, node: fx.Node, operands: list[Key]) -> Iterator[Strategy]:
+        """The strategies worth a look, in the order in which they win at equal cost."""
+        pin: Placement = node.meta["pin"][self.name] if "pin" in node.meta else REPLICATE
+        if pin != REPLICATE:  # on axes that the annotation does not name a pin is an ordinary identity
+            pin = self._inner_digit(node, pin)
+            yield Strategy("pin", (pin,), (pin,))
+            return
+        choices = self.choices[node]
+        if any(o[0] in self.shared_heads for o in operands) and node not in self.shared_heads:
+            # every rank computes the heads it shares, as a part of its own work: what is split otherwise would have to
+            # be gathered
+            yield choices.partial_grad
+            return
+        seen: list[Strategy] = []  # few, and mostly the same objects: hashing them all takes longer
+        for i, operand in enumerate(operands):
+            # weights, and sums that are still to be done, may as well become what others need them to be
+            undecided = operand[0] in self.from_parameters or isinstance(self.available[operand][0], Partial)
+            for placement in (
+                *self.available[operand],
+                *(sorted(self.demands.get(operand, ()), key=_shown) if undecided else ()),
+            ):
+                s = choices.from_operand(i, placement, self.n)
+                if s is not None and s not in seen:
+                    seen.append(s)
+                    yield s
+        for i in range(len(choices.call.results)):
+            for placement in self.demands.get((node, i), ()):
+                s = choices.from_result(i, placement, self.n)
+                if s is not None and s not in seen:
+                    seen.append(s)
+                    yield s
+        if choices.rule.extra:
+            yield from choices.rule.extra(choices.call, self.n, [frozenset(self.available[o]) for o in operands])
+        # at equal cost a value goes on as it is
+        produced_so = any(self.available[o][0] == PARTIAL_GRAD for o in operands)
+        if produced_so:
+            yield choices.partial_grad
+        yield choices.replicate
+        if not produced_so and any(PARTIAL_GRAD in self.available[o] for o in operands):
+            yield choices.partial_grad
+        if any(isinstance(p, Partial) for o in operands for p in self.available[o]):
+            yield from choices.partials
+
+    def _inner_digit(self, node: fx.Node, pin: Placement) -> Placement:
+        """A pin's shard as the digit below those of the axes that split its dim already: an annotation names dims, not
+        digits.
+
+        But for axes that it names itself, and other digits of its own: those it has counted.
+        """
+        if not isinstance(pin, Shard) or pin.sections:
+            return pin
+        own = {a for a, _ in node.meta["pin"].shards(pin.dim)}
+        others = [
+            a
+            for a, s in node.meta["strategies"].items()
+            if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim and a not in own
+        ]
+        return replace(pin, split=pin.split * math.prod(map(self.mesh.size, others)))
+
+    def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Whether the digits that other axes took leave room, on every operand and result."""
+        others: dict[str, Strategy] = {a: s for a, s in node.meta["strategies"].items() if a != self.name}
+        if not others or strategy.kind in ("replicate", "partial_grad", "partial", "pin"):
+            return True
+        call = self.choices[node].call
+        for side, placements, vals in ((0, strategy.inputs, call.operands), (1, strategy.outputs, call.results)):
+            for i, (placement, v) in enumerate(zip(placements, vals, strict=True)):
+                if isinstance(placement, Shard):
+                    theirs = {
+                        a: p
+                        for a, s in others.items()
+                        if isinstance(p := (s.inputs, s.outputs)[side][i], Shard) and p.dim == placement.dim
+                    }
+                    if theirs and Layout.of({**theirs, self.name: placement}, self.mesh).fits(v.shape, self.mesh):
+                        return False
+        return True
+
+    def _size(self, operand: Key) -> float:
+        """Bytes of a value as cut by the axes that were placed before.
+
+        float64 counts as float32: what is cheap must not depend on whether a check runs in double precision."""
+        if (known := self.sizes.get(operand)) is not None:
+            return known
+        node, i = operand
+        v = values_of(node)[i]
+        cut = 1
+        for axis, s in node.meta.get("strategies", {}).items():
+            if i < len(s.outputs) and isinstance(s.outputs[i], Shard):
+                cut *= self.mesh.size(axis)
+        self.sizes[operand] = size = v.nbytes() / cut * min(4 / v.dtype.itemsize, 1)
+        return size
+
+    def _conversion_cost(
+        self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False
+    ) -> float:
+        """Bytes of converting a value to what `user` needs, from the nearest placement in which it is available.
+
+        fresh: from the one in which it is produced.
+        """
+        forms = self.available[operand][: 1 if fresh else None]
+        if need in forms:
+            return 0.0
+        node, i = operand
+        v, nbytes = values_of(node)[i], self._size(operand)
+        free = need == PARTIAL_GRAD or (isinstance(need, Shard) and node in self.splittable)
+        if node in self.from_parameters and forms[0] in (REPLICATE, PARTIAL_GRAD) and free:
+            return 0.0  # its gradient has to be reduced anyway, and a weight that is only used split is stored split
+        cost = min(transfer(v, p, need, self.n, nbytes) for p in forms)
+        if isinstance(forms[0], Partial) and not isinstance(need, Partial):
+            others = self.demands.get(operand, {}).get(need, set()) - {user}
+            cost = 0.0 if others and not fresh else cost / len(node.users)  # one sum does for all users
+        kept = node in self.annotated or self.name == MICROBATCH
+        return cost * UNDO if kept and isinstance(forms[0], Shard) else cost
+
+    def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
+        """Bytes that each rank sends for operands as the strategy needs them and results as users do, and the work that
+        every rank repeats, as bytes."""
+        joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
+        pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
+        # a part that becomes a summand moves nothing; what it costs is its sum, which here is done anyway
+        cost = sum(self._conversion_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
+        if strategy.kind == "pin":
+            return cost
+        choices = self.choices[node]
+        if strategy.kind in ("replicate", "partial_grad", "partial"):
+            cost += (3 * choices.flops / FLOPS_PER_LINK_BYTE + TOUCH * choices.touched) * (self.n - 1) / self.n
+        for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):
+            if joins:
+                continue  # it is added to another value that has to be summed anyway
+            later = [need for need in self.demands.get((node, i), ()) if need != out]
+            nbytes = self._size((node, i))
+            forms: list[Placement] = [out]
+            for need in sorted(later, key=lambda p: p != REPLICATE):  # what is converted for one user serves the next
+                cost += min(transfer(v, p, need, self.n, nbytes) for p in forms)
+                forms.append(need)
+            # handing a partial value on only puts its sum off; all outputs are summed together, at no cost of their own
+            if isinstance(out, Partial) and not later and node not in self.summed_after:
+                cost += transfer(v, out, REPLICATE, self.n, nbytes)
+        return cost
+
+    def _joins_a_sum(self, node: fx.Node) -> bool:
+        """Whether all that uses a result can add it to another partial value, which nothing else needs whole."""
+
+        def only_summed(o: Key, user: fx.Node) -> bool:
+            others = {p for p, users in self.demands.get(o, {}).items() if users - {user}}
+            return PARTIAL in self.available.get(o, self.available_before.get(o, ())) and others <= {PARTIAL}
+
+        def joint(user: fx.Node) -> bool:
+            if user.op != "call_function" or user not in self.choices:
+                return False
+            operands = self.operands[user]
+            mine = {i for i, (op, _) in enumerate(operands) if op is node}
+            groups = map(set, self.choices[user].rule.groups(self.choices[user].call))
+            return any(mine < group and any(only_summed(operands[i], user) for i in group - mine) for group in groups)
+
+        return all(joint(user) for user in node.users)
+
+    def _collect_demands(self) -> None:
+        """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
+        self.demands, self.known_costs = {}, {}
+        output = self.program.graph.output_node()
+        # new values of buffers may stay as they are produced: see `_hoist`; outputs on the batch's axes
+        for value in (self.operands[output][0], *([] if self.splits_batch else self._outputs())):
+            self.demands.setdefault(value, {}).setdefault(REPLICATE, set()).add(output)
+        for node in reversed(list(self._nodes())):
+            strategy = self.chosen[node]
+            wanted = self.demands.get((node, 0), {})
+            if len(strategy.outputs) == 1 and len(wanted) == 1:
+                strategy = self._serving(node, strategy, next(iter(wanted)))
+            for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
+                self.demands.setdefault(operand, {}).setdefault(need, set()).add(node)
+
+    def _outputs(self) -> list[Key]:
+        returned = self.operands[self.program.graph.output_node()]
+        return returned[len(returned) - len(self.program.outputs) :]
+
+    def _serving(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
+        """The strategy that produces what users need, if that costs no more than a conversion; else the chosen one."""
+        if wanted == chosen.outputs[0] or (other := self._alternative(node, wanted)) is None:
+            return chosen
+        now = transfer(values_of(node)[0], chosen.outputs[0], wanted, self.n, self._size((node, 0)))
+        return other if self._extra_cost(node, other, chosen, depth=8) <= now else chosen
+
+    def _extra_cost(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
+        """What more an op's operands cost with another strategy; the ops that make them may change theirs as well."""
+        operands = self.operands[node]
+        before = sum(
+            self._conversion_cost(o, need, fresh=True) for o, need in zip(operands, chosen.inputs, strict=True)
+        )
+        return sum(self._cheapest(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
+
+    def _cheapest(self, operand: Key, need: Placement, depth: int) -> float:
+        """Bytes of a value as an op needs it: by a conversion, or by another strategy of the op that produces it."""
+        deep, known = self.known_costs.get((operand, need), (-1, 0.0))
+        if deep >= depth:
+            return known
+        node, _ = operand
+        cost = self._conversion_cost(operand, need, fresh=True)
+        if cost > 0 and depth > 0 and node in self.chosen and len(self.chosen[node].outputs) == 1:
+            other = self._alternative(node, need)
+            if other is not None:
+                cost = min(cost, max(0.0, self._extra_cost(node, other, self.chosen[node], depth - 1)))
+        self.known_costs[operand, need] = depth, cost
+        return cost
+
+    def _alternative(self, node: fx.Node, wanted: Placement) -> Strategy | None:
+        """A strategy by which an op would produce its result as wanted; None if it has none, or only with more work."""
+        choices, chosen = self.choices[node], self.chosen[node]
+        works = choices.rule.flops is not None
+        if chosen.kind != "replicate" and (works or chosen.kind != "split"):
+            return None
+        other = (
+            (None if works else choices.partial_grad)
+            if wanted == PARTIAL_GRAD
+            else choices.from_result(0, wanted, self.n)
+        )
+        return other if other is not None and self._fits(node, other) else None
+
+    # --- after the sweeps
+
+    def _needs(self, node: fx.Node, i: int = 0) -> set[Placement]:
+        """What the users of a result need, looking through getitem."""
+        users = {
+            u
+            for x in (node, *(u for u in node.users if u.target is operator.getitem))
+            for u in x.users
+            if u in self.operands
+        }
+        every = ((o, need) for u in users for o, need in zip(self.operands[u], self._inputs(u), strict=True))
+        return {need for o, need in every if o == (node, i)}
+
+    def _inputs(self, user: fx.Node) -> tuple[Placement, ...]:
+        return (REPLICATE,) * len(self.operands[user]) if user.op == "output" else self.chosen[user].inputs
+
+    def _hoist(self) -> None:
+        """Move `sum_grad` from the uses of what derives from parameters up to the parameters: their gradients' sum."""
+        for node in reversed(list(self._nodes())):
+            plain = node in self.from_parameters and self.chosen[node].kind == "replicate"
+            if plain and any(PARTIAL_GRAD in self._needs(node, i) for i in range(len(values_of(node)))):
+                self.chosen[node] = self.choices[node].partial_grad
+        for node, placement in self.stored.items():
+            if node in self.from_parameters and placement == REPLICATE:
+                needs = self._needs(node)
+                v = values_of(node)[0]
+                if len(needs) == 1 and isinstance(p := next(iter(needs)), Shard) and not self._collides(node, p):
+                    self.stored[node] = p
+                elif PARTIAL_GRAD in needs and needs_sum_grad(v):
+                    self.stored[node] = PARTIAL_GRAD
+        # statistics of split channels are stored split, if they are produced and used so
+        for node, new in self._updated_buffers():
+            p = self.available[new][0]
+            if (
+                self.stored[node] == REPLICATE
+                and isinstance(p, Shard)
+                and self._needs(node) == {p}
+                and not self._collides(node, p)
+            ):
+                self.stored[node] = p
+
+    def _updated_buffers(self) -> Iterator[tuple[fx.Node, Key]]:
+        """Every buffer that the step updates, and its new value."""
+        nodes = {n.name: n for n in self.stored}
+        _, *news = self.operands[self.program.graph.output_node()]
+        return zip((nodes[b.name] for b in self.program.buffers if b.updated), news, strict=False)
+
+    def _collides(self, node: fx.Node, placement: Shard) -> bool:
+        layout = {p.name: p.layout for p in self.program.stored}[node.name]
+        return bool(layout.replace(self.name, placement, self.mesh).fits(values_of(node)[0].shape, self.mesh))
+
+    def _explain(self) -> None:
+        """For every op the annotation that its strategy goes back to: a weight's first, else that of the operand it
+        follows.
+        """
+        for node in self.program.graph.nodes:
+            why = node.meta.setdefault("why", {})
+            if node.op == "placeholder":
+                cause = node.meta.get("cause", {}).get(self.name, "")
+                if cause:
+                    why[self.name] = cause
+            elif node in self.chosen:
+                if self.chosen[node].kind == "pin":
+                    why[self.name] = node.meta["cause"].get(self.name, "")
+                    continue
+                every = zip(self.operands[node], self.chosen[node].inputs, strict=True)
+                sharded = [source for (source, _), need in every if isinstance(need, Shard | Partial)]
+                causes = [
+                    s.meta["why"][self.name]
+                    for s in sorted(sharded, key=lambda s: s not in self.from_parameters)
+                    if self.name in s.meta["why"]
+                ]
+                if causes:
+                    why[self.name] = causes[0]
