@@ -32,7 +32,7 @@ from torch import fx
 from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Collective, Program, Stage
-from shardc.ir.types import behind
+from shardc.ir.types import behind, requires_grad
 from shardc.passes.base import Pass
 from shardc.passes.pipeline import cuts
 from shardc.rules import registry
@@ -267,7 +267,7 @@ class _Cut:
         todo = list(roots)
         while todo:
             n = todo.pop()
-            if n not in trained and any(v is not None and v.requires_grad for v in values_of(n)):
+            if n not in trained and requires_grad(n):
                 trained.add(n)
                 if self.stage.get(n, stage) == stage:
                     todo += n.all_input_nodes

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from torch import Tensor, fx, nn
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import source_of, values_of
+from shardc.ir.graph import source_of
 from shardc.ir.program import Program
+from shardc.ir.types import requires_grad
 from shardc.runtime.step.interpreter import Interpreter, on_device
 
 #: What becomes of a step whose loss, or whose gradient, is nan or inf.
@@ -117,7 +118,7 @@ class _Looking(fx.Interpreter):
             results = [x for x in (result if isinstance(result, tuple) else (result,)) if _is_floating(x)]
             if any(bool(x.isnan().any()) for x in results):
                 self.nan = self._number
-            elif self._number < self.inf and any(v.requires_grad for v in values_of(n)):
+            elif self._number < self.inf and requires_grad(n):
                 operands = [self.env[a] for a in n.all_input_nodes if _is_floating(self.env.get(a))]
                 if any(_has_inf(x) for x in results) and not any(_has_inf(x) for x in operands):
                     self.inf = self._number

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.graph import values_of
 from shardc.ir.program import Program
+from shardc.ir.types import requires_grad
 from shardc.runtime.ops.zero import gather_start, gather_wait, updated
 
 
@@ -23,7 +23,7 @@ def trained_params(program: Program) -> frozenset[str]:
         todo = [n for n in sent if n.name in crossing] + ([loss] if loss is not None else [])
         while todo:
             n = todo.pop()
-            if n not in reached and any(v is not None and v.requires_grad for v in values_of(n)):
+            if n not in reached and requires_grad(n):
                 reached.add(n)
                 todo += _gradients_of(n)
     return frozenset(n.name for n in reached if n.op == "placeholder")

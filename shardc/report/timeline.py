@@ -22,6 +22,7 @@ from shardc.ir.assumed_machine import (
 )
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.program import Program
+from shardc.ir.types import requires_grad
 from shardc.ir.units import si, size
 from shardc.report.colours import BLUE, CYAN, GREEN, INK, LINE, SOFT, YELLOW
 from shardc.report.svg import CHARACTER, Picture, cut, ticks
@@ -82,7 +83,7 @@ def _cost(graph: fx.Graph, program: Program) -> tuple[float, float, float]:
         flops = rule.flops(call_of(n)) / inner if rule is not None and rule.flops is not None else 0.0
         work = max(traffic, flops / PEAK_FLOPS_PER_MEMORY_BYTE)
         forward += work
-        wanting = [x in of_weights for x in operands_of(n) if any(v.requires_grad for v in values_of(x))]
+        wanting = [x in of_weights for x in operands_of(n) if requires_grad(x)]
         each = wanting if flops else [all(wanting)] if wanting else []  # any other op reads its gradients once
         weights += work * sum(each)
         inputs += work * (len(each) - sum(each))
