@@ -164,20 +164,20 @@ class Training:
 
         number = self.engine.step_count + 1
         try:
-            with self._rescuing(f"step {number}"):
+            with self._save_on_failure(f"step {number}"):
                 try:
                     result = self.engine.step(batch, local=self.train.local)
                 except SavingError as e:  # raised before the step began
                     self._not_saved(e)
                     result = self.engine.step(batch, local=self.train.local)
         except NotFiniteError as e:
-            saved = self._saved_beside(f"step-{number}-not-finite")
+            saved = self._save_state_beside(f"step-{number}-not-finite")
             raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
         self._tell_saved()
         return result
 
     @contextmanager
-    def _rescuing(self, doing: str) -> Iterator[None]:
+    def _save_on_failure(self, doing: str) -> Iterator[None]:
         """What all ranks do together: where it fails, the state is saved as far as all ranks still have that of one
         step, and the first failure is raised.
         """
@@ -193,14 +193,14 @@ class Training:
             raise  # on all ranks alike; and where replicas differ the last checkpoint is better than the state
         except Exception as e:
             failed = e.what if isinstance(e, RankFailedError) else f"{doing} failed"
-            print(f"{failed}: {self._rescued()}", file=sys.stderr, flush=True)
+            print(f"{failed}: {self._save_after_failure()}", file=sys.stderr, flush=True)
             raise
 
-    def _rescued(self) -> str:
+    def _save_after_failure(self) -> str:
         """Save after an error in a step, if no rank has updated anything in it, and say so."""
         engine = self.engine
         if not self.settings.save:
-            return self._saved()
+            return self._save_and_describe()
         try:
             engine.mesh.reconnect()
             n, world = engine.step_count, engine.mesh.layout.world
@@ -208,7 +208,7 @@ class Training:
             if whole < world or world * squares != total * total:
                 self._finish_save()  # of a step before
                 return f"some ranks had updated already, so nothing was saved; {self._last()}"
-            return f"after step {n}: {self._saved()}"
+            return f"after step {n}: {self._save_and_describe()}"
         except Exception as e:  # another process is gone, or the disk: what failed first matters more
             why = e.what if isinstance(e, ShardcError) else f"{type(e).__name__}: {e}"
             return f"what there was could not be saved ({why}); {self._last()}"
@@ -229,7 +229,7 @@ class Training:
         from shardc.runtime.state import SavingError
 
         try:
-            with self._rescuing(f"saving step {self.engine.step_count}"):
+            with self._save_on_failure(f"saving step {self.engine.step_count}"):
                 self.engine.finish_save()  # the one before it
                 self._tell_saved()
                 self.engine.save(checkpoints(Path(self.settings.save), new=True), wait=False, keep=self.settings.keep)
@@ -255,7 +255,7 @@ class Training:
         world, rank = self.engine.mesh.layout.world, self.engine.mesh.rank
         states = [0] * world
         states[rank] = int(problem is not None)
-        with self._rescuing(f"the meeting before step {self.engine.step_count + 1}"):
+        with self._save_on_failure(f"the meeting before step {self.engine.step_count + 1}"):
             signals = [self.signals.seen, int(self.signals.save)]
             *failed, signalled, save = self.engine.mesh.sum_on_host([*states, *signals])
         self.asked, self.signals.save = bool(save), False
@@ -264,9 +264,9 @@ class Training:
         if signalled:
             number = self.signals.seen or signal.SIGTERM
             after = f"stopped by {signal.Signals(number).name} after step {self.engine.step_count}"
-            raise Interrupted(number, f"{after}: {self._saved()}")
+            raise Interrupted(number, f"{after}: {self._save_and_describe()}")
         if any(failed):
-            saved = self._saved()
+            saved = self._save_and_describe()
             if problem is not None:
                 here = self.engine.mesh.layout.named(rank)
                 said = f"{here} failed in data(), after step {self.engine.step_count}: {saved}"
@@ -323,7 +323,7 @@ class Training:
         """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
         if self.valid is None:
             return {}
-        with self._rescuing(f"the evaluation after step {self.engine.step_count}"):
+        with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
             batches = self._until_stopped(self.valid.one_epoch())
             values: dict[str, float] = self.engine.evaluate_all(batches, local=self.valid.local)
         return values
@@ -361,14 +361,14 @@ class Training:
     def export(self) -> None:
         self.engine.export(self.settings.save)
 
-    def _saved(self) -> str:
+    def _save_and_describe(self) -> str:
         """Save, if the user named a folder, and say so."""
         if not self.settings.save:
             return "nothing was saved (no --save)"
         self.save()
         return f"saved to {self.settings.save}; go on with --resume {self.settings.save}"
 
-    def _saved_beside(self, name: str) -> str:
+    def _save_state_beside(self, name: str) -> str:
         """Save in a folder of its own, so that no good checkpoint is replaced."""
         if not self.settings.save:
             return "nothing was saved (no --save)"
