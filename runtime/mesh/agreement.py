@@ -33,7 +33,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.runtime.data.sampler import Order
-from shardc.runtime.step.inputs import batch_dims, leaves, name_of, type_name
+from shardc.runtime.step.inputs import batch_dims, check_real, leaves, name_of, type_name
 from shardc.runtime.zero.optimizer_list import class_of
 
 #: Bits of a hash: n·Σh² of 2^14 ranks still fits an int64.
@@ -298,6 +298,7 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     part, such as those of a tensor-parallel group.
     """
     tensors = {path: x for path, x in leaves(batch) if isinstance(x, Tensor)}
+    check_real(tensors)
     names = ", ".join(f"{name_of(path)} {type_name(x.dtype, x.shape)}" for path, x in tensors.items())
     if not local:
         form = Fact("the form of the batch", hashed(names), fix=SAME_BATCH, shown=names)

@@ -51,6 +51,16 @@ def name_of(path: Path) -> str:
     return ".".join(map(str, path)) or "the batch"
 
 
+def check_real(by_path: Mapping[Path, Any]) -> None:
+    """Raise ShardcError for a tensor without numbers."""
+    errors = Errors()
+    for path, leaf in by_path.items():
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            what = f"{type_name(leaf.dtype, leaf.shape)} is on the device 'meta', so it has no numbers"
+            errors.add(what, where=name_of(path), fix="give a tensor with data; 'meta' is enough for compile only")
+    errors.raise_any()
+
+
 def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor]:
     """This rank's part of every input, in the program's order, on the mesh's device.
 
@@ -75,6 +85,7 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     """{input's name: a rank's part}, in the program's order. given_local: the batch is that part already."""
     by_path = dict(leaves(batch))
     _check_form(program, batch, by_path)
+    check_real(by_path)
     errors = Errors()
     for path, leaf in by_path.items():
         if isinstance(leaf, Tensor) and path not in {x.path for x in program.inputs}:
@@ -210,10 +221,33 @@ def from_call(program: Program, model: Any, args: tuple[Any, ...], kwargs: Mappi
     Positional arguments of a program that was compiled from keyword arguments (or the other way) are matched by the
     names in the model's forward.
     """
-    names = list(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else []
+    takes = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
+    names = list(takes)
     heads = {x.path[0] if x.path else None for x in program.inputs}
+    _check_keywords(program, kwargs, {name: p.default for name, p in takes.items()})
     if heads == {None}:
         return next(iter((*args, *kwargs.values())), None)
     if any(isinstance(h, str) for h in heads):
         return {**dict(zip(names, args, strict=False)), **kwargs}
     return {**dict(enumerate(args)), **{(names.index(k) if k in names else k): v for k, v in kwargs.items()}}
+
+
+def _check_keywords(program: Program, kwargs: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise ShardcError for a keyword of a module's call, no tensor, that the model would heed and the program does
+    not: one that it was compiled without, unless it has its default; or a text with another value.
+    """
+    baked = dict(program.baked)
+    known = {path[0] for path in (*baked, *(x.path for x in program.inputs)) if path}
+    errors = Errors()
+    for name, now in kwargs.items():
+        then = baked.get((name,))
+        if isinstance(now, str) and isinstance(then, str) and now != then:
+            what = f"the call gives {now!r}, but the program was compiled with {then!r} in its place"
+            errors.add(what, where=name, fix="compile again with a batch that has this value")
+        elif name not in known and isinstance(now, (bool, int, float, str)) and now is not defaults.get(name):
+            errors.add(
+                f"the program was compiled without this argument, {now!r}",
+                where=name,
+                fix="leave it out, or compile again with a batch that has it",
+            )
+    errors.raise_any()

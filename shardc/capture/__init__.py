@@ -83,7 +83,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     changes.refuse_created()
     program = lift(model, leaves, exported, updated, beside)
     program.notes = notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
-    program.baked = tuple(leaves.numbers)
+    program.baked = tuple(leaves.constants)
     program.check_attributes = Attributes(model, reads.values).check
     branches = bool(reads.training) and any(m.training for m in model.modules())
     program.evaluates = "untried" if branches else "alike"

@@ -27,8 +27,8 @@ class Leaves:
         self.at = [i for i, x in enumerate(self.flat) if isinstance(x, Tensor)]
         self.tensors: list[Tensor] = [self.flat[i] for i in self.at]
         self.paths: list[tuple[str | int, ...]] = [tuple(_key(k) for k in flat[i][0]) for i in self.at]
-        self.numbers: list[tuple[tuple[str | int, ...], float]] = [
-            (tuple(_key(k) for k in path), x) for path, x in flat if isinstance(x, (bool, int, float))
+        self.constants: list[tuple[tuple[str | int, ...], float | str]] = [
+            (tuple(_key(k) for k in path), x) for path, x in flat if isinstance(x, (bool, int, float, str))
         ]
         self.nodes: list[fx.Node | None] = []  # of the tensors, while they are traced
         errors = Errors()

@@ -394,7 +394,7 @@ class Program:
     loss_scale: float | str | None = None
     offload: OffloadPlaces = OffloadPlaces()
     #: Numbers of the batch that are no tensors, which the graph has in it: (path, value).
-    baked: tuple[tuple[tuple[str | int, ...], float], ...] = ()
+    baked: tuple[tuple[tuple[str | int, ...], float | str], ...] = ()
     #: Is what the graph computes with dropout and BatchNorm switched what the model computes in eval mode? "untried":
     #: forward has branches of its own on `self.training`, and was not run.
     evaluates: Literal["alike", "otherwise", "untried"] = "alike"
@@ -552,6 +552,8 @@ class Program:
         """
         from shardc.verify import verify
 
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ShardcError(f"{seed!r} is no seed", where="program.verify", fix="give a whole number")
         return verify(self, seed=seed)
 
     def cost(

@@ -49,6 +49,10 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
         r"strength: the batch gives the number 3.0, but the program was compiled with 2.0 in its place\n"
         r"  fix: pass it as a tensor, also to compile: torch.tensor\(3.0\)",
     ),
+    "an argument that was not compiled": (
+        lambda m: m(**m.local(BATCH), temperature=0.5),
+        r"temperature: the program was compiled without this argument, 0.5\n  fix: leave it out, or compile again",
+    ),
 }
 ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     "an optimizer": (
@@ -70,6 +74,14 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     "another number": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "strength": 1.0}),
         "strength: the batch gives the number 1.0",
+    ),
+    "a batch without data": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "x": BATCH["x"].to("meta")}),  # type: ignore[attr-defined]
+        r"x: f32\[8, 8\] is on the device 'meta', so it has no numbers\n  fix: give a tensor with data",
+    ),
+    "a seed as text": (
+        lambda mesh: PROGRAM.verify(seed="a"),  # type: ignore[arg-type]
+        "program.verify: 'a' is no seed",
     ),
     "samples of several sizes": (
         lambda mesh: list(Engine(PROGRAM, MODEL, mesh=mesh).loader(SAMPLES, shuffle=False)),
@@ -118,6 +130,31 @@ def test_methods_of_other_trainers_are_named() -> None:
         assert not hasattr(engine, "weights")
 
     loopback(PROGRAM.mesh, work)
+
+
+class Modes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mode: str = "mean", scale: float = 1.0) -> torch.Tensor:
+        return getattr(self.up(x) * scale, mode)()
+
+
+def test_a_text_of_a_call_stays_what_it_was(tmp_path: Any) -> None:
+    model, batch = Modes(), {"x": torch.randn(8, 8), "mode": "sum"}
+    shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}).save(tmp_path / "out")
+    program = shardc.load(tmp_path / "out")
+    assert program.baked == ((("mode",), "sum"),)
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, model, mesh=mesh)
+        module(**module.local(batch), scale=1.0)  # the default: as if it was left out
+        said = r"mode: the call gives 'mean', but the program was compiled with 'sum' in its place"
+        with pytest.raises(ShardcError, match=said):
+            module(**module.local(batch) | {"mode": "mean"})
+
+    loopback(program.mesh, work)
 
 
 def test_a_number_of_the_batch_stays_what_it_was_in_an_artifact(tmp_path: Any) -> None:
