@@ -515,6 +515,12 @@ class Engine:
         """This rank's part of a global batch, for `step(part, local=True)`. See shardc.ir.program.Program.local."""
         return inputs.local(self.program, batch, self.mesh.rank)
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """(the number of this rank's part of a global batch, how many there are): for data of one's own that reads only
+        this rank's rows, and gives them to `step(rows, local=True)`. Ranks of one number need the same rows."""
+        return inputs.part_of(self.program, self.mesh.rank)
+
     # --- state
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEP) -> None:

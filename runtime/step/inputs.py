@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import match
+from shardc.ir.placement import Layout
 from shardc.ir.program import Input, Program
 from shardc.ir.shard_chunks import chunks, widen
 from shardc.ir.type_text import DTYPES
@@ -160,6 +162,32 @@ def batch_dims(program: Program) -> dict[str, int | None]:
         return next((d for pattern, d in patterns.items() if match(pattern, name)), 0) if x.shape else None
 
     return {x.name: dim(x) for x in program.inputs}
+
+
+def part_of(program: Program, rank: int) -> tuple[int, int]:
+    """(number of this rank's part of a global batch, how many parts there are), as its inputs are cut along their batch
+    dim. Ranks that hold the same rows, as those of a tensor-parallel group do, have one part. Raises ShardcError where
+    inputs are cut differently, and where parts are filled up.
+    """
+    dims, coords = batch_dims(program), program.mesh.coords(rank)
+    found: set[tuple[int, int]] = set()
+    for x in program.inputs:
+        d = dims[x.name]
+        if d is None:
+            continue
+        cut = Layout(tuple((a, replace(s, dim=0)) for a, s in x.layout.shards(d)))
+        mine = cut.local(torch.arange(x.shape[d]), program.mesh, coords)
+        parts = x.shape[d] // max(len(mine), 1)
+        index = int(mine[0]) // max(len(mine), 1)
+        whole = len(mine) * parts == x.shape[d]
+        if not whole or mine.tolist() != list(range(index * len(mine), (index + 1) * len(mine))):
+            what = f"its {x.shape[d]} rows are not cut into equal parts in order"
+            raise ShardcError(what, where=name_of(x.path), fix="read global batches: each rank cuts its own part")
+        found.add((index, parts))
+    if len(found) > 1:
+        what = f"inputs are cut into {' and '.join(str(parts) for _, parts in sorted(found))} parts"
+        raise ShardcError(what, where="batch", fix="read global batches: each rank cuts its own part")
+    return found.pop() if found else (0, 1)
 
 
 def rows(program: Program) -> int:

@@ -32,7 +32,8 @@ from shardc.errors import ShardcError
 from shardc.runtime.state.reading_calls import lazily
 from shardc.runtime.state.weight_files import has_weights
 
-#: What a model file may have besides model() and batch(), with the arguments that each is called with.
+#: What a model file may have besides model() and batch(), with the arguments that each is called with. data() may take
+#: two more, PARTS: then it gives this rank's part of each global batch.
 OPTIONAL = {
     "loss": ("output", "batch"),
     "data": ("split",),
@@ -40,6 +41,7 @@ OPTIONAL = {
     "optimizer": ("params",),
     "scheduler": ("optimizer",),
 }
+PARTS = ("part", "parts")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class ModelFile:
     """A model and what trains it. build: makes the module, wherever the default device is. batch: one global batch.
 
     ref: what the user wrote. All others are for `run`, and None where the file has none. data: split -> an iterable of
-    global batches, or a map-style torch Dataset of samples, from which collate makes batches. optimizer: (name,
+    global batches, or a map-style torch Dataset of samples, from which collate makes batches; or split, part, parts ->
+    an iterable of that part of each global batch. optimizer: (name,
     parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler. weights: where training
     begins (a file or folder of shardc.runtime.state.weight_files); None: with those that the model is built with. note:
     what to say of that.
@@ -57,7 +60,7 @@ class ModelFile:
     build: Callable[[], nn.Module]
     batch: Any
     loss: Callable[[Any, Any], Tensor] | None = None
-    data: Callable[[str], Iterable[Any] | Dataset[Any]] | None = None
+    data: Callable[..., Iterable[Any] | Dataset[Any]] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
@@ -105,7 +108,10 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
     if not isinstance(example, (dict, tuple, list, Tensor)):
         what = f"batch() returns a {type(example).__name__}"
         raise ShardcError(what, where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
-    optional: dict[str, Any] = {name: _function(module, path, name, *arguments) for name, arguments in OPTIONAL.items()}
+    more = {"data": PARTS} if takes_parts(getattr(module, "data", None)) else {}
+    optional: dict[str, Any] = {
+        name: _function(module, path, name, *arguments, *more.get(name, ())) for name, arguments in OPTIONAL.items()
+    }
     full = f"{path.resolve()}{':' + builder if builder else ''}"
     return ModelFile(full, checked, example, **optional, weights=_weights(vars(module).get("weights"), path))
 
@@ -198,6 +204,11 @@ def _users(path: Path, doing: str) -> Iterator[None]:
         text = str(e).strip().splitlines()
         what = f"{doing} raises {type(e).__name__}{': ' + text[0] if text else ''}{code}"
         raise ShardcError(what, where=where, fix=fix) from e
+
+
+def takes_parts(data: Any) -> bool:
+    """Does a model file's data() take the number of this rank's part, and how many there are?"""
+    return inspect.isfunction(data) and set(PARTS) <= set(inspect.signature(data).parameters)
 
 
 def _function(

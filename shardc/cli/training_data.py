@@ -28,13 +28,23 @@ def seed_everything(*numbers: int) -> None:
 
 
 class Batches:
-    """An endless iterator over the batches of a split. local: each is this rank's part of a global batch.
+    """An endless iterator over the batches of a split. local: each is this rank's part of a global batch. resumes: a
+    checkpoint says where it stands; what does not is read again up to there.
 
     epoch: how many have begun before this one. description: for the header of a run.
     """
 
-    def __init__(self, source: Any, make: Callable[[], Any], seed: int, *, local: bool, description: str) -> None:
-        self.local, self.description, self.epoch = local, description, 0
+    def __init__(
+        self,
+        source: Any,
+        make: Callable[[], Any],
+        seed: int,
+        *,
+        local: bool,
+        description: str,
+        resumes: bool = False,
+    ) -> None:
+        self.local, self.resumes, self.description, self.epoch = local, resumes, description, 0
         self._source, self._make, self._seed, self._read = source, make, seed, False
 
     def __iter__(self) -> Iterator[Any]:
@@ -53,7 +63,7 @@ class Batches:
 
     def one_epoch(self) -> Iterator[Any]:
         """The batches of one epoch. An iterator that is used up is made again by data()."""
-        if not self.local:
+        if not self.resumes:
             seed_everything(self._seed, self.epoch)
         if self._read and isinstance(self._source, Iterator):
             self._source = self._make()
@@ -65,27 +75,46 @@ def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
     """What data(split) of a model file returns, as batches; None where that is None, or where there is no data().
 
     A map-style Dataset is read by engine.loader; so is the dataset of a DataLoader that reads it in order or shuffled
-    (its sampler is replaced by one that is the same on every mesh). Anything else has to yield global batches.
+    (its sampler is replaced by one that is the same on every mesh). Anything else has to yield global batches; or, of
+    data(split, part, parts), this rank's part of each.
     """
+    from shardc.cli.model_file import takes_parts
+
     if file.data is None:
         return None
+    apart = takes_parts(file.data)
 
     def make() -> Any:
         seed_everything(seed)
-        return file.data(split)
+        if not apart:
+            return file.data(split)
+        part, parts = engine.part
+        return file.data(split, part=part, parts=parts)
 
     source, train = make(), split == "train"
     if source is None:
         return None
+    if apart:
+        return _part_of_a_stream(source, make, engine, seed)
     name = split if train else None
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         loader = engine.loader(source, shuffle=train, seed=seed, collate_fn=file.collate, name=name)
-        return Batches(loader, make, seed, local=True, description=_samples(loader))
+        return Batches(loader, make, seed, local=True, resumes=True, description=_samples(loader))
     if isinstance(source, DataLoader) and (options := _taken_over(source)) is not None:
         loader = engine.loader(source.dataset, seed=seed, name=name, **options)
         how = "shuffled" if options["shuffle"] else "in order"
-        return Batches(loader, make, seed, local=True, description=f"{_samples(loader)} of a DataLoader, {how}")
+        description = f"{_samples(loader)} of a DataLoader, {how}"
+        return Batches(loader, make, seed, local=True, resumes=True, description=description)
     return Batches(source, make, seed, local=False, description=f"global batches of a {type(source).__name__}")
+
+
+def _part_of_a_stream(source: Any, make: Callable[[], Any], engine: Any, seed: int) -> Batches:
+    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+        what = f"data(split, part, parts) returns a {type(source).__name__}, of which each rank reads its part anyway"
+        raise ShardcError(what, where="data", fix="write data(split), which returns all of it")
+    part, parts = engine.part
+    description = f"part {part} of {parts} of each global batch, of a {type(source).__name__}"
+    return Batches(source, make, seed, local=True, description=description)
 
 
 def example(file: Any, seed: int) -> Batches:

@@ -119,7 +119,7 @@ class Training:
 
     def _steps(self) -> None:
         stream = iter(self.train)
-        for _ in range(0 if self.train.local else self.engine.step_count):
+        for _ in range(0 if self.train.resumes else self.engine.step_count):
             next(stream)  # seen before the checkpoint that was resumed; a loader knows by itself where it stands
         while self.engine.step_count < self.settings.steps:
             batch = self._next(stream)

@@ -94,6 +94,13 @@ def stream():
             raise OSError("the disk is gone")
         x = batch()["x"]
         yield {"x": x * float("nan") if MODE == "nan" and i == 2 else x}
+
+if MODE == "parts":
+    def data(split, part, parts):
+        with open(f"part{os.environ['RANK']}", "a") as f:
+            print(part, parts, file=f)
+        rows = ({"x": batch()["x"].chunk(parts)[part] + i} for i in range(3))
+        return rows if split == "train" else None
 """
 
 
@@ -207,6 +214,19 @@ def test_numbers_are_read_every_so_many_steps(folder: Path) -> None:
     assert done.returncode != 0
     lines = [json.loads(line) for line in (folder / "failed" / "steps.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
+
+
+def test_data_may_give_a_part_of_each_batch(folder: Path) -> None:
+    """Ranks of one tensor-parallel group have one part; steps are those of global batches; a resume goes on in it."""
+    whole = run(folder, "parts", "--steps", "3", "--mesh", "dp=1,tp=1", "--json")
+    done = run(folder, "parts", "--steps", "2", "--mesh", "dp=2,tp=1", "--json", "--save", "out")
+    assert done.returncode == 0, done.stderr
+    assert {(folder / f"part{r}").read_text().splitlines()[-1] for r in range(2)} == {"0 2", "1 2"}
+    losses = json.loads(done.stdout)["losses"]
+    done = run(folder, "parts", "--steps", "3", "--mesh", "dp=1,tp=2", "--json", "--resume", "out")
+    assert done.returncode == 0, done.stderr
+    assert [(folder / f"part{r}").read_text().splitlines()[-1] for r in range(2)] == ["0 1", "0 1"]
+    assert losses + json.loads(done.stdout)["losses"] == pytest.approx(json.loads(whole.stdout)["losses"], rel=1e-5)
 
 
 def test_help_says_what_the_sections_keys_say() -> None:

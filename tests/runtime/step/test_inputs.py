@@ -104,3 +104,30 @@ def test_one_row_that_all_rows_share(more: dict[str, Any]) -> None:
     assert torch.allclose(shardc.verify.simulate(program, model, batch).loss, want.detach(), rtol=1e-12)
     with pytest.raises(ShardcError, match="the batch of 1 "):
         shardc.compile(model, {k: x[:1] for k, x in batch.items()}, {"shardc": 1, "mesh": {"dp": 2}})
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).square().mean()
+
+
+def test_the_part_of_a_batch_that_a_rank_reads() -> None:
+    """It is what the rank's own cut of a global batch holds; ranks of a tensor-parallel group share one."""
+    batch = {"x": torch.arange(16.0).view(8, 2)}
+    spec = {"shardc": 1, "mesh": {"dp": 2, "fsdp": 2, "tp": 2}, "data": {"axis": ["dp", "fsdp"]}}
+    p = shardc.compile(Rows(), batch, spec, prove=False)
+    found = [inputs.part_of(p, rank) for rank in range(8)]
+    assert found == [(i, 4) for i in range(4) for _ in range(2)]
+    for rank, (part, parts) in enumerate(found):
+        assert torch.equal(p.local(batch, rank)["x"], batch["x"].chunk(parts)[part])
+
+
+def test_rows_that_are_filled_up_have_no_parts() -> None:
+    spec = {"shardc": 1, "mesh": {"dp": 3}, "uneven": "pad"}
+    p = shardc.compile(Rows(), {"x": torch.ones(8, 2)}, spec, prove=False)
+    with pytest.raises(ShardcError, match="x: its 8 rows are not cut into equal parts in order"):
+        inputs.part_of(p, 0)
