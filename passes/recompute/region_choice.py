@@ -1,0 +1,308 @@
+"""Which results one region keeps, and what comes of it: those of the kinds that `save` names, those without which an op
+would run again that `recompute` does not name, or those that the budget pays for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.assumed_machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
+from shardc.ir.graph import operands_of
+from shardc.ir.program import Collective, Program
+from shardc.passes.recompute.autograd_saves import Saved, SavedOf
+from shardc.passes.recompute.fewest_bytes import STATISTIC, MinCut
+from shardc.passes.recompute.kinds import CHEAP, kinds
+from shardc.rules import registry
+from shardc.runtime import ops
+from shardc.runtime.ops.local_math import UNEQUAL
+from shardc.spec import Checkpoint as Entry
+
+#: Small, and what it says has to be exchanged: always kept.
+ROUTING = (ops.experts_route, ops.experts_keep)
+
+
+class StageGraph:
+    """A stage's graph with what autograd keeps of every op. base: the node that a node is a view of, itself if none."""
+
+    def __init__(self, graph: fx.Graph, program: Program, saved: SavedOf) -> None:
+        self.nodes = list(graph.nodes)
+        self._types = saved
+        self.saved: dict[fx.Node, Saved] = {}
+        self.base: dict[fx.Node, fx.Node] = {}
+        stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
+        self.weights: set[fx.Node] = set()
+        self.stored: set[fx.Node] = set()  # there whether a region holds them or not
+        self.parents = {r.name: r.parent for r in program.regions}
+        self.held: dict[str, frozenset[fx.Node]] = {}  # by region, of those that are decided
+        self._costs: dict[fx.Node, float] = {}
+        inside = any("region" in n.meta for n in self.nodes)
+        for n in self.nodes:
+            self.base[n] = n
+            if n.op == "placeholder":
+                self.weights |= {n} if n.name in stored else set()
+                self.stored = set(self.weights)
+                continue
+            if n.op != "call_function" or not inside:
+                continue
+            if n.all_input_nodes and all(u in self.weights for u in n.all_input_nodes):
+                self.weights.add(n)
+            if n.target is operator.getitem:
+                whole: Any = n.args[0]
+                views = self.saved[whole].views if whole in self.saved else ()
+                viewed = views[n.args[1]] if isinstance(n.args[1], int) and n.args[1] < len(views) else -1
+                self.base[n] = self.base[operands_of(whole)[viewed]] if viewed >= 0 else n
+                continue
+            self.saved[n] = saved(n)
+            if len(self.saved[n].views) == 1 and self.saved[n].views[0] >= 0:
+                self.base[n] = self.base[operands_of(n)[self.saved[n].views[0]]]
+
+    def members(self, region: str) -> list[fx.Node]:
+        """The ops of a region, and of those in it, in order."""
+        names = {region}
+        names |= {name for name in self.parents if names & set(self._around(name))}
+        return [n for n in self.nodes if n.meta.get("region") in names]
+
+    def _around(self, region: str) -> Iterable[str]:
+        while region := self.parents[region]:
+            yield region
+
+    def nbytes(self, node: fx.Node) -> int:
+        """Bytes of a node's own result on one rank: none of its own if it is a view."""
+        if self.base[node] is not node:
+            return 0
+        return sum(v.nbytes() for v in self._types.types(node))
+
+    def read(self, node: fx.Node) -> int:
+        """Bytes of an op's operands on one rank."""
+        return sum(v.nbytes() for v in self._types.call(node).operands)
+
+    def cost(self, node: fx.Node) -> float:
+        """What it takes to run an op again, in flops."""
+        if node not in self._costs:
+            self._costs[node] = self._cost(node)
+        return self._costs[node]
+
+    def _cost(self, node: fx.Node) -> float:
+        if self.base[node] is not node or node.target is operator.getitem:
+            return 0.0
+        rule, call = registry.find(node.target), self._types.call(node)
+        flops = rule.flops(call) if rule is not None and rule.flops is not None else 0
+        touched = float(sum(v.nbytes() for v in (*call.operands, *call.results)))
+        collective: Collective | None = node.meta.get("collective")
+        sent = collective.bytes if collective is not None and collective.kind != "none" else 0
+        return flops + FLOPS_PER_MEMORY_BYTE * touched + FLOPS_PER_LINK_BYTE * sent
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What comes of a choice. kept, dropped: bytes; again: the collectives that are repeated; cost: of computing again,
+    in flops; held: values, but for parameters.
+    """
+
+    kept: int
+    dropped: int
+    again: tuple[fx.Node, ...]
+    cost: float
+    held: frozenset[fx.Node]
+
+
+@dataclass
+class Alike:
+    """What was kept of a region, as positions in it, by what decided it: repeated layers are decided once."""
+
+    known: dict[Any, list[int]]
+
+
+@dataclass
+class Choice:
+    """Decides which results one region keeps. members: its ops."""
+
+    graph: StageGraph
+    region: str
+    entry: Entry
+    members: list[fx.Node]
+    alike: Alike
+
+    def run(self) -> Outcome:
+        self.inside = set(self.members)
+        self._wanted()
+        if self.entry.budget is not None:
+            keep = self._bought(self.entry.budget)
+        elif self.entry.recompute is not None:
+            keep = self._fewest(set(CHEAP if self.entry.recompute == "cheap" else self.entry.recompute))
+        else:
+            words = set(self.entry.save or ())
+            keep = {
+                n for n in self.members if n.target is not operator.getitem and words & kinds(n, self.graph.weights)
+            }
+        keep |= {n for n in self.members if n.target in ROUTING}
+        outcome = self._with(keep)
+        self.graph.held[self.region] = outcome.held
+        for n in self.members:
+            whole: Any = n.args[0] if n.target is operator.getitem else n
+            if whole in keep and (
+                whole in self.own or whole in outcome.held or any(u in outcome.held for u in whole.users)
+            ):
+                n.meta["kept"] = (*n.meta.get("kept", ()), self.region)
+        for n in outcome.again:
+            n.meta["again"] = n.meta.get("again", 0) + 1
+        return outcome
+
+    def _wanted(self) -> None:
+        """What autograd keeps of the region's ops: results of nodes, and what ops made for themselves; and what inner
+        regions hold.
+        """
+        self.wanted: dict[fx.Node, None] = {}
+        self.own: dict[fx.Node, int] = {}
+        for n in self.members:
+            saved = self.graph.saved.get(n)
+            if saved is None or n.meta["region"] != self.region:
+                continue
+            operands = operands_of(n)
+            self.wanted |= {self.graph.base[operands[i]]: None for i in saved.operands}
+            if saved.results:
+                self.wanted[n] = None
+            if saved.own:
+                self.own[n] = saved.own
+        for name, parent in self.graph.parents.items():
+            if parent == self.region:
+                self.wanted |= dict.fromkeys(self.graph.held.get(name, ()))
+
+    def _with(self, keep: set[fx.Node]) -> Outcome:
+        """What comes of keeping the results of these ops, as far as they are needed."""
+        graph = self.graph
+        held: dict[fx.Node, None] = {}
+        needed: set[fx.Node] = set()
+
+        def need(n: fx.Node) -> None:
+            whole: Any = n.args[0] if n.target is operator.getitem else n
+            if n in self.inside and whole not in keep:
+                needed.add(n)
+            elif graph.base[n] not in graph.stored:
+                held[graph.base[n] if graph.base[n] not in self.inside else n] = None
+
+        for n in self.wanted:
+            need(n)
+        kept_own = sum(size for n, size in self.own.items() if n in keep)
+        needed.update(n for n in self.own if n not in keep)
+        for n in reversed(self.members):
+            if n in needed:
+                for u in n.all_input_nodes:
+                    if u.meta.get("value") is not None:
+                        need(u)
+        bases = {graph.base[n] for n in held}
+        # what follows from weights alone is one copy for all microbatches (shardc.passes.weight_casts)
+        kept = kept_own + sum(graph.nbytes(n) for n in bases if n not in graph.weights)
+        dropped = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(
+            size for n, size in self.own.items() if n in needed
+        )
+        again = tuple(
+            n
+            for n in self.members
+            if n in needed
+            and (c := n.meta.get("collective")) is not None
+            and c.kind != "none"
+            and n.target is not ops.total
+        )
+        return Outcome(kept, dropped, again, sum(map(graph.cost, needed)), frozenset(held))
+
+    def _fewest(self, again: set[str]) -> set[fx.Node]:
+        """What keeps the fewest bytes if only ops of these kinds may run again."""
+        graph, cut = self.graph, MinCut()
+        dear: set[fx.Node] = set()  # ops that do not run again
+
+        def held(u: fx.Node) -> fx.Node | None:
+            """What is held where a region holds u, or takes it from outside; None: it is there anyway."""
+            u = u if u in self.inside else graph.base[u]
+            return None if graph.base[u] in graph.stored or u in graph.weights or u.meta.get("value") is None else u
+
+        def take(n: fx.Node, nbytes: int | None, whole: fx.Node, name: Any = None) -> None:
+            operands = [h for u in whole.all_input_nodes if (h := held(u)) is not None]
+            for u in operands:
+                if u not in self.inside:
+                    cut.value(u, graph.nbytes(u), None)
+            cut.value(name or n, nbytes, None if whole in dear else operands)
+
+        for n in self.members:
+            whole: Any = n.args[0] if n.target is operator.getitem else n
+            if n is whole and not self._runs_again(n, again):
+                dear.add(n)
+            view = graph.base[n] is not n
+            take(n, None if view else graph.nbytes(n), whole)
+            if n in self.own:  # kept, if the op is, in a pipe of its own
+                take(n, self.own[n], n, name=("own", n))
+                cut.want(("own", n))
+        for n in self.wanted:
+            if (h := held(n)) is not None:
+                if h not in self.inside:
+                    cut.value(h, graph.nbytes(h), None)
+                cut.want(h)
+        keep = {v[1] if isinstance(v, tuple) else v for v in cut.cut()}
+        keep = {n.args[0] if n.target is operator.getitem else n for n in keep if n in self.inside}
+        return keep | dear
+
+    def _runs_again(self, n: fx.Node, again: set[str]) -> bool:
+        """May an op of a region run again, and is its result not so small that it is kept all the same?"""
+        graph = self.graph
+        if n in graph.weights or n.target in ROUTING:
+            return False  # what follows from weights alone is the same for all microbatches, and kept
+        if graph.base[n] is not n:
+            return True  # a view takes nothing
+        large = n in self.own or graph.nbytes(n) * STATISTIC > graph.read(n)
+        return large and bool(again & kinds(n, graph.weights))
+
+    def _bought(self, share: float) -> set[fx.Node]:
+        """What the budget pays for."""
+        position = {n: i for i, n in enumerate(self.members)}
+        look = [
+            (
+                str(n.target),
+                self.graph.cost(n),
+                self.graph.nbytes(n),
+                n in self.wanted,
+                self.own.get(n),
+                [position.get(u, -1) for u in n.all_input_nodes],
+            )
+            for n in self.members
+        ]
+        key = repr((share, look, sorted(self.graph.nbytes(n) for n in self.wanted if n not in self.inside)))
+        if key not in self.alike.known:
+            keep = self._budget(share)
+            self.alike.known[key] = [position[n] for n in keep]
+        return {self.members[i] for i in self.alike.known[key]}
+
+    def _budget(self, share: float) -> set[fx.Node]:
+        """Greedily, what saves most work for its bytes: all that fits into the share of what would be kept without a
+        checkpoint.
+        """
+        solid = [n for n in self.members if self._solid(n)]
+        keep: set[fx.Node] = set()
+        now = self._with(keep)
+        everything = self._with(set(solid))
+        allowed = share * (everything.kept + everything.dropped)
+        while True:
+            best: tuple[float, fx.Node, Outcome] | None = None
+            for n in solid:
+                if n in keep:
+                    continue
+                then = self._with(keep | {n})
+                bytes_, gain = then.kept - now.kept, now.cost - then.cost
+                if gain <= 0 or then.kept > max(allowed, now.kept):
+                    continue
+                worth = gain / max(bytes_, 1)
+                if best is None or worth > best[0]:
+                    best = worth, n, then
+            if best is None:
+                return keep
+            keep.add(best[1])
+            now = best[2]
+
+    def _solid(self, n: fx.Node) -> bool:
+        """Is an op's result always a tensor of its own, on every rank? Views are for free."""
+        views = self.graph.saved[n].views if n in self.graph.saved else (0,)
+        return n.target not in UNEQUAL and all(viewed < 0 for viewed in views)
