@@ -25,7 +25,8 @@ place in the global tensor, never by how a program shards, so that any mesh read
     sliced_tensors        what can be read by slice: ranges of a tensor's dims
     reading_calls         `from_pretrained` and `torch.load` inside a builder, answered without reading
     pretrained            weights of files under a model's names: prefixes, renames, conversions
-    init, init_recorder   weights of a builder, each computed by itself from a recording of the constructor
+    init                  weights of a builder, each computed by itself from what its constructor did:
+    init_recorder         records that; init_tape: the tape, and the replay of any tensor
     tape_slices           a slice of a recorded tensor, traced back to the tensors of files that it is made of
 """
 

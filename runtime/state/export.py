@@ -33,7 +33,8 @@ from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Runs, kept, model_parts
-from shardc.runtime.state.init_recorder import Recorder, Tape
+from shardc.runtime.state.init_recorder import Recorder
+from shardc.runtime.state.init_tape import Tape
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
 from shardc.runtime.state.tape_slices import OnTape, Piece

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import random_draws, rng
-from shardc.runtime.state.init_recorder import STREAM, Entry, Ref, Tape
+from shardc.runtime.state.init_tape import STREAM, Entry, Ref, Tape
 from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, whole
 
 aten = torch.ops.aten
