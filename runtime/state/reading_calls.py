@@ -42,6 +42,7 @@ def lazily(recorder: Recorder | None) -> Iterator[None]:
     own = recorder if recorder is not None else Recorder()
     calls = _Calls(own)
     with RECORDING, ExitStack() as stack:
+        stack.callback(calls.close)
         stack.enter_context(mock.patch.object(torch, "load", calls.load(torch.load)))
         for module in (safetensors, safetensors.torch):
             stack.enter_context(mock.patch.object(module, "safe_open", calls.only_here(calls.open, module.safe_open)))
@@ -61,10 +62,17 @@ class _Calls:
     """What the calls do instead, in the thread in which the builder runs."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self._thread = recorder, threading.get_ident()
+        self.recorder = recorder
+        self._thread: int | None = threading.get_ident()
+
+    def close(self) -> None:
+        """The calls are again what they replace. A module that the builder was the first to import (`from safetensors
+        import safe_open`) keeps them for good.
+        """
+        self._thread = None
 
     def only_here(self, function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """The function in this thread, and what it replaces in all others, which may read files as well."""
+        """The function in this thread, and what it replaces in all others, which may read files as well, and later."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return (function if threading.get_ident() == self._thread else original)(*args, **kwargs)

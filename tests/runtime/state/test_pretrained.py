@@ -319,6 +319,20 @@ def test_weights_that_a_builder_reads_are_read_by_slice(kind: str, folders: Any)
         assert all(x.is_meta for x in build().parameters())
 
 
+def test_what_a_builder_imports_reads_files_afterwards(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(4.0)}, tmp_path / "w.safetensors")
+    torch.save({"w": torch.arange(4.0)}, tmp_path / "w.pt")
+    with lazily(None):  # a module that is imported first in here keeps what it finds
+        from safetensors import safe_open
+        from torch import load
+
+        assert safe_open(tmp_path / "w.safetensors", framework="pt").get_tensor("w").is_meta
+        assert load(tmp_path / "w.pt")["w"].is_meta
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
+        assert file.get_tensor("w").tolist() == [0, 1, 2, 3]
+    assert load(tmp_path / "w.pt")["w"].tolist() == [0, 1, 2, 3]
+
+
 @PEFT_WARNS
 def test_weights_of_a_folder_go_into_a_model_with_adapters(folders: Any) -> None:
     path, model = folders("llama", True, False)
