@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,8 @@ def check_attributes(program: Program) -> None:
 
 
 class Attributes:
-    """Plain values (numbers, strings, bools, None) among the attributes of a model's modules that forward read while it
-    was captured. values: by module's name. It does not keep the model alive.
+    """Plain values (numbers, strings, bools, None) among the attributes of a model's modules, and of objects that these
+    hold, that forward read while it was captured. values: by module's name. It does not keep the model alive.
     """
 
     def __init__(self, model: nn.Module, values: Mapping[str, Mapping[str, Any]]) -> None:
@@ -52,7 +53,7 @@ class Attributes:
         for path, module in model.named_modules():
             read = values.get(path, {})
             # what capture itself had set to another value while it ran is not the user's
-            if kept := {name: v for name, v in read.items() if not _differs(getattr(module, name, v), v)}:
+            if kept := {name: v for name, v in read.items() if not _differs(_attribute(module, name, v), v)}:
                 self._values[path] = kept
         self._modules = [(weakref.ref(m), path) for path, m in model.named_modules() if path in self._values]
 
@@ -67,7 +68,7 @@ class Attributes:
         errors = Errors()
         for module, path in modules:
             for name, then in self._values[path].items():
-                if _differs(now := getattr(module, name, then), then):
+                if _differs(now := _attribute(module, name, then), then):
                     errors.add(
                         f"forward reads it, and it was {then!r} when the model was compiled; now it is {_text(now)},"
                         " which a program does not see",
@@ -76,6 +77,14 @@ class Attributes:
                         " compile again (several programs: each of its own copy.deepcopy(model))",
                     )
         errors.raise_any()
+
+
+def _attribute(module: nn.Module, name: str, otherwise: Any) -> Any:
+    """name: perhaps of an object that the module holds: config.scale."""
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        return otherwise
 
 
 def _differs(now: Any, then: Any) -> bool:

@@ -4,14 +4,17 @@
                                     evaluating needs another program
 `y * self.scale`                    a later `model.scale = 2.0` would change nothing: it is noticed
                                     (shardc.runtime.step.user_changes)
+`y * self.config.scale`             so is `model.config.scale = 2.0`
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -30,6 +33,7 @@ NOT_SWITCHED = (
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
+_WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: its attributes can be replaced
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module), *vars(nn.Module())})
 
 
@@ -57,11 +61,12 @@ class Reads:
 
 @contextmanager
 def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
-    """While open, records what is read of the model's modules. changes: what forward has written so far, whose values
-    before do not count.
+    """While open, records what is read of the model's modules, and of objects that they hold, such as a config.
+    changes: what forward has written so far, whose values before do not count.
     """
     reads = Reads()
     names = {id(m): name for name, m in model.named_modules()}
+    held_objects = _HeldObjects(reads)
 
     def read(self: nn.Module, name: str) -> Any:
         value = super(nn.Module, self).__getattribute__(name)
@@ -77,7 +82,70 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
                 held = super(nn.Module, self).__getattribute__("__dict__")
                 if name in held or any(vars(c).get(name) is value for c in type(self).__mro__ if name in vars(c)):
                     reads.values.setdefault(path, {}).setdefault(name, value)
+        elif id(self) in names and name not in _OF_EVERY_MODULE:
+            held_objects.watch(value, names[id(self)], name)
         return value
 
-    with mock.patch.object(nn.Module, "__getattribute__", read):
+    with held_objects.patches, mock.patch.object(nn.Module, "__getattribute__", read):
         yield reads
+
+
+class _HeldObjects:
+    """Reads of plain attributes of the objects that modules hold. What forward sets on them does not count."""
+
+    def __init__(self, reads: Reads) -> None:
+        self.patches = ExitStack()
+        self._reads = reads
+        self._names: dict[int, tuple[str, str]] = {}  # of an object: module, attribute
+        self._alive: list[Any] = []  # so that no two objects have one id
+        self._classes: set[type] = set()
+        self._set: set[tuple[int, str]] = set()
+
+    def watch(self, value: Any, path: str, name: str) -> None:
+        """value: what was read of a module. The first name that it has is told."""
+        kind = type(value)
+        if id(value) in self._names or not _has_own_attributes(value):
+            return
+        self._names[id(value)] = path, name
+        self._alive.append(value)
+        if kind not in self._classes:
+            self._classes.add(kind)
+            self._patch(kind)
+
+    def _patch(self, kind: type) -> None:
+        get: Callable[[Any, str], Any] = kind.__getattribute__
+        put: Callable[[Any, str, Any], None] = kind.__setattr__
+
+        def read(this: Any, name: str) -> Any:
+            value = get(this, name)
+            known = self._names.get(id(this))
+            if known is not None and type(value) in PLAIN and not name.startswith("__"):
+                path, held = known
+                if (id(this), name) not in self._set:
+                    self._reads.values.setdefault(path, {}).setdefault(f"{held}.{name}", value)
+            return value
+
+        def write(this: Any, name: str, value: Any) -> None:
+            known = self._names.get(id(this))
+            if known is not None:
+                path, held = known
+                self._set.add((id(this), name))
+                self._reads.values.get(path, {}).pop(f"{held}.{name}", None)
+            put(this, name, value)
+
+        self.patches.enter_context(mock.patch.object(kind, "__getattribute__", read))
+        self.patches.enter_context(mock.patch.object(kind, "__setattr__", write))
+
+
+def _has_own_attributes(value: Any) -> bool:
+    """Is it an object of a class written in Python, other than torch's, that holds settings: no function, module,
+    class or container?
+    """
+    kind = type(value)
+    return (
+        bool(kind.__flags__ & _WRITTEN_IN_PYTHON)
+        and hasattr(value, "__dict__")
+        and not callable(value)
+        and not isinstance(value, (Container, Enum, ModuleType))
+        and not kind.__module__.startswith("torch.")
+    )

@@ -176,3 +176,43 @@ def test_attributes_that_forward_reads_may_not_change() -> None:
             vars(m).clear()
             vars(m).update(attributes)
         engine.step(BATCH)
+
+
+class Settings:
+    rate = 0.5
+
+    def __init__(self) -> None:
+        self.scale, self.calls, self.unread, self.mode = 2.0, 0, 1, "mean"
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.up = Settings(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.config.calls == 0:
+            self.config.calls = 1
+        y = self.up(x) * self.config.scale * self.config.rate
+        return getattr(y.square(), self.config.mode)()
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 3.0), ("rate", 0.25), ("mode", "sum"), ("scale", None)])
+def test_settings_that_forward_reads_of_an_object_may_not_change(name: str, value: Any) -> None:
+    model = Configured()
+    get, put = Settings.__getattribute__, Settings.__setattr__
+    program = shardc.compile(model, BATCH, {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
+    assert (Settings.__getattribute__, Settings.__setattr__) == (get, put)
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine = Engine(program, model, mesh=mesh)
+        engine.step(BATCH)
+        mesh.sum_on_host([0])  # all ranks have stepped
+        model.config.unread, model.config.calls = 7, 5
+        engine.step(BATCH)
+        mesh.sum_on_host([0])
+        setattr(model.config, name, value)
+        with pytest.raises(ShardcError, match=f"config.{name}: forward reads it, and it was "):
+            engine.step(BATCH)
+
+    loopback(program.mesh, work)
