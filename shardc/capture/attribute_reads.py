@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -113,8 +113,8 @@ class _HeldObjects:
             self._patch(kind)
 
     def _patch(self, kind: type) -> None:
-        get: Callable[[Any, str], Any] = kind.__getattribute__
-        put: Callable[[Any, str, Any], None] = kind.__setattr__
+        get: Any = kind.__getattribute__  # the class's functions, not bound to an object
+        put: Any = kind.__setattr__
 
         def read(this: Any, name: str) -> Any:
             value = get(this, name)
