@@ -153,6 +153,7 @@ class Engine:
         given = state.weights_for(model, weights, seed)
         self.weight_notes = given.notes
         user_changes.check_as_compiled(program, given.model)
+        user_changes.tell_eval_mode(program, self._tell)
         self._skeleton, self._folder = state.skeleton(given.model), given.folder
         parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
         self._buffers_before = self.buffers  # the last step
@@ -192,6 +193,7 @@ class Engine:
         )
         self.loaders = Loaders()
         self._same_rows = agreement.SameRows()
+        self._waiting = self._told_replaced = False  # gradients of `backward` for `update`
         self._saves = state.Saves(self.mesh)
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
@@ -298,6 +300,13 @@ class Engine:
         one: a sum over batches is `batch: {microbatches: n}`. Returns what `step` does. A norm of a gradient of which
         this rank has a part is refused (shardc.runtime.step.partial_grad_guard).
         """
+        if self._waiting and not self._told_replaced:
+            self._told_replaced = True
+            self._tell(
+                "engine.backward came twice without engine.update between: gradients are replaced, not added up; to"
+                " accumulate, write batch: {microbatches: n}"
+            )
+        self._waiting = True
         result = self._backward(batch, local=local, gather=gather)
         partial_grad_guard.mark(p for name, p in self.params.items() if norm_axes(self.program, name))
         return result
@@ -408,6 +417,7 @@ class Engine:
 
     def update(self) -> None:
         """The second half of `step`: clip, and step the optimizer."""
+        self._waiting = False
         if not self._stepping:
             self._check()
         if self._updates:

@@ -201,6 +201,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             ),
             buffers,
         )
+        user_changes.tell_eval_mode(program, self._running.tell)
 
     def _hold(self, running: _Running, buffers: Mapping[str, Tensor]) -> None:
         """Register parameters and buffers under the model's names."""

@@ -7,7 +7,8 @@ has read them once; so what changes them later would change nothing, without a w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,6 +18,14 @@ from torch import nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 
+_PASS_IT = (
+    "make what changes a buffer (register_buffer) or part of the batch; else set it back, or compile again (several"
+    " programs: each of its own copy.deepcopy(model))"
+)
+EVAL_MODE = (
+    "the model was in eval mode when it was compiled (from_pretrained returns it so): there is no dropout in training,"
+    " either, and batch norm takes its running statistics; call model.train() before compiling"
+)
 _AGAIN = "compile again after the change, and load the weights (engine.save, engine.load) into what comes out"
 
 
@@ -33,8 +42,19 @@ def check_as_compiled(program: Program, model: Any) -> None:
             if fqn in now and now[fqn].requires_grad != p.requires_grad:
                 _add(errors, fqn, trains=now[fqn].requires_grad)
     errors.raise_any()
+    if program.eval_mode and model.training:
+        what = "the model was in eval mode when it was compiled, and is in training mode now: a program has no dropout"
+        raise ShardcError(what, where="model.train()", fix="call it before compiling")
     if program.check_attributes is not None:
         program.check_attributes(model)
+
+
+def tell_eval_mode(program: Program, tell: Callable[[str], None]) -> None:
+    """Say of a program that was compiled in this process, of a model in eval mode, what that means. (Of one that was
+    read from a folder, the commands print the notes.)
+    """
+    if program.eval_mode and program.check_attributes is not None:
+        tell(EVAL_MODE)
 
 
 def check_attributes(program: Program) -> None:
@@ -43,12 +63,29 @@ def check_attributes(program: Program) -> None:
         program.check_attributes()
 
 
+@dataclass(frozen=True)
+class GlobalRead:
+    """A name of a Python module that forward reads, with a copy of its value when the model was captured."""
+
+    namespace: dict[str, Any]
+    name: str
+    value: Any
+
+    @property
+    def now(self) -> Any:
+        return self.namespace.get(self.name)
+
+
 class Attributes:
-    """Plain values (numbers, strings, bools, None) among the attributes of a model's modules, and of objects that these
-    hold, that forward read while it was captured. values: by module's name. It does not keep the model alive.
+    """Plain values (numbers, strings, bools, None) that forward read while it was captured: attributes of a model's
+    modules, and of objects that these hold, by module's name (`values`); names of Python modules (`names`). It does not
+    keep the model alive.
     """
 
-    def __init__(self, model: nn.Module, values: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, model: nn.Module, values: Mapping[str, Mapping[str, Any]], names: Sequence[GlobalRead] = ()
+    ) -> None:
+        self._names = tuple(names)
         self._values: dict[str, dict[str, Any]] = {}
         for path, module in model.named_modules():
             read = values.get(path, {})
@@ -66,16 +103,14 @@ class Attributes:
         else:
             modules = [(m, path) for path, m in model.named_modules() if path in self._values]
         errors = Errors()
+        for read in self._names:
+            if read.now != read.value and read.value == read.value:
+                where = f"{read.name} of {read.namespace.get('__name__', 'the model file')}"
+                errors.add(_changed(read.now, read.value), where=where, fix=_PASS_IT)
         for module, path in modules:
             for name, then in self._values[path].items():
                 if _differs(now := _attribute(module, name, then), then):
-                    errors.add(
-                        f"forward reads it, and it was {then!r} when the model was compiled; now it is {_text(now)},"
-                        " which a program does not see",
-                        where=f"{path}.{name}" if path else name,
-                        fix="make what changes a buffer (register_buffer) or part of the batch; else set it back, or"
-                        " compile again (several programs: each of its own copy.deepcopy(model))",
-                    )
+                    errors.add(_changed(now, then), where=f"{path}.{name}" if path else name, fix=_PASS_IT)
         errors.raise_any()
 
 
@@ -91,6 +126,13 @@ def _differs(now: Any, then: Any) -> bool:
     if now is then:
         return False
     return not isinstance(now, (bool, int, float, str)) or (bool(now != then) and then == then)  # nan is as it was
+
+
+def _changed(now: Any, then: Any) -> str:
+    return (
+        f"forward reads it, and it was {_text(then)} when the model was compiled; now it is {_text(now)}, which a"
+        " program does not see"
+    )
 
 
 def _text(value: Any) -> str:

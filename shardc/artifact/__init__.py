@@ -126,6 +126,7 @@ def _write(program: Program, folder: Path) -> None:
         "shared_modules": program.shared_modules,
         "loss_scale": program.loss_scale,
         "evaluates": program.evaluates,
+        "eval_mode": program.eval_mode,
         "baked": program.baked,
         "offload": asdict(program.offload),
         "meta": program.meta,
@@ -375,6 +376,7 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
         loss_scale=loss_scale,
         offload=OffloadPlaces(**offload),
         evaluates=manifest.get("evaluates", "alike"),
+        eval_mode=manifest.get("eval_mode", False),
         baked=tuple((tuple(path), value) for path, value in manifest.get("baked", ())),
     )
 

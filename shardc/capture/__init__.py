@@ -15,7 +15,8 @@ forward_arguments       which argument of the model's forward each part of the b
 constants, guards       values that are known while a model is traced; branches that do nothing then
 tensor_methods          methods of tensors that tracing cannot follow
 autograd_function       custom autograd Functions keep their backward
-attribute_reads         what forward reads of modules: `self.training`, plain values, counters
+attribute_reads         what forward reads of modules: `self.training`, plain values, counters; global_reads: of names
+                        of the file that it stands in
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
 inline_regions          `with torch.no_grad()` in a graph; value_checks: checks that are left out
@@ -31,7 +32,7 @@ from typing import Any
 
 from torch import nn
 
-from shardc.capture import attribute_reads, compare_eager, expert_loops, patches, refusals, side_effects
+from shardc.capture import attribute_reads, compare_eager, expert_loops, global_reads, patches, refusals, side_effects
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.export import export
 from shardc.capture.forward_arguments import keys_of_loss
@@ -42,7 +43,7 @@ from shardc.capture.masked_rows.unfit import DrawnError
 from shardc.errors import ShardcError
 from shardc.ir.graph import placeholders
 from shardc.ir.program import Program, Source
-from shardc.runtime.step.user_changes import Attributes
+from shardc.runtime.step.user_changes import EVAL_MODE, Attributes
 
 
 def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bool = True) -> Program:
@@ -69,6 +70,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     batch = with_plain_dicts(batch)
     leaves = Leaves(batch)
     refused: ShardcError | None = None
+    read_before = global_reads.of(model, loss)
     # Perhaps a size depends on values. Few models have one, and looking for it costs a tenth of the time.
     # Perhaps rows are chosen by values: of loops over experts.
     for sizes, rows in ((False, False), (True, False), (True, True)):
@@ -84,7 +86,11 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     program = lift(model, leaves, exported, updated, beside)
     program.notes = notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
     program.baked = tuple(leaves.constants)
-    program.check_attributes = Attributes(model, reads.values).check
+    unchanged = [g for g in read_before if g.now == g.value]
+    program.check_attributes = Attributes(model, reads.values, unchanged).check
+    program.eval_mode = not model.training and reads.acts_otherwise(model)
+    if program.eval_mode:
+        program.notes += (EVAL_MODE,)
     branches = bool(reads.training) and any(m.training for m in model.modules())
     program.evaluates = "untried" if branches else "alike"
     if rows:

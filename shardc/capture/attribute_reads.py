@@ -33,18 +33,37 @@ NOT_SWITCHED = (
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
+#: Those that do something else in training mode, unless their rate of dropout (`p`, or `dropout`) is 0.
+_SWITCHED = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.RNNBase, nn.MultiheadAttention),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+)
 _WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: its attributes can be replaced
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module), *vars(nn.Module())})
 
 
 @dataclass
 class Reads:
-    """training: the lines that read `.training`, but for what torch's own modules do with it. values: by module's name
+    """training: the lines that read `.training`, but for what torch's own modules do with it; own: one of them is of no
+    library. values: by module's name
     the plain attributes that were read, as they were.
     """
 
     training: dict[str, Source] = field(default_factory=dict)
+    own: bool = False
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def acts_otherwise(self, model: nn.Module) -> bool:
+        """May the model compute something else in training mode than in eval mode? Where a library reads
+        `self.training`, by the rates of dropout that it reads: most of its reads are about caches and checkpoints.
+        """
+        rates = (v for values in self.values.values() for n, v in values.items() if "drop" in n)
+        switched = (
+            getattr(m, "p", getattr(m, "dropout", 1)) != 0
+            for m in model.modules()
+            if isinstance(m, (*_SWITCHED, *NOT_SWITCHED))
+        )
+        return self.own or any(type(v) is float and v > 0 for v in rates) or any(switched)
 
     def set_too(self, changes: Changes) -> dict[str, Source]:
         """The numbers that forward reads and then sets to others, with the line that does; they are taken out of
@@ -78,6 +97,7 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
                         source.of_call() if isinstance(self, NOT_SWITCHED) else source.of_frame(frame, frame.f_lineno)
                     )
                     reads.training.setdefault(place.line or path, place)
+                    reads.own |= "site-packages" not in frame.f_code.co_filename
             elif name not in _OF_EVERY_MODULE and (f"{path}.{name}" if path else name) not in changes.written:
                 held = super(nn.Module, self).__getattribute__("__dict__")
                 if name in held or any(vars(c).get(name) is value for c in type(self).__mro__ if name in vars(c)):

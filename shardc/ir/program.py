@@ -398,6 +398,8 @@ class Program:
     #: Is what the graph computes with dropout and BatchNorm switched what the model computes in eval mode? "untried":
     #: forward has branches of its own on `self.training`, and was not run.
     evaluates: Literal["alike", "otherwise", "untried"] = "alike"
+    #: Was the model in eval mode, and would it compute something else in training mode? Training has no dropout then.
+    eval_mode: bool = False
     resize: Callable[[Program, Any, tuple[tuple[int, ...], ...], bool], Program] | None = field(
         default=None, compare=False, repr=False
     )  # (program, batch, its global shapes, training) -> a program for these; not saved

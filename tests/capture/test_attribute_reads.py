@@ -216,3 +216,82 @@ def test_settings_that_forward_reads_of_an_object_may_not_change(name: str, valu
             engine.step(BATCH)
 
     loopback(program.mesh, work)
+
+
+FACTOR = 2.0
+TABLE = {"rate": 0.5}
+UNREAD = 1
+CALLS = 0
+
+
+def scaled(y: torch.Tensor) -> torch.Tensor:
+    return y * FACTOR
+
+
+class Global(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8 * UNREAD)
+
+    def _rated(self, y: torch.Tensor) -> torch.Tensor:
+        return y * TABLE["rate"]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        global CALLS
+        CALLS += 1
+        return self._rated(scaled(self.up(x))).square().mean()
+
+
+@pytest.mark.parametrize("name", ["FACTOR", "TABLE"])
+def test_names_of_the_file_that_forward_reads_may_not_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that only __init__ reads may, and so may those that forward sets."""
+    model = Global()
+    program = shardc.compile(model, BATCH, {"shardc": 1, "mesh": {"dp": 2}})
+
+    def step(mesh: LoopbackMesh) -> None:
+        Engine(program, model, mesh=mesh).step(BATCH)
+
+    monkeypatch.setitem(globals(), "UNREAD", 5)
+    model(**BATCH)
+    loopback(program.mesh, step)
+    changed = {"FACTOR": 3.0, "TABLE": {"rate": 0.25}}[name]
+    monkeypatch.setitem(globals(), name, changed)
+    with pytest.raises(
+        ShardcError, match=f"{name} of tests.capture.test_attribute_reads: forward reads it, and it was"
+    ):
+        loopback(program.mesh, step)
+    monkeypatch.undo()
+    monkeypatch.setitem(TABLE, "rate", 0.125)  # in place
+    with pytest.raises(ShardcError, match="TABLE of"):
+        loopback(program.mesh, step)
+
+
+class Rate(nn.Module):
+    """As libraries write attention: a rate of dropout, and self.training."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(rate)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.drop(self.up(x)).square().mean()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_model_in_eval_mode_is_told(rate: float, capfd: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    model, spec = Rate(rate).eval(), {"shardc": 1, "mesh": {"dp": 2}}
+    program = shardc.compile(model, BATCH, spec)
+    program.save(tmp_path / "out")
+    assert shardc.load(tmp_path / "out").eval_mode == program.eval_mode == (rate > 0)
+    told = [n for n in program.notes if n.startswith("the model was in eval mode when it was compiled")]
+    assert len(told) == (rate > 0)
+    loopback(program.mesh, lambda mesh: Engine(program, model, mesh=mesh).step(BATCH))
+    loopback(program.mesh, lambda mesh: ShardedModule(program, model, mesh=mesh)(BATCH["x"].chunk(2)[mesh.rank]))
+    assert capfd.readouterr().err.count("call model.train() before compiling") == (2 if rate else 0)
+    model.train()
+    if rate:
+        with pytest.raises(ShardcError, match=r"model.train\(\): the model was in eval mode when it was compiled, and"):
+            loopback(program.mesh, lambda mesh: Engine(program, model, mesh=mesh))
+    else:
+        loopback(program.mesh, lambda mesh: Engine(program, model, mesh=mesh))
+    assert not [n for n in shardc.compile(model, BATCH, spec).notes if "eval mode when" in n]

@@ -281,3 +281,22 @@ def test_the_gradients_norm_is_wide(dtype: torch.dtype) -> None:
     for norm, grad in on_ranks(program, Weighted(), work, norm=True):
         wide = torch.view_as_real(grad) if grad.is_complex() else grad
         torch.testing.assert_close(norm, wide.double().norm().float(), rtol=1e-5, atol=0)
+
+
+def test_gradients_that_are_replaced_are_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    model, batch = nn.Linear(4, 4), {"input": torch.ones(4, 4)}
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, loss=lambda y, _: y.square().mean())
+
+    def used(engine: Engine) -> None:
+        for _ in range(2):
+            engine.backward(batch)
+            engine.update()
+            engine.step(batch)
+
+    def replaced(engine: Engine) -> None:
+        for _ in range(3):
+            engine.backward(batch)
+
+    for work, times in ((used, 0), (replaced, 1)):
+        on_ranks(program, model, work)
+        assert capfd.readouterr().err.count("gradients are replaced, not added up") == times
