@@ -277,6 +277,39 @@ def _meshes(compiled: Callable[[dict[str, Any]], Any]) -> str:
     return table(head, rows)
 
 
+# --- lowering.md: a linear layer of examples/gpt.py
+
+
+def lowering() -> Blocks:
+    """The lines of one column-parallel layer, forward and backward, under sequence parallelism and ZeRO 3."""
+    import shardc
+
+    settings = ("data.zero=3", "data.bucket_mb=0.1", "lower=true")
+    with inside(ROOT):
+        gpt = module("gpt")
+        program = shardc.compile(gpt.model(), gpt.batch(), "specs/gpt-sp.yaml", overrides=settings, prove=False)
+    bucket = f"bucket{program.param('blocks.0.mlp.up.weight').bucket}"
+    forward, _, backward = program.lowered().partition("def stage0_backward(")
+    return {
+        "forward": fenced(_lines(forward, bucket), "python"),
+        "backward": fenced(_lines(backward, bucket), "python"),
+    }
+
+
+def _lines(text: str, bucket: str) -> str:
+    """Those of the layer, and those that gather its weight; without `del`."""
+    kept, said, before, ours = [], "", "", False
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("# "):
+            said, ours = line, "blocks.0.mlp.up (" in line
+        elif (ours or re.search(rf"\b{bucket}(_|\b)", line)) and not line.startswith("del "):
+            if ours and said != before:
+                kept.append(said)
+                before = said
+            kept.append(line)
+    return "\n".join(kept)
+
+
 # --- spec.md, from the schema that checks specs
 
 
@@ -357,6 +390,7 @@ PAGES: dict[str, Callable[[], Blocks]] = {
     "architecture.md": architecture,
     "algebra.md": algebra,
     "experts.md": experts,
+    "lowering.md": lowering,
     "spec.md": spec,
 }
 

@@ -257,8 +257,10 @@ class _Cut:
             trained = self._trained([n for n in returned if n in differentiated], s)
             differentiated |= trained.intersection(writer.received)
             graph = writer.write(loss if s == at_end else None, [news[i] for i in mine], sent, trained)
-            theirs = [[names[i] for i in mine if (i < len(updated)) == buffers] for buffers in (True, False)]
-            found.append(Stage(graph, f"stage{s}", *map(tuple, theirs)))
+            updates, outputs = (
+                tuple(names[i] for i in mine if (i < len(updated)) == buffers) for buffers in (True, False)
+            )
+            found.append(Stage(graph, f"stage{s}", updates, outputs))
         return found[::-1]
 
     def _trained(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:

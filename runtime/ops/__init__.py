@@ -7,12 +7,13 @@ name, for the record of what ran.
 convert           conversions between placements; shard_parts: a shard's parts, cut and joined; overlap: a product's
                   backward beside its collective
 cast_once         weights in the dtype of products, one copy a step
-zero              the gathers of ZeRO 3; host_copy: copies that stop nothing
+zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing
 random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same; attention: with dropout
 expert_parallel   tokens to experts and back; expert_products: what experts compute, by grouped_mm and
                   expert_activation; experts_op: the op in a captured graph
 linear_nll        a linear layer and its cross entropy in chunks of rows
 local_math        losses on split classes, look-ups in a part of a table
+taped             an op with its backward as one op, for lowered programs
 torch_library     ops of torch that a captured graph cannot hold
 """
 
@@ -33,7 +34,10 @@ from shardc.runtime.ops.convert import (
     shard_partial_grad,
     sum_grad,
     to_partial,
+    transpose,
+    transpose_start,
     unshard_partial,
+    wait,
 )
 from shardc.runtime.ops.dropout import dropout
 from shardc.runtime.ops.expert_parallel import (
@@ -60,9 +64,20 @@ from shardc.runtime.ops.local_math import (
     total,
 )
 from shardc.runtime.ops.random_ops import random
-from shardc.runtime.ops.zero import gather_start, gather_wait, updated
+from shardc.runtime.ops.taped import taped, untaped
+from shardc.runtime.ops.zero import (
+    add_into,
+    gather_start,
+    gather_wait,
+    put,
+    regather_start,
+    regather_wait,
+    scatter,
+    updated,
+)
 
 __all__ = [
+    "add_into",
     "all_gather",
     "all_gather_partial_grad",
     "all_reduce",
@@ -94,15 +109,24 @@ __all__ = [
     "nll_top",
     "partial_grad_to_partial",
     "partial_mean",
+    "put",
     "random",
     "reduce_scatter",
+    "regather_start",
+    "regather_wait",
+    "scatter",
     "select_partial",
     "shard",
     "shard_partial_grad",
     "sum_grad",
     "summed",
+    "taped",
     "to_partial",
     "total",
+    "transpose",
+    "transpose_start",
     "unshard_partial",
+    "untaped",
     "updated",
+    "wait",
 ]

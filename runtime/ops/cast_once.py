@@ -35,7 +35,7 @@ def cast_once(x: Tensor, mesh: Any, dtype: torch.dtype, tag: str = "") -> Tensor
     change until the step's last forward, and nothing may write to the result. Elsewhere it is an ordinary cast.
     """
     copies = mesh.step.weight_copies
-    if copies is None or not torch.is_grad_enabled():
+    if copies is None:
         return x.to(dtype)
     if tag not in copies:
         copies[tag] = x.detach().to(dtype)

@@ -19,6 +19,7 @@ equal ones: `widen` before a dim is cut, `trim` after it is joined. How much is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -215,21 +216,21 @@ def _named(op: str, function: _Op) -> _Op:
     return function
 
 
-def _over_axes(op: str) -> OverAxes:
+def _over_axes(op: str, convert_by: Callable[..., Any] = _convert) -> OverAxes:
     def convert(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "", *, overlap: bool = False) -> Tensor:
-        return _convert(x, op, mesh, axes, None, None, tag, overlap)
+        return convert_by(x, op, mesh, axes, None, None, tag, overlap)  # type: ignore[no-any-return]
 
     return _named(op, convert)
 
 
-def _over_axis(op: str) -> OverAxis:
+def _over_axis(op: str, convert_by: Callable[..., Any] = _convert) -> OverAxis:
     def convert(x: Tensor, mesh: Mesh, axis: str, tag: str = "") -> Tensor:
-        return _convert(x, op, mesh, axis, None, None, tag)
+        return convert_by(x, op, mesh, axis, None, None, tag)  # type: ignore[no-any-return]
 
     return _named(op, convert)
 
 
-def _of_digit(op: str) -> OfDigit:
+def _of_digit(op: str, convert_by: Callable[..., Any] = _convert) -> OfDigit:
     joins = BY_OP[op].source is Shard
 
     def convert(
@@ -246,7 +247,30 @@ def _of_digit(op: str) -> OfDigit:
         overlap: bool = False,
     ) -> Tensor:
         digit = Shard(dim, split, tuple(sections), padding, blocks)
-        return _convert(x, op, mesh, axis, digit if joins else None, None if joins else digit, tag, overlap)
+        old, new = (digit, None) if joins else (None, digit)
+        return convert_by(x, op, mesh, axis, old, new, tag, overlap)  # type: ignore[no-any-return]
+
+    return _named(op, convert)
+
+
+def _between_digits(op: str, convert_by: Callable[..., Any] = _convert) -> Callable[..., Tensor]:
+    def convert(
+        x: Tensor,
+        mesh: Mesh,
+        axis: str,
+        dim: int,
+        split: int,
+        to_dim: int,
+        to_split: int,
+        padding: int = 0,
+        blocks: int = 1,
+        to_padding: int = 0,
+        to_blocks: int = 1,
+        *,
+        tag: str = "",
+    ) -> Tensor:
+        old, new = Shard(dim, split, (), padding, blocks), Shard(to_dim, to_split, (), to_padding, to_blocks)
+        return convert_by(x, op, mesh, axis, old, new, tag)  # type: ignore[no-any-return]
 
     return _named(op, convert)
 
@@ -254,6 +278,7 @@ def _of_digit(op: str) -> OfDigit:
 all_gather = _of_digit("all_gather")
 all_gather_partial_grad = _of_digit("all_gather_partial_grad")
 all_reduce = _over_axes("all_reduce")
+all_to_all = _between_digits("all_to_all")
 first_grad = _over_axis("first_grad")
 partial_grad_to_partial = _over_axis("partial_grad_to_partial")
 reduce_scatter = _of_digit("reduce_scatter")
@@ -263,27 +288,83 @@ sum_grad = _over_axes("sum_grad")
 to_partial = _over_axis("to_partial")
 unshard_partial = _of_digit("unshard_partial")
 
-
-def all_to_all(
-    x: Tensor,
-    mesh: Mesh,
-    axis: str,
-    dim: int,
-    split: int,
-    to_dim: int,
-    to_split: int,
-    padding: int = 0,
-    blocks: int = 1,
-    to_padding: int = 0,
-    to_blocks: int = 1,
-    *,
-    tag: str = "",
-) -> Tensor:
-    """Shard(dim) -> Shard(to_dim): another dim is split from here on. Backward: the reverse."""
-    old, new = Shard(dim, split, (), padding, blocks), Shard(to_dim, to_split, (), to_padding, to_blocks)
-    return _convert(x, "all_to_all", mesh, axis, old, new, tag)
+_Form = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+_FORMS: dict[str, _Form] = {
+    "all_to_all": _between_digits,
+    **dict.fromkeys(("all_reduce", "sum_grad"), _over_axes),
+    **dict.fromkeys(("first_grad", "partial_grad_to_partial", "to_partial"), _over_axis),
+}
 
 
 def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor:
     """Partial("max") -> Replicate. It has no gradient, hence no row in the table: the result is detached."""
     return mesh.all_reduce(x.detach(), axes, op="max", direction="forward", tag=tag)  # type: ignore[no-any-return]
+
+
+# --- backward by itself, as lowered programs call it (shardc.passes.lower)
+
+
+def _transpose(
+    g: Tensor,
+    op: str,
+    mesh: Mesh,
+    over: str | tuple[str, ...],
+    old: Shard | None,
+    new: Shard | None,
+    tag: str,
+    overlap: bool = False,
+) -> Tensor:
+    return _MOVES[BY_OP[op].backward](g, mesh, over, new, old, {"direction": "backward", "tag": tag})
+
+
+@dataclass(frozen=True)
+class Started:
+    """A tensor that is on its way. `wait` gives it."""
+
+    x: Tensor
+    work: Work
+
+
+def _transpose_start(
+    g: Tensor,
+    op: str,
+    mesh: Mesh,
+    over: str | tuple[str, ...],
+    old: Shard | None,
+    new: Shard | None,
+    tag: str,
+    overlap: bool = False,
+) -> Started:
+    if mesh.members((over,) if isinstance(over, str) else over) == 1:
+        return Started(_transpose(g, op, mesh, over, old, new, tag), Work())
+    record = {"direction": "backward", "tag": tag}
+    return Started(*_STARTS[BY_OP[op].backward](g, mesh, over, new, old, record))
+
+
+def _form(op: str, convert_by: Callable[..., Any]) -> Callable[..., Any]:
+    form: _Form = _FORMS.get(op, _of_digit)
+    return form(op, convert_by)
+
+
+_TRANSPOSED = {op: _form(op, _transpose) for op in BY_OP}
+_BEGUN = {op: _form(op, _transpose_start) for op, row in BY_OP.items() if row.backward in _STARTS}
+
+
+def transpose(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The backward of a conversion. op: its name; g: the gradient of its result; the rest: its own arguments behind
+    x.
+    """
+    result: Tensor = _TRANSPOSED[op](g, *args, **kwargs)
+    return result
+
+
+def transpose_start(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Started:
+    """The same, of a conversion whose backward is a sum over ranks: it is begun."""
+    result: Started = _BEGUN[op](g, *args, **kwargs)
+    return result
+
+
+def wait(started: Started) -> Tensor:
+    """What has been begun, once it is there."""
+    started.work.wait()
+    return started.x

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from shardc.runtime.mesh.base import Work
 
 
 def gather_start(params: Sequence[Any], tag: str = "") -> Any:
@@ -28,3 +32,43 @@ def updated(params: Sequence[Any], tag: str = "") -> tuple[Tensor, ...]:
     """The bucket's parameters, whole, once the gather that followed the last update is done."""
     result: tuple[Tensor, ...] = params[0].bucket.updated()
     return result
+
+
+# --- backward, as lowered programs call it (shardc.passes.lower)
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A bucket that is being gathered for backward."""
+
+    bucket: Any
+    whole: Tensor
+    work: Work
+
+
+def regather_start(params: Sequence[Any], tag: str = "") -> Gathering:
+    """`gather_start`, for backward."""
+    bucket = params[0].bucket
+    return Gathering(bucket, *bucket.start_gather("backward"))
+
+
+def regather_wait(gathering: Gathering) -> tuple[Tensor, ...]:
+    """The bucket's parameters, whole. Views of one tensor: it is freed when nothing uses one of them."""
+    gathering.work.wait()
+    result: tuple[Tensor, ...] = gathering.bucket.parts(gathering.whole)
+    return result
+
+
+def scatter(params: Sequence[Any], grads: Sequence[Tensor | None], tag: str = "") -> None:
+    """Backward has all gradients of a gathered bucket: begin their sum over ranks."""
+    params[0].bucket.arrived(grads)
+
+
+def put(param: Tensor, grad: Tensor) -> None:
+    """Backward has a parameter's gradient: what autograd does at a leaf, with all that hangs on it (a bucket's sum)."""
+    torch.autograd.backward((param,), (grad,))
+
+
+def add_into(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, in the memory of x."""
+    return x.add_(y)

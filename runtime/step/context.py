@@ -52,7 +52,8 @@ class StepContext:
     weight_copies: while a microbatch of several runs forward in training: what `ops.cast_once` has cast, by its tag.
     routings: what experts' routing notes, if the engine is to report it (shardc.runtime.step.expert_load).
     recomputing: forward runs once more, in backward: its collectives are recorded as "recompute".
-    gathers: then, those that may end later."""
+    gathers: then, those that may end later.
+    lowered: a stage of a training step runs without autograd (shardc.runtime.step.lowered)."""
 
     def __init__(self) -> None:
         self.microbatch: MicrobatchContext | None = None
@@ -60,6 +61,7 @@ class StepContext:
         self.weight_copies: dict[str, Tensor] | None = None
         self.routings: list[Routing] | None = None
         self.recomputing = False
+        self.lowered = False
         self.gathers = Gathers()
 
     @property
@@ -73,6 +75,15 @@ class StepContext:
     ) -> None:
         """From here on programs run on this microbatch."""
         self.microbatch = MicrobatchContext(index, count, tuple(totals), sums or {})
+
+    @contextmanager
+    def in_lowered(self) -> Iterator[None]:
+        """In here a stage of a training step runs without autograd."""
+        self.lowered = True
+        try:
+            yield
+        finally:
+            self.lowered = False
 
     @contextmanager
     def recompute(self, microbatch: MicrobatchContext | None) -> Iterator[Gathers]:

@@ -38,6 +38,7 @@ from shardc.runtime.ops.overlap import multiplies, product
 from shardc.runtime.schedule import Action
 from shardc.runtime.step import op_errors, outputs
 from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.step.lowered import LoweredStage
 from shardc.runtime.step.profiler_ranges import with_ranges
 from shardc.runtime.step.recompute import taped
 from shardc.runtime.step.split_backward import SplitBackward, split_stage
@@ -95,12 +96,15 @@ def runnable(
 
 @dataclass
 class _Kept:
-    """Of one run of a stage, until its backward: what it received, and where backward begins."""
+    """Of one run of a stage, until its backward: what it received, and where backward begins. lowered: what its
+    backward wants, where that is a text of its own.
+    """
 
     leaves: dict[str, Tensor] = field(default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)  # name -> where its gradient goes in
     loss: Tensor | None = None
     split: SplitBackward | None = None
+    lowered: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -251,11 +255,11 @@ class Interpreter:
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
         """The step's loss, of the summands that this rank has."""
-        total = sum(losses[1:], losses[0]) if losses else self._zero()
+        total = sum(losses[1:], losses[0]) if losses else self.zero()
         axes = loss_axes(self.program)
         return self.mesh.all_reduce(total, axes, direction="forward", tag="loss") if axes else total
 
-    def _zero(self) -> Tensor:
+    def zero(self) -> Tensor:
         """The loss of a rank that does not compute it."""
         return torch.zeros((), dtype=loss_value(self.program).dtype, device=self.mesh.device)
 
@@ -284,6 +288,12 @@ class _Runnable:
         self.graph = whole.graph
         module = runnable(whole, device, program, offloaded, divided=divided)
         self.run: Callable[..., Any] = with_ranges(module, whole.graph) if ranges else module
+        self.lowered: LoweredStage | None = None
+        if stage.lowered is not None:
+            graphs = (stage.lowered.forward, stage.lowered.backward)
+            if device.type != "cpu":
+                graphs = on_device(graphs[0], device), on_device(graphs[1], device)
+            self.lowered = LoweredStage(stage, *graphs, ranges=ranges)
         if not self.piped:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
 
@@ -380,10 +390,16 @@ class Run:
         for name, x in self.inbox.pop(key, {}).items():
             leaves[name] = x.detach().requires_grad_(training and stage.receives[name].requires_grad)
         args = [leaves[n] if n in leaves else values[n] for n in stage.takes]
+        lowered = stage.lowered if training else None
         saving = self.hooks.saving(key) if self.hooks is not None else nullcontext()
-        with op_errors.named(stage.graph), saving, self._weight_copies(action):
-            returned = stage.run(*args)
-        loss, news, sent, *rest = returned if stage.piped else (*returned[:2], (), *returned[2:])
+        wanted: dict[str, Any] | None = None
+        with saving, self._weight_copies(action):
+            if lowered is not None:
+                returned, wanted = lowered.forward(self.on.mesh, *args)
+            else:
+                with op_errors.named(stage.graph):
+                    returned = stage.run(*args)
+        loss, news, sent, *rest = returned if stage.piped or lowered else (*returned[:2], (), *returned[2:])
         if self._keep_outputs:
             for name, x in zip(stage.outputs, news[len(stage.updates) :], strict=True):
                 self.outputs.setdefault(name, {})[m] = x.detach().clone() if name in stage.copied else x.detach()
@@ -397,7 +413,8 @@ class Run:
         if training:
             edges = {n: torch.autograd.graph.get_gradient_edge(x) for n, x in out.items() if x.requires_grad}
             begin = loss if loss is not None and loss.requires_grad else None
-            self.kept[key] = _Kept(leaves, edges, begin, SplitBackward(*rest) if rest else None)
+            split = SplitBackward(*rest) if rest and lowered is None else None
+            self.kept[key] = _Kept(leaves, edges, begin if lowered is None else loss, split, wanted)
         for edge in self.on.edges.values():
             if edge.source == s:
                 self._deliver(edge, m, {n: out[n].detach() for n in edge.names}, "forward")
@@ -434,12 +451,28 @@ class Run:
     def backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
         kept = self.kept.pop(key)
+        if kept.lowered is not None:
+            self._lowered_backward(action, kept)
+            return
         tensors, begin = self._begin(kept, key)
         self._start(action)
         if tensors:
             torch.autograd.backward(tensors, begin)
         self._pause()
         self._give_back(action, {n: x.grad for n, x in kept.leaves.items()})
+
+    def _lowered_backward(self, action: Action, kept: _Kept) -> None:
+        s, m = key = action.stage, action.microbatch
+        lowered = self.on.stages[s].lowered
+        assert lowered is not None
+        assert kept.lowered is not None
+        assert self.hooks is not None
+        self._received(*key, "backward")
+        one = torch.ones_like(kept.loss) if kept.loss is not None else self.on.zero()
+        self._start(action)
+        grads = lowered.backward(kept.lowered, self.values[m], self.grads.pop(key, {}), self.hooks.scaled(one))
+        self._pause()
+        self._give_back(action, {n: g if g is None else g.contiguous() for n, g in grads.items()})
 
     def inputs(self, action: Action) -> None:
         key = (action.stage, action.microbatch)

@@ -66,7 +66,7 @@ class ShardedParamBucket(ScatteredBucket):
             part = self._master if self.spec.compute is None else self._master.to(self.spec.compute)
         whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
         started = whole, self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)
-        if self.spec.keep and torch.is_grad_enabled():
+        if self.spec.keep and (torch.is_grad_enabled() or self.mesh.step.lowered):
             self._kept_whole = started
         return started
 
@@ -88,7 +88,11 @@ class ShardedParamBucket(ScatteredBucket):
         return self.views()
 
     def views(self) -> tuple[Tensor, ...]:
-        return views(self._gathered.take(self), self.flat.starts, self.flat.shapes)
+        return self.parts(self._gathered.take(self))
+
+    def parts(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """The parameters, views of what was gathered."""
+        return views(whole, self.flat.starts, self.flat.shapes)
 
     def wholes(self) -> dict[str, Tensor]:
         assert self._master is not None

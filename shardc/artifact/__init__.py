@@ -34,7 +34,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Bucket, Buffer, Input, OffloadPlaces, Param, Program, Region, Stage, Value
+from shardc.ir.program import Bucket, Buffer, Input, Lowered, OffloadPlaces, Param, Program, Region, Stage, Value
 from shardc.ir.type_text import parse, show
 from shardc.runtime import schedule
 from shardc.spec import Spec
@@ -96,6 +96,10 @@ def _write(program: Program, folder: Path) -> None:
         files[f"stage{i}.py"] = emit.module(
             stage.graph, program, f"{stage.name}: what {emit.who(program, i)} of {program.mesh} runs."
         )
+        if stage.lowered is not None:
+            for way, graph in (("forward", stage.lowered.forward), ("backward", stage.lowered.backward)):
+                doc = f"{stage.name}, {way} of a training step. Types are those of one rank."
+                files[f"stage{i}_{way}.py"] = emit.module(graph, program, doc)
     if program.prologue is not None:
         files["counts.py"] = emit.module(
             program.prologue.graph, program, "Sums over all microbatches that a step needs before they run."
@@ -223,14 +227,18 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
     local = {x.name: x.value for x in program.stored}
     whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
 
-    def graph(name: str, types: dict[str, Value], *, piped: bool = False) -> fx.Graph:
-        return graph_of(
-            (folder / name).read_text(encoding="utf-8"), program.mesh, types, str(folder / name), piped=piped
-        )
+    def graph(name: str, types: dict[str, Value], **kind: bool) -> fx.Graph:
+        return graph_of((folder / name).read_text(encoding="utf-8"), program.mesh, types, str(folder / name), **kind)
+
+    def lowered(stage: str) -> Lowered | None:
+        if f"{stage}_forward.py" not in manifest["sha256"]:
+            return None
+        return Lowered(*(graph(f"{stage}_{way}.py", local, lowered=True) for way in ("forward", "backward")))
 
     program.graph = graph("single.py", whole)
     program.stages = tuple(
-        Stage(graph(f"stage{i}.py", local, piped=bool(program.axis)), *rest) for i, rest in enumerate(stages)
+        Stage(graph(f"stage{i}.py", local, piped=bool(program.axis)), *rest, lowered(f"stage{i}"))
+        for i, rest in enumerate(stages)
     )
     if program.axis:
         program.schedule = schedule.parse((folder / SCHEDULE).read_text(encoding="utf-8"), str(folder / SCHEDULE))

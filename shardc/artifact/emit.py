@@ -31,6 +31,7 @@ from shardc.ir.outputs import Output
 from shardc.ir.program import Bucket, Buffer, Collective, Input, OffloadPlaces, Param, Program, Region, Source, Value
 from shardc.ir.type_text import show
 from shardc.ir.units import plural, size
+from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
 HEADER = """import torch
@@ -41,6 +42,10 @@ aten = torch.ops.aten
 """
 #: Names that the text itself uses; fx keeps its own names off Python's keywords and builtins, and off `torch`.
 RESERVED = {"ops", "aten"}
+#: Ops of lowered programs that do something, and give nothing.
+EFFECTS = {ops.put, ops.scatter}
+#: In the place of a type.
+NO_TENSOR = "?"
 
 
 def function(
@@ -60,6 +65,14 @@ def function(
                 lines += _in_place(left_out[node.name], "    # ")
                 continue
             x = about.get(node.name)
+            if (
+                x is None
+                and "value" in node.meta
+                and "collective" not in node.meta
+                and node.name not in ("mesh", "rng")
+            ):
+                lines.append(f"    {node.name},  # {value_text(node.meta['value'])}")  # of a lowered stage's backward
+                continue
             if node.name in RESERVED:
                 fix = "rename it in the model: programs call their ops by that name"
                 raise ShardcError(
@@ -74,23 +87,37 @@ def function(
             lines.append(f"    {node.name},{kind}")
     lines.append("):")
     last = _last_uses(graph)
-    said, source_said = source_text(Source()), Source()
+    said, source_said = source_text(Source()), (Source(), "")
     for node in graph.nodes:
         if node.op == "output":
             lines.append(f"    return {_arg(node.args[0])}")
         elif node.name in left_out and node.op == "call_function":
             lines += _in_place(left_out[node.name], "    # ")
         elif node.op == "call_function":
-            source = source_of(node)
-            if source != source_said:
-                source_said = source
-                if (now := source_text(source)) != said:  # two sources may read the same
+            source, of = source_of(node), _of(node)
+            if (source, of) != source_said:
+                source_said = source, of
+                if (now := of + source_text(source)) != said:  # two sources may read the same
                     said = now
                     lines.append(f"    # {said}")
-            lines.append(f"    {node.name} = {_call(node)}  # {comment(node)}")
-            if node in last:
-                lines.append(f"    del {', '.join(last[node])}")
+            if node.target in EFFECTS:
+                lines.append(
+                    f"    {_call(node)}"
+                    + (f"  # {collective_text(node.meta['collective'])}" if "collective" in node.meta else "")
+                )
+            else:
+                lines.append(f"    {node.name} = {_call(node)}  # {comment(node)}")
+            gone = [n for n in last.get(node, ()) if n != node.name or node.target not in EFFECTS]
+            if gone:
+                lines.append(f"    del {', '.join(gone)}")
     return "\n".join(lines) + "\n"
+
+
+def _of(node: fx.Node) -> str:
+    """In backward: the op of forward that a line belongs to, or that it runs again."""
+    if "of" not in node.meta:
+        return ""
+    return f"{node.meta['of']} {'again' if node.meta.get('repeats') else 'backward'}, "
 
 
 def _in_place(note: str, indent: str = "# ") -> list[str]:
@@ -108,6 +135,18 @@ def what_is(x: Param | Buffer | Input) -> str:
 def module(graph: fx.Graph, program: Program, doc: str) -> str:
     """One graph as the text of a Python file."""
     return f'"""{doc}"""\n\n{HEADER}\n\n{function(graph, program)}'
+
+
+def lowered(program: Program, stage: int | None = None) -> str:
+    """The forward and backward texts of the stages that are lowered, or of one."""
+    parts = []
+    for i, s in enumerate(program.stages):
+        if stage in (None, i) and s.lowered is not None:
+            graphs = {"forward": s.lowered.forward, "backward": s.lowered.backward}
+            for way, graph in graphs.items():
+                head = f"# {s.name}, {way}: what {who(program, i)} runs; types are those of one rank"
+                parts.append(f"{head}\n{function(graph, program, f'{s.name}_{way}')}")
+    return "\n".join(parts)
 
 
 def text(program: Program, folded: Folded = NOTHING) -> str:
@@ -264,11 +303,11 @@ def source_text(source: Source) -> str:
 
 
 def value_text(value: Value | tuple[Value, ...] | None) -> str:
-    """The type of a result, as `show` prints it; `?` for an op that gives nothing (asserts, before canonical)."""
+    """The type of a result, as `show` prints it; `?` for what is no tensor (of asserts, before canonical; tapes)."""
     if value is None:
-        return "?"
+        return NO_TENSOR
     vs = value if isinstance(value, tuple) else (value,)
-    one = " ; ".join(str(v) + (" grad" if v.requires_grad else "") for v in vs)
+    one = " ; ".join(NO_TENSOR if v is None else str(v) + (" grad" if v.requires_grad else "") for v in vs)
     return f"({one})" if isinstance(value, tuple) else one
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.artifact.emit import HEADER, value_text
+from shardc.artifact.emit import HEADER, NO_TENSOR, value_text
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
@@ -23,6 +23,7 @@ from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers torch.ops.shardc.*)
 from shardc.torch_private import OpOverload
 
+_OF = re.compile(r"# (\w+) (backward|again), (.*)$")
 _SOURCE = re.compile(r"# (.+?) \((.*?)\)(?:: (.*))?$")
 #: `unasked` is what earlier versions wrote for `implicit`.
 _COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d+) (implicit |unasked )?(\".*\")$")
@@ -40,15 +41,22 @@ _PREAMBLE = [ast.unparse(s) for s in ast.parse(HEADER).body]
 
 
 def graph_of(
-    text: str, mesh: Mesh, types: Mapping[str, Value], file: str = "program", *, piped: bool = False
+    text: str,
+    mesh: Mesh,
+    types: Mapping[str, Value],
+    file: str = "program",
+    *,
+    piped: bool = False,
+    lowered: bool = False,
 ) -> fx.Graph:
     """The graph of the one function in a text.
 
     types: of params, buffers and inputs, in order, by name (from the artifact's layouts); those in the text have to
-    agree. piped: the function is a pipeline's stage: it takes some of them, and after them values of other
-    stages. Raises ShardcError with file and line for anything that `shardc.artifact.emit` would not have written.
+    agree. piped: the function is a pipeline's stage: it takes some of them, and after them values of other stages.
+    lowered: it is a half of a lowered stage: it takes any of them, and others. Raises ShardcError with file and line
+    for anything that `shardc.artifact.emit` would not have written.
     """
-    return _Reader(text, mesh, types, file, piped).run()
+    return _Reader(text, mesh, types, file, piped, lowered).run()
 
 
 class MissingOpError(ShardcError):
@@ -56,13 +64,17 @@ class MissingOpError(ShardcError):
 
 
 class _Reader:
-    def __init__(self, text: str, mesh: Mesh, types: Mapping[str, Value], file: str, piped: bool) -> None:
-        self.text, self.mesh, self.types, self.file, self.piped = text, mesh, types, file, piped
+    def __init__(
+        self, text: str, mesh: Mesh, types: Mapping[str, Value], file: str, piped: bool, lowered: bool
+    ) -> None:
+        self.text, self.mesh, self.types, self.file = text, mesh, types, file
+        self.piped, self.lowered = piped or lowered, lowered
+        self.of: dict[str, Any] = {}  # the op of forward that lines of backward belong to
         self.lines = text.split("\n")
         self.graph = fx.Graph()
         self.env: dict[str, fx.Node] = {}
         self.gone: dict[str, int] = {}  # deleted name -> line
-        self.seen: dict[str, Value | tuple[Value, ...]] = {}
+        self.seen: dict[str, Any] = {}
         self.targets: dict[tuple[str, ...], Any] = {}
 
     def wrong(self, line: int, what: str) -> ShardcError:
@@ -82,7 +94,11 @@ class _Reader:
             if returned:
                 raise self.wrong(line, "nothing can follow the return")
             for comment in self.lines[read : line - 1]:
-                if m := _SOURCE.match(comment.strip()):
+                said = comment.strip()
+                if self.lowered and (of := _OF.match(said)):
+                    self.of = {"of": of[1], **({"repeats": True} if of[2] == "again" else {})}
+                    said = f"# {of[3]}"
+                if m := _SOURCE.match(said):
                     source = Source("" if m[1] == "·" else m[1], m[2], m[3] or "")
             read = statement.end_lineno or line
             match statement:
@@ -91,6 +107,9 @@ class _Reader:
                     returned = True
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._op(name, value, self._rest_of_line(statement).strip().removeprefix("# "), source, line)
+                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="put" | "scatter")) as value) if self.lowered:
+                    comment = self._rest_of_line(statement).strip().removeprefix("# ")
+                    self._op("", value, f"{NO_TENSOR} | {comment}" if comment else NO_TENSOR, source, line)
                 case ast.Delete(targets=targets):
                     self._delete(targets, line)
                 case _:
@@ -134,6 +153,9 @@ class _Reader:
             self.env[x.arg] = node = self.graph.placeholder(x.arg)
             node.meta = {"value": self.types.get(x.arg), "source": Source()}
             if x.arg not in ("mesh", "rng", *self.types):
+                if self.lowered and (after := self._rest_of_line(x).partition("# ")[2]).partition(" | ")[2] == "":
+                    node.meta["value"] = self._types(after.strip(), x.lineno)
+                    continue
                 self._received(node, self._rest_of_line(x).removeprefix(",").strip().removeprefix("# "), x.lineno)
                 continue
             written = self._rest_of_line(x).removeprefix(",").strip().removeprefix("# ").partition("  ")[0]
@@ -177,16 +199,17 @@ class _Reader:
                 kwargs = {str(k.arg): self._arg(k.value) for k in value.keywords}
             case _:
                 raise self.unreadable(value, line)
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        if node.name != name:
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name or None)
+        if name and node.name != name:
             raise self.wrong(line, f"{name} is assigned twice, or is a name that Python uses")
         self._describe(node, comment, source, line)
-        self.env[name] = node
+        if name:
+            self.env[name] = node
 
     def _describe(self, node: fx.Node, comment: str, source: Source, line: int) -> None:
         """Set a node's type, source and collective from the comment that follows it."""
         typed, _, collective = comment.partition(" | ")
-        node.meta = {"value": self._types(typed, line), "source": source}
+        node.meta = {"value": self._types(typed, line), "source": source, **self.of}
         if collective.startswith("region "):
             collective = self._region(node, collective.removeprefix("region "), line)
         if collective:
@@ -211,7 +234,8 @@ class _Reader:
             node.meta["again"] = int(m[3])
         return text[m.end() :]
 
-    def _types(self, text: str, line: int) -> Value | tuple[Value, ...]:
+    def _types(self, text: str, line: int) -> Any:
+        """The type of a value, or the types of several; None for what is no tensor, in a lowered stage."""
         if text not in self.seen:
             try:
                 self.seen[text] = (
@@ -221,7 +245,9 @@ class _Reader:
                 raise self.wrong(line, str(e)) from None
         return self.seen[text]
 
-    def _type(self, text: str) -> Value:
+    def _type(self, text: str) -> Value | None:
+        if text == NO_TENSOR and self.lowered:
+            return None
         bare = text.removesuffix(" grad")
         shape, dtype, placements = parse_type(bare)
         if unknown := set(placements) - set(self.mesh.names):

@@ -39,6 +39,9 @@ def command(
     coverage: Annotated[
         bool, typer.Option("--coverage", help="ops of a model file that no rule knows, and their lines; needs no spec")
     ] = False,
+    lowered: Annotated[
+        bool, typer.Option("--lowered", help="forward and backward of a step as texts, where the spec says `lower:`")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="write one HTML file")] = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="what a step holds on each rank, by kind; the op at the peak")
@@ -109,6 +112,12 @@ def command(
             _schedule(program, svg, as_json, show)
         elif memory:
             _memory(program, device, svg, as_json, show)
+        elif lowered:
+            text = program.lowered(stage)
+            if not text:
+                what, fix = "no stage of this program is lowered", "write `lower: true` in the spec; notes say the rest"
+                raise ShardcError(what, where="--lowered", fix=fix)
+            show(json.dumps({"text": text}) if as_json else text)
         elif as_json:
             show(json.dumps(report.to_json(program)))
         elif diff:

@@ -18,6 +18,9 @@ def command(
     batch: common.BatchOption = None,
     seq: common.SeqOption = None,
     seed: Annotated[int, typer.Option(help="of the random weights and inputs")] = 0,
+    lowered: Annotated[
+        bool, typer.Option("--lowered", help="also compare with the step under autograd, to the bit (`lower:`)")
+    ] = False,
     trust: common.TrustOption = False,
     model_: common.ModelOption = None,
     as_json: common.JsonOption = False,
@@ -27,7 +30,7 @@ def command(
     with common.reporting(debug, as_json) as show:
         program = common.program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, model=model_)
         with common.console.status(f"running {program.mesh.world} ranks in float64"):
-            report = program.verify(seed=seed)
+            report = program.verify(seed=seed, lowered=lowered)
         if as_json:
             document = {
                 "ok": report.ok,

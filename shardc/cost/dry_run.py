@@ -22,7 +22,7 @@ from shardc.cost import host_memory
 from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.ledger import Ledger, Part, Sent, Storage, Waited
 from shardc.ir.graph import copy_graph
-from shardc.ir.program import Buffer, Input, Param, Program, Stage
+from shardc.ir.program import Buffer, Input, Lowered, Param, Program, Stage
 from shardc.ir.units import plural
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action
@@ -141,15 +141,21 @@ class _OpNames:
 
 def _reporting(program: Program, names: _OpNames) -> Program:
     """The program with stages that write to `names` which op runs."""
-    return replace(program, stages=tuple(replace(s, graph=_with_reports(s, names)) for s in program.stages))
+
+    def reporting(s: Stage) -> Stage:
+        both = s.lowered and Lowered(_with_reports(s.lowered.forward, names), _with_reports(s.lowered.backward, names))
+        return replace(s, graph=_with_reports(s.graph, names), lowered=both)
+
+    return replace(program, stages=tuple(map(reporting, program.stages)))
 
 
-def _with_reports(stage: Stage, names: _OpNames) -> fx.Graph:
-    copy = copy_graph(stage.graph)
+def _with_reports(graph: fx.Graph, names: _OpNames) -> fx.Graph:
+    """In backward, a line is told as the op of forward that it belongs to."""
+    copy = copy_graph(graph)
     for n in list(copy.nodes):
         if n.op == "call_function":
             with copy.inserting_before(n):
-                copy.call_function(names.reporter(n.name))
+                copy.call_function(names.reporter(n.meta.get("of", n.name)))
     return copy
 
 

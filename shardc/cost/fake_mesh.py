@@ -1,4 +1,4 @@
-"""A mesh for one rank alone: collectives return tensors of the right sizes, and nothing is sent."""
+"""A mesh for one rank alone (shardc.runtime.mesh.shapes), that notes what would be sent, and when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardc.cost.ledger import Ledger, Sent, Waited
 from shardc.ir.mesh import Mesh
-from shardc.runtime.mesh import RankMesh, Work
+from shardc.runtime.mesh import Work
+from shardc.runtime.mesh.shapes import ShapeMesh
 
 
 class _Keyed(Work):
@@ -23,8 +24,8 @@ class _Keyed(Work):
         self.key = key
 
 
-class FakeMesh(RankMesh):
-    """Records collectives in a ledger. Buffers are as with NCCL: none besides arguments and results."""
+class FakeMesh(ShapeMesh):
+    """Records collectives in a ledger."""
 
     def __init__(self, layout: Mesh, rank: int, ledger: Ledger, *, streams: bool) -> None:
         super().__init__(layout, rank, torch.device("cpu"), record=True)
@@ -60,12 +61,6 @@ class FakeMesh(RankMesh):
         super()._note(kind, axes, nbytes, direction, tag)
         self._ledger.parts[-1].work.append(Sent(self.records[-1], after=self._after))
 
-    def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
-        return x.clone(memory_format=torch.contiguous_format)
-
-    def _sum_on_host(self, x: Tensor) -> Tensor:
-        return x * self.layout.world
-
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
         self._mark(flat, "gradients")
         return self._started()
@@ -79,29 +74,9 @@ class FakeMesh(RankMesh):
         self._mark(part, "gradients")
         return self._started()
 
-    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
-        return x.new_empty((self.size(axis), *x.shape))
-
-    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor:
-        return torch.empty_like(parts[0])
-
-    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor:
-        return torch.empty_like(parts)
-
-    def _all_to_all_rows(
-        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
-    ) -> Tensor:
-        return x.new_empty((sum(received), *x.shape[1:]))
-
     def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
         self._started()
         return Work(kept=x)
-
-    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
-        return Work()
-
-    def barrier(self) -> None:
-        """There are no other ranks to wait for."""
 
 
 def rank_of(mesh: Mesh, axis: str, coordinate: int) -> int:

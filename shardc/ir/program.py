@@ -31,6 +31,8 @@ Metadata: all keys of `node.meta` that passes may rely on
         "region"      name of the innermost Region that the op is in
         "kept"        names of those of its regions that keep its result
         "again"       how often backward repeats the op, on collectives
+    in the graphs of lowered stages' backward
+        "of"          name of the op of forward that a line belongs to; "repeats": whether the line runs it again
 """
 
 from __future__ import annotations
@@ -286,18 +288,33 @@ class Region:
     again: int = 0
 
 
+@dataclass(frozen=True)
+class Lowered:
+    """A stage as two functions, without autograd (shardc.passes.lower). Types are those of one rank.
+
+    forward: takes what the stage takes, and returns `(loss, news and outputs, what other stages take, what backward
+        wants of it)`; of what does not exist None or ().
+    backward: takes of the stored values, of what forward kept for it, and of the gradients of the loss and of what
+        other stages take (`NAME_grad`) those that it uses, by name. It puts gradients of parameters into buckets, and
+        returns those of received values that have one, in their order."""
+
+    forward: fx.Graph
+    backward: fx.Graph
+
+
 @dataclass
 class Stage:
     """What one rank runs. graph: local sizes, explicit collectives; see the module's docstring for its conventions.
 
     updates: the buffers of which a pipeline's stage computes the new value; outputs: the program's outputs that it
-    computes.
+    computes. lowered: what a training step runs in its place, if the spec says `lower:`.
     """
 
     graph: fx.Graph
     name: str = "stage0"
     updates: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    lowered: Lowered | None = None
 
     def __repr__(self) -> str:
         return f"<Stage {self.name}: {sum(n.op == 'call_function' for n in self.graph.nodes)} ops>"
@@ -531,6 +548,14 @@ class Program:
 
         return emit.text(self, NOTHING if full else fold(self))
 
+    def lowered(self, stage: int | None = None) -> str:
+        """Where the spec says `lower:`: the text of the forward and the backward that a training step runs, of all
+        stages or of one. "" for stages that are not lowered: a note says why.
+        """
+        from shardc.artifact import emit
+
+        return emit.lowered(self, stage)
+
     def __str__(self) -> str:
         return self.text()
 
@@ -548,15 +573,15 @@ class Program:
 
         save(self, folder)
 
-    def verify(self, *, seed: int = 0) -> Report:
-        """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`. See
-        shardc.verify.
+    def verify(self, *, seed: int = 0, lowered: bool = False) -> Report:
+        """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`. lowered:
+        compare the lowered step with autograd's too, to the bit. See shardc.verify.
         """
         from shardc.verify import verify
 
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ShardcError(f"{seed!r} is no seed", where="program.verify", fix="give a whole number")
-        return verify(self, seed=seed)
+        return verify(self, seed=seed, lowered=lowered)
 
     def cost(
         self,

@@ -36,6 +36,7 @@ from shardc.spec.schema import (
     Expert,
     Form,
     Loss,
+    Lower,
     Pipeline,
     Precision,
     Sequence,
@@ -52,6 +53,7 @@ __all__ = [
     "DimShard",
     "Expert",
     "Loss",
+    "Lower",
     "Pipeline",
     "Precision",
     "Run",
@@ -111,6 +113,7 @@ class Spec:
     checkpoint: tuple[Checkpoint, ...] = ()
     loss: Loss = field(default_factory=Loss)
     precision: Precision = field(default_factory=Precision)
+    lower: Lower | None = None
     run: Run = field(default_factory=Run)
     batch_norm: Literal["sync", "local"] = "sync"
     unknown_ops: Literal["error", "replicate"] = "error"
@@ -328,6 +331,7 @@ _SECTIONS = (
     "checkpoint",
     "loss",
     "precision",
+    "lower",
     "run",
     "batch_norm",
     "unknown_ops",

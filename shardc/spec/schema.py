@@ -291,6 +291,18 @@ class Loss(Section):
     )
 
 
+class Lower(Section):
+    """Forward and backward of a training step as two texts, run without autograd."""
+
+
+_LOWER: dict[str, Any] = {"anyOf": [{"type": "boolean"}, {"type": "object", "additionalProperties": False}]}
+
+
+def _lower(value: Any) -> Any:
+    """`true` is short for `{}`, `false` for no section."""
+    return {} if value is True else None if value is False else value
+
+
 class Data(Section):
     """Data parallel and ZeRO. axis: () = the mesh's axes dp and dp_*; [outer, inner] = sharded in inner, replicated
     over outer.
@@ -450,6 +462,11 @@ class Form(Section):
     )
     loss: Loss = Field(default=Loss(), examples=[{"chunks": 8}])
     precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
+    lower: Annotated[Lower | None, BeforeValidator(_lower), WithJsonSchema(_LOWER)] = Field(
+        default=None,
+        description="true: a step runs forward and backward as two texts, without autograd",
+        examples=[True],
+    )
     run: Run = Field(default=Run(), examples=[{"steps": 1000, "save": "runs/a"}])
     batch_norm: Literal["sync", "local"] = Field(
         default="sync", description="sync = exactly the single device's statistics"

@@ -10,6 +10,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.step.outputs import divided
 from shardc.verify.random_batch import random_inputs, random_state
 from shardc.verify.reference import interpret_all, reach
-from shardc.verify.simulate import simulate
+from shardc.verify.simulate import Simulation, simulate
 from shardc.verify.to_float64 import to_float64
 
 #: Relative; the noise of float64 is 5e-16 per operation, and sums over ranks come in another order.
@@ -67,7 +68,7 @@ class Report:
         return "\n".join([*lines, *map(str, self.findings)])
 
 
-def verify(program: Program, *, seed: int = 0) -> Report:
+def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
     """Run one training step both ways and compare loss, gradients and buffers. Dropout stays on: its masks are the same
     on every mesh.
 
@@ -75,7 +76,9 @@ def verify(program: Program, *, seed: int = 0) -> Report:
     finding that says so. Nothing is read from or written to disk.
 
     Every dtype is widened, the casts of `precision:` too: what is checked is the algebra of the splits, not the
-    rounding of 16 bits."""
+    rounding of 16 bits.
+
+    lowered: compare the lowered step (`lower:`) with the same program under autograd too, to the bit."""
     start = time.perf_counter()
     need, there = _memory(program), _available()
     if need > there:
@@ -116,7 +119,7 @@ def verify(program: Program, *, seed: int = 0) -> Report:
         one_by_one = {} if gradient is None else p.by_name(gradient)
         pairs += [(n, one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
     pairs += [(b.fqn, news[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
-    findings, worst = [], 0.0
+    findings, worst = _not_as_autograd(double, sim, weights, batch, seed) if lowered else [], 0.0
     # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
     # measure it against the whole gradient's size
     floor = 1e-3 * float(
@@ -143,6 +146,26 @@ def verify(program: Program, *, seed: int = 0) -> Report:
                 )
             )
     return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start)
+
+
+def _not_as_autograd(
+    program: Program, sim: Simulation, weights: dict[str, Tensor], batch: Any, seed: int
+) -> list[Finding]:
+    """What comes out otherwise, in any bit, than without `lower:`."""
+    if all(s.lowered is None for s in program.stages):
+        what, fix = "no stage is lowered: there is nothing to compare", "write `lower: true` in the spec"
+        return [Finding("lower", what, fix)]
+    stages = tuple(replace(s, lowered=None) for s in program.stages)
+    eager = simulate(replace(program, stages=stages), weights, batch, seed=seed)
+    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {"loss": (eager.loss, sim.loss)}
+    pairs |= {f"the gradient of {n}": (eager.grads.get(n), sim.grads.get(n)) for n in eager.grads | sim.grads}
+    pairs |= {n: (eager.state[n], sim.state[n]) for n in eager.state}
+    fix = "a bug in shardc: please report it, and leave `lower` out"
+    return [
+        Finding(n, f"differs from autograd's by {difference(a, b):.1e} relative", fix)
+        for n, (a, b) in pairs.items()
+        if a is None or b is None or not torch.equal(a, b)
+    ]
 
 
 def difference(one: Tensor | None, many: Tensor | None, floor: float = 0.0) -> float:

@@ -10,6 +10,7 @@ from torch import fx
 
 from shardc.ir.graph import copy_graph, map_value
 from shardc.ir.program import Buffer, Program
+from shardc.passes.lower import lower
 
 
 def _wide(x: Any) -> Any:
@@ -29,7 +30,7 @@ def graph_to_float64(graph: fx.Graph) -> fx.Graph:
 
 
 def to_float64(program: Program) -> Program:
-    """The same program with every floating dtype float64."""
+    """The same program with every floating dtype float64. Stages that were lowered are lowered again."""
 
     def typed(x: Any) -> Any:
         return replace(x, dtype=_wide(x.dtype))
@@ -39,10 +40,10 @@ def to_float64(program: Program) -> Program:
         return replace(typed(b), constant=c.double() if c is not None and c.is_floating_point() else c)
 
     first = program.prologue
-    return replace(
+    double = replace(
         program,
         graph=graph_to_float64(program.graph),
-        stages=tuple(replace(s, graph=graph_to_float64(s.graph)) for s in program.stages),
+        stages=tuple(replace(s, graph=graph_to_float64(s.graph), lowered=None) for s in program.stages),
         prologue=first and replace(first, graph=graph_to_float64(first.graph)),
         params=tuple(map(typed, program.params)),
         buffers=tuple(map(buffer, program.buffers)),
@@ -50,3 +51,4 @@ def to_float64(program: Program) -> Program:
         outputs=tuple(map(typed, program.outputs)),
         buckets=tuple(replace(typed(b), compute=None) for b in program.buckets),
     )
+    return lower(double)[0] if any(s.lowered is not None for s in program.stages) else double

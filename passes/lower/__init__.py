@@ -1,0 +1,93 @@
+"""Lower: each stage becomes a forward and a backward text, which a training step runs without autograd.
+
+    record      runs one call under autograd on tensors without data, and writes down what torch runs
+    rules       the derivative of one call, found once for every distinct one
+    order       which rule runs when, and what is added to what: as autograd would
+    again       which values backward keeps, and which it computes again
+    write       the two graphs
+
+docs/lowering.md shows both texts of a layer. A stage that cannot be lowered runs under autograd, and a note says why;
+under `strict` that is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from shardc.errors import ShardcError
+from shardc.ir.graph import is_call, producer_of
+from shardc.ir.program import Lowered, Program, Stage
+from shardc.passes.base import Pass
+from shardc.passes.lower.order import Backward, Made
+from shardc.passes.lower.record import Type
+from shardc.passes.lower.rules import Facts, Rules, takes
+from shardc.passes.lower.write import Writer
+from shardc.passes.recompute.autograd_saves import SavedOf
+
+
+@dataclass(frozen=True)
+class Lower(Pass):
+    """Writes the two texts of every stage."""
+
+    def applies(self, program: Program) -> bool:
+        return self.spec.lower is not None
+
+    def run(self, program: Program) -> Program:
+        lowered, notes = lower(program)
+        if notes and self.spec.strict:
+            fix = "leave `lower` out, or `strict`"
+            raise ShardcError("; ".join(notes), where=self.spec.where(("lower",)), fix=fix)
+        return replace(lowered, notes=(*program.notes, *notes))
+
+
+def lower(program: Program) -> tuple[Program, list[str]]:
+    """The program with its stages lowered, and a note for each that is not."""
+    rules, stages, notes = Rules(program), [], []
+    why = _refused(program)
+    for stage in program.stages:
+        if why:
+            notes.append(f"{stage.name} is not lowered, and runs under autograd: {why}")
+        stages.append(replace(stage, lowered=None if why else _stage(program, stage, rules)))
+    return replace(program, stages=tuple(stages)), notes
+
+
+def _refused(program: Program) -> str:
+    """Why its stages stay as they are; "" if they can be lowered."""
+    if program.schedule is not None and any(a.kind == "I" for each in program.schedule.actions for a in each):
+        return "its schedule splits backward in two"
+    if any(r.offload for r in program.regions):
+        return "a region keeps its values on the CPU (`checkpoint: {offload: cpu}`)"
+    return ""
+
+
+def _stage(program: Program, stage: Stage, rules: Rules) -> Lowered:
+    types, facts = _types(program, stage.graph, rules)
+    returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
+    loss, _, *sent = returned
+    crossing = {name for e in program.edges for name, _ in e.differentiable()}
+    roots = [n for n in (sent[0] if sent else ()) if n.name in crossing]  # type: ignore[union-attr]
+    roots += [loss] if loss is not None else []
+    backward = Backward(stage.graph, program, rules, types)
+    begin = backward.run([n for n in roots if (t := types[producer_of(n)]) is not None and t.grad])
+    return Writer(program, stage.graph, facts, backward.events, begin, backward.left).lowered()
+
+
+def _types(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, Type | None], dict[fx.Node, Facts]]:
+    """The type of every value on one rank, and what is known of every call."""
+    local = SavedOf(program)
+    trained = {p.name for p in program.params if p.requires_grad}
+    types: dict[Made, Type | None] = {}
+    facts: dict[fx.Node, Facts] = {}
+    for n in graph.nodes:
+        if n.op == "placeholder":
+            if n.meta.get("value") is not None:
+                (v,) = local.types(n)
+                grad = n.name in trained or ("collective" in n.meta and v.requires_grad)
+                types[n, 0] = Type.contiguous(v.shape, v.dtype, grad)
+        elif is_call(n):
+            operands = [t for x in takes(n) if (t := types[producer_of(x)]) is not None]
+            facts[n] = rules.facts(n, operands)
+            types.update({(n, i): t for i, t in enumerate(facts[n].types)})
+    return types, facts

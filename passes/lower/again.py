@@ -1,0 +1,106 @@
+"""What backward wants of forward's values: which are kept, and which are computed again, together with what.
+
+A region (shardc.passes.recompute) computes again, for the ops in it, what it does not keep. What has ops in common
+comes back together, when backward wants the first of it: a *plan*.
+
+    region h.0      n = norm(x)     backward wants n and g     one plan: n, g     x is kept
+                    g = linear(n)
+
+(shardc.runtime.step.recompute does the same at run time, for the tensors that autograd saves.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from shardc.ir.graph import producer_of
+from shardc.ir.program import Program
+from shardc.passes.lower.rules import takes
+from shardc.runtime.step.recompute import BY_RANK
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A result ("y") of a call of forward, or what one of the lines in its place makes ("t")."""
+
+    node: fx.Node
+    kind: Literal["y", "t"] = "y"
+    index: int = 0
+
+
+@dataclass(eq=False)
+class Plan:
+    """Calls that run again, in order."""
+
+    nodes: tuple[fx.Node, ...]
+
+
+class Again:
+    """held: what is kept from forward; plans: by value, how the others come back. wants: (op whose backward wants it,
+    value)."""
+
+    def __init__(self, program: Program, graph: fx.Graph, wants: Iterable[tuple[fx.Node, Wanted]]) -> None:
+        self._parents = {r.name: r.parent for r in program.regions}
+        place = {n: i for i, n in enumerate(graph.nodes)}
+        self.held: set[Wanted] = set()
+        self.plans: dict[Wanted, Plan] = {}
+        asked: dict[str, set[Wanted]] = {}
+        for by, w in wants:
+            self._ask(self._chain(by), w, asked)
+        for region in sorted(self._parents, key=self._depth, reverse=True):
+            needed: set[fx.Node] = set()
+            together: dict[fx.Node, set[fx.Node]] = {}
+            todo = [w.node for w in asked.get(region, ()) if w not in self.held]
+            edges: list[tuple[fx.Node, fx.Node]] = []
+            while todo:
+                n = todo.pop()
+                if n in needed:
+                    continue
+                needed.add(n)
+                for made in map(producer_of, takes(n)):
+                    w = Wanted(made[0], "y", made[1])
+                    if self._inside(made[0], region) and w not in self.held:
+                        todo.append(made[0])
+                        edges.append((n, made[0]))
+                    else:
+                        self._ask(self._chain_of(self._parents[region]), w, asked)
+            for n in needed:
+                together[n] = {n}
+            for a, b in edges:
+                if together[a] is not together[b]:
+                    both = together[a] | together[b]
+                    together.update(dict.fromkeys(both, both))
+            plans = {id(s): Plan(tuple(sorted(s, key=place.__getitem__))) for s in together.values()}
+            for w in asked.get(region, ()):
+                if w not in self.held:
+                    self.plans[w] = plans[id(together[w.node])]
+
+    def _ask(self, chain: list[str], w: Wanted, asked: dict[str, set[Wanted]]) -> None:
+        """Have the innermost of the regions compute it again; hold it if none does."""
+        own = w.kind == "t" and w.node.target in BY_RANK  # its code may differ from rank to rank
+        region = next((r for r in chain if self._inside(w.node, r)), None)
+        if region is None or own:
+            self.held.add(w)
+        else:
+            asked.setdefault(region, set()).add(w)
+
+    def _chain_of(self, region: str) -> list[str]:
+        chain = []
+        while region:
+            chain.append(region)
+            region = self._parents[region]
+        return chain
+
+    def _chain(self, n: fx.Node) -> list[str]:
+        return self._chain_of(n.meta.get("region", ""))
+
+    def _depth(self, region: str) -> int:
+        return len(self._chain_of(region))
+
+    def _inside(self, n: fx.Node, region: str) -> bool:
+        """Does the region compute the op's result again?"""
+        return region in self._chain(n) and region not in n.meta.get("kept", ())

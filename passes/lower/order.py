@@ -1,0 +1,234 @@
+"""Which rule runs when in backward, and what is added to what: as autograd would, which then gives the same bits.
+
+Of the nodes that are ready, autograd runs that of the greatest number, and numbers grow in forward: so backward is
+forward reversed, but for products beside a collective (shardc.runtime.ops.overlap), which are two:
+
+    of data         the gradient of the input x_each
+    begin           its sum over ranks begins
+    of weights      the gradients of the weight and bias
+    wait            the sum is there
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from shardc.ir.graph import is_call, producer_of
+from shardc.ir.program import Program
+from shardc.passes.lower.record import Type
+from shardc.passes.lower.rules import Ask, Rule, Rules, takes
+from shardc.runtime import ops
+from shardc.runtime.ops.overlap import PRODUCTS, multiplies
+
+#: One value of a graph: the node that makes it, and which of its results it is.
+Made = tuple[fx.Node, int]
+Part = Literal["whole", "data", "weights", "begin", "wait"]
+
+
+@dataclass(eq=False)
+class Gradient:
+    """What a value has of its gradient at some point of backward."""
+
+    type: Type
+
+
+@dataclass
+class Event:
+    """A rule runs; or, without one, a parameter's gradient is complete ("put"), or those of a gathered bucket
+    ("scatter"). node: of forward; tangents: of its results; before, after: of the operands; None: nothing.
+    """
+
+    node: fx.Node
+    rule: Rule | None
+    tangents: tuple[Gradient | None, ...]
+    before: tuple[Gradient | None, ...] = ()
+    after: tuple[Gradient | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Task:
+    node: fx.Node
+    part: Part
+
+
+class Backward:
+    """The events of one graph, in order. roots: values whose gradients backward begins with, with their types.
+
+    types: of every value of forward. left: gradients at the end, of values that nothing here made.
+    """
+
+    def __init__(self, graph: fx.Graph, program: Program, rules: Rules, types: Mapping[Made, Type | None]) -> None:
+        self._program, self._rules, self.types = program, rules, types
+        self._nodes = [n for n in graph.nodes if is_call(n)]
+        self._place = {n: i for i, n in enumerate(graph.nodes)}
+        self.events: list[Event] = []
+        self._started: dict[fx.Node, Gradient] = {}  # by conversion: a sum that is under way
+        self.left: dict[Made, Gradient] = {}
+
+    def run(self, roots: Sequence[fx.Node]) -> dict[Made, Gradient]:
+        """Fills `events`. Returns the gradients that backward begins with."""
+        begin = {producer_of(n): Gradient(self._type(producer_of(n))) for n in dict.fromkeys(roots)}
+        self._overlapped = {n for n in self._nodes if self._overlaps(n)}
+        self._reached = self._reach({made for made, _ in begin})
+        self._gradients: dict[Made, Gradient | None] = dict(begin)
+        self._waiting: Counter[Made] = Counter()
+        for n in self._reached:
+            for task in self._tasks(n):
+                self._waiting.update(set(self._gives(task)))
+        self._left = Counter({n: sum(self._waiting[m] for m in self._results(n)) for n in self._reached})
+        self._heap: list[tuple[float, int, _Task]] = []
+        for made, _ in begin:
+            if made.op != "placeholder" and not self._left[made]:
+                self._ready(made)
+        while self._heap:
+            self._do(heapq.heappop(self._heap)[2])
+        self.left = {m: g for m, g in self._gradients.items() if g is not None and m[0].op == "placeholder"}
+        return begin
+
+    # --- the tasks and what they wait for
+
+    def _type(self, made: Made) -> Type:
+        found = self.types[made]
+        assert found is not None
+        return found
+
+    def _results(self, n: fx.Node) -> list[Made]:
+        count = len(n.meta["value"]) if isinstance(n.meta["value"], tuple) else 1
+        return [(n, i) for i in range(count)]
+
+    def _needs(self, n: fx.Node) -> list[Made]:
+        """The operands that get gradients."""
+        makers = (producer_of(x) for x in takes(n))
+        return [m for m in makers if (t := self.types.get(m)) is not None and t.grad]
+
+    def _trained(self, n: fx.Node) -> bool:
+        return any(t is not None and t.grad for t in (self.types.get(m) for m in self._results(n)))
+
+    def _reach(self, roots: set[fx.Node]) -> dict[fx.Node, None]:
+        reached = dict.fromkeys(roots)
+        for n in reversed(self._nodes):
+            if n in reached and n.target not in (ops.gather_wait, ops.updated):
+                reached.update(dict.fromkeys(m for m, _ in self._needs(n)))
+        return reached
+
+    def _overlaps(self, n: fx.Node) -> bool:
+        over: Any = n.args[2] if len(n.args) > 2 else ()
+        axes = (over,) if isinstance(over, str) else over
+        return (
+            bool(n.kwargs.get("overlap")) and bool(self._needs(n)) and math.prod(map(self._program.mesh.size, axes)) > 1
+        )
+
+    def _apart(self, n: fx.Node) -> bool:
+        """Is this a product whose two gradients come apart?"""
+        if n.target not in PRODUCTS or n.kwargs:
+            return False
+        places = [n.args[i] if 0 <= i < len(n.args) else None for i in PRODUCTS[n.target]]
+        x, weight, bias = (self.types.get(producer_of(a)) if isinstance(a, fx.Node) else None for a in places)
+        begun = isinstance(places[0], fx.Node) and places[0] in self._overlapped and multiplies(n, places[0])
+        if not begun or x is None or weight is None:
+            return False
+        trained = weight.grad or (bias is not None and bias.grad)
+        return trained and len(weight.shape) == 2 and len(x.shape) > 1 and (bias is None or len(bias.shape) == 1)
+
+    def _tasks(self, n: fx.Node) -> list[_Task]:
+        if n.op == "placeholder" or n.target is ops.updated:
+            return []
+        parts: tuple[Part, ...] = ("whole",)
+        if n in self._overlapped:
+            parts = ("begin", "wait")
+        elif self._apart(n):
+            parts = ("data", "weights")
+        return [_Task(n, part) for part in parts]
+
+    def _gives(self, task: _Task) -> list[Made]:
+        """The values whose gradients a task adds to."""
+        needs = self._needs(task.node)
+        if task.part == "begin" or task.node.target is ops.gather_wait:
+            return []
+        if task.part in ("data", "weights"):
+            x: Any = task.node.args[PRODUCTS[task.node.target][0]]
+            return [m for m in needs if (m == producer_of(x)) == (task.part == "data")]
+        return needs
+
+    def _number(self, task: _Task) -> float:
+        if task.part == "weights":
+            x: Any = task.node.args[PRODUCTS[task.node.target][0]]
+            return self._place[x] - 0.5
+        return self._place[task.node] - (0.75 if task.part == "wait" else 0)
+
+    def _ready(self, n: fx.Node) -> None:
+        """Its results have all their gradients."""
+        tasks = self._tasks(n)
+        if tasks:
+            self._push(tasks[0])
+
+    def _push(self, task: _Task) -> None:
+        heapq.heappush(self._heap, (-self._number(task), len(self.events), task))
+
+    # --- running them
+
+    def _do(self, task: _Task) -> None:
+        n = task.node
+        tangents = tuple(self._gradients.get(m) for m in self._results(n))
+        if n.target is ops.gather_wait:
+            self.events.append(Event(n, None, tangents))
+        elif any(g is not None for g in tangents):
+            self._rule(task, tangents)
+        if task.part in ("begin", "data"):
+            self._push(self._tasks(n)[1])
+        self._gave(set(self._gives(task)))
+
+    def _rule(self, task: _Task, tangents: tuple[Gradient | None, ...]) -> None:
+        n = task.node
+        operands = [producer_of(x) for x in takes(n)]
+        gives = set(self._gives(task))
+        before = tuple(self._gradients.get(m) if m in gives else None for m in operands)
+        ask = Ask(
+            tuple(self._type(m) for m in operands),
+            tuple(None if g is None else g.type for g in tangents),
+            tuple(None if g is None else g.type for g in before),
+            tuple(m in gives for m in operands),
+        )
+        if task.part == "begin":
+            rule = self._rules.begun(n, ask)
+            started = Gradient(ask.operands[0])
+            self._started[n] = started
+            self.events.append(Event(n, rule, tangents, (None,), (started,)))
+            return
+        if task.part == "wait":
+            tangents = (self._started[n],)
+            rule = self._rules.waited(ask)
+        elif task.part == "data":
+            rule = self._rules.of_data(n, ask)
+        elif task.part == "weights":
+            rule = self._rules.of_weights(n, ask)
+        else:
+            rule = self._rules.rule(n, ask)
+        after = tuple(None if t is None else Gradient(t) for t in rule.types)
+        self.events.append(Event(n, rule, tangents, before, after))
+        for m, g in zip(operands, after, strict=True):
+            if m in gives and g is not None:
+                self._gradients[m] = g
+
+    def _gave(self, made: Iterable[Made]) -> None:
+        for m in sorted(made, key=lambda m: (self._place[m[0]], m[1]), reverse=True):
+            n = m[0]
+            self._waiting[m] -= 1
+            self._left[n] -= 1
+            leaf = n.op == "placeholder" or n.target is ops.updated
+            if leaf and not self._waiting[m] and (g := self._gradients.get(m)) is not None:
+                if self._is_param(n):
+                    self._gradients[m] = None
+                    self.events.append(Event(n, None, tuple(g if k == m[1] else None for k in range(m[1] + 1))))
+            elif not leaf and not self._left[n]:
+                self._ready(n)
+
+    def _is_param(self, n: fx.Node) -> bool:
+        return n.target is ops.updated or (n.op == "placeholder" and "collective" not in n.meta)

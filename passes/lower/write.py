@@ -1,0 +1,428 @@
+"""The two graphs of a stage, from its ops and the events of its backward.
+
+forward     the stage's ops, those whose backward wants more than operands and results as the ops that they consist
+            of; it also returns what backward wants
+backward    the lines of every event; what is computed again or gathered again, where it is first wanted
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.artifact.emit import EFFECTS
+from shardc.ir.graph import is_call, producer_of, source_of
+from shardc.ir.program import Collective, Lowered, Program, Value
+from shardc.ir.types import op_name
+from shardc.passes.lower.again import Again, Plan, Wanted
+from shardc.passes.lower.order import Event, Gradient, Made
+from shardc.passes.lower.record import Line, Ref, Type, map_refs
+from shardc.passes.lower.rules import Facts, takes
+from shardc.runtime import ops
+from shardc.torch_private import OpOverload
+
+aten = torch.ops.aten
+
+#: A bucket is small beside one of so many times its elements.
+_SMALL = 16
+
+Found = dict[Wanted, fx.Node]
+
+
+class Writer:
+    """Of one stage. begin: the gradients that backward begins with, by value; left: those that it returns."""
+
+    def __init__(
+        self,
+        program: Program,
+        graph: fx.Graph,
+        facts: Mapping[fx.Node, Facts],
+        events: Sequence[Event],
+        begin: Mapping[Made, Gradient],
+        left: Mapping[Made, Gradient],
+    ) -> None:
+        self._program, self._graph, self._facts, self._events = program, graph, facts, events
+        self._begin, self._left = begin, left
+        self._rules = {e.node: e.rule for e in events if e.rule is not None and e.rule.forward is not None}
+        self._gathered = self._views_of_gathered()
+        self._again = Again(program, graph, list(self._wants()))
+        self._back = fx.Graph()
+        self._found: Found = {}  # in backward
+        self._gradients: dict[Gradient, fx.Node] = {}
+        self._placeholders: dict[str, fx.Node] = {}
+        self._gathers: list[tuple[fx.Node, fx.Node, fx.Node]] = []  # (of forward, start, wait), as backward wants them
+
+    def lowered(self) -> Lowered:
+        forward, saved = self._write_forward()
+        self._write_backward(saved)
+        output = forward.output_node()
+        given: Any = output.args[0]
+        *returned, kept = given
+        taken = {n.name for n in self._back.find_nodes(op="placeholder")}
+        output.args = ((*returned, tuple(n for n in kept if n.name in taken)),)
+        _drop_unused(forward)
+        forward.lint()
+        return Lowered(forward, self._back)
+
+    # --- what backward wants
+
+    def _views_of_gathered(self) -> set[Made]:
+        """What must not be kept: it would keep a gathered bucket."""
+        gathered: set[Made] = set()
+        for n in filter(is_call, self._graph.nodes):
+            if n.target is ops.gather_wait:
+                gathered.update((n, i) for i in range(len(n.meta["value"])))
+                continue
+            operands = [producer_of(x) for x in takes(n)]
+            for i, view in enumerate(self._facts[n].views):
+                if view >= 0 and operands[view] in gathered:
+                    gathered.add((n, i))
+        return gathered
+
+    def _wants(self) -> Iterator[tuple[fx.Node, Wanted]]:
+        for e in self._events:
+            if e.rule is None:
+                if e.node.target is ops.updated:
+                    yield e.node, Wanted(e.node, "y", len(e.tangents) - 1)
+                continue
+            operands = [producer_of(x) for x in takes(e.node)]
+            own = len(e.rule.forward or ())
+            refs = [r for line in e.rule.backward for r in line.refs()] + [r for r in e.rule.grads if r is not None]
+            for r in dict.fromkeys(refs):
+                if r.kind == "x":
+                    yield from self._through(e.node, operands[r.index])
+                elif r.kind == "y":
+                    yield from self._through(e.node, (e.node, r.index))
+                elif r.kind == "t" and r.index < own:
+                    yield e.node, Wanted(e.node, "t", r.index)
+
+    def _through(self, by: fx.Node, made: Made) -> Iterator[tuple[fx.Node, Wanted]]:
+        """A view of a gathered bucket is made again, from the bucket and what else it is made of."""
+        if made not in self._gathered:
+            yield by, Wanted(made[0], "y", made[1])
+        elif made[0].target is not ops.gather_wait:
+            for x in takes(made[0]):
+                yield from self._through(by, producer_of(x))
+
+    # --- calls
+
+    def _call(self, graph: fx.Graph, n: fx.Node, look: Callable[[Made], fx.Node], meta: dict[str, Any]) -> Found:
+        """A call of forward, in either graph: what there is of it then."""
+        rule = self._rules.get(n)
+        types = self._facts[n].types
+        if rule is None:
+            args = fx.map_arg(n.args, lambda x: self._operand(x, look))
+            kwargs = fx.map_arg({k: v for k, v in n.kwargs.items() if k != "overlap"}, lambda x: self._operand(x, look))
+            several = isinstance(n.meta["value"], tuple) and n.target is not ops.gather_start  # which gives a handle
+            node = graph.create_node("call_function", n.target, args, kwargs, name=n.name)
+            node.meta = meta | {"value": n.meta["value"] if not several else tuple(map(_value, types))}
+            if not several:
+                node.meta["value"] = n.meta["value"] if n.target is ops.gather_start else _value(types[0])
+                return {Wanted(n): node}
+            items = {}
+            for i, t in enumerate(types):
+                item = graph.create_node("call_function", operator.getitem, (node, i), name=self._item_name(n, i))
+                item.meta = {**meta, "value": _value(t)}
+                item.meta.pop("collective", None)
+                items[Wanted(n, "y", i)] = item
+            return items
+        assert rule.forward is not None
+        operands = [producer_of(x) for x in takes(n)]
+        made: dict[int, fx.Node] = {}
+
+        def at(r: Ref) -> fx.Node:
+            if r.kind == "x":
+                return look(operands[r.index])
+            return made[r.index] if r.kind == "t" else look((self._named(r.kind), 0))
+
+        named = {r.index: self._item_name(n, i) for i, r in enumerate(rule.results) if r.kind == "t"}
+        if rule.kind == "taped":
+            named |= {0: f"{n.name}_taped", len(rule.results) + 1: f"{n.name}_tape"}
+        for line in rule.forward:
+            made[line.number] = self._line(graph, line, at, named.get(line.number), meta)
+        found = {Wanted(n, "t", k): node for k, node in made.items()}
+        return found | {Wanted(n, "y", i): at(r) for i, r in enumerate(rule.results) if r.kind != "none"}
+
+    def _operand(self, x: fx.Node, look: Callable[[Made], fx.Node]) -> fx.Node:
+        return look(producer_of(x))
+
+    def _named(self, name: str) -> fx.Node:
+        node: fx.Node = next(n for n in self._graph.find_nodes(op="placeholder") if n.name == name)
+        return node
+
+    def _item_name(self, n: fx.Node, i: int) -> str:
+        """What the stage calls a result."""
+        if not isinstance(n.meta["value"], tuple):
+            return n.name
+        of = (u.name for u in n.users if u.target is operator.getitem and u.args[1] == i)
+        return next(of, f"{n.name}_{i}")
+
+    def _line(
+        self, graph: fx.Graph, line: Line, at: Callable[[Ref], fx.Node], name: str | None, meta: dict[str, Any]
+    ) -> fx.Node:
+        args = map_refs(line.args, at)
+        kwargs = {k: map_refs(v, at) for k, v in line.kwargs}
+        if name is None:
+            name = f"{args[0].name}_{args[1]}" if line.target is operator.getitem else _short(line)
+        node = graph.create_node("call_function", line.target, args, kwargs, name=name)
+        several = isinstance(line.types, tuple)
+        node.meta = {k: v for k, v in meta.items() if k != "collective"}
+        node.meta["value"] = tuple(map(_value, line.types)) if several else _value(line.types)  # type: ignore[arg-type]
+        if "collective" in meta and line.target in (ops.transpose, ops.transpose_start, ops.taped, ops.untaped):
+            node.meta["collective"] = meta["collective"]
+        return node
+
+    # --- forward
+
+    def _write_forward(self) -> tuple[fx.Graph, dict[Wanted, fx.Node]]:
+        graph = fx.Graph()
+        found: Found = {}
+
+        def look(made: Made) -> fx.Node:
+            return found[Wanted(made[0], "y", made[1])]
+
+        for n in self._graph.nodes:
+            if n.op == "placeholder":
+                found[Wanted(n)] = node = graph.placeholder(n.name)
+                node.meta = dict(n.meta)
+            elif is_call(n):
+                meta = {k: v for k, v in n.meta.items() if k in ("source", "collective", "region", "kept", "again")}
+                if (c := meta.get("collective")) is not None:
+                    meta["collective"] = replace(c, backward="none")
+                found |= self._call(graph, n, look, meta)
+        saved = {w: node for w, node in found.items() if w in self._again.held and not self._stored(w.node)}
+        returned: Any = self._graph.output_node().args[0]
+        loss, news, *sent = fx.map_arg(returned, lambda x: self._operand(x, look))
+        distinct = tuple(dict.fromkeys(saved.values()))
+        graph.output((loss, news, sent[0] if sent else (), distinct))
+        return graph, saved
+
+    def _stored(self, n: fx.Node) -> bool:
+        """Does backward get it as forward does?"""
+        return n.op == "placeholder" and "collective" not in n.meta
+
+    # --- backward
+
+    def _write_backward(self, saved: Mapping[Wanted, fx.Node]) -> None:
+        graph = self._back
+        for n in self._graph.find_nodes(op="placeholder"):
+            if self._stored(n):
+                self._found[Wanted(n)] = self._placeholder(n.name, n.meta)
+        for w, node in saved.items():
+            self._found[w] = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
+        for (n, i), gradient in self._begin.items():
+            meta = {"value": _value(gradient.type), "source": source_of(n)}
+            self._gradients[gradient] = self._placeholder(f"{self._item_name(n, i)}_grad", meta)
+        for e in self._events:
+            self._event(e)
+        received = [
+            n
+            for n in self._graph.find_nodes(op="placeholder")
+            if "collective" in n.meta and n.meta["value"].requires_grad
+        ]
+        left = {n: g for (n, _), g in self._left.items()}
+        graph.output(tuple(self._gradients[left[n]] if n in left else None for n in received))
+        self._begin_gathers_early()
+        _drop_unused(graph)
+        for node in [n for n in graph.find_nodes(op="placeholder") if not n.users]:
+            graph.erase_node(node)
+        _add_in_place(graph)
+        graph.lint()
+
+    def _placeholder(self, name: str, meta: Mapping[str, Any]) -> fx.Node:
+        node = self._back.placeholder(name)
+        assert node.name == name, f"{name} is taken"
+        node.meta = {k: v for k, v in meta.items() if k in ("value", "source")}
+        self._placeholders[name] = node
+        return node
+
+    def _meta(self, n: fx.Node, **more: Any) -> dict[str, Any]:
+        return {"source": source_of(n), "of": n.name, **more}
+
+    def _event(self, e: Event) -> None:
+        if e.rule is None:
+            self._done(e)
+            return
+        n, rule = e.node, e.rule
+        operands = [producer_of(x) for x in takes(n)]
+        local: dict[int, fx.Node] = {}
+
+        def at(r: Ref) -> fx.Node:
+            if r.kind == "x":
+                return self._look(operands[r.index])
+            if r.kind == "y":
+                return self._look((n, r.index))
+            if r.kind in ("g", "p"):
+                gradient = (e.tangents if r.kind == "g" else e.before)[r.index]
+                assert gradient is not None
+                return self._gradients[gradient]
+            if r.kind == "t":
+                return local[r.index] if r.index in local else self._want(Wanted(n, "t", r.index))
+            return self._placeholders[r.kind]
+
+        meta = self._meta(n)
+        collective: Collective | None = n.meta.get("collective")
+        if collective is not None and collective.backward != "none":
+            meta["collective"] = replace(collective, kind=collective.backward, backward="none")
+        named = {
+            r.index: f"{self._item_name(*operands[i])}_grad"
+            for i, r in enumerate(rule.grads)
+            if r is not None and r.kind == "t" and rule.kind != "begun"
+        }
+        for line in rule.backward:
+            local[line.number] = self._line(self._back, line, at, named.get(line.number), meta)
+        for r, gradient in zip(rule.grads, e.after, strict=True):
+            if r is not None and gradient is not None:
+                self._gradients[gradient] = at(r)
+
+    def _done(self, e: Event) -> None:
+        """A parameter's gradient, or those of a gathered bucket, are complete: by the line before."""
+        n, before = e.node, next(reversed(self._back.nodes)).meta
+        meta = {"value": None, **{k: before[k] for k in ("of", "source") if k in before}}
+        grads = tuple(None if g is None else self._gradients[g] for g in e.tangents)
+        if n.target is ops.gather_wait:
+            start: Any = n.args[0]
+            params = fx.map_arg(start.args[0], lambda x: self._placeholders[x.name])
+            node = self._back.create_node(
+                "call_function", ops.scatter, (params, grads, start.args[1]), name=f"{start.name}_scatter"
+            )
+            c: Collective | None = start.meta.get("collective")
+            if c is not None and c.backward != "none":
+                meta["collective"] = replace(c, kind=c.backward, backward="none")
+        else:
+            param = self._look((n, len(grads) - 1))
+            node = self._back.create_node("call_function", ops.put, (param, grads[-1]), name=f"{param.name}_put")
+            if isinstance(grads[-1], fx.Node) and grads[-1].op == "call_function":
+                grads[-1].append(node)  # at once: the gradient is copied to its bucket, and freed
+        node.meta = meta
+
+    def _look(self, made: Made) -> fx.Node:
+        return self._want(Wanted(made[0], "y", made[1]))
+
+    def _want(self, w: Wanted) -> fx.Node:
+        if w not in self._found:
+            if w.node.target is ops.gather_wait:
+                self._gather(w.node)
+            elif (w.node, w.index) in self._gathered and w.kind == "y":
+                self._found |= self._call(self._back, w.node, self._look, self._meta(w.node, repeats=True))
+            else:
+                self._run_again(self._again.plans[w])
+        return self._found[w]
+
+    def _run_again(self, plan: Plan) -> None:
+        inside = set(plan.nodes)
+        local: Found = {}
+
+        def look(made: Made) -> fx.Node:
+            w = Wanted(made[0], "y", made[1])
+            return local[w] if w in local else self._want(w)
+
+        for n in plan.nodes:
+            meta = self._meta(n, region=n.meta["region"], repeats=True)
+            if (c := n.meta.get("collective")) is not None:
+                meta["collective"] = replace(c, backward="none")
+            local |= self._call(self._back, n, look, meta)
+        for w, p in self._again.plans.items():
+            if p is plan and w.node in inside:
+                self._found[w] = local[w]
+
+    def _gather(self, n: fx.Node) -> None:
+        """A bucket, for backward."""
+        start: Any = n.args[0]
+        params = fx.map_arg(start.args[0], lambda x: self._placeholders[x.name])
+        make = self._back.create_node
+        first = make("call_function", ops.regather_start, (params, start.args[1]), name=f"{start.name}_again")
+        first.meta = self._meta(start, repeats=True, value=tuple(map(_value, self._facts[n].types)))
+        if (c := start.meta.get("collective")) is not None:
+            first.meta["collective"] = replace(c, backward="none")
+        there = make("call_function", ops.regather_wait, (first,), name=n.name)
+        there.meta = self._meta(n, repeats=True, value=first.meta["value"])
+        for i, t in enumerate(self._facts[n].types):
+            item = make("call_function", operator.getitem, (there, i), name=self._item_name(n, i))
+            item.meta = self._meta(n, repeats=True, value=_value(t))
+            self._found[Wanted(n, "y", i)] = item
+        self._gathers.append((n, first, there))
+
+    def _begin_gathers_early(self) -> None:
+        """While one bucket is used, the next ones are gathered. A few small ones, as of biases, come along."""
+        buckets = {f"bucket{i}": b for i, b in enumerate(self._program.buckets)}
+        sizes = [sum(v.nbytes() for v in first.meta["value"]) for _, first, _ in self._gathers]
+        started: set[int] = set()
+        for k, (n, _, there) in enumerate(self._gathers):
+            start: Any = n.args[0]
+            prefetch, room = buckets[start.args[1]].prefetch, sizes[k] // _SMALL
+            counted, after = 0, there
+            for j in range(k + 1, len(self._gathers)) if prefetch else ():
+                if sizes[j] <= room:
+                    room -= sizes[j]
+                elif counted == prefetch:
+                    break
+                else:
+                    counted += 1
+                if j not in started:
+                    started.add(j)
+                    after.append(self._gathers[j][1])
+                    after = self._gathers[j][1]
+
+
+def _value(t: Type | None) -> Value | None:
+    return None if t is None else Value(t.shape, t.dtype)
+
+
+def _short(line: Line) -> str:
+    return op_name(line.target) if isinstance(line.target, OpOverload) else getattr(line.target, "__name__", "x")
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    for n in reversed(list(graph.nodes)):
+        if n.op == "call_function" and not n.users and n.target not in EFFECTS:
+            graph.erase_node(n)
+
+
+def _add_in_place(graph: fx.Graph) -> None:
+    """Sums of gradients take the memory of what they are added to, as autograd's do, where nothing else looks at it."""
+    owner: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    for n in graph.nodes:
+        owner[n] = n
+        if n.op == "call_function" and _may_view(n) and n.all_input_nodes:
+            owner[n] = owner[n.all_input_nodes[0]]
+        for x in n.all_input_nodes:
+            last[owner[x]] = place[n]
+    for n in graph.nodes:
+        if n.target is not aten.add.Tensor or len(n.args) != 2 or n.kwargs:
+            continue
+        x, y = n.args
+        if not (isinstance(x, fx.Node) and isinstance(y, fx.Node)) or x.op != "call_function":
+            continue
+        alike = x.meta["value"] == y.meta["value"] == n.meta["value"]
+        root = owner[x]
+        alike = (
+            alike and math.prod(root.meta["value"].shape) == math.prod(x.meta["value"].shape) if _fresh(root) else False
+        )
+        if alike and owner[y] is not root and last[root] <= place[n]:
+            n.target = ops.add_into
+            for k in [k for k in owner if owner[k] is owner[n]]:
+                owner[k] = root
+            last[root] = max(last[root], last.get(n, 0))
+
+
+def _may_view(n: fx.Node) -> bool:
+    return not (isinstance(n.target, OpOverload) and not n.target.is_view and n.target is not aten.reshape.default)
+
+
+def _fresh(n: fx.Node) -> bool:
+    """Does the op make new memory, that nothing else has?"""
+    return (
+        isinstance(n.target, OpOverload)
+        and not n.target.is_view
+        and n.target is not aten.reshape.default
+        and isinstance(n.meta["value"], Value)
+    )

@@ -1,0 +1,142 @@
+"""One op under autograd, whole: what a lowered program (shardc.passes.lower) calls where an op's derivative is not
+written out.
+
+    y, tape = ops.taped('ops.experts_apply', (0, 2, 3), (0, 2, 3), rows, counts, up, down, ...)
+    ...
+    rows_grad, up_grad, down_grad = ops.untaped(tape, (y_grad,), (None, None, None), (rows, up, down))
+
+Tensors among the arguments are counted from 0, in order. Those that autograd wants of them again are given to `untaped`
+again: so a program says itself which values it keeps, computes again, or gathers again. The tape holds the rest: what
+the op made for its backward alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+@lru_cache(maxsize=1024)
+def op_of(name: str) -> Callable[..., Any]:
+    """The op that a program's text calls so: `ops.experts_apply`, `aten.silu.default`, `torch.ops.lib.op.default`."""
+    from shardc.runtime import ops
+
+    if name.startswith("ops."):
+        op: Any = ops
+        path = [name.removeprefix("ops.")]
+        assert path[0] in ops.__all__, name
+    else:
+        op, path = torch.ops, name.removeprefix("torch.ops.").split(".")
+    for each in path:
+        op = getattr(op, each)
+    return op  # type: ignore[no-any-return]
+
+
+def tensors_in(a: Any) -> Iterator[Tensor]:
+    """The tensors among arguments, in order."""
+    if isinstance(a, Tensor):
+        yield a
+    elif isinstance(a, (tuple, list)):
+        for x in a:
+            yield from tensors_in(x)
+    elif isinstance(a, dict):
+        for name in sorted(a):
+            yield from tensors_in(a[name])
+
+
+def _replaced(a: Any, those: Iterator[Tensor]) -> Any:
+    if isinstance(a, Tensor):
+        return next(those)
+    if isinstance(a, (tuple, list)):
+        return type(a)([_replaced(x, those) for x in a])
+    if isinstance(a, dict):
+        return {name: _replaced(a[name], those) for name in sorted(a)}
+    return a
+
+
+class _Opened(Function):
+    """The place of an operand in autograd's graph, which does not hold the operand, as a leaf would."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        raise AssertionError("the way back ends before this")
+
+
+@dataclass
+class Tape:
+    """One op's way back, as places in autograd's graph. results: where it begins, by result; operands that get
+    gradients: where it ends; again: those that backward is given, which then stand in `operands`.
+    """
+
+    begins: list[Any]
+    ends: list[Any]
+    again: tuple[int, ...]
+    operands: dict[int, Tensor]
+
+
+_Seen = tuple[int, torch.Size, tuple[int, ...], int]
+
+
+def _storage(x: Tensor) -> tuple[StorageWeakRef, bool, bool]:
+    return StorageWeakRef(x.untyped_storage()), x.is_conj(), x.is_neg()  # type: ignore[no-untyped-call]
+
+
+def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """(the op's result or results, a tape). needs: the tensors among its arguments that get gradients; again: those
+    that `untaped` is given again."""
+    given = list(tensors_in((args, kwargs)))
+    anchor = torch.empty(0, device=given[0].device, requires_grad=True)
+    with torch.enable_grad():
+        opened = [_Opened.apply(anchor, x) if i in needs else x for i, x in enumerate(given)]  # type: ignore[no-untyped-call]
+    places = {_storage(given[i]): i for i in reversed(again) if given[i].layout is torch.strided}
+    operands: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor | _Seen:
+        at = places.get(_storage(x)) if x.layout is torch.strided and x.numel() else None
+        if at is not None and x.dtype == given[at].dtype:
+            return at, x.size(), x.stride(), int(x.storage_offset()) - int(given[at].storage_offset())
+        return x.detach() if x.grad_fn is not None else x
+
+    def unpack(kept: Tensor | _Seen) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        at, size, stride, offset = kept
+        x = operands[at]
+        return x.as_strided(size, stride, int(x.storage_offset()) + offset)
+
+    those = iter(opened)
+    args, kwargs = _replaced(args, those), _replaced(kwargs, those)
+    with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+        made = op_of(op)(*args, **kwargs)
+    results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+    begins = [get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
+    tape = Tape(begins, [get_gradient_edge(opened[i]) for i in needs], tuple(again), operands)
+    given.clear()  # autograd holds `pack`, which would hold what it was given
+    return (*(y.detach() if isinstance(y, Tensor) else y for y in results), tape)
+
+
+def untaped(
+    tape: Tape, grads: Sequence[Tensor | None], before: Sequence[Tensor | None], operands: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of what `taped` was told needs them; the tape is empty then. grads: of the results; before: what
+    each of the operands has from other ops, to which the new gradients are added, or None; operands: `again`."""
+    begin = [(x, p) for x, p in zip(tape.ends, before, strict=True) if p is not None]
+    begin += [(y, g) for y, g in zip(tape.begins, grads, strict=True) if y is not None and g is not None]
+    tape.operands.update(zip(tape.again, operands, strict=True))
+    starts, values = zip(*begin, strict=True)
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(starts, tape.ends, values, allow_unused=True)
+    tape.begins, tape.ends = [], []
+    tape.operands.clear()
+    return found

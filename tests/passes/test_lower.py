@@ -1,0 +1,194 @@
+"""A lowered step is the step under autograd, to the bit: loss, gradients, parameters after two steps, and what is sent.
+
+And its texts: what stands in them, that they come back from disk, and that what cannot be lowered says so.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.capture import capture
+from shardc.ir.program import Program
+from tests import zoo
+from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
+
+TP = {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
+SP = {
+    "mesh": {"dp": 2, "tp": 2},
+    "shard": {"*.fc": "column", "*.out": "row"},
+    "activations": {"drop": {1: "tp"}, "h.*": {1: "tp"}},
+}
+PP = {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}}
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp": ("gpt", {"mesh": {"dp": 2}}),
+    "tp": ("gpt", TP),
+    "sp": ("gpt", SP),
+    "microbatches": ("gpt", {"mesh": {"dp": 2}, "batch": {"microbatches": 2}}),
+    "padding": ("gpt", {"mesh": {"dp": 3}, "uneven": "pad"}),
+    **{
+        f"zero {z}": ("gpt", {**TP, "data": {"zero": z, "bucket_mb": 0.01}, "batch": {"microbatches": 2}})
+        for z in (1, 2, 3)
+    },
+    "zero 3 kept": ("gpt", {"mesh": {"dp": 2}, "data": {"zero": 3, "keep": True}, "batch": {"microbatches": 2}}),
+    "recompute all": ("gpt", {**TP, "checkpoint": [{"match": "h.*", "save": []}]}),
+    "recompute but products": ("gpt", {**TP, "checkpoint": [{"match": "h.*", "save": ["linear"]}]}),
+    "recompute cheap": ("gpt", {**TP, "checkpoint": [{"match": "h.*", "recompute": "cheap"}]}),
+    "nested regions": (
+        "gpt",
+        {**TP, "checkpoint": [{"match": "h.*", "save": ["linear"]}, {"match": "h.*.fc", "save": []}]},
+    ),
+    "pipeline": ("gpt", PP),
+    "interleaved": ("gpt", {**PP, "pipeline": {"axis": "pp", "stages": 4, "schedule": "interleaved"}}),
+    "precision": ("gpt", {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, "batch": {"microbatches": 2}}),
+    "precision, zero 3": ("gpt", {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, "data": {"zero": 3}}),
+    "loss scale": ("gpt", {"mesh": {"dp": 2}, "precision": {"compute": "float16", "loss_scale": 128}}),
+    "loss in chunks": ("gpt", {**TP, "loss": {"chunks": 2}}),
+    "batch norm": ("resnet_bn", {"mesh": {"dp": 2}}),
+    "experts": ("moe", TP),
+    "tied": ("llama", TP),
+    "products of data": ("ordering", {"mesh": {"dp": 2}}),
+    "in place": ("embedding_losses", {"mesh": {"dp": 2}}),
+    "data-dependent": ("spectrogram", {"mesh": {"dp": 2}}),
+    "gradients in forward": ("burgers", {"mesh": {"dp": 2}}),
+}
+
+
+@functools.cache
+def built(name: str) -> tuple[nn.Module, Any, Program]:
+    with zoo.Wide(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, batch = zoo.gpt(dropout=0.1) if name == "gpt" else (zoo.ALL | plain.ALL)[name]()
+        return model, batch, capture(model, batch)
+
+
+def compiled(name: str, spec: dict[str, Any], **lower: Any) -> Program:
+    model, batch, captured = built(name)
+    with zoo.Wide():
+        return shardc.compile(model, batch, {"shardc": 1, **spec, **lower}, captured=captured)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_a_lowered_step_is_autograds_to_the_bit(case: str) -> None:
+    name, spec = SPECS[case]
+    model, batch, _ = built(name)
+    program = compiled(name, spec, lower=True)
+    assert all(s.lowered is not None for s in program.stages), program.notes
+    want, have = (
+        shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in (compiled(name, spec), program)
+    )
+    assert torch.equal(have.loss, want.loss)
+    assert have.grads.keys() == want.grads.keys()
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+    assert [n for n, x in want.state.items() if not same(have.state[n], x)] == []
+    sent = [collections.Counter((c.kind, c.axis, c.bytes, c.direction) for c in sim.comms) for sim in (want, have)]
+    assert sent[1] == sent[0]
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def test_experts_of_a_mesh_are_lowered() -> None:
+    with zoo.Wide():
+        model, batch = hf.build(hf_more.FAMILIES["mixtral"])
+        spec = {
+            "shardc": 1,
+            "mesh": {"ep": 2},
+            "shard": {"use": "model"},
+            "experts": [{"match": "*.mlp.experts", "axis": "ep"}],
+        }
+        program = shardc.compile(model, batch, {**spec, "lower": True})
+        plain_ = shardc.compile(model, batch, spec)
+    assert "ops.taped('ops.experts_apply'" in program.lowered()
+    want, have = (shardc.verify.simulate(p, model, batch) for p in (plain_, program))
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+
+
+def test_the_text_of_a_product_beside_its_collective() -> None:
+    """The sum of the input's gradient is begun, then come the gradients of weight and bias, then it is waited for."""
+    lines = compiled("gpt", TP, lower=True).lowered().partition("_backward(")[2].splitlines()
+    start = next(i for i, line in enumerate(lines) if "ops.transpose_start('sum_grad', layer_norm_3_each" in line)
+    wait = next(i for i, line in enumerate(lines) if i > start and "ops.wait(" in line)
+    between = "\n".join(lines[start:wait])
+    assert "all_reduce/none tp" in lines[start]
+    assert "aten.mm.default" in between
+    assert between.count("ops.put(h_1_fc_") == 2
+
+
+def test_zero_3_gathers_and_scatters_in_the_text() -> None:
+    """Each bucket is begun while the one before it is used, and its gradients are summed when they are there."""
+    program = compiled("gpt", {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}}, lower=True)
+    backward = program.lowered().partition("_backward(")[2]
+    assert backward.count("ops.scatter(") == len(program.buckets)
+    ops = [m[1] for m in re.finditer(r"ops\.regather_(start|wait)\(", backward)]
+    assert ops.count("start") == ops.count("wait") > 2
+    assert ops[:4] == ["start", "wait", "start", "start"]  # a large bucket, and a small one beside it
+    under_way = [ops[:i].count("start") - ops[:i].count("wait") for i in range(len(ops))]
+    assert max(under_way) <= 3
+
+
+def test_lines_name_the_op_and_the_line_that_they_come_from() -> None:
+    text = compiled("gpt", TP, lower=True).lowered()
+    assert re.search(r"# linear_7 backward, h\.1\.out \(.*__init__\.py:\d+\)", text)
+    assert '"spec: shard.use' in text
+
+
+def test_it_comes_back_from_disk(tmp_path: Path) -> None:
+    model, batch, _ = built("gpt")
+    spec = {**TP, "data": {"zero": 3}, "checkpoint": [{"match": "h.*", "recompute": "cheap"}]}
+    program = compiled("gpt", spec, lower=True)
+    program.save(tmp_path / "out")
+    loaded = shardc.load(tmp_path / "out")
+    assert loaded.lowered() == program.lowered() != ""
+    want, have = (shardc.verify.simulate(p, model, batch) for p in (program, loaded))
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+
+
+def test_equal_layers_are_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardc.passes.lower import rules
+
+    asked: list[int] = []
+    derive = rules.Rules._derive
+    monkeypatch.setattr(rules.Rules, "_derive", lambda *args: asked.append(1) or derive(*args))
+    counts = []
+    for layers in (2, 6):
+        asked.clear()
+        model, batch = zoo.gpt(layers=layers)
+        shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "lower": True}, prove=False)
+        counts.append(len(asked))
+    assert counts[0] == counts[1]
+
+
+def test_peak_memory_is_not_above_autograds() -> None:
+    for spec in ({"mesh": {"dp": 2}}, TP, {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}}):
+        eager, lowered = (compiled("gpt", spec, **lower).cost().memory.peak for lower in ({}, {"lower": True}))
+        assert lowered <= eager
+
+
+def test_what_is_not_lowered_says_so() -> None:
+    spec = {**PP, "pipeline": {"axis": "pp", "stages": 2, "schedule": "zb-h1"}, "lower": True}
+    program = compiled("gpt", spec)
+    assert [n for n in program.notes if "stage0 is not lowered, and runs under autograd" in n]
+    assert program.lowered() == ""
+    with pytest.raises(shardc.ShardcError, match="is not lowered"):
+        compiled("gpt", {**spec, "strict": True})
+
+
+def test_verify_compares_both_ways() -> None:
+    assert compiled("gpt", TP, lower=True).verify(lowered=True).ok
+    (finding,) = compiled("gpt", TP).verify(lowered=True).findings
+    assert "no stage is lowered" in finding.what
