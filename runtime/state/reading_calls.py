@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,16 +48,56 @@ def lazily(recorder: Recorder | None) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "load", calls.load(torch.load)))
         for module in (safetensors, safetensors.torch):
             stack.enter_context(mock.patch.object(module, "safe_open", calls.only_here(calls.open, module.safe_open)))
-        library: ModuleType | None = sys.modules.get("transformers.modeling_utils")
-        if library is not None and hasattr(library.PreTrainedModel, "_load_pretrained_model"):
-            model = library.PreTrainedModel
-            read = staticmethod(calls.only_here(calls.load_pretrained, model._load_pretrained_model))
-            stack.enter_context(mock.patch.object(model, "_load_pretrained_model", read))
-            build = classmethod(calls.from_pretrained(model.from_pretrained.__func__))
-            stack.enter_context(mock.patch.object(model, "from_pretrained", build))
-            contexts = classmethod(calls.uninitialised(model.get_init_context.__func__, library.init.no_init_weights))
-            stack.enter_context(mock.patch.object(model, "get_init_context", contexts))
+        _once_imported("transformers.modeling_utils", lambda library: _replace(library, calls, stack), stack)
         yield
+
+
+def _replace(library: ModuleType, calls: _Calls, stack: ExitStack) -> None:
+    """transformers' way from files into a model."""
+    model = getattr(library, "PreTrainedModel", None)
+    if model is None or not hasattr(model, "_load_pretrained_model"):
+        return
+    read = staticmethod(calls.only_here(calls.load_pretrained, model._load_pretrained_model))
+    stack.enter_context(mock.patch.object(model, "_load_pretrained_model", read))
+    build = classmethod(calls.from_pretrained(model.from_pretrained.__func__))
+    stack.enter_context(mock.patch.object(model, "from_pretrained", build))
+    contexts = classmethod(calls.uninitialised(model.get_init_context.__func__, library.init.no_init_weights))
+    stack.enter_context(mock.patch.object(model, "get_init_context", contexts))
+
+
+def _once_imported(name: str, then: Callable[[ModuleType], None], stack: ExitStack) -> None:
+    """Call `then` with a module: now if it is imported, else when the builder imports it. transformers imports the
+    modules of its models no sooner than one of them is asked for, which may be in the builder.
+    """
+    if (module := sys.modules.get(name)) is not None:
+        then(module)
+        return
+    finder = _Finder(name, then)
+    sys.meta_path.insert(0, finder)
+    stack.callback(sys.meta_path.remove, finder)
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module where it is, and calls `then` when it has run."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == self.name else None
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            if self in sys.meta_path:  # an import that another thread began may end after the builder
+                self.then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 class _Calls:

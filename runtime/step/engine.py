@@ -35,6 +35,7 @@ from shardc.runtime.step import (
     outputs,
     param_groups,
     partial_grad_guard,
+    resumed,
     user_changes,
 )
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
@@ -585,7 +586,9 @@ class Engine:
 
         folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if that one is
             damaged, read the last one that is not.
+        The seed and the settings of optimizer and schedulers are then the checkpoint's; what they replace is told.
         """
+        before, seed = resumed.settings(self.optimizer, self._schedulers), self.rng.seed
         self.finish_save()
         self.buckets.reset(forward=True)
         self.buckets.wait_for_gathers()
@@ -615,6 +618,10 @@ class Engine:
             self._schedulers.load_state_dict(extra["scheduler"])
         self.loaders.load_state_dict(extra.get("loaders", {}))
         self._whole = True
+        for note in resumed.replaced(before, resumed.settings(self.optimizer, self._schedulers)):
+            self._tell(note)
+        if self.rng.seed != seed:
+            self._tell(f"seed: the checkpoint's {self.rng.seed} is used, not {seed}")
 
     def _accept(self, extra: Mapping[str, Any]) -> None:
         """Do schedulers and loaders continue these?"""

@@ -148,10 +148,13 @@ def program_of(
     dump: Path | None = None,
     world: int | None = None,
     model: str | None = None,
+    as_compiled: bool = True,
 ) -> Program:
     """The program in a compiled folder, or one compiled now, with the running pass on stderr unless quiet.
 
     model: of a compiled folder, the Python file that registers its ops, if not the one that it was compiled from.
+    as_compiled: a compiled folder whose forward or loss was changed in the model file since is used, with a note; else
+    refused.
     """
     if is_artifact(source):
         if spec is not None or mesh or settings or batch or seq:
@@ -160,7 +163,9 @@ def program_of(
                 where=source,
                 fix="leave out the spec, --mesh, --set, --batch and --seq, or compile the model again",
             )
-        return _loaded(source, trust=trust, model=model)
+        program = _loaded(source, trust=trust, model=model)
+        _check_source(source, program, model or program.meta.get("model_ref", ""), refuse=not as_compiled)
+        return program
     if spec is None and not Path(source.partition(":")[0]).exists() and not source.startswith("hf:"):
         raise ShardcError(
             "there is no such file or compiled DIR",
@@ -169,13 +174,14 @@ def program_of(
         )
     if spec is None:
         raise ShardcError("no spec given", where=source, fix="add one: shardc ... model.py spec.yaml")
-    from shardc.cli import model_file
+    from shardc.cli import model_file, model_source
     from shardc.compile import compile
 
     file = model_file.load(source, batch=batch, seq=seq)
+    module = file.on_meta()
     with console.status("compiling") as status:
         program = compile(
-            file.on_meta(),
+            module,
             file.batch,
             spec,
             mesh=_mesh_sizes(mesh or []),
@@ -185,8 +191,25 @@ def program_of(
             world=world,
             on_pass=None if quiet else lambda name: status.update(f"compiling: {name}"),
         )
-    program.meta |= {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}}
+    captured = model_source.digests(model_file.source_of(file.ref), model_file.captured(file.ref), module)
+    program.meta |= {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}, "source": captured}
     return program
+
+
+def _check_source(folder: str, program: Program, ref: str, *, refuse: bool) -> None:
+    """Whether a compiled folder's forward and loss are still those of the model file."""
+    from shardc.cli import model_file, model_source
+
+    if not ref or "source" not in program.meta:
+        return
+    file = model_file.source_of(ref)
+    if changed := model_source.changed(program.meta["source"], file):
+        what = f"{'; '.join(changed)} changed since this was compiled: forward and loss are still those of then"
+        again = f"shardc compile {file.name} SPEC -o {folder}"
+        fix = f"compile it again ({again}), or, to train it as it is, add --as-compiled"
+        if refuse:
+            raise ShardcError(what, where=folder, fix=fix)
+        console.print(f"note: {folder}: {what}", markup=False)
 
 
 def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:

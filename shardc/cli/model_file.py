@@ -142,6 +142,20 @@ def path_of(ref: str) -> str:
     return "" if ref.startswith("hf:") else ref if ref.endswith(".py") else ref.partition(":")[0]
 
 
+def source_of(ref: str) -> Path:
+    """The file that a model reference is of: Python, or a transformers model's config.json (not there, perhaps)."""
+    if not ref.startswith("hf:"):
+        return Path(path_of(ref))
+    path = Path(ref.rpartition(":")[2])
+    return path / "config.json" if path.is_dir() else path
+
+
+def captured(ref: str) -> tuple[str, ...]:
+    """The functions of a model file whose work a program keeps."""
+    builder = "" if ref.endswith(".py") else ref.partition(":")[2]
+    return builder or "model", "loss"
+
+
 def _existing(
     name: str,
     ref: str,

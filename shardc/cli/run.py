@@ -137,6 +137,12 @@ def command(
     batch: BatchOption = None,
     seq: SeqOption = None,
     trust: TrustOption = False,
+    as_compiled: Annotated[
+        bool,
+        typer.Option(
+            "--as-compiled", help="train a compiled DIR although forward or loss changed in the model file since"
+        ),
+    ] = False,
     model_: ModelOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -156,7 +162,17 @@ def command(
 
         def compiled() -> Program:
             return program_of(
-                model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, world=world, model=model_
+                model,
+                spec,
+                mesh,
+                set_,
+                batch,
+                seq,
+                trust=trust,
+                quiet=as_json,
+                world=world,
+                model=model_,
+                as_compiled=as_compiled,
             )
 
         def read(found: Path) -> Program:
@@ -254,6 +270,9 @@ def _settings(run: Run, **options: Any) -> Run:
         if wanted and not run.log:
             fix = "name a folder, --log DIR or `run: {log: DIR}`"
             raise ShardcError(f"{name} needs a folder to write to", where=f"--{name}", fix=fix)
+    if run.save_every and not run.save:
+        fix = "name the folder, --save DIR or `run: {save: DIR}`"
+        raise ShardcError("checkpoints need a folder", where="--save-every", fix=fix)
     if run.auto_resume and not run.save:
         fix = "name the folder, --save DIR or `run: {save: DIR}`"
         raise ShardcError("nothing is saved that a run could go on from", where="--auto-resume", fix=fix)

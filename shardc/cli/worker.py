@@ -122,7 +122,7 @@ def run(job: Job) -> dict[str, Any]:
         what = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
         raise ShardcError(what, where="--steps", fix="--steps counts from the first step of all: name a later one")
     with mesh.together("opening the data"):
-        train, valid = _data(job, file, engine, settings)
+        train, valid = _data(job, file, engine)
 
     first = engine.mesh.rank == 0
     out = sys.stdout if first and not job.quiet else None
@@ -163,17 +163,18 @@ def run(job: Job) -> dict[str, Any]:
     return summary
 
 
-def _data(job: Job, file: ModelFile, engine: Engine, settings: Run) -> tuple[Batches, Batches | None]:
-    """What is trained on, and what is held out."""
+def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches | None]:
+    """What is trained on, and what is held out. A run that goes on has its checkpoint's seed."""
     from shardc.cli import training_data
 
+    seed = engine.rng.seed
     if file.data is None:
-        return training_data.example(file, settings.seed), None
-    train = training_data.batches(engine, file, "train", settings.seed)
+        return training_data.example(file, seed), None
+    train = training_data.batches(engine, file, "train", seed)
     if train is None:
         what, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
         raise ShardcError(what, where=job.model, fix=fix)
-    return train, training_data.batches(engine, file, "valid", settings.seed)
+    return train, training_data.batches(engine, file, "valid", seed)
 
 
 def _record(file: Path) -> None:

@@ -247,6 +247,7 @@ def test_help_says_what_the_sections_keys_say() -> None:
         ({"memory_snapshot": (2,)}, "memory-snapshot needs a folder to write to"),
         ({"tensorboard": True}, "tensorboard needs a folder to write to"),
         ({"auto_resume": True}, "nothing is saved that a run could go on from"),
+        ({"save_every": 2}, "checkpoints need a folder"),
     ],
 )
 def test_settings_that_do_not_go_together(options: dict[str, Any], text: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -317,6 +319,27 @@ def test_weights_that_a_builder_reads_are_read_by_slice(kind: str, folders: Any)
         assert ("not in the files, and initialised by the model: score.weight" in recipe.notes) == (kind == "new head")
     with torch.device("meta"), lazily(None):
         assert all(x.is_meta for x in build().parameters())
+
+
+@pytest.mark.parametrize("way", ["AutoModelForCausalLM of the file", "class of the builder"])
+def test_from_pretrained_before_transformers_has_imported_its_models(way: str, folders: Any) -> None:
+    """`from transformers import AutoModelForCausalLM` imports no model: that comes in the builder."""
+    path, model = folders("llama", False, False)
+    name = "AutoModelForCausalLM" if way.startswith("Auto") else type(model).__name__
+    line = f"from transformers import {name}"
+    script = f"""
+import sys
+{line if way.startswith("Auto") else ""}
+from shardc.runtime.state.init import record
+def model():
+    {line}
+    return {name}.from_pretrained({str(path)!r})
+assert "transformers.modeling_utils" not in sys.modules
+built, recipe = record(model)
+print(recipe.notes)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "(from_pretrained)" in done.stdout, done.stderr
 
 
 def test_what_a_builder_imports_reads_files_afterwards(tmp_path: Path) -> None:

@@ -1,0 +1,192 @@
+"""What of the user's source a compiled folder was made from, so that a later change is seen.
+
+A program keeps the forward and the loss of the day on which it was compiled; `shardc run DIR` takes the optimizer and
+the data from the model file of today. So the folder's manifest has a digest of every definition that forward and loss
+can reach: from the file's builder and loss(), and from the classes of the model's modules, through the names that they
+use, into every module of the user's that they import. What only data(), optimizer() or batch() use is not among them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torch import nn
+
+#: All of a file, as a name in it.
+WHOLE = "*"
+#: {path from the model file's folder, "" for that file itself: {name of a definition: digest}}
+Digests = dict[str, dict[str, str]]
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def digests(main: Path, names: Iterable[str], model: nn.Module) -> Digests:
+    """main: the model file (or the config of a transformers model). names: of the functions in it that are captured.
+    model: what they built: its modules' classes are captured as well.
+    """
+    main = main.resolve()
+    wanted = [(main, name) for name in names] if main.suffix == ".py" else [(main, WHOLE)]
+    wanted += _classes(model)
+    files: dict[Path, _File] = {}
+    found: Digests = {}
+    while wanted:
+        path, name = wanted.pop()
+        seen = found.setdefault("" if path == main else os.path.relpath(path, main.parent), {})
+        if name in seen:
+            continue
+        if path not in files:
+            files[path] = _File(path)
+        if (digest := files[path].digest(name)) is not None:
+            seen[name] = digest
+            wanted += files[path].reached(name)
+    return {path: dict(sorted(names.items())) for path, names in sorted(found.items()) if names}
+
+
+def changed(recorded: Digests, main: Path) -> list[str]:
+    """The definitions that are not what they were, as "Net of model.py". main: the model file of today. A file that is
+    not there, or cannot be read as Python, is left to whoever imports it.
+    """
+    folder, found = main.resolve().parent, []
+    for relative, names in recorded.items():
+        path = folder / relative if relative else main
+        try:
+            now = _File(path)
+        except (OSError, SyntaxError, ValueError):
+            continue
+        different = [name for name, digest in names.items() if now.digest(name) != digest]
+        if WHOLE in different:
+            found.append(path.name)
+        elif different:
+            found.append(f"{', '.join(different)} of {path.name}")
+    return found
+
+
+class _File:
+    """One file of the user's, as its statements at top level and the names that they bind. Raises SyntaxError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.text = path, path.read_bytes()
+        self.bound: dict[str, list[ast.stmt]] = {}
+        self.statements: list[ast.stmt] = []
+        if path.suffix != ".py":
+            return
+        self.statements = [x for x in ast.parse(self.text).body if not _is_script(x)]
+        loose = []
+        for statement in self.statements:
+            names = set(_binds(statement))
+            for name in names:
+                self.bound.setdefault(name, []).append(statement)
+            if not names:
+                loose.append(statement)
+        for statement in loose:  # Net.forward = other, torch.set_default_dtype(...): of all that they name
+            for name in set(_names(statement)) & self.bound.keys():
+                self.bound[name].append(statement)
+
+    def digest(self, name: str) -> str | None:
+        """Of what a name stands for, without comments and docstrings; None if the file does not bind it."""
+        if self.path.suffix != ".py":
+            return hashlib.sha256(self.text).hexdigest()[:16]
+        statements = self._of(name)
+        code = "\n".join(ast.unparse(_Undocumented().visit(x)) for x in statements)
+        return hashlib.sha256(code.encode()).hexdigest()[:16] if statements else None
+
+    def reached(self, name: str) -> Iterator[tuple[Path, str]]:
+        """What the definition of a name uses, in this file and others of the user's."""
+        for statement in self._of(name):
+            yield from ((self.path, x) for x in set(_names(statement)) if x in self.bound)
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Import):
+                    for module in node.names:
+                        yield from ((path, WHOLE) for path in _module(module.name))
+                elif isinstance(node, ast.ImportFrom):
+                    yield from self._from(node)
+
+    def _of(self, name: str) -> list[ast.stmt]:
+        return self.statements if name == WHOLE else self.bound.get(name, [])
+
+    def _from(self, node: ast.ImportFrom) -> Iterator[tuple[Path, str]]:
+        """`from module import names`, of which each may be a module by itself."""
+        module = "." * node.level + (node.module or "")
+        if node.level:
+            package = next((getattr(m, "__package__", "") for m in _loaded(self.path)), "")
+            if not package:
+                return
+            module = importlib.util.resolve_name(module, package)
+        for imported in node.names:
+            yield from ((path, imported.name) for path in _module(module))
+            yield from ((path, WHOLE) for path in _module(f"{module}.{imported.name}"))
+
+
+def _classes(model: nn.Module) -> list[tuple[Path, str]]:
+    """Where the classes of all modules are defined, as far as that is the user's code."""
+    kinds = {c for m in model.modules() for c in type(m).__mro__}
+    return [(path, c.__qualname__.partition(".")[0]) for c in kinds for path in _module(c.__module__)]
+
+
+def _module(name: str) -> list[Path]:
+    """The file of a module that is imported, if it is the user's own."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if not file or not file.endswith(".py"):
+        return []
+    path = Path(file).resolve()
+    own = Path(__file__).resolve().parents[1]
+    library = [Path(p).resolve() for p in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), own)]
+    outside = {"site-packages", "dist-packages"}.isdisjoint(path.parts) and not any(map(path.is_relative_to, library))
+    return [path] if outside else []
+
+
+def _loaded(path: Path) -> list[object]:
+    return [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(path)]
+
+
+def _binds(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement at top level gives a value, also inside of `if`, `try` and loops."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield statement.name
+    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+        for x in statement.names:
+            yield x.asname or (x.name.partition(".")[0] if isinstance(statement, ast.Import) else x.name)
+    else:
+        for field in ast.iter_child_nodes(statement):
+            if isinstance(field, ast.stmt):
+                yield from _binds(field)
+            elif isinstance(field, ast.ExceptHandler):
+                for inner in field.body:
+                    yield from _binds(inner)
+            else:
+                yield from (x.id for x in ast.walk(field) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+
+
+def _names(node: ast.AST, local: frozenset[str] = frozenset()) -> Iterator[str]:
+    """The names that code reads and that are not a function's own."""
+    if isinstance(node, _FUNCTIONS):
+        arguments = {x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)}
+        stored = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+        local |= arguments | stored
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in local:
+        yield node.id
+    for child in ast.iter_child_nodes(node):
+        yield from _names(child, local)
+
+
+def _is_script(statement: ast.stmt) -> bool:
+    """`if __name__ == "__main__":`"""
+    return isinstance(statement, ast.If) and "__name__" in set(_names(statement.test))
+
+
+class _Undocumented(ast.NodeTransformer):
+    """Leaves docstrings out."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return node

@@ -1,0 +1,112 @@
+"""What of the user's source a compiled folder keeps, and which changes of it are seen."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardc.cli import common, model_file, model_source
+from shardc.errors import ShardcError
+
+MODEL = """
+import torch
+from layers import Block
+SCALE = 2.0
+
+class Net(Block):
+    \"\"\"A net.\"\"\"
+    def forward(self, x):
+        data = super().forward(x)
+        return scaled(data)
+
+def scaled(x): return x * SCALE
+
+def model(): return Net(8)
+
+def loss(output, batch): return output.square().mean()
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 8
+
+def data(split): return Samples()
+def optimizer(params): return torch.optim.SGD(params, lr=0.1)
+def batch(): return {"x": torch.ones(4, 8)}
+"""
+LAYERS = """
+from torch import nn
+WIDTH = 3
+UNUSED = 1
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.up = nn.Linear(d, WIDTH)
+    def forward(self, x):
+        return self.up(x)
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "layers.py").write_text(LAYERS)
+    (tmp_path / "net.py").write_text(MODEL)
+    (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {dp: 2}\n")
+    yield tmp_path
+    sys.modules.pop("layers", None)
+
+
+def recorded(ref: str = "net.py") -> model_source.Digests:
+    file = model_file.load(ref)
+    return model_source.digests(model_file.source_of(file.ref), model_file.captured(file.ref), file.on_meta())
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "seen"),
+    [
+        ("net.py", "output.square()", "output.abs()", ["loss of net.py"]),
+        ("net.py", "data = super", "data = 2 * super", ["Net of net.py"]),
+        ("net.py", "x * SCALE", "x + SCALE", ["scaled of net.py"]),
+        ("net.py", "SCALE = 2.0", "SCALE = 3.0", ["SCALE of net.py"]),
+        ("net.py", "def model(): return Net(8)", "def model(): return Net(9)", ["model of net.py"]),
+        ("net.py", "def batch()", "Net.forward = lambda self, x: x\ndef batch()", ["Net of net.py"]),
+        ("layers.py", "self.up(x)", "-self.up(x)", ["Block of layers.py"]),
+        ("layers.py", "WIDTH = 3", "WIDTH = 4", ["WIDTH of layers.py"]),
+        # what training takes from the file of today, and what changes nothing
+        ("net.py", "return 8", "return 9", []),
+        ("net.py", "return Samples()", "return None", []),
+        ("net.py", "lr=0.1", "lr=0.2", []),
+        ("net.py", "torch.ones(4, 8)", "torch.ones(4, 8) * 2", []),
+        ("net.py", "A net.", "A good net.", []),
+        ("net.py", "def scaled(x): return x * SCALE", "# scaled\ndef scaled(x):\n  return x*SCALE", []),
+        ("layers.py", "UNUSED = 1", "UNUSED = 2", []),
+    ],
+)
+def test_a_change_is_seen_where_forward_or_loss_reach(
+    files: Path, file: str, old: str, new: str, seen: list[str]
+) -> None:
+    before = recorded()
+    text = (files / file).read_text()
+    assert old in text
+    (files / file).write_text(text.replace(old, new))
+    assert model_source.changed(before, files / "net.py") == seen
+
+
+def test_a_folder_that_went_stale_is_not_run_and_is_noted_elsewhere(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common.program_of("net.py", Path("spec.yaml"), None, None, None, None, quiet=True).save("out")
+
+    def program(**options: bool) -> None:
+        common.program_of("out", None, None, None, None, None, **options)
+
+    program(as_compiled=False)
+    (files / "net.py").write_text(MODEL.replace("output.square()", "output.abs()"))
+    with pytest.raises(ShardcError, match=r"loss of net.py changed since this was compiled") as e:
+        program(as_compiled=False)
+    assert "shardc compile net.py SPEC -o out" in e.value.fix
+    assert "--as-compiled" in e.value.fix
+    assert "note" not in capsys.readouterr().err
+    program()
+    assert "note: out: loss of net.py changed since" in capsys.readouterr().err
