@@ -90,7 +90,7 @@ class Reader(Dataset[Any]):
             else:
                 items = [self._one(k) for k in keys]
             _seed((self.seed, 2, *keys[0]))
-            return _collated(self.collate, items)
+            return _collated(self.collate, items, [i for _, i in keys])
 
     def _one(self, k: Key) -> Any:
         _seed((self.seed, 0, *k))
@@ -126,18 +126,33 @@ class Stream(IterableDataset[Any]):
             if len(items) < self.batch:
                 return
             with _draws((self.seed, 2, self.epoch, position)):
-                part = _collated(self.collate, [items[i] for i in self.mine])
+                part = _collated(self.collate, [items[i] for i in self.mine], [position + i for i in self.mine])
             position += self.batch
             yield part
 
 
-def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """A batch. Raises ShardcError for samples of several sizes, of which torch's default makes none."""
+def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: Sequence[int]) -> Any:
+    """A batch. numbers: of the samples in the dataset. Raises ShardcError for samples of which torch's default makes
+    none, and, where the collate function fails, for a sample that is None.
+    """
     try:
         return collate(samples)
-    except RuntimeError as e:
-        if collate is not default_collate or "equal size" not in str(e):
+    except Exception as e:
+        none = [n for n, x in zip(numbers, samples, strict=True) if x is None]
+        if none:
+            what = f"sample {none[0]} is None" + (
+                f" ({len(none)} of the {len(samples)} of a batch are)" if none[1:] else ""
+            )
+            fix = "return a sample for every number, leave it out of the dataset, or drop it in a collate function"
+            raise ShardcError(what, where="engine.loader", fix=fix) from e
+        if collate is not default_collate:
             raise
+        if "equal size" not in str(e):
+            what = (
+                f"torch makes no batch of samples {numbers[0]}, ...: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
+            )
+            fix = "let each sample have the same keys, and tensors, arrays or numbers under them; or pass collate_fn"
+            raise ShardcError(what, where="engine.loader", fix=f"{fix} (in a model file, collate(samples))") from e
         raise ShardcError(
             f"the samples of a batch have several sizes, and nothing pads them ({e})",
             where="engine.loader",

@@ -55,7 +55,7 @@ def save(program: Program, folder: str | Path) -> None:
     Raises ShardcError for a folder that contains anything but an artifact. Constants are copied to the CPU.
     """
     written, folder = folder, Path(folder).resolve()
-    _check_free(folder, str(written))
+    check_free(folder, str(written))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
         new, old = Path(work, "new"), Path(work, "old")
@@ -71,7 +71,7 @@ def save(program: Program, folder: str | Path) -> None:
             raise
 
 
-def _check_free(folder: Path, shown: str) -> None:
+def check_free(folder: Path, shown: str) -> None:
     """Raises ShardcError unless the folder is new, empty or an artifact, which may be replaced."""
     fix = "name a new or empty folder"
     if not folder.exists():

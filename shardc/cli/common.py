@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -128,6 +129,39 @@ def progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[str, int,
                 console.print(f"{now - started:3.0f} s: {doing}{count}", markup=False)
 
         yield on
+
+
+def check_outputs(
+    files: Mapping[str, Path | None] | None = None, folders: Mapping[str, Path | None] | None = None
+) -> None:
+    """Try where a command is to write, by option, before it begins its work. Raises ShardcError. files: their folder
+    has to be there. folders: are made, with those above them.
+    """
+    for option, path in (files or {}).items():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ShardcError(f"{path} is a folder", where=option, fix=f"name a file in it, {option} {path / 'NAME'}")
+        if not path.parent.is_dir():
+            fix = f"mkdir -p {path.parent}, or name a file in a folder that is there"
+            raise ShardcError(f"there is no folder {path.parent}", where=option, fix=fix)
+        _try(path.parent, path, option)
+    for option, path in (folders or {}).items():
+        if path is None:
+            continue
+        there = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not there.is_dir():
+            raise ShardcError(f"{there} is a file, not a folder", where=option, fix="name a new or empty folder")
+        _try(there, path, option)
+
+
+def _try(folder: Path, path: Path, option: str) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as f:
+            f.write(b"tried before the work")
+    except OSError as e:
+        fix = "name a place that can be written to"
+        raise ShardcError(f"cannot write {path}: {e.strerror}, in {folder}", where=option, fix=fix) from None
 
 
 def is_artifact(source: str) -> bool:

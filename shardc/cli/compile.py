@@ -36,6 +36,11 @@ def command(
             raise ShardcError(
                 f"{model} is a folder", where=model, fix="name a model file; `shardc inspect DIR` shows a compiled one"
             )
+        common.check_outputs(folders={"--output": output, "--dump": dump})
+        if output:
+            from shardc.artifact import check_free
+
+            check_free(output, str(output))
         program = common.program_of(model, spec, mesh, set_, batch, seq, quiet=as_json, dump=dump)
         if output:
             program.save(output)

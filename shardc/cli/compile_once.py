@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardc.errors import ShardcError
+
 if TYPE_CHECKING:
     from shardc.ir.program import Program
 
@@ -64,8 +66,21 @@ def once(
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     else:
-        found = _awaited(folder)
-        yield read(found) if found is not None else compiled()
+        yield _read(_awaited(folder), compiled, read)
+
+
+def _read(found: Path | None, compiled: Callable[[], Program], read: Callable[[Path], Program]) -> Program:
+    """The first process's program. If that process fails while it is read, this one does the same by itself, and meets
+    the same error.
+    """
+    if found is None:
+        return compiled()
+    try:
+        return read(found)
+    except (ShardcError, OSError):
+        if found.is_dir():
+            raise
+        return compiled()
 
 
 def _made(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from shardc.cli.common import DebugOption, JsonOption, console, progress, reporting
+from shardc.cli.common import DebugOption, JsonOption, check_outputs, console, progress, reporting
 from shardc.errors import ShardcError
 
 
@@ -34,6 +34,7 @@ def command(
     with reporting(debug, as_json) as show:
         name: str | Path | None = which
         if measure:
+            check_outputs(folders={"--output": output.parent if output else None})
             with progress("measuring", quiet=as_json) as told:
                 name = _measure(which, output, lambda what: told(f"measuring {what}", 0, 0))
             console.print(f"written to {name}")

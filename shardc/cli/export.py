@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardc.cli.common import DebugOption, reporting
+from shardc.cli.common import DebugOption, check_outputs, reporting
 from shardc.errors import ShardcError
 
 
@@ -41,6 +41,7 @@ def command(
         from shardc.runtime.state.pretrained import named_state
         from shardc.runtime.state.weight_files import is_checkpoint, open_weights
 
+        check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
         if not is_checkpoint(checkpoint):
             fix = "name a folder that `shardc run --save` wrote"
             raise ShardcError(f"there is no checkpoint in {checkpoint}", where=str(checkpoint), fix=fix)

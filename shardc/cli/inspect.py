@@ -71,6 +71,7 @@ def command(
 ) -> None:
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
     with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
+        common.check_outputs({"--html": html, "--svg": svg})
         if svg and [schedule, memory, draw is not None].count(True) != 1:
             what = "--svg draws one of the schedule, the memory, and a module"
             raise ShardcError(what, where="--svg", fix="add --schedule, --memory or --draw MODULE")

@@ -13,11 +13,12 @@ import hashlib
 import importlib.util
 import os
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import nn
+
+from shardc.cli.user_frames import is_users
 
 #: All of a file, as a name in it.
 WHOLE = "*"
@@ -135,11 +136,7 @@ def _module(name: str) -> list[Path]:
     file = getattr(sys.modules.get(name), "__file__", None)
     if not file or not file.endswith(".py"):
         return []
-    path = Path(file).resolve()
-    own = Path(__file__).resolve().parents[1]
-    library = [Path(p).resolve() for p in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), own)]
-    outside = {"site-packages", "dist-packages"}.isdisjoint(path.parts) and not any(map(path.is_relative_to, library))
-    return [path] if outside else []
+    return [Path(file).resolve()] if is_users(file) else []
 
 
 def _loaded(path: Path) -> list[object]:

@@ -14,6 +14,7 @@ from shardc.cli.common import (
     DebugOption,
     JsonOption,
     SeqOption,
+    check_outputs,
     is_artifact,
     print_error,
     progress,
@@ -58,6 +59,7 @@ def command(
     recomputation, schedules.
     """
     with reporting(debug, as_json) as show:
+        check_outputs({"--output": output, "--svg": svg})
         if is_artifact(model):
             fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
             raise ShardcError("a compiled DIR already has its spec", where=model, fix=fix)

@@ -28,6 +28,7 @@ from shardc.cli.common import (
     Source,
     SpecFile,
     TrustOption,
+    check_outputs,
     is_artifact,
     program_of,
     reporting,
@@ -156,6 +157,8 @@ def command(
     with reporting(debug, as_json) as show, ExitStack() as stack:
         folder = stack.enter_context(run_folder())
         launch.join_slurm()
+        check_outputs(folders={"--save": save, "--log": log})
+        _check_options(clip=clip, seed=seed, watch=watch, timeout=timeout)
         joined = launch.in_world()
         here = presence.begin(*(() if watch is None else (watch,))) if joined else None
         world = int(os.environ["WORLD_SIZE"]) if joined else nproc
@@ -235,6 +238,7 @@ def command(
             trust=trust,
             progress="" if joined else str(folder),
             joined=joined,
+            debug=debug,
         )
         status = _train(job, folder, program, show)
         for restart in range(1, run.max_restarts + 1):
@@ -257,6 +261,24 @@ def command(
     if joined:
         worker.leave(status)
     raise typer.Exit(status)
+
+
+def _check_options(**options: Any) -> None:
+    """Raises ShardcError for values that the spec's section would not take either."""
+    from pydantic import ValidationError
+
+    from shardc.spec import Run
+
+    try:
+        Run.model_validate({name: value for name, value in options.items() if value is not None})
+    except ValidationError as e:
+        errors = []
+        for wrong in e.errors():
+            name = str(wrong["loc"][0])
+            like = Run.model_fields[name].examples or [Run.model_fields[name].default]
+            fix = f"e.g. --{name} {like[0]}, or leave it out"
+            errors.append(ShardcError(wrong["msg"], where=f"--{name.replace('_', '-')}", fix=fix))
+        raise ShardcError("wrong options", errors=errors) from None
 
 
 def _settings(run: Run, **options: Any) -> Run:

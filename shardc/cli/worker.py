@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 
 from shardc.cli.rank_errors import for_this_rank
 from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
+from shardc.cli.user_frames import print_error
 from shardc.errors import ShardcError
 from shardc.runtime.step.op_errors import OutOfMemoryError, no_memory, out_of_memory
 from shardc.spec.run_section import Run
@@ -45,7 +45,7 @@ class Job:
     resume: folder, or "". last_good: if the last checkpoint is damaged, resume from the last that is not. overwrite:
     the log begins anew. progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress). result: file
     into which rank 0 writes the summary. trust: run an edited artifact. joined: the processes were started by torchrun
-    or Slurm.
+    or Slurm. debug: tracebacks show all frames, not only those of the user's code.
     """
 
     program: str
@@ -62,6 +62,7 @@ class Job:
     progress: str = ""
     trust: bool = False
     joined: bool = False
+    debug: bool = False
 
     @property
     def settings(self) -> Run:
@@ -216,8 +217,7 @@ def main(file: str) -> None:
     except BaseException as e:
         if no_memory(e):
             _refuse(job, out_of_memory(e, "weights, gradients and the optimizer's state, before or after a step"))
-        traceback.print_exc()
-        sys.stderr.flush()
+        print_error(e, debug=job.debug)
         _report_errors(
             job, [{"where": f"rank {os.environ.get('RANK', '0')}", "what": f"{type(e).__name__}: {e}", "fix": ""}]
         )

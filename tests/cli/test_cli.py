@@ -431,12 +431,6 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     ("no language model", ["compile", "hf:vit.json", "spec.yaml"], "'vit' is not a causal lang", "write a model.py"),
     ("a list as a config", ["compile", "hf:list.json", "spec.yaml"], "the config has no model_type", "model_type"),
     ("sizes of an artifact", ["verify", ".", "--batch", "3"], "its spec and the sizes of its", "--batch and --seq"),
-    (
-        "a folder in a file",
-        ["compile", "model.py", "spec.yaml", "-o", "spec.yaml/out"],
-        "spec.yaml: File exists",
-        "name a file or folder that can be used so",
-    ),
     ("config is no JSON", ["compile", "hf:spec.yaml", "spec.yaml"], "not JSON", "config.json"),
 ]
 
@@ -527,3 +521,30 @@ def test_memory_that_runs_out_is_told_with_what_a_step_needs(files: Path) -> Non
     assert re.fullmatch(
         r"by calculation a step holds [\d.]+ KiB on a rank at its peak, at backward of Net \(model\.py:\d+\)", said
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "said"),
+    [
+        ("plan model.py --devices 2 --svg none/x.svg", "--svg", "there is no folder none"),
+        ("plan model.py --devices 2 -o none/x.yaml", "--output", "there is no folder none"),
+        ("plan model.py --devices 2 -o .", "--output", ". is a folder"),
+        ("inspect model.py spec.yaml --html none/x.html", "--html", "there is no folder none"),
+        ("compile model.py spec.yaml -o spec.yaml/out", "--output", "spec.yaml is a file, not a folder"),
+        ("compile model.py spec.yaml --dump model.py", "--dump", "model.py is a file, not a folder"),
+        ("compile model.py spec.yaml -o /proc/x", "--output", "cannot write /proc/x"),
+        ("run model.py spec.yaml --log /proc/x", "--log", "cannot write /proc/x"),
+        ("export model.py none /proc/x", "OUT", "cannot write /proc/x"),
+        ("run model.py spec.yaml --clip 0", "--clip", "must be a number above 0, not 0"),
+        ("run model.py spec.yaml --clip -1", "--clip", "must be a number above 0, not -1"),
+    ],
+)
+def test_where_a_command_writes_is_tried_before_its_work(
+    command: str, option: str, said: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardc.cli.model_file.load", lambda *_, **__: pytest.fail("the work began"))
+    result = call(*command.split())
+    assert result.exit_code == 2
+    assert f"error {option}: " in flat(result.stderr)
+    assert said in flat(result.stderr)
+    assert "fix: " in result.stderr

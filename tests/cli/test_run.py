@@ -339,8 +339,8 @@ def test_a_signal_saves_and_says_where(folder: Path) -> None:
     [
         (["--save", "taken"], "an earlier run's checkpoint is in taken"),
         (["--log", "logged"], "an earlier run's steps.jsonl is in logged"),
-        (["--save", "file"], "cannot write to file"),
-        (["--save", "file/below"], "cannot write to file/below"),
+        (["--save", "file"], "--save: file is a file, not a folder"),
+        (["--save", "file/below"], "file is a file, not a folder"),
     ],
 )
 def test_folders_are_tried_before_anything_runs(folder: Path, args: list[str], text: str) -> None:

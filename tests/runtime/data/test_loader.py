@@ -676,3 +676,35 @@ def test_inputs_that_no_part_can_be_read_of() -> None:
         Loader(laid(pair, x=((8,), {"dp": Shard(0)}), y=((8,), {"dp": Shard(0, 2)})), Rank(0), range(8))
     with pytest.raises(ShardcError, match=r"loader 'train': none of the program's inputs has a batch dim"):
         Loader(laid(pair, x=((), {})), Rank(0), range(8))
+
+
+class Holes(Numbers):
+    """Some samples are not there."""
+
+    def __getitem__(self, i: int) -> Any:
+        return None if i in (5, 6) else super().__getitem__(i)
+
+
+def test_a_sample_that_is_none_is_named() -> None:
+    program = compiled({"dp": 1})
+    (loader,) = loaders(program, Holes(B * 2), shuffle=False)
+    with pytest.raises(ShardcError, match=r"sample 5 is None \(2 of the 8 of a batch are\)"):
+        list(loader)
+    (whole_again,) = loaders(
+        program,
+        Holes(B * 2),
+        shuffle=False,
+        collate_fn=lambda samples: torch.utils.data.default_collate([x or samples[0] for x in samples]),
+    )
+    assert list(whole_again)
+
+
+def test_samples_that_make_no_batch_are_named() -> None:
+    class Odd(Numbers):
+        def __getitem__(self, i: int) -> Any:
+            return {"other": 1} if i == 3 else super().__getitem__(i)
+
+    (loader,) = loaders(compiled({"dp": 1}), Odd(B * 2), shuffle=False)
+    with pytest.raises(ShardcError, match=r"torch makes no batch of samples 0, ...: KeyError: 'x'") as e:
+        list(loader)
+    assert "the same keys" in e.value.fix
