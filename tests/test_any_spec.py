@@ -1,5 +1,5 @@
 """Any spec that compiles gives what one device gives: random meshes, splits, annotations, schedules, ZeRO,
-recomputation, padding.
+recomputation, padding, lowered or not.
 
 Two steps with dropout and momentum, against the same program on one rank. A few specs of a few models here;
 `make fuzz` tries many, their price and artifacts as well, of every model (`make fuzz EXAMPLES=200 MODELS='gpt unet'`).
@@ -125,6 +125,8 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         spec["checkpoint"] = [
             {"match": draw(st.sampled_from(modules).map(starred)), **draw(st.sampled_from(CHECKPOINTS))}
         ]
+    if draw(st.booleans()):
+        spec["lower"] = True
     return spec
 
 

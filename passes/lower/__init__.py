@@ -55,8 +55,6 @@ def lower(program: Program) -> tuple[Program, list[str]]:
 
 def _refused(program: Program) -> str:
     """Why its stages stay as they are; "" if they can be lowered."""
-    if program.schedule is not None and any(a.kind == "I" for each in program.schedule.actions for a in each):
-        return "its schedule splits backward in two"
     if any(r.offload for r in program.regions):
         return "a region keeps its values on the CPU (`checkpoint: {offload: cpu}`)"
     return ""
@@ -71,7 +69,9 @@ def _stage(program: Program, stage: Stage, rules: Rules) -> Lowered:
     roots += [loss] if loss is not None else []
     backward = Backward(stage.graph, program, rules, types)
     begin = backward.run([n for n in roots if (t := types[producer_of(n)]) is not None and t.grad])
-    return Writer(program, stage.graph, facts, backward.events, begin, backward.left).lowered()
+    actions = [a for each in program.schedule.actions for a in each] if program.schedule is not None else []
+    divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
+    return Writer(program, stage.graph, facts, backward.events, begin, backward.left).lowered(divided=divided)
 
 
 def _types(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, Type | None], dict[fx.Node, Facts]]:

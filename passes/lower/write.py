@@ -58,9 +58,14 @@ class Writer:
         self._placeholders: dict[str, fx.Node] = {}
         self._gathers: list[tuple[fx.Node, fx.Node, fx.Node]] = []  # (of forward, start, wait), as backward wants them
 
-    def lowered(self) -> Lowered:
+    def lowered(self, *, divided: bool = False) -> Lowered:
+        """divided: backward in two halves."""
         forward, saved = self._write_forward()
         self._write_backward(saved)
+        halves = _halves(self._back) if divided else [self._back]
+        for graph in halves:
+            _add_in_place(graph)
+            graph.lint()
         output = forward.output_node()
         given: Any = output.args[0]
         *returned, kept = given
@@ -68,7 +73,7 @@ class Writer:
         output.args = ((*returned, tuple(n for n in kept if n.name in taken)),)
         _drop_unused(forward)
         forward.lint()
-        return Lowered(forward, self._back)
+        return Lowered(forward, *halves)
 
     # --- what backward wants
 
@@ -232,8 +237,6 @@ class Writer:
         _drop_unused(graph)
         for node in [n for n in graph.find_nodes(op="placeholder") if not n.users]:
             graph.erase_node(node)
-        _add_in_place(graph)
-        graph.lint()
 
     def _placeholder(self, name: str, meta: Mapping[str, Any]) -> fx.Node:
         node = self._back.placeholder(name)
@@ -385,6 +388,40 @@ def _drop_unused(graph: fx.Graph) -> None:
             graph.erase_node(n)
 
 
+def _halves(graph: fx.Graph) -> list[fx.Graph]:
+    """Backward as what the gradients of received values hang on, and the rest: weights."""
+    first: set[fx.Node] = set()
+    todo = list(graph.output_node().all_input_nodes)
+    while todo:
+        n = todo.pop()
+        if n not in first:
+            first.add(n)
+            todo += n.all_input_nodes
+    rest = [n for n in graph.nodes if n.op == "call_function" and n not in first]
+    crossing = dict.fromkeys(x for n in rest for x in n.all_input_nodes if x in first and x.op == "call_function")
+    one, one_env = _part(graph, [n for n in graph.nodes if n in first], {})
+    one.output((fx.map_arg(graph.output_node().args[0], one_env.__getitem__), tuple(one_env[n] for n in crossing)))
+    other, _ = _part(graph, rest, crossing)
+    other.output(())
+    return [one, other]
+
+
+def _part(
+    graph: fx.Graph, nodes: Sequence[fx.Node], given: Mapping[fx.Node, None]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Some of a graph's calls as a graph. given: calls elsewhere whose results it takes."""
+    part, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    used = dict.fromkeys(x for n in nodes for x in n.all_input_nodes) | dict.fromkeys(nodes)
+    for n in graph.nodes:
+        if n in given or (n.op == "placeholder" and n in used):
+            env[n] = part.placeholder(n.name)
+            env[n].meta = {k: n.meta[k] for k in ("value", "source") if k in n.meta}
+    for n in nodes:
+        if n.op == "call_function":
+            env[n] = part.node_copy(n, env.__getitem__)
+    return part, env
+
+
 def _add_in_place(graph: fx.Graph) -> None:
     """Sums of gradients take the memory of what they are added to, as autograd's do, where nothing else looks at it."""
     owner: dict[fx.Node, fx.Node] = {}
@@ -394,7 +431,7 @@ def _add_in_place(graph: fx.Graph) -> None:
         owner[n] = n
         if n.op == "call_function" and _may_view(n) and n.all_input_nodes:
             owner[n] = owner[n.all_input_nodes[0]]
-        for x in n.all_input_nodes:
+        for x in n.all_input_nodes:  # what is returned is used to the end
             last[owner[x]] = place[n]
     for n in graph.nodes:
         if n.target is not aten.add.Tensor or len(n.args) != 2 or n.kwargs:

@@ -255,8 +255,7 @@ def program_facts(program: Program, *, seed: int, **options: object) -> list[Fac
     """What an engine is made of: the program's graphs, layouts, buckets and schedule, and its options, by name."""
     stored = [(x.name, x.shape, str(x.dtype), str(x.layout)) for x in program.stored]
     graphs = [str(stage.graph) for stage in program.stages]
-    lowered = [s.lowered for s in program.stages if s.lowered is not None]
-    graphs += [str(graph) for each in lowered for graph in (each.forward, each.backward)]
+    graphs += [str(graph) for s in program.stages if s.lowered is not None for graph in s.lowered.texts.values()]
     order = str(program.schedule) if program.schedule is not None else ""
     size = f"{len(stored)} weights, {sum(len(stage.graph.nodes) for stage in program.stages)} ops"
     same = "compile the same model and spec, with the same version of shardc and torch, on all ranks"

@@ -290,10 +290,10 @@ class _Runnable:
         self.run: Callable[..., Any] = with_ranges(module, whole.graph) if ranges else module
         self.lowered: LoweredStage | None = None
         if stage.lowered is not None:
-            graphs = (stage.lowered.forward, stage.lowered.backward)
+            texts = stage.lowered.texts
             if device.type != "cpu":
-                graphs = on_device(graphs[0], device), on_device(graphs[1], device)
-            self.lowered = LoweredStage(stage, *graphs, ranges=ranges)
+                texts = {way: on_device(graph, device) for way, graph in texts.items()}
+            self.lowered = LoweredStage(stage, texts, ranges=ranges)
         if not self.piped:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
 
@@ -452,7 +452,12 @@ class Run:
         key = (action.stage, action.microbatch)
         kept = self.kept.pop(key)
         if kept.lowered is not None:
-            self._lowered_backward(action, kept)
+            self._received(*key, "backward")
+            self._start(action)
+            grads = self._lowered_backward(kept.lowered, kept.loss, key)
+            self._lowered_weights(kept.lowered, key)
+            self._pause()
+            self._give_back(action, grads)
             return
         tensors, begin = self._begin(kept, key)
         self._start(action)
@@ -461,25 +466,34 @@ class Run:
         self._pause()
         self._give_back(action, {n: x.grad for n, x in kept.leaves.items()})
 
-    def _lowered_backward(self, action: Action, kept: _Kept) -> None:
-        s, m = key = action.stage, action.microbatch
-        lowered = self.on.stages[s].lowered
+    def _lowered_backward(
+        self, kept: dict[str, Any], loss: Tensor | None, key: tuple[int, int]
+    ) -> dict[str, Tensor | None]:
+        """Of a lowered stage: the gradients of what it received. kept: what forward kept for it."""
+        lowered = self.on.stages[key[0]].lowered
         assert lowered is not None
-        assert kept.lowered is not None
         assert self.hooks is not None
-        self._received(*key, "backward")
-        one = torch.ones_like(kept.loss) if kept.loss is not None else self.on.zero()
-        self._start(action)
-        grads = lowered.backward(kept.lowered, self.values[m], self.grads.pop(key, {}), self.hooks.scaled(one))
-        self._pause()
-        self._give_back(action, {n: g if g is None else g.contiguous() for n, g in grads.items()})
+        one = torch.ones_like(loss) if loss is not None else self.on.zero()
+        grads = lowered.backward(kept, self.values[key[1]], self.grads.pop(key, {}), self.hooks.scaled(one))
+        return {n: g if g is None else g.contiguous() for n, g in grads.items()}
+
+    def _lowered_weights(self, kept: dict[str, Any], key: tuple[int, int]) -> None:
+        """The second half of a backward that has two."""
+        lowered = self.on.stages[key[0]].lowered
+        if lowered is not None and lowered.weights is not None:
+            lowered.weights(kept, self.values[key[1]])
 
     def inputs(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
         kept = self.kept[key]
+        assert self.hooks is not None
+        if kept.lowered is not None:
+            self._received(*key, "backward")
+            self.hooks.start_inputs(key, action.stage)
+            self._give_back(action, self._lowered_backward(kept.lowered, kept.loss, key))
+            return
         tensors, begin = self._begin(kept, key)
         assert kept.split is not None
-        assert self.hooks is not None
         leaves = {n: x for n, x in kept.leaves.items() if x.requires_grad}
         self.hooks.start_inputs(key, action.stage)
         grads = kept.split.inputs(tensors, begin, list(leaves.values()))
@@ -488,9 +502,12 @@ class Run:
 
     def weights(self, action: Action) -> None:
         kept = self.kept.pop((action.stage, action.microbatch))
-        assert kept.split is not None
         self._start(action)
-        kept.split.weights()
+        if kept.lowered is not None:
+            self._lowered_weights(kept.lowered, (action.stage, action.microbatch))
+        else:
+            assert kept.split is not None
+            kept.split.weights()
         self._pause()
 
     def _start(self, action: Action) -> None:

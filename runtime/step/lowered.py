@@ -3,6 +3,7 @@
 forward(*what the stage takes)   -> loss, news, what other stages take; and what backward wants, kept by name
 backward({name: value})          -> gradients of what was received; it takes each value out of the dict, so that
                                     what forward kept is freed at its last use
+    weights({name: value})           -> of a backward in two halves, the second one: gradients go into buckets
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from shardc.runtime.step.profiler_ranges import with_ranges
 
 
 class LoweredStage:
-    """stage: with `lowered`; forward, backward: its two graphs, for the device."""
+    """stage: with `lowered`; texts: its graphs, for the device. weights: the second half of backward, if it has one."""
 
-    def __init__(self, stage: Stage, forward: fx.Graph, backward: fx.Graph, *, ranges: bool) -> None:
+    def __init__(self, stage: Stage, texts: Mapping[str, fx.Graph], *, ranges: bool) -> None:
+        forward, backward = texts["forward"], texts["backward"]
         returned: Any = stage.graph.output_node().args[0]
         self._loss = f"{returned[0].name}_grad" if returned[0] is not None else ""
         self._received = [n for n, v in stage.receives.items() if v.requires_grad]
-        self._forward_graph, self._backward_graph = forward, backward
+        self._forward_graph = forward
         kept: Any = forward.output_node().args[0]
         self._kept = [n.name for n in kept[3]]
-        self._takes = {n.name for n in backward.find_nodes(op="placeholder")}
-        self._forward, self._backward = fx.GraphModule(nn.Module(), forward), _taking(backward)
+        self._forward = fx.GraphModule(nn.Module(), forward)
         if ranges:
             self._forward = with_ranges(self._forward, forward)
-            self._backward = with_ranges(self._backward, backward)
+        self._backward = _Half(backward, ranges=ranges)
+        self.weights = _Half(texts["weights"], ranges=ranges) if "weights" in texts else None
+        given: Any = backward.output_node().args[0]
+        self._handed_on = [n.name for n in given[1]] if self.weights is not None else []
 
     @torch.no_grad()
     def forward(self, mesh: Any, *values: Any) -> tuple[Any, dict[str, Any]]:
@@ -45,16 +49,35 @@ class LoweredStage:
     def backward(
         self, kept: dict[str, Any], values: Mapping[str, Any], grads: Mapping[str, Tensor], loss: Tensor
     ) -> dict[str, Tensor | None]:
-        """{received value: its gradient}. kept: of forward, which is used up; values: what the stage takes; grads: of
-        what it made for others; loss: the gradient of the loss."""
-        begin = {f"{n}_grad": g for n, g in grads.items()} | {self._loss: loss}
-        for name in self._takes - kept.keys():
-            kept[name] = begin[name] if name in begin else values[name]
-        del begin, grads
-        step = values["mesh"].step
-        with step.in_lowered(), step.recompute(step.microbatch), op_errors.named(self._backward_graph):
-            returned = self._backward(kept)
+        """{received value: its gradient}. kept: of forward, which is used up, but for what the second half wants;
+        values: what the stage takes; grads: of what it made for others; loss: the gradient of the loss.
+        """
+        kept |= {f"{n}_grad": g for n, g in grads.items()} | {self._loss: loss}
+        if self.weights is None:
+            return dict(zip(self._received, self._backward(kept, values), strict=True))
+        later = {name: kept[name] for name in self.weights.takes & kept.keys()}
+        returned, handed_on = self._backward(kept, values)
+        kept.clear()
+        kept |= later | dict(zip(self._handed_on, handed_on, strict=True))
         return dict(zip(self._received, returned, strict=True))
+
+
+class _Half:
+    """A text of backward, as a function of a dict from which it takes what it needs. takes: names."""
+
+    def __init__(self, graph: fx.Graph, *, ranges: bool) -> None:
+        self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
+        module = _taking(graph)
+        self._run = with_ranges(module, graph) if ranges else module
+
+    @torch.no_grad()
+    def __call__(self, kept: dict[str, Any], values: Mapping[str, Any]) -> Any:
+        """kept: of what came before; values: what the stage takes."""
+        step = values["mesh"].step
+        for name in self.takes - kept.keys():
+            kept[name] = values[name]
+        with step.in_lowered(), step.recompute(step.microbatch), op_errors.named(self._graph):
+            return self._run(kept)
 
 
 def _taking(graph: fx.Graph) -> fx.GraphModule:

@@ -97,7 +97,7 @@ def _write(program: Program, folder: Path) -> None:
             stage.graph, program, f"{stage.name}: what {emit.who(program, i)} of {program.mesh} runs."
         )
         if stage.lowered is not None:
-            for way, graph in (("forward", stage.lowered.forward), ("backward", stage.lowered.backward)):
+            for way, graph in stage.lowered.texts.items():
                 doc = f"{stage.name}, {way} of a training step. Types are those of one rank."
                 files[f"stage{i}_{way}.py"] = emit.module(graph, program, doc)
     if program.prologue is not None:
@@ -233,7 +233,8 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
     def lowered(stage: str) -> Lowered | None:
         if f"{stage}_forward.py" not in manifest["sha256"]:
             return None
-        return Lowered(*(graph(f"{stage}_{way}.py", local, lowered=True) for way in ("forward", "backward")))
+        files = [f"{stage}_{way}.py" for way in ("forward", "backward", "weights")]
+        return Lowered(*(graph(f, local, lowered=True) for f in files if f in manifest["sha256"]))
 
     program.graph = graph("single.py", whole)
     program.stages = tuple(

@@ -142,8 +142,7 @@ def lowered(program: Program, stage: int | None = None) -> str:
     parts = []
     for i, s in enumerate(program.stages):
         if stage in (None, i) and s.lowered is not None:
-            graphs = {"forward": s.lowered.forward, "backward": s.lowered.backward}
-            for way, graph in graphs.items():
+            for way, graph in s.lowered.texts.items():
                 head = f"# {s.name}, {way}: what {who(program, i)} runs; types are those of one rank"
                 parts.append(f"{head}\n{function(graph, program, f'{s.name}_{way}')}")
     return "\n".join(parts)

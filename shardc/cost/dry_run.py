@@ -143,8 +143,9 @@ def _reporting(program: Program, names: _OpNames) -> Program:
     """The program with stages that write to `names` which op runs."""
 
     def reporting(s: Stage) -> Stage:
-        both = s.lowered and Lowered(_with_reports(s.lowered.forward, names), _with_reports(s.lowered.backward, names))
-        return replace(s, graph=_with_reports(s.graph, names), lowered=both)
+        texts = s.lowered.texts.values() if s.lowered is not None else ()
+        lowered = s.lowered and Lowered(*(_with_reports(graph, names) for graph in texts))
+        return replace(s, graph=_with_reports(s.graph, names), lowered=lowered)
 
     return replace(program, stages=tuple(map(reporting, program.stages)))
 

@@ -296,10 +296,19 @@ class Lowered:
         wants of it)`; of what does not exist None or ().
     backward: takes of the stored values, of what forward kept for it, and of the gradients of the loss and of what
         other stages take (`NAME_grad`) those that it uses, by name. It puts gradients of parameters into buckets, and
-        returns those of received values that have one, in their order."""
+        returns those of received values that have one, in their order.
+    weights: where a schedule splits backward in two: the second half, which puts gradients into buckets; `backward`
+        then returns `(gradients of received values, what the second half wants of it)`."""
 
     forward: fx.Graph
     backward: fx.Graph
+    weights: fx.Graph | None = None
+
+    @property
+    def texts(self) -> dict[str, fx.Graph]:
+        """All of them, by name."""
+        second = {} if self.weights is None else {"weights": self.weights}
+        return {"forward": self.forward, "backward": self.backward, **second}
 
 
 @dataclass

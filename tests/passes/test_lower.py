@@ -48,6 +48,17 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         {**TP, "checkpoint": [{"match": "h.*", "save": ["linear"]}, {"match": "h.*.fc", "save": []}]},
     ),
     "pipeline": ("gpt", PP),
+    "zero bubbles": ("gpt", {**PP, "pipeline": {"axis": "pp", "stages": 2, "schedule": "zb-h1"}}),
+    "zero bubbles, v, zero 3, recomputed": (
+        "gpt",
+        {
+            "mesh": {"pp": 2, "dp": 2},
+            "pipeline": {"axis": "pp", "stages": 4, "schedule": "zb-v"},
+            "batch": {"microbatches": 2},
+            "data": {"zero": 3},
+            "checkpoint": [{"match": "h.*", "recompute": "cheap"}],
+        },
+    ),
     "interleaved": ("gpt", {**PP, "pipeline": {"axis": "pp", "stages": 4, "schedule": "interleaved"}}),
     "precision": ("gpt", {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, "batch": {"microbatches": 2}}),
     "precision, zero 3": ("gpt", {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, "data": {"zero": 3}}),
@@ -95,7 +106,9 @@ def test_a_lowered_step_is_autograds_to_the_bit(case: str) -> None:
     assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
     assert [n for n, x in want.state.items() if not same(have.state[n], x)] == []
     sent = [collections.Counter((c.kind, c.axis, c.bytes, c.direction) for c in sim.comms) for sim in (want, have)]
-    assert sent[1] == sent[0]
+    assert not sent[1] - sent[0]
+    again = "data" in spec and "checkpoint" in spec  # a bucket gathered for a region stays for the products behind it
+    assert again or sent[1] == sent[0]
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -180,7 +193,7 @@ def test_peak_memory_is_not_above_autograds() -> None:
 
 
 def test_what_is_not_lowered_says_so() -> None:
-    spec = {**PP, "pipeline": {"axis": "pp", "stages": 2, "schedule": "zb-h1"}, "lower": True}
+    spec = {"mesh": {"dp": 2}, "checkpoint": [{"match": "h.*", "offload": "cpu"}], "lower": True}
     program = compiled("gpt", spec)
     assert [n for n in program.notes if "stage0 is not lowered, and runs under autograd" in n]
     assert program.lowered() == ""
