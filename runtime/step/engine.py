@@ -166,7 +166,9 @@ class Engine:
             replicas.check_weights(program, self.mesh, prints)
         self.params = self.buckets.owned
         self._updates, self._whole = optimizer is not None, True
-        self._watched = user_changes.Watched(program, self.params, self.buckets.runs)
+        self._split = tuple(n for n in self.params if norm_axes(program, n))
+        partial = self.buckets.names.union(self._split)
+        self._watched = user_changes.Watched(program, self.params, self.buckets.runs, partial)
         self.optimizer = (
             self._optimizer(optimizer) if optimizer is not None else None
         )  # None also where a rank has nothing to train
@@ -309,7 +311,7 @@ class Engine:
             )
         self._waiting = True
         result = self._backward(batch, local=local, gather=gather)
-        partial_grad_guard.mark(p for name, p in self.params.items() if norm_axes(self.program, name))
+        partial_grad_guard.mark(self.params[n] for n in self._split)
         return result
 
     @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +22,22 @@ from shardc.runtime import state
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import evaluating, inputs, op_errors, outputs, partial_grad_guard, user_changes
+from shardc.runtime.state.checkpoint_folder import KEEP
+from shardc.runtime.step import (
+    evaluating,
+    inputs,
+    op_errors,
+    outputs,
+    partial_grad_guard,
+    state_dict_marks,
+    user_changes,
+)
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.optimizer_list import as_one
 from shardc.torch_private import after_backward
 
 
@@ -53,10 +64,13 @@ class _Start(Function):
 class _Updates:
     """Whether parameters may have changed since they were last gathered: by a backward and what follows it, by weights
     that were loaded, or by anybody who writes to them, as what keeps an average of them does.
+
+    Use: `carry_out()` begins to gather, and `settle()` ends it, before anybody else may write: a gather in the
+    background writes to the memory of parameters too (ZeRO 1 and 2), whenever its bytes come.
     """
 
     def __init__(self, buckets: Buckets) -> None:
-        self.buckets, self._noted = buckets, False
+        self.buckets, self._noted, self._settled = buckets, False, True
         self._versions = self._now()
 
     @property
@@ -66,6 +80,7 @@ class _Updates:
     @property
     def written(self) -> bool:
         """Has somebody written to parameters?"""
+        self.settle()
         return self._versions != self._now()
 
     def note(self, *_: Any) -> None:
@@ -74,7 +89,12 @@ class _Updates:
     def carry_out(self) -> None:
         if self.due:
             self.buckets.publish()
-        self._noted, self._versions = False, self._now()
+            self._noted = self._settled = False
+
+    def settle(self) -> None:
+        if not self._settled:
+            self.buckets.wait_for_gathers()
+            self._settled, self._versions = True, self._now()
 
     def _now(self) -> int:
         return sum(p._version for p in self.buckets.owned.values())
@@ -100,6 +120,8 @@ class _Running:
     same_rows: agreement.SameRows
     check_every: int
     check: bool
+    slices: dict[str, str]
+    unmarked: bool = False  # weights were loaded that do not say of which rank they are
     eval: tuple[Program, fx.GraphModule, dict[str, Tensor]] | None = None
 
     def evaluating(self, batch: Any) -> tuple[Program, fx.GraphModule, dict[str, Tensor]]:
@@ -117,6 +139,14 @@ class _Running:
             same = program is self.program
             self.eval = program, self.run if same else runnable(program.stages[0], self.mesh.device, program), constants
         return self.eval
+
+    def check_loaded(self) -> None:
+        """Collective, where ranks have loaded weights of which nothing says whose slices they are."""
+        axes = {p.name: norm_axes(self.program, p.name) for p in self.program.params}
+        held = [(axes[n], p.detach()) for n, p in self.buckets.owned.items() if axes[n]]
+        facts = state_dict_marks.loaded_facts(held, self.mesh.rank)
+        state_dict_marks.check_loaded(facts, agreement.check(self.mesh, facts, "forward"))
+        self.unmarked = False
 
     def tell(self, note: str) -> None:
         """A line on the first rank's stderr."""
@@ -223,6 +253,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
                 parent, name = _home(self, fqn)
                 parent.register_buffer(name, buffers[b.name], persistent=b.persistent)
+        self.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_check_marks)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
         self._running = running
 
@@ -232,6 +264,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         """
         r = self._running
         r.updates.carry_out()
+        r.updates.settle()
         owned = r.buckets.owned
         parts = (
             (name, nn.Parameter(whole.clone(), requires_grad=owned[name].requires_grad))
@@ -251,7 +284,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         raise ShardcError(
             "a module of one rank of a running world cannot be pickled",
             where="pickle of program.module(...)",
-            fix="save module.state_dict() on each rank, or module.full_state_dict(), the whole model's",
+            fix="save by module.save(folder, optimizer), or module.full_state_dict(), the whole model's",
         )
 
     def _buffers_by_name(self) -> dict[str, Tensor]:
@@ -279,8 +312,11 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 stated("the number of steps done", r.rng.step, fix=SAME_CALLS),
                 stated("whether the module trains", self.training, fix="call train() or eval() on all ranks"),
                 stated("whether parameters changed", r.updates.due, fix="update parameters on all ranks alike"),
+                stated("whether weights were loaded", r.unmarked, fix="load weights on all ranks alike"),
             ]
             alike = agreement.check(r.mesh, [*facts, *calls], "forward")
+            if r.unmarked:
+                r.check_loaded()
             r.same_rows.look(r.program, batch, facts, alike, r.tell)
             if self.training and r.check_every and r.rng.step and r.rng.step % r.check_every == 0:
                 replicas.check_replicas(r.program, r.mesh, r.buckets.owned, self._buffers_by_name(), step=r.rng.step)
@@ -295,6 +331,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         buffers = [stored[b.name] for b in program.buffers]
         with op_errors.named(program.stages[0].graph), r.buckets.saving():
             loss, news = run(r.mesh, r.rng, *params, *buffers, *tensors)
+        r.updates.settle()
         if self.training:
             r.rng.step += 1
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
@@ -329,9 +366,11 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As a plain module's, of this rank's parts, as `state_dict` gives them. Raises ShardcError for whole weights
-        of which this rank has parts.
+        of which this rank has parts, and for slices that another rank has saved.
         """
         own = dict(self.named_parameters(remove_duplicate=False))
+        if state_dict_marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
+            own = {}  # it says itself what it has
         split = [n for n, x in state_dict.items() if n in own and isinstance(x, Tensor) and x.shape != own[n].shape]
         program = self._running.program
         if whole := [n for n in split if tuple(state_dict[n].shape) == program.param(n).shapes[n]]:
@@ -344,6 +383,64 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             )
         return super().load_state_dict(state_dict, strict, assign)
 
+    def save(
+        self,
+        folder: str | Path,
+        optimizer: Any = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = KEEP,
+    ) -> None:
+        """Write a checkpoint that any mesh can load, `folder/step-N` with N the training forwards done: parameters,
+        buffers, the optimizer's state, step, seed. Collective; all ranks see one file system.
+
+        optimizer: of `parameters()`, or a list of them. extra: plain values of your own (numbers, strings, lists,
+        dicts), such as a scheduler's state_dict; `load` returns them. keep: how many checkpoints of the folder stay,
+        the last ones; None: all. Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then
+        as it was.
+        """
+        r = self._running
+        facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})}
+        with r.mesh.together(f"saving step {r.rng.step}"):
+            if r.check:
+                agreement.check(r.mesh, [stated("the number of steps done", r.rng.step, fix=SAME_CALLS)], "saving")
+            state.save(
+                folder,
+                r.program,
+                r.mesh,
+                r.buckets.owned,
+                self._buffers_by_name(),
+                as_one(optimizer) if optimizer is not None else None,
+                facts,
+                runs=r.buckets.runs,
+                keep=keep,
+            )
+
+    def load(self, folder: str | Path, optimizer: Any = None, *, last_good: bool = False) -> dict[str, Any]:
+        """Read a checkpoint that `save`, or an engine's, wrote on any mesh; returns its `extra`. Collective.
+
+        folder: where checkpoints were saved to: the last one is read; or one of them. optimizer: as of `save`.
+        last_good: if that one is damaged, read the last one that is not. Raises ShardcError, on all ranks, for a
+        checkpoint of another model or optimizer, before anything changes.
+        """
+        r = self._running
+        r.buckets.reset(forward=True)
+        r.updates.settle()
+        with r.mesh.together("loading a checkpoint"):
+            extra = state.load(
+                folder,
+                r.program,
+                r.mesh,
+                r.buckets.owned,
+                self._buffers_by_name(),
+                as_one(optimizer) if optimizer is not None else None,
+                runs=r.buckets.runs,
+                last_good=last_good,
+            )
+        r.updates.note()
+        r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
+        return dict(extra.get("module", {}))
+
     def local(self, batch: Any) -> Any:
         """This rank's part of a global batch, as `forward` takes it. See shardc.ir.program.Program.local."""
         return inputs.local(self._running.program, batch, self._running.mesh.rank)
@@ -354,6 +451,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         if r.check:
             agreement.check(r.mesh, [stated("whether parameters changed", r.updates.due)], "full_state_dict")
         r.updates.carry_out()
+        r.updates.settle()
         return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:
@@ -373,6 +471,7 @@ def _running(
     program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, check_every: int, check: bool
 ) -> _Running:
     owned = buckets.owned
+    split = {p.name for p in program.params if norm_axes(program, p.name)}
     return _Running(
         program,
         model,
@@ -382,13 +481,25 @@ def _running(
         buckets,
         _Updates(buckets),
         GradNorm(program, owned, mesh),
-        tuple(owned[p.name] for p in program.params if norm_axes(program, p.name)),
-        user_changes.Watched(program, owned, buckets.runs),
+        tuple(owned[p.name] for p in program.params if p.name in split),
+        user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
         OptimizerWatch(program, owned, buckets.runs),
         agreement.SameRows(),
         check_every,
         check,
+        state_dict_marks.slices(program, mesh, buckets.runs),
     )
+
+
+def _mark(module: ShardedModule, _: Any, __: str, metadata: dict[str, Any]) -> None:
+    metadata[state_dict_marks.KEY] = {"rank": module._running.mesh.rank, "slices": module._running.slices}
+
+
+def _check_marks(module: ShardedModule, given: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+    r = module._running
+    names = (n for x in (*r.program.params, *r.program.buffers) if x.fqn for n in x.names)
+    if state_dict_marks.check(given, prefix, metadata.get(state_dict_marks.KEY), r.slices, names):
+        r.unmarked = True
 
 
 def _home(root: nn.Module, fqn: str) -> tuple[nn.Module, str]:

@@ -141,26 +141,38 @@ def _text(value: Any) -> str:
 
 
 class Watched:
-    """The parameters that an optimizer works on, as they are when it is made. sharded: those of which a rank has a
-    stretch (ZeRO): backward does not see them, but what they were cut from.
+    """The parameters that an optimizer works on, as they are when it is made.
+
+    sharded: those of which a rank has a stretch (ZeRO): backward does not see them, but what they were cut from.
+    partial: those whose gradient is not whole and final when backward brings it: it is summed over ranks later, or is
+    that of a part.
     """
 
-    def __init__(self, program: Program, params: Mapping[str, nn.Parameter], sharded: Collection[str]) -> None:
-        self._params, self._sharded = params, sharded
+    def __init__(
+        self,
+        program: Program,
+        params: Mapping[str, nn.Parameter],
+        sharded: Collection[str],
+        partial: Collection[str],
+    ) -> None:
+        self._params, self._sharded, self._partial = params, sharded, partial
         self._fqns = {p.name: p.fqn for p in program.params}
         self._trained = {name: p.requires_grad for name, p in params.items()}
         self._hooks = {name: _hooks(p) for name, p in params.items()}
 
     def check(self) -> None:
-        """Raises ShardcError for parameters that were released, or, where they are sharded, frozen or hooked."""
+        """Raises ShardcError for parameters that were released, or, where they are sharded, frozen; and for hooks that
+        see another gradient than the whole batch's of the whole parameter.
+        """
         errors = Errors()
         for name, p in self._params.items():
             trains, hooks = p.requires_grad, _hooks(p)
             if trains != self._trained[name] and (trains or name in self._sharded):
                 _add(errors, self._fqns[name], trains=trains)
             # a hook on the sum is called too early, as the sum over ranks comes later; one on a stretch never
-            elif hooks[1] > self._hooks[name][1] or (hooks[0] > self._hooks[name][0] and name in self._sharded):
-                what = "a hook on this parameter's gradient would not see the gradient of the whole batch, or never run"
+            elif hooks[1] > self._hooks[name][1] or (hooks[0] > self._hooks[name][0] and name in self._partial):
+                what = "a hook on this parameter's gradient would not see the gradient of the whole batch and of the"
+                what += " whole parameter, or never run"
                 errors.add(what, where=self._fqns[name], fix="remove it, and change .grad after backward")
         errors.raise_any()
 

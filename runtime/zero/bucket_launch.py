@@ -176,10 +176,6 @@ class Buckets:
     def _hook(self, bucket: ReplicatedBucket, name: str) -> Callable[[Tensor], None]:
         def arrived(p: Tensor) -> None:
             if self._active:
-                if self._aliased and name not in bucket.runs and p.grad is not None:
-                    for hook in (bucket.owned[name]._backward_hooks or {}).values():  # the user's, on the parameter
-                        changed = hook(p.grad)
-                        p.grad = p.grad if changed is None else changed
                 bucket.put(name)
                 self._scatter(all_of_them=False)
                 self._launch(all_of_them=False)

@@ -1,0 +1,166 @@
+"""State of a loop of one's own: checkpoints of program.module and its optimizer, and slices that another rank loads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.base import Work
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.module import ShardedModule
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.norm(self.up(x)).relu()) - x).square().mean()
+
+
+torch.manual_seed(0)
+NET, OTHER = Net(), Net()
+BATCH = {"x": torch.linspace(-1, 1, 64).view(8, 8).sin()}
+SPECS: dict[str, dict[str, Any]] = {
+    "one": {"mesh": {"dp": 1}},
+    "dp": {"mesh": {"dp": 2}},
+    "tp": {"mesh": {"tp": 2}, "shard": {"use": "structure"}},
+    "zero 1": {"mesh": {"dp": 2}, "data": {"zero": 1}},
+    "zero 2": {"mesh": {"dp": 2}, "data": {"zero": 2}},
+    "zero 3": {"mesh": {"dp": 2}, "data": {"zero": 3}},
+}
+
+
+@functools.cache
+def compiled(name: str) -> shardc.Program:
+    return shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **SPECS[name]}, prove=False)
+
+
+def made(mesh: LoopbackMesh, name: str, model: nn.Module = NET) -> tuple[ShardedModule, torch.optim.Optimizer]:
+    module = ShardedModule(compiled(name), model, mesh=mesh)
+    return module, torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)
+
+
+def train(module: ShardedModule, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(**module.local(BATCH)).backward()
+        optimizer.step()
+
+
+def files(mesh: LoopbackMesh, module: ShardedModule, shared: dict[int, bytes]) -> dict[int, bytes]:
+    """What torch.save makes of each rank's state_dict."""
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    shared[mesh.rank] = file.getvalue()
+    mesh.barrier()
+    return shared
+
+
+@pytest.mark.parametrize("name", ["tp", "zero 1", "zero 3"])
+def test_another_ranks_slices_are_refused(name: str) -> None:
+    """Rank 0 saves, all load: by a file, which keeps the note, and by tensors alone."""
+    shared: dict[int, bytes] = {}
+
+    def work(mesh: LoopbackMesh) -> None:
+        module, _ = made(mesh, name)
+        saved = {rank: torch.load(io.BytesIO(x)) for rank, x in files(mesh, module, shared).items()}
+        module.load_state_dict(saved[mesh.rank])
+        other, _ = made(mesh, name)
+        other.load_state_dict({k: v.clone() for k, v in saved[mesh.rank].items()})
+        other(**other.local(BATCH))
+        if mesh.rank == 1:
+            with pytest.raises(ShardcError, match=r"the slices of rank 0: .*\n  fix: save by module.save") as e:
+                module.load_state_dict(saved[0])
+            assert "where this rank has" in e.value.what
+            assert torch.equal(module.state_dict()["up.weight"], saved[1]["up.weight"]), "nothing has changed"
+        mesh.barrier()
+        if name == "tp":  # stretches have several lengths
+            module.load_state_dict(dict(saved[0]))
+            with pytest.raises(ShardcError, match="all ranks have loaded the same values into parameters of which"):
+                module(**module.local(BATCH))
+
+    loopback(compiled(name).mesh, work)
+
+
+def test_whole_weights_of_another_rank_are_loaded() -> None:
+    shared: dict[int, bytes] = {}
+
+    def work(mesh: LoopbackMesh) -> None:
+        module, _ = made(mesh, "dp")
+        saved = {rank: torch.load(io.BytesIO(x)) for rank, x in files(mesh, module, shared).items()}
+        module.load_state_dict(saved[1 - mesh.rank])
+        module(**module.local(BATCH))
+
+    loopback(compiled("dp").mesh, work)
+
+
+@pytest.mark.parametrize(("name", "other"), [("tp", "zero 1"), ("zero 3", "tp"), ("dp", "one"), ("one", "zero 2")])
+def test_a_loop_goes_on_from_its_checkpoint_on_another_mesh(name: str, other: str, tmp_path: Path) -> None:
+    reference = copy.deepcopy(NET)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        reference(**BATCH).backward()
+        optimizer.step()
+
+    def first(mesh: LoopbackMesh) -> None:
+        module, optimizer = made(mesh, name)
+        train(module, optimizer, 2)
+        module.save(tmp_path, optimizer, extra={"epoch": 3})
+
+    def second(mesh: LoopbackMesh) -> dict[str, Tensor]:
+        module, optimizer = made(mesh, other, OTHER)
+        with pytest.raises(ShardcError):
+            module.load(tmp_path, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+        assert module.load(tmp_path, optimizer) == {"epoch": 3}
+        train(module, optimizer, 2)
+        return module.full_state_dict()
+
+    def engine(mesh: LoopbackMesh) -> dict[str, Tensor]:
+        made = Engine(compiled(name), OTHER, lambda ps: torch.optim.AdamW(ps, lr=1e-2, eps=1e-3), mesh=mesh)
+        made.load(tmp_path)
+        made.step(BATCH)
+        made.step(BATCH)
+        return made.full_state_dict()
+
+    loopback(compiled(name).mesh, first)
+    for states in (loopback(compiled(other).mesh, second), loopback(compiled(name).mesh, engine)):
+        for state in states:
+            torch.testing.assert_close(state, dict(reference.state_dict()), rtol=1e-4, atol=2e-4)
+
+
+class LateMesh(LoopbackMesh):
+    """Gathers whose bytes come when somebody waits for them, as of a network."""
+
+    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
+        got = self._all_gather(part, axis, tag).view(-1)
+        return Work(then=lambda: (whole.copy_(got), None)[1])
+
+
+@pytest.mark.parametrize("name", ["zero 1", "zero 2", "zero 3"])
+def test_gathers_in_the_background_are_no_updates(name: str) -> None:
+    """Ranks would disagree on whether parameters changed: their bytes come at other times."""
+
+    def work(mesh: LoopbackMesh) -> None:
+        late = LateMesh(mesh.layout, mesh.rank, mesh._world) if mesh.rank else mesh
+        module, optimizer = made(late, name)
+        train(module, optimizer, 2)
+        module.full_state_dict()
+        train(module, optimizer, 1)
+        module.eval()
+        module(**module.local(BATCH))
+        module(**module.local(BATCH))
+
+    loopback(compiled(name).mesh, work)
