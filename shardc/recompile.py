@@ -20,7 +20,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.batch_sizes import Shapes
-from shardc.runtime.step.inputs import leaves
+from shardc.runtime.step.inputs import leaves, name_of
 
 Build = Callable[[], nn.Module | None]
 Loss = Callable[[Any, Any], Any]
@@ -94,7 +94,9 @@ class Resizer:
             except ShardcError as e:
                 sizes = f"the program was compiled for other sizes, and compiling it for {given} fails"
                 what = f"{sizes if training else f'{OTHERWISE}, and compiling it in that mode fails'}: {e.what}"
-                raise ShardcError(what, where=e.where, fix=e.fix) from e
+                then = ", ".join(f"{name_of(x.path)} {list(x.shape)}" for x in program.inputs)
+                fix = f"give batches as the one that was compiled ({then}); or: {e.fix}" if training else e.fix
+                raise ShardcError(what, where=e.where, fix=fix) from e
 
 
 def _tensors(program: Program, batch: Any) -> list[Any]:

@@ -155,7 +155,8 @@ class Experts:
                 fix = "delete it, or move it up"
             elif matched:
                 what = f"pattern {e.match!r} matches {_named(matched[0])}, which has no experts that shardc recognises"
-                fix = f"rewrite a Python loop over experts as one of these: {FORMS}"
+                fix = "delete the entry if it has none; else rewrite a Python loop over experts as one of these:"
+                fix = f"{fix} {FORMS}"
             else:
                 what = f"pattern {e.match!r} matches no module that holds experts"
                 names = ", ".join(map(_named, holding))

@@ -208,5 +208,10 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
     for name in other:
         errors.add(shapes(name), fix="compile the model that was saved, with its config")
     for name in extra:
-        near = difflib.get_close_matches(name, missing or list(wanted), 1)
-        errors.add(f"{name} in {where} is unknown to the program", fix=f"is it {near[0]}?" if near else "leave it out")
+        near = difflib.get_close_matches(name, missing, 1)
+        fix = (
+            f"is it {near[0]}?"
+            if near
+            else "the model has no such tensor, or no longer: give it back, or leave this out"
+        )
+        errors.add(f"{name} in {where} is unknown to the program", fix=fix)

@@ -91,9 +91,9 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     errors = Errors()
     for path, leaf in by_path.items():
         if isinstance(leaf, Tensor) and path not in {x.path for x in program.inputs}:
-            near = difflib.get_close_matches(
-                name_of(path), [name_of(x.path) for x in program.inputs if x.path not in by_path], 1
-            )
+            lacking = [x for x in program.inputs if x.path not in by_path]
+            near = difflib.get_close_matches(name_of(path), [name_of(x.path) for x in lacking], 1)
+            near = near or [name_of(x.path) for x in lacking if (x.shape, x.dtype) == (tuple(leaf.shape), leaf.dtype)]
             errors.add(
                 f"the program was compiled without this input, {type_name(leaf.dtype, leaf.shape)}",
                 where=name_of(path),
@@ -236,6 +236,9 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool) -> str:
         return "make it a tensor: torch.from_numpy(...)"
     if leaf is None and any(path[: len(x.path)] == x.path and not isinstance(v, Tensor) for path, v in by_path.items()):
         return "make it a tensor: torch.tensor(...)"
+    if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and x.shape and tuple(leaf.shape) == x.shape[1:]:
+        loader = f"DataLoader(dataset, batch_size={x.shape[0]})"
+        return f"this is one sample, not a batch: let {loader} or engine.loader(dataset) make batches"
     if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and local and tuple(leaf.shape) == x.shape:
         return (
             "this is the whole batch: cut this rank's part with program.local(batch), or let engine.step(batch) do it"

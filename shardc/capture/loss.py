@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.forward_arguments import arguments
 from shardc.errors import ShardcError
-from shardc.ir.source import of_function
+from shardc.ir.source import of_exception, of_function
 from shardc.runtime.ops.torch_library import with_gradient_of
 from shardc.torch_private import traced_node
 
@@ -66,13 +68,27 @@ class LossOf(nn.Module):
         output = self.model(*args, **kwargs)
         line = of_function(self.loss or self.model.forward).line
         self.beside.of_loss = self.loss is not None  # what fails from here on is the loss
-        loss, beside = _of_function(self.loss(output, batch)) if self.loss is not None else _of_model(output, line)
+        loss, beside = _of_function(self._of(output, batch)) if self.loss is not None else _of_model(output, line)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             what = f"the loss is {_described(loss)}, not a scalar"
             raise ShardcError(what, where=line, fix="return one floating-point number, e.g. loss.mean()")
         loss = loss.reshape(()) if loss.dim() else loss
         values = self._flat(beside, line)
         return (with_gradient_of(loss.detach(), sum(self.side, loss)) if self.side else loss, *values)
+
+    def _of(self, output: Any, batch: Any) -> Any:
+        """The user's loss. Raises ShardcError where it asks the batch for a key that it does not have."""
+        assert self.loss is not None
+        try:
+            return self.loss(output, batch)
+        except KeyError as e:
+            if not isinstance(batch, Mapping) or not e.args or e.args[0] in batch:
+                raise
+            at, keys = of_exception(e), ", ".join(map(repr, batch))
+            what = f"the loss asks for {e.args[0]!r}, and the batch has {keys} ({at.code})"
+            near = difflib.get_close_matches(str(e.args[0]), [str(k) for k in batch], 1)
+            fix = f"did you mean {near[0]!r}?" if near else "name one of these, or let batch() give that one, too"
+            raise ShardcError(what, where=at.line, fix=fix) from e
 
     def _flat(self, beside: Mapping[str, Any], line: str) -> list[Tensor]:
         values: dict[str, Tensor] = {}
@@ -81,6 +97,9 @@ class LossOf(nn.Module):
             if name in divisors:
                 values |= {name: value[0].reshape(()), divisors[name]: value[1].reshape(())}
             elif not isinstance(value, Tensor) or value.is_complex():
+                if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+                    what = f"the output {name!r} is a Python number, of .item(), float() or int()"
+                    raise ShardcError(what, where=line, fix="leave that out: the value stays a tensor until it is read")
                 raise ShardcError(f"the output {name!r} is {_described(value)}", where=line, fix=CONTRACT)
             else:
                 values[name] = value

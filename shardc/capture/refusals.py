@@ -212,6 +212,11 @@ CAUSES = (
         ),
     ),
     Cause(
+        "the ids of an embedding are not whole numbers",
+        "give them as torch.long: in batch(), idx.long(); or torch.zeros(..., dtype=torch.long)",
+        raised=r"'indices' to have one of the following scalar types|indices.*Long, Int",
+    ),
+    Cause(
         "a parameter is changed in place while its gradient is recorded",
         "change parameters outside of forward, or make it a buffer",
         raised=r"leaf Variable that requires grad",

@@ -17,9 +17,14 @@ rank_errors                 an error that all ranks have alike is printed once
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
+
+# A rank whose store goes away says so in words of its own; torch's C++ would add 30 lines of frames. Read by torch when
+# it is imported, which nothing here does.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from shardc.cli import checkpoint, compile, device, export, inspect, plan, rules, run, spec, verify
 

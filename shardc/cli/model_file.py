@@ -42,6 +42,8 @@ OPTIONAL = {
     "scheduler": ("optimizer",),
 }
 PARTS = ("part", "parts")
+#: What torch says where a model without weights, or a machine without that device, is moved.
+_OF_DEVICE = re.compile(r"CUDA|meta tensor|HIP|No NVIDIA|device", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,8 @@ def _users(path: Path, doing: str) -> Iterator[None]:
             fix = f"pip install {str(e.name).partition('.')[0]}, or put that module beside {path.name}"
         elif isinstance(e, SystemExit):
             fix = 'put what only a script does under `if __name__ == "__main__":`'
+        elif frames and re.search(r"\.(cuda|to|to_empty)\(", frames[-1].line or "") and _OF_DEVICE.search(str(e)):
+            fix = "leave out .cuda() and .to(device): each rank builds its part of the model on its own device"
         text = str(e).strip().splitlines()
         what = f"{doing} raises {type(e).__name__}{': ' + text[0] if text else ''}{code}"
         raise ShardcError(what, where=where, fix=fix) from e
@@ -239,6 +243,10 @@ def _function(
         elif own and name != "batch":
             fix += f"; or name what makes it, {path}:NAME, of {', '.join(own[:8])}"
         raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
+    if isinstance(function, nn.Module):
+        what, kind = f"{name} is a model, not a function that makes one", type(function).__name__
+        fix = f"write `def {name}(): return {kind}(...)`: each rank builds its own part"
+        raise ShardcError(what, where=str(path), fix=fix)
     if function is not None and not callable(function):
         raise ShardcError(
             f"{name} is a {type(function).__name__}, not a function", where=str(path), fix=f"write `def {name}(...)`"
@@ -292,6 +300,8 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     words = getattr(config.get_text_config(), "vocab_size", None)
     if words is None or not (cls or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
         what = f"a model of type {values['model_type']!r} is not a causal language model, which is what hf: makes"
+        if cls:
+            what = f"a {cls} takes no token ids, which are all that the batch of an hf: model has"
         fix = "write a model.py: model() returns the transformers model, batch() its inputs and labels"
         raise ShardcError(what, where=file, fix=fix)
 

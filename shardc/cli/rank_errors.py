@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -25,9 +27,24 @@ def for_this_rank(text: str) -> str:
     if world < 2 or "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         return text
     try:
-        return _told(text, rank, world)
+        with _without_frames():
+            return _told(text, rank, world)
     except (RuntimeError, OSError, ValueError):  # of the store: nobody is there, or no more
         return text
+
+
+@contextmanager
+def _without_frames() -> Iterator[None]:
+    """torch's C++ writes 30 lines of frames to stderr itself where a store is not there or goes away: not in here."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _told(text: str, rank: int, world: int) -> str:

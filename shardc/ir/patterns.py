@@ -102,11 +102,23 @@ def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
         head, star, tail = one.rpartition("*")
         dots = tail.count(".")
         ends = dict.fromkeys(end for n in names if (end := _end(n, dots, tail.startswith("."))))
-        for end in difflib.get_close_matches(tail, ends, n=3, cutoff=0.6):
-            repaired = head + star + end
+        begin = head.partition("*")[0]
+        middle = head[len(begin) :]
+        begins = dict.fromkeys(start for n in names if (start := _start(n, begin.count("."))))
+        for start, end in itertools.product(
+            [begin, *difflib.get_close_matches(begin, begins, n=3, cutoff=0.6)],
+            [tail, *difflib.get_close_matches(tail, ends, n=3, cutoff=0.6)],
+        ):
+            repaired = start + middle + star + end
             if any(match(repaired, n) for n in names):
-                tried.append((difflib.SequenceMatcher(None, tail, end).ratio(), repaired))
+                tried.append((difflib.SequenceMatcher(None, one, repaired).ratio(), repaired))
     return max(tried, key=lambda t: t[0])[1] if tried else ""
+
+
+def _start(name: str, dots: int) -> str:
+    """The beginning of a name up to that many dots, the last one with it; "" if the name is too short or dots is 0."""
+    parts = name.split(".")
+    return ".".join(parts[:dots]) + "." if 0 < dots < len(parts) else ""
 
 
 def _end(name: str, dots: int, leading: bool) -> str:

@@ -197,9 +197,11 @@ class Check:
             for s in shards:
                 if s.axis in seen:
                     what = f"axis {s.axis!r} splits dim {seen[s.axis]} and dim {dim} of one tensor"
+                    fix = f"an axis splits one dim, once: {{{seen[s.axis]}: {s.axis}}} or {{{dim}: {s.axis}}}"
                     if seen[s.axis] == dim:
                         what = f"axis {s.axis!r} splits dim {dim} twice"
-                    self.add(place, what, "an axis splits one dim, once", value=False)
+                        fix = f"an axis splits one dim, once: {{{dim}: {s.axis}}}"
+                    self.add(place, what, fix, value=False)
                 seen.setdefault(s.axis, dim)
                 if s.sections and s.split != 1:
                     fix = "split: n is for n equal parts, sections: [...] for unequal ones"

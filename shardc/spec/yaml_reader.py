@@ -170,6 +170,12 @@ class _Reader:
         fix = "write `name: value`, and quote text that holds any of : # { } [ ] , * & ! |"
         if "\t" in line[: mark.column + 1]:
             fix = "indent with spaces, not tabs"
+        elif (
+            e.context_mark
+            and e.context_mark.line < mark.line
+            and (closed := re.search(r"expected ',' or '([]}])'", str(e.problem)))
+        ):
+            fix = f"close what line {e.context_mark.line + 1} opens, with {closed[1]!r}, before line {mark.line + 1}"
         elif pattern := re.match(r"\s*([*{][^\s:]*)", line):
             fix = f'quote the pattern: "{pattern[1]}"'
         what = f"this is not YAML: {e.problem}"

@@ -548,3 +548,55 @@ def test_where_a_command_writes_is_tried_before_its_work(
     assert f"error {option}: " in flat(result.stderr)
     assert said in flat(result.stderr)
     assert "fix: " in result.stderr
+
+
+HINTS = [
+    ("an instance", "model.py", "def model():\n    return Net()", "model = Net()", "def model(): return Net(...)"),
+    ("a device", "model.py", "return Net()", "return Net().cuda()", "leave out .cuda()"),
+    (
+        "a key that is not there",
+        "model.py",
+        "return self.down(torch.relu(self.up(x))).square().mean()",
+        "return self.up(x)\n\ndef loss(output, batch): return (output - batch['labels']).mean()",
+        "the loss asks for 'labels', and the batch has 'x'",
+    ),
+    (
+        "a metric as a number",
+        "model.py",
+        "return self.down(torch.relu(self.up(x))).square().mean()",
+        "return self.up(x)\n\ndef loss(output, batch): return output.mean(), {'m': output.mean().item()}",
+        "the output 'm' is a Python number",
+    ),
+    (
+        "ids that are numbers with a point",
+        "model.py",
+        "self.down(torch.relu(self.up(x)))",
+        "nn.functional.embedding(x, self.up.weight)",
+        "in batch(), idx.long()",
+    ),
+    ("a layer's name", "spec.yaml", "  up: column", '  "layer.*.up": column', "did you mean 'layers.*.up'?"),
+    ("a brace", "spec.yaml", "{dp: 2, tp: 2}", "{dp: 2, tp: 2", "close what line 2 opens, with '}', before line 3"),
+    (
+        "two dims",
+        "spec.yaml",
+        "  up: column",
+        "  up.weight: {0: tp, 1: tp}",
+        "an axis splits one dim, once: {0: tp} or",
+    ),
+    ("no experts", "spec.yaml", "  down: row\n", "  down: row\nexperts: [{match: up, axis: tp}]\n", "delete the entry"),
+]
+
+
+@pytest.mark.parametrize(("file", "old", "new", "said"), [pytest.param(*row[1:], id=row[0]) for row in HINTS])
+def test_what_beginners_write_gets_the_line_to_write(files: Path, file: str, old: str, new: str, said: str) -> None:
+    if "layer." in new:
+        model = MODEL.replace(
+            "self.up, self.down", "self.layers = nn.ModuleList([nn.Module()])\n        self.layers[0].up, self.down"
+        )
+        (files / "model.py").write_text(model.replace("self.up(x)", "self.layers[0].up(x)"))
+    text = (files / file).read_text()
+    assert old in text
+    (files / file).write_text(text.replace(old, new))
+    result = call("compile", "model.py", "spec.yaml")
+    assert result.exit_code == 2
+    assert said in flat(result.stderr)

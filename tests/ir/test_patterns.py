@@ -96,7 +96,7 @@ def test_faults(pattern: str, fault: str) -> None:
         ("*.{q_prj,w}", "*.q_proj"),
         ("*q_prj", "*q_proj"),
         ("model.*.self_atn.o_proj", "model.*.self_attn.o_proj"),
-        ("modle.*.q_proj", ""),
+        ("modle.*.q_proj", "model.*.q_proj"),
         ("*.nothing_like_it", ""),
         ("*.xyz.*", ""),
     ],

@@ -218,7 +218,12 @@ SECTIONS = [  # after HEAD
     ("shard:\n  *.o_proj: row\n", "4:4", "this is not YAML", 'quote the pattern: "*.o_proj"'),
     ("shard:\n\ta: row\n", "4:1", "this is not YAML: found character '\\t'", "indent with spaces, not tabs"),
     ("data: zero: 1\n", "3:11", "this is not YAML: mapping values are not allowed here", "quote text"),
-    ("batch: {axes: [dp\nstrict: true\n", "4:7", "(while parsing a flow sequence in line 3)", "write `name: value`"),
+    (
+        "batch: {axes: [dp\nstrict: true\n",
+        "4:7",
+        "(while parsing a flow sequence in line 3)",
+        "close what line 3 opens, with ']'",
+    ),
     ("strict: \x01\n", "3:9", "the character U+0001 is not allowed", "save the file as UTF-8"),
     ("data: " + "[" * 60 + "]" * 60 + "\n", "3:39", "nested more than 32 deep", "no section of a spec nests so deep"),
 ]

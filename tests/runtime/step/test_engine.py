@@ -233,6 +233,16 @@ WRONG: list[tuple[str, Any, str]] = [
         r"yy: the program was compiled without this input, f32\[8\]\n  fix: name it 'y'",
     ),
     (
+        "another name",
+        {"x": example_program.batch()["x"], "label": example_program.batch()["y"]},
+        r"label: the program was compiled without this input, f64\[8, 4\]\n  fix: name it 'y'",
+    ),
+    (
+        "one sample",
+        {name: x[0] for name, x in example_program.batch().items()},
+        r"(?s)y: the batch gives f64\[4\].*this is one sample, not a batch: let DataLoader\(dataset, batch_size=8\)",
+    ),
+    (
         "a tuple",
         tuple(example_program.batch().values()),
         r"^batch: the batch is a tuple, and the program was compiled for a dict {x, y}\n  fix: .*collate_fn",
