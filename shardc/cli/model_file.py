@@ -219,6 +219,10 @@ def _users(path: Path, doing: str) -> Iterator[None]:
             fix = 'put what only a script does under `if __name__ == "__main__":`'
         elif frames and re.search(r"\.(cuda|to|to_empty)\(", frames[-1].line or "") and _OF_DEVICE.search(str(e)):
             fix = "leave out .cuda() and .to(device): each rank builds its part of the model on its own device"
+        elif "meta tensor" in str(e):
+            fix = (
+                "leave out what looks at values: model() runs without them, and each rank makes or reads its part later"
+            )
         text = str(e).strip().splitlines()
         what = f"{doing} raises {type(e).__name__}{': ' + text[0] if text else ''}{code}"
         raise ShardcError(what, where=where, fix=fix) from e

@@ -25,6 +25,12 @@ def _others() -> list[Path]:
     return [p.resolve() for p in (*own, Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstdlib")))]
 
 
+def place(error: BaseException) -> str:
+    """The innermost line of the user's code on the way to an exception, as "model.py:24"; "" if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
 def users_traceback(error: BaseException) -> str:
     """What Python prints of an exception, with the frames of the user's code only; all frames where there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardc
-from shardc.cli.user_frames import is_users, print_error
+from shardc.cli.user_frames import is_users, place, print_error
 from shardc.runtime import launch
 
 
@@ -35,5 +35,6 @@ def test_a_schedule_that_raises_is_shown_without_torchs_frames(
     assert said.startswith("Traceback of your code (--debug shows all of it):\n")
     assert said.count("  File ") == said.count(f'  File "{file}", line 3') == 2
     assert said.endswith("ZeroDivisionError: division by zero\n")
+    assert place(error) == "model.py:3"
     print_error(error, debug=True)
     assert "lr_scheduler.py" in capsys.readouterr().err
