@@ -107,7 +107,7 @@ def fingerprints(groups: Iterable[Iterable[Tensor]]) -> list[int]:
         found.append([])
         for x in tensors:
             found[-1].append(f"{x.dtype} {tuple(x.shape)}".encode())
-            flat = x.detach().contiguous().view(-1)
+            flat = x.as_subclass(Tensor).detach().contiguous().view(-1)
             if flat.dtype.is_complex:
                 flat = torch.view_as_real(flat).reshape(-1)
             if flat.device.type == "cpu" and flat.nbytes <= BLOCK:

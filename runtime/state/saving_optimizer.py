@@ -58,7 +58,9 @@ def state_parts(
             if not isinstance(x, Tensor):
                 for n in _named(p):
                     numbers.setdefault(n, {})[name] = x
-            elif x.shape == local.shape:
+                continue
+            x = x.as_subclass(Tensor)  # what an optimizer of one's own keeps of a gradient
+            if x.shape == local.shape:
                 each = by_name(p, part_of(program, p, x, run, mesh))
                 parts |= {f"optimizer.{n}.{name}": part for n, part in each.items()}
             elif x.dim() == 0 or (run is None and not p.layout.shards()):

@@ -166,8 +166,8 @@ class Engine:
             replicas.check_weights(program, self.mesh, prints)
         self.params = self.buckets.owned
         self._updates, self._whole = optimizer is not None, True
-        self._split = tuple(n for n in self.params if norm_axes(program, n))
-        partial = self.buckets.names.union(self._split)
+        split = {n for n in self.params if norm_axes(program, n)}
+        partial = self.buckets.names | split
         self._watched = user_changes.Watched(program, self.params, self.buckets.runs, partial)
         self.optimizer = (
             self._optimizer(optimizer) if optimizer is not None else None
@@ -311,7 +311,7 @@ class Engine:
             )
         self._waiting = True
         result = self._backward(batch, local=local, gather=gather)
-        partial_grad_guard.mark(self.params[n] for n in self._split)
+        partial_grad_guard.mark(partial_grad_guard.split(self.program, self.params, self.buckets.runs))
         return result
 
     @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed

@@ -114,7 +114,7 @@ class _Running:
     buckets: Buckets
     updates: _Updates
     norm: GradNorm
-    split: tuple[nn.Parameter, ...]
+    split: tuple[tuple[nn.Parameter, frozenset[int] | None], ...]  # and the dims that are
     watched: user_changes.Watched
     optimizers: OptimizerWatch
     same_rows: agreement.SameRows
@@ -300,8 +300,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         r = self._running
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         r.watched.check()
-        if r.updates.written:
-            r.optimizers.look()
+        if self.training and torch.is_grad_enabled():
+            r.optimizers.look(changed=r.updates.written)
         user_changes.check_held(self._held)
         user_changes.check_submodules(self)
         user_changes.check_attributes(r.program)
@@ -481,9 +481,9 @@ def _running(
         buckets,
         _Updates(buckets),
         GradNorm(program, owned, mesh),
-        tuple(owned[p.name] for p in program.params if p.name in split),
+        tuple(partial_grad_guard.split(program, owned, buckets.runs)),
         user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
-        OptimizerWatch(program, owned, buckets.runs),
+        OptimizerWatch(program, owned, buckets.runs, model),
         agreement.SameRows(),
         check_every,
         check,

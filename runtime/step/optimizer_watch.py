@@ -1,16 +1,17 @@
 """The optimizer of a user's own loop around a module: refused where it does something else on what this rank has than
 on the whole model.
 
-An engine is given its optimizer; a module is not. So it looks for it, once, when its parameters have changed for the
-first time, among the objects of the process (0.1 s for a million). A hook of torch's on all optimizers would see it
-before its first step, but stand in the way of every other one in the process.
+An engine is given its optimizer; a module is not. So it looks for it in its first forwards, and when its parameters
+have changed, until it is found, among the objects of the process (0.1 s for a million). A hook of torch's on all
+optimizers would see it before its first step, but stand in the way of every other one in the process.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain, compress, repeat, tee
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,26 +24,46 @@ from shardc.runtime.zero.optimizer_check import check_sharded
 
 class OptimizerWatch:
     """params: what optimizers work on, by placeholder name; runs: which stretch of a parameter that is, of those that
-    are flat here (ZeRO).
+    are flat here (ZeRO). model: what the weights came from.
     """
 
-    LOOKS = 3  # parameters may have been loaded before there is an optimizer
+    LOOKS = 3  # there may be no optimizer yet at the first forward, and parameters may have been loaded before there is
 
-    def __init__(self, program: Program, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run]) -> None:
-        self._program, self._params, self._runs = program, params, runs
+    def __init__(
+        self, program: Program, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run], model: Any
+    ) -> None:
+        self._program, self._params, self._runs, self._model = program, params, runs, model
         self._names = {id(p): name for name, p in params.items()}
-        self._left = self.LOOKS
+        self._first = self._changes = self.LOOKS
 
-    def look(self) -> None:
-        """After parameters have changed. Raises ShardcError for an optimizer that may not step what this rank has."""
-        if not self._left:
+    def look(self, *, changed: bool) -> None:
+        """At a forward that trains. changed: have parameters, since the last one? Raises ShardcError for an optimizer
+        that may not step what this rank has, and for one that steps the plain model where nothing steps the module.
+        """
+        first, changes = self._first, self._changes
+        self._first, self._changes = max(first - 1, 0), max(changes - changed, 0)
+        if not first and not (changed and changes):
             return
-        self._left -= 1
-        for x in _optimizers():
+        optimizers = _optimizers()
+        for x in optimizers:
             if any(id(p) in self._names for g in x.param_groups for p in g["params"]):
-                self._left = 0
+                self._first = self._changes = 0
                 self._check_groups([[self._names.get(id(p), "") for p in g["params"]] for g in x.param_groups])
                 check_sharded(self._program, x, self._params, self._runs)
+        if first == 1 and changes == self.LOOKS and not changed:
+            self._check_model(optimizers)
+
+    def _check_model(self, optimizers: Iterable[Optimizer]) -> None:
+        """After some forwards without a change."""
+        plain = {id(p) for p in self._model.parameters()} if isinstance(self._model, nn.Module) else set()
+        for x in optimizers:
+            if any(id(p) in plain for g in x.param_groups for p in g["params"]):
+                raise ShardcError(
+                    "it has the parameters of the plain model, and no optimizer has those of the module: nothing would"
+                    " train",
+                    where=f"the optimizer {type(x).__name__}",
+                    fix=f"make it of the module's: torch.optim.{type(x).__name__}(module.parameters(), ...)",
+                )
 
     def _check_groups(self, groups: list[list[str]]) -> None:
         """Raises ShardcError for groups that were made by the parameters' dims, where all are flat."""

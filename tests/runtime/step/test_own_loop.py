@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
 from shardc.runtime.step.partial_grad_guard import GradientPart
+from shardc.runtime.step.partial_grad_guard import part as part_of
 
 
 class Net(nn.Module):
@@ -72,7 +74,8 @@ def test_a_norm_over_parts_of_gradients_is_refused(spec: str) -> None:
             with pytest.raises(ShardcError, match=r"module\.clip_grad_norm_"):
                 norm(list(module.parameters()))
         nn.utils.clip_grad_value_(module.parameters(), 2**-10)
-        assert all(float(p.grad.abs().max()) <= 2**-10 for p in module.parameters() if p.grad is not None and p.numel())
+        plain = [p.grad.as_subclass(Tensor) for p in module.parameters() if p.grad is not None and p.numel()]
+        assert all(float(g.abs().max()) <= 2**-10 for g in plain)
 
     loopback(program.mesh, work)
 
@@ -93,19 +96,126 @@ def test_a_norm_over_whole_gradients_is_torchs(mesh: dict[str, int]) -> None:
 
 
 def test_a_part_of_a_gradient_is_a_tensor_otherwise() -> None:
-    part = torch.randn(3, 4).as_subclass(GradientPart)
-    assert type(part * 2) is type(part.detach()) is type(part.data) is type(part.view(-1)) is GradientPart
-    assert type(part.clone()) is type(part.as_subclass(Tensor)) is type(part[0]) is type(part > 0) is Tensor
-    assert float(part.square().sum(1).max()) > 0
+    g = part_of(torch.randn(3, 4), {1})
+    assert type(g * 2) is type(g.detach()) is type(g.data) is type(g.view(-1)) is type(g.clone()) is GradientPart
+    assert type(g > 0) is type(g[0]) is type(g.chunk(2)[0]) is GradientPart
+    assert type(g.as_subclass(Tensor)) is type(torch.zeros_like(g)) is Tensor
     buffer = torch.zeros(3, 4)
-    assert buffer.lerp_(part, 0.5) is buffer
-    assert part.add_(1) is part
-    assert type(copy.deepcopy(part)) is GradientPart
-    assert float(part.norm(dim=1).sum()) > 0  # of rows
+    assert buffer.lerp_(g, 0.5) is buffer
+    assert g.add_(1) is g
+    assert type(copy.deepcopy(g)) is GradientPart
+    assert (g.numel(), g.shape, len(g), "GradientPart(" in repr(g)) == (12, (3, 4), 3, True)
+    assert torch.equal(torch.max(g, buffer).as_subclass(Tensor), g.as_subclass(Tensor).maximum(buffer))
+    g[g > 100] = 0.0
     file = io.BytesIO()
-    torch.save(part, file)
+    torch.save(g, file)
     file.seek(0)
     assert type(torch.load(file)) is Tensor
+
+
+def test_sums_along_whole_dims_of_a_part() -> None:
+    """A row that a rank has all of has the norm that it has on one device; a norm of these is one of a part again."""
+    g = part_of(torch.randn(3, 4), {0})
+    plain = g.as_subclass(Tensor)
+    scaled = g * (0.1 / g.norm(dim=1, keepdim=True)).clamp(max=1)  # adaptive clipping, row by row
+    assert torch.equal(scaled.as_subclass(Tensor), plain * (0.1 / plain.norm(dim=1, keepdim=True)).clamp(max=1))
+    assert torch.equal(scaled.sum(-1).as_subclass(Tensor), scaled.as_subclass(Tensor).sum(-1))
+    for mixed in (lambda: g.norm(dim=0), lambda: g.sum((0, 1)), lambda: g.norm(dim=1).norm(), lambda: g.T.norm(dim=1)):
+        with pytest.raises(ShardcError, match="the part of the gradient"):
+            mixed()
+
+
+MIXED: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda g: g.numpy(),
+    "asarray": lambda g: np.asarray(g),
+    "tolist": lambda g: g.tolist(),
+    "item": lambda g: g[0, 0].item(),
+    "a list of numbers": lambda g: [float(x) for x in g.flatten()],
+    "@": lambda g: g.flatten() @ g.flatten(),
+    "einsum": lambda g: torch.einsum("ij,ij->", g, g),
+    "cumsum": lambda g: (g.flatten() ** 2).cumsum(0),
+    "var": lambda g: g.var(),
+    "parameters_to_vector": lambda g: nn.utils.parameters_to_vector([g]).norm(),
+    "cat": lambda g: torch.cat([g.flatten(), g.flatten()]).norm(),
+    "mse_loss": lambda g: nn.functional.mse_loss(g, torch.zeros(3, 4), reduction="sum"),
+    "cosine": lambda g: nn.functional.cosine_similarity(g.flatten(), torch.ones(12), dim=0),
+    "normalize": lambda g: nn.functional.normalize(g, dim=1),
+    "qr": lambda g: torch.linalg.qr(g),
+    "orthogonal": lambda g: g @ g.T @ g,
+    "a copy's": lambda g: g.clone().norm(),
+    "a maximum": lambda g: g.abs().max(),
+    "quantile": lambda g: g.quantile(0.9),
+    "topk": lambda g: g.flatten().topk(2),
+    "what decides": lambda g: bool(torch.isfinite(g).all()),
+    "a loss scaler's": lambda g: torch._amp_foreach_non_finite_check_and_unscale_([g], torch.zeros(1), torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_mixes_elements_of_a_part_is_refused(name: str) -> None:
+    with pytest.raises(ShardcError, match=r"of a parameter's .grad: this would take the part of the gradient"):
+        MIXED[name](part_of(torch.randn(3, 4), {1}))
+
+
+class Lion(torch.optim.Optimizer):
+    """By hand, as people write it."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.add_(torch.sign(m * 0.9 + p.grad * 0.1), alpha=-group["lr"])
+                m.mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+ELEMENTWISE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    **{
+        f"{kind.__name__} {foreach}": functools.partial(kind, lr=1e-2, foreach=foreach, **more)
+        for foreach in (False, True)
+        for kind, more in (
+            (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+            (torch.optim.Adam, {"amsgrad": True}),
+            (torch.optim.AdamW, {"maximize": True}),
+            (torch.optim.Adamax, {}),
+            (torch.optim.NAdam, {}),
+            (torch.optim.RAdam, {}),
+            (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+            (torch.optim.Adagrad, {}),
+            (torch.optim.Adadelta, {}),
+            (torch.optim.ASGD, {}),
+            (torch.optim.Rprop, {}),
+        )
+    },
+    **{
+        f"{kind.__name__} fused": functools.partial(kind, lr=1e-2, fused=True)
+        for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    },
+    "Lion": Lion,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_optimizers_that_work_element_by_element_are_as_they_were(name: str) -> None:
+    """Bit for bit, and what they keep is plain."""
+    torch.manual_seed(0)
+    plain, held = ([nn.Parameter(x.clone()) for x in (torch.randn(3, 4), torch.randn(5))] for _ in range(2))
+    with torch.no_grad():
+        for p, q in zip(plain, held, strict=True):
+            q.copy_(p)
+    optimizers = [ELEMENTWISE[name](ps) for ps in (plain, held)]
+    for _ in range(3):
+        for p, q in zip(plain, held, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = part_of(p.grad.clone(), {0})
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(plain, held, strict=True))
+    kept = [x for state in optimizers[1].state.values() for x in state.values() if isinstance(x, Tensor)]
+    assert {type(x) for x in kept} <= {Tensor}
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -335,7 +445,7 @@ def optimizers(m: ShardedModule) -> dict[str, torch.optim.Optimizer]:
     ],
 )
 def test_an_optimizer_that_steps_parts_otherwise_is_refused(spec: str, kind: str, said: str) -> None:
-    """At the forward after its first step; optimizers of other parameters are nobody's business."""
+    """At the first forward, or that after its first step; optimizers of other parameters are nobody's business."""
     program = compiled(spec)
 
     def work(mesh: LoopbackMesh) -> None:
@@ -348,15 +458,37 @@ def test_an_optimizer_that_steps_parts_otherwise_is_refused(spec: str, kind: str
             if kind == "named"
             else optimizers(module)[kind]
         )
-        backward(module)
-        optimizer.step()
-        for i in range(2):
-            if said and not i:
-                with pytest.raises(ShardcError, match=said):
+        if said:
+            with pytest.raises(ShardcError, match=said):
+                backward(module)
+            return
+        for _ in range(2):
+            backward(module)
+            optimizer.step()
+        assert others.param_groups
+
+    loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_an_optimizer_of_the_plain_model_is_told_from_the_modules(right: bool) -> None:
+    """It would train nothing, without a word. Beside the module's own it is nobody's business."""
+    program = compiled("tp")
+
+    def work(mesh: LoopbackMesh) -> None:
+        model = copy.deepcopy(NET)
+        module = ShardedModule(program, model, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters())
+        own = torch.optim.SGD(module.parameters(), lr=0.1) if right else None
+        for i in range(5):
+            if i == 2 and not right:
+                with pytest.raises(
+                    ShardcError, match=r"the optimizer Adam: .*of the plain model(.|\n)*Adam\(module.par"
+                ):
                     backward(module)
                 return
             backward(module)
-        assert others.param_groups
+            (own or optimizer).step()
 
     loopback(program.mesh, work)
 

@@ -197,7 +197,7 @@ def test_clipping_by_hand_between_the_halves_of_an_engines_step_is_refused(mesh:
     def work(mesh: LoopbackMesh) -> tuple[float, float]:
         engine, straight = (Engine(program, MODEL, mesh=mesh, clip_norm=0.1) for _ in range(2))
         engine.backward(BATCH)
-        with pytest.raises(ShardcError, match="this would add up the part of the gradient"):
+        with pytest.raises(ShardcError, match="this would take the part of the gradient"):
             nn.utils.clip_grad_norm_(engine.params.values(), 0.1)
         engine.update()
         straight.step(BATCH)
