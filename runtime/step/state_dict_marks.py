@@ -26,7 +26,7 @@ def slices(program: Program, mesh: Any, runs: Mapping[str, Run]) -> dict[str, st
     """{name: which slice of the whole tensor this rank has}, of those that it has a slice of. runs: ZeRO's stretches,
     by placeholder name.
     """
-    found = {}
+    found: dict[str, str] = {}
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
     stored: list[Param | Buffer] = [*program.params, *program.buffers]
     for x in stored:
