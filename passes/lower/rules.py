@@ -1,7 +1,8 @@
 """The derivative of one call, as lines: found once for every distinct call of a program.
 
     traced       an op of torch's: what autograd runs for it, read off by running it on tensors without data (record.py)
-    transposed   a linear op of ours (conversions, dropout, casts of weights): its backward is an op of the gradient
+    transposed   a linear op of ours (conversions, dropout, casts of weights, zeros in padding): its backward is an op of
+                 the gradient
     taped        any other: whole, with its backward as one op (shardc.runtime.ops.taped). Ops of ours that look at
                  their rank or at data; those of which torch has a kernel for each kind of device; what cannot be traced
 
@@ -47,6 +48,8 @@ _PLAIN = {ops.nll, ops.nll_join, ops.nll_alone, ops.nll_exp, ops.partial_mean}
 _BY_TYPE = {ops.gather_start, ops.gather_wait, ops.updated, ops.total, ops.summed, ops.random}
 #: Those whose results have as many rows as the router says.
 _RAGGED = {ops.experts_route, ops.experts_send, ops.experts_apply, ops.experts_return}
+#: Other ops of ours whose backward is an op of the gradient alone.
+_LINEAR = {ops.dropout, ops.cast_once, ops.summed, ops.fill_padding}
 _CONVERSIONS = {getattr(ops, op): op for op in BY_OP}
 
 
@@ -141,7 +144,7 @@ class Rules:
 
     def rule(self, node: fx.Node, ask: Ask) -> Rule:
         args, kwargs = template(node)
-        if node.target in _CONVERSIONS or node.target in (ops.dropout, ops.cast_once, ops.summed):
+        if node.target in _CONVERSIONS or node.target in _LINEAR:
             return self._transposed(node, args, dict(kwargs), ask)
         key = repr((target_text(node.target), args, _untagged(kwargs), ask))
         tagged = any(name == "tag" for name, _ in kwargs)
@@ -211,6 +214,10 @@ class Rules:
         behind = args[1:]
         if node.target is ops.cast_once:
             g = w.call(aten._to_copy.default, g, dtype=ask.operands[0].dtype)
+        elif node.target is ops.fill_padding:  # (mesh, dim, digits, size, padding, blocks, fill): zeros there
+            blocks = behind[5] if len(behind) > 5 else 1
+            x = ask.operands[0]
+            g = w.call(ops.fill_padding, g, *behind[:5], blocks, 0.0, type_=Type.contiguous(x.shape, x.dtype))
         elif node.target is ops.dropout:
             g = w.call(ops.dropout, g, *behind, **kwargs)
         elif node.target in _CONVERSIONS and BY_OP[op := _CONVERSIONS[node.target]].backward != "identity":

@@ -301,8 +301,6 @@ class Writer:
         else:
             param = self._look((n, len(grads) - 1))
             node = self._back.create_node("call_function", ops.put, (param, grads[-1]), name=f"{param.name}_put")
-            if isinstance(grads[-1], fx.Node) and grads[-1].op == "call_function":
-                grads[-1].append(node)  # at once: the gradient is copied to its bucket, and freed
         node.meta = meta
 
     def _look(self, made: Made) -> fx.Node:

@@ -65,8 +65,19 @@ def scatter(params: Sequence[Any], grads: Sequence[Tensor | None], tag: str = ""
 
 
 def put(param: Tensor, grad: Tensor) -> None:
-    """Backward has a parameter's gradient: what autograd does at a leaf, with all that hangs on it (a bucket's sum)."""
-    torch.autograd.backward((param,), (grad,))
+    """Backward has a parameter's gradient: what autograd does at a leaf, with all that hangs on it (a bucket's sum).
+
+    Autograd takes a gradient over if nobody else holds it, and copies it otherwise; here the caller does. Where a
+    bucket waits for it, which copies it to its own place, that would be one copy too many.
+    """
+    arrived: Any = getattr(param, "_post_accumulate_grad_hooks", None)
+    plain = param.grad is None and not param._backward_hooks and param.dtype == grad.dtype
+    if arrived and plain and param.shape == grad.shape:
+        param.grad = grad
+        for hook in list(arrived.values()):
+            hook(param)
+    else:
+        torch.autograd.backward((param,), (grad,))
 
 
 def add_into(x: Tensor, y: Tensor) -> Tensor:
