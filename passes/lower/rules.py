@@ -1,8 +1,8 @@
 """The derivative of one call, as lines: found once for every distinct call of a program.
 
     traced       an op of torch's: what autograd runs for it, read off by running it on tensors without data (record.py)
-    transposed   a linear op of ours (conversions, dropout, casts of weights, zeros in padding): its backward is an op of
-                 the gradient
+    transposed   a linear op of ours (conversions, dropout, casts of weights, zeros in padding): its backward is an op
+                 of the gradient
     taped        any other: whole, with its backward as one op (shardc.runtime.ops.taped). Ops of ours that look at
                  their rank or at data; those of which torch has a kernel for each kind of device; what cannot be traced
 
