@@ -70,7 +70,8 @@ class Resizer:
             raise ShardcError(
                 f"{why}, and the model that would have to be compiled for it no longer exists",
                 where="engine.step" if training else "evaluating",
-                fix="keep the model that was compiled" + ", or leave such batches out (drop_last)" * bool(given),
+                fix="keep the model that was compiled: `net = model(); program = shardc.compile(net, ...)`"
+                + ", or leave such batches out (drop_last)" * bool(given),
             )
         if sum(t == training for _, t in self._programs) >= MOST and not program.spec.batch.lengths:
             raise ShardcError(

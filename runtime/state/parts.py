@@ -131,7 +131,7 @@ def _check(program: Program, given: Weights, rest: Weights | None) -> None:
                 errors.add(
                     f"the buffer is not in the {given.what}: it is not persistent",
                     where=x.fqn,
-                    fix="pass the model or its builder as `base` as well: it computes this buffer",
+                    fix="pass the model, which computes it, and the weights: program.engine(model, weights=...)",
                 )
             continue
         wanted |= dict.fromkeys(present, x.shape)

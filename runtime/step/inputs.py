@@ -243,6 +243,15 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool) -> str:
         return (
             "this is the whole batch: cut this rank's part with program.local(batch), or let engine.step(batch) do it"
         )
+    if isinstance(leaf, Tensor) and leaf.dtype != x.dtype and leaf.ndim == len(x.shape):
+        cast = {torch.float32: "float()", torch.float64: "double()", torch.int64: "long()", torch.int32: "int()"}
+        return f"convert it: x.{cast.get(x.dtype, f'to({x.dtype})')}, or compile again with a batch of {leaf.dtype}"
+    if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and leaf.ndim == len(x.shape) and leaf.ndim and not local:
+        rows, compiled = leaf.shape[0], x.shape[0]
+        if not rows:
+            return "leave it out: it has no rows"
+        if rows > compiled and leaf.shape[1:] == x.shape[1:]:
+            return f"compile again with a batch of {rows} rows, or cut it into batches of at most {compiled}"
     return "pass a batch of the compiled shapes and dtypes, or compile again for this one"
 
 

@@ -86,9 +86,8 @@ def simulate(
             mesh.records.clear()
             result = engine.backward(batch, gather=True)
             last = step == steps - 1
-            grads = (
-                {n: p.grad.clone() if p.grad is not None else None for n, p in engine.params.items()} if last else {}
-            )
+            held = {n: p.grad for n, p in engine.params.items()} if last else {}
+            grads = {n: g.as_subclass(Tensor).clone() if g is not None else None for n, g in held.items()}
             engine.update()
         records = list(mesh.records)
         wholes = {n: x.clone() for n, x in engine.wholes().items()}

@@ -131,3 +131,21 @@ def test_rows_that_are_filled_up_have_no_parts() -> None:
     p = shardc.compile(Rows(), {"x": torch.ones(8, 2)}, spec, prove=False)
     with pytest.raises(ShardcError, match="x: its 8 rows are not cut into equal parts in order"):
         inputs.part_of(p, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (
+            torch.ones(8, 2, dtype=torch.float64),
+            r"convert it: x.float\(\), or compile again with a batch of torch.float64",
+        ),
+        (torch.ones(8, 2, dtype=torch.int64), r"convert it: x.float\(\)"),
+        (torch.ones(12, 2), "compile again with a batch of 12 rows, or cut it into batches of at most 8"),
+        (torch.ones(0, 2), "leave it out: it has no rows"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_told_what_to_do(x: Tensor, said: str) -> None:
+    p = shardc.compile(Rows(), {"x": torch.ones(8, 2)}, {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
+    with pytest.raises(ShardcError, match=said):
+        p.local({"x": x}, 0)
