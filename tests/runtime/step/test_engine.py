@@ -342,7 +342,7 @@ def test_a_modules_names_are_the_models() -> None:
 
 
 def grads_of(module: ShardedModule) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    return {n: p.grad.as_subclass(torch.Tensor).clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
 def test_gradients_accumulate_over_backwards() -> None:
