@@ -13,6 +13,8 @@ from shardc.errors import Errors
 from shardc.ir.patterns import nearest
 from shardc.runtime.step import not_finite
 
+_OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")
+
 
 def check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
     """Raises ShardcError for an option that there is not, with the nearest that there is. call: of Program; made: what
@@ -21,6 +23,10 @@ def check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
     known = [n for n in inspect.signature(made).parameters if n not in ("program", "model")]
     errors = Errors()
     for name in (n for n in options if n not in known):
+        if name in _OF_OPTIMIZERS and "optimizer" in known:
+            fix = f"it is the optimizer's: optimizer=lambda params: torch.optim.AdamW(params, {name}=...)"
+            errors.add("there is no such option", where=f"program.{call}({name}=...)", fix=fix)
+            continue
         sharing = (n for n in known if {*name.split("_")} & {*n.split("_")})  # grad_clip, clip_norm
         near = nearest(name, known) or next(sharing, "")
         fix = f"did you mean {near!r}? ({', '.join(known)})" if near else f"one of {', '.join(known)}"

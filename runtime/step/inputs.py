@@ -89,6 +89,12 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     _check_form(program, batch, by_path)
     check_real(by_path)
     errors = Errors()
+    renamed = _renamed(program, by_path)
+    if renamed is not None:
+        x, path = renamed
+        what = f"the batch has {name_of(path)!r} in its place, {type_name(x.dtype, by_path[path].shape)}"
+        errors.add(what, where=name_of(x.path), fix=f"rename {name_of(path)!r} to {name_of(x.path)!r}")
+        errors.raise_any()
     for path, leaf in by_path.items():
         if isinstance(leaf, Tensor) and path not in {x.path for x in program.inputs}:
             lacking = [x for x in program.inputs if x.path not in by_path]
@@ -125,6 +131,18 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             )
     errors.raise_any()
     return parts
+
+
+def _renamed(program: Program, by_path: Mapping[Path, Any]) -> tuple[Input, Path] | None:
+    """The one input that a batch does not have, and the one tensor that it has instead, of the same kind."""
+    paths = {x.path for x in program.inputs}
+    missing = [x for x in program.inputs if x.path not in by_path]
+    unknown = [path for path, leaf in by_path.items() if isinstance(leaf, Tensor) and path not in paths]
+    if len(missing) != 1 or len(unknown) != 1:
+        return None
+    (x,), (path,) = missing, unknown
+    leaf = by_path[path]
+    return (x, path) if leaf.dtype == x.dtype and leaf.ndim == len(x.shape) and path[:-1] == x.path[:-1] else None
 
 
 def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> None:
@@ -250,6 +268,13 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool) -> str:
         rows, compiled = leaf.shape[0], x.shape[0]
         if not rows:
             return "leave it out: it has no rows"
+        others = {
+            name_of(path): y.shape[0]
+            for path, y in by_path.items()
+            if path != x.path and isinstance(y, Tensor) and y.ndim and y.shape[0] == compiled != rows
+        }
+        if others and leaf.shape[1:] == x.shape[1:]:
+            return f"give it as many rows as {', '.join(others)}: {compiled}"
         if rows > compiled and leaf.shape[1:] == x.shape[1:]:
             return f"compile again with a batch of {rows} rows, or cut it into batches of at most {compiled}"
     return "pass a batch of the compiled shapes and dtypes, or compile again for this one"

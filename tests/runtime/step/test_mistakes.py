@@ -67,6 +67,18 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
         lambda mesh: PROGRAM.engine(MODEL, mesh=mesh, grad_clip=1.0),
         r"program.engine\(grad_clip=...\): there is no such option\n  fix: did you mean 'clip_norm'",
     ),
+    "an option of optimizers": (
+        lambda mesh: PROGRAM.engine(MODEL, mesh=mesh, lr=1e-3),
+        r"program.engine\(lr=...\): there is no such option\n  fix: it is the optimizer's: optimizer=lambda params",
+    ),
+    "a key of another name": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({"images": BATCH["x"], "strength": 2.0}),
+        r"x: the batch has 'images' in its place, f32\[8, 8\]\n  fix: rename 'images' to 'x'",
+    ),
+    "another model": (
+        lambda mesh: Engine(PROGRAM, torch.nn.Linear(3, 3), mesh=mesh),
+        r"of another model: of 4 tensors 4 missing",
+    ),
     "another option": (
         lambda mesh: PROGRAM.module(MODEL, mesh=mesh, brodcast=True),
         r"program.module\(brodcast=...\): there is no such option\n  fix: did you mean 'broadcast'",
