@@ -218,8 +218,8 @@ def check_held(held: Iterable[Held]) -> None:
             errors.add(
                 "the module's parameter, or its memory, was replaced: the program has the one that it was made with",
                 where=h.fqn,
-                fix="write into it: load_state_dict without assign=True, or p.copy_(value) under torch.no_grad(); a dtype is the spec's"
-                " `precision`",
+                fix="write into it: load_state_dict without assign=True, or p.copy_(value) under torch.no_grad();"
+                " a dtype is the spec's `precision`",
             )
     errors.raise_any()
 
