@@ -33,7 +33,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.runtime.data.sampler import Order
-from shardc.runtime.step.inputs import batch_dims, check_real, leaves, name_of, type_name
+from shardc.runtime.step.inputs import batch_dims, leaves, name_of, type_name
 from shardc.runtime.zero.optimizer_list import class_of
 
 #: Bits of a hash: n·Σh² of 2^14 ranks still fits an int64.
@@ -106,7 +106,9 @@ def fingerprints(groups: Iterable[Iterable[Tensor]]) -> list[int]:
     for tensors in groups:
         found.append([])
         for x in tensors:
-            found[-1].append(f"{x.dtype} {tuple(x.shape)}".encode())
+            found[-1].append(f"{x.dtype} {tuple(x.shape)}{' meta' if x.is_meta else ''}".encode())
+            if x.is_meta:  # no numbers: who takes it refuses it, when all ranks have compared theirs
+                continue
             flat = x.as_subclass(Tensor).detach().contiguous().view(-1)
             if flat.dtype.is_complex:
                 flat = torch.view_as_real(flat).reshape(-1)
@@ -299,7 +301,6 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     part, such as those of a tensor-parallel group.
     """
     tensors = {path: x for path, x in leaves(batch) if isinstance(x, Tensor)}
-    check_real(tensors)
     names = ", ".join(f"{name_of(path)} {type_name(x.dtype, x.shape)}" for path, x in tensors.items())
     if not local:
         form = Fact("the form of the batch", hashed(names), fix=SAME_BATCH, shown=names)
@@ -358,6 +359,8 @@ def _constant(program: Program, batch: Any) -> bool:
     """Are all rows of a batch equal, as of made-up data?"""
     tensors, dims = dict(leaves(batch)), batch_dims(program)
     rows = [(tensors[x.path], d) for x in program.inputs if (d := dims[x.name]) is not None and x.path in tensors]
+    if any(x.is_meta for x, _ in rows):  # refused by who takes it
+        return True
     return all(torch.equal(x.select(d, 0), x.select(d, i)) for x, d in rows for i in range(1, x.shape[d]))
 
 

@@ -54,9 +54,10 @@ class OffloadedTensors:
             self._after[self._asked] = number
         self._times[number] += 1
         self._asked = number, self._times[number]
-        following = self._all[self._after.get(self._asked, max(number - 1, 0))]()
-        if following is not None:
-            following.begin()
+        # what was recorded may be past the end (a forward that keeps fewer), and nothing was kept before the first
+        following = self._after.get(self._asked, number - 1)
+        if 0 <= following < len(self._all) and (kept := self._all[following]()) is not None:
+            kept.begin()
 
 
 class OffloadedTensor:

@@ -309,8 +309,8 @@ class Engine:
                 "engine.backward came twice without engine.update between: gradients are replaced, not added up; to"
                 " accumulate, write batch: {microbatches: n}"
             )
-        self._waiting = True
         result = self._backward(batch, local=local, gather=gather)
+        self._waiting = True
         partial_grad_guard.mark(partial_grad_guard.split(self.program, self.params, self.buckets.runs))
         return result
 

@@ -198,7 +198,7 @@ def part_of(program: Program, rank: int) -> tuple[int, int]:
         parts = x.shape[d] // max(len(mine), 1)
         index = int(mine[0]) // max(len(mine), 1)
         whole = len(mine) * parts == x.shape[d]
-        if not whole or mine.tolist() != list(range(index * len(mine), (index + 1) * len(mine))):
+        if x.layout.paddings() or not whole or mine.tolist() != list(range(index * len(mine), (index + 1) * len(mine))):
             what = f"its {x.shape[d]} rows are not cut into equal parts in order"
             raise ShardcError(what, where=name_of(x.path), fix="read global batches: each rank cuts its own part")
         found.add((index, parts))
@@ -289,7 +289,7 @@ def from_call(program: Program, model: Any, args: tuple[Any, ...], kwargs: Mappi
     takes = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
     names = list(takes)
     heads = {x.path[0] if x.path else None for x in program.inputs}
-    _check_keywords(program, kwargs, {name: p.default for name, p in takes.items()})
+    _check_keywords(program, kwargs, takes)
     if heads == {None}:
         return next(iter((*args, *kwargs.values())), None)
     if any(isinstance(h, str) for h in heads):
@@ -297,10 +297,22 @@ def from_call(program: Program, model: Any, args: tuple[Any, ...], kwargs: Mappi
     return {**dict(enumerate(args)), **{(names.index(k) if k in names else k): v for k, v in kwargs.items()}}
 
 
-def _check_keywords(program: Program, kwargs: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def _default(now: Any, default: Any) -> bool:
+    """Is this what forward takes anyway? Where its default is None, the model's config decides on a flag, as on
+    `return_dict=True` of transformers.
+    """
+    if default is None:
+        return isinstance(now, bool)
+    return type(now) is type(default) and bool(now == default)
+
+
+def _check_keywords(program: Program, kwargs: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]) -> None:
     """Raise ShardcError for a keyword of a module's call, no tensor, that the model would heed and the program does
     not: one that it was compiled without, unless it has its default; or a text with another value.
     """
+    defaults = {name: p.default for name, p in takes.items()}
+    # what `**kwargs` takes has no default, and may be absent; a name that forward does not take is no default at all
+    rest = None if inspect.Parameter.VAR_KEYWORD in {p.kind for p in takes.values()} else inspect.Parameter.empty
     baked = dict(program.baked)
     known = {path[0] for path in (*baked, *(x.path for x in program.inputs)) if path}
     errors = Errors()
@@ -309,7 +321,11 @@ def _check_keywords(program: Program, kwargs: Mapping[str, Any], defaults: Mappi
         if isinstance(now, str) and isinstance(then, str) and now != then:
             what = f"the call gives {now!r}, but the program was compiled with {then!r} in its place"
             errors.add(what, where=name, fix="compile again with a batch that has this value")
-        elif name not in known and isinstance(now, (bool, int, float, str)) and now is not defaults.get(name):
+        elif (
+            name not in known
+            and isinstance(now, (bool, int, float, str))
+            and not _default(now, defaults.get(name, rest))
+        ):
             errors.add(
                 f"the program was compiled without this argument, {now!r}",
                 where=name,

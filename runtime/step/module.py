@@ -498,7 +498,9 @@ def _mark(module: ShardedModule, _: Any, __: str, metadata: dict[str, Any]) -> N
 def _check_marks(module: ShardedModule, given: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
     r = module._running
     names = (n for x in (*r.program.params, *r.program.buffers) if x.fqn for n in x.names)
-    if state_dict_marks.check(given, prefix, metadata.get(state_dict_marks.KEY), r.slices, names):
+    split = {n for x in r.program.params if norm_axes(r.program, x.name) for n in x.names}
+    split |= {n for x in r.program.buffers if x.layout.shards() for n in x.names}
+    if state_dict_marks.check(given, prefix, metadata.get(state_dict_marks.KEY), r.slices, names, split):
         r.unmarked = True
 
 

@@ -8,7 +8,7 @@ for such a one the next forward compares what ranks have loaded (`check_loaded`)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -52,14 +52,17 @@ def _box(box: Sequence[tuple[int, int, int]]) -> str:
     return f"[{', '.join(f'{start}:{start + n}' for _, start, n in box)}]"
 
 
-def check(state_dict: Mapping[str, Any], prefix: str, note: Any, own: Mapping[str, str], names: Iterator[str]) -> bool:
+def check(
+    state_dict: Mapping[str, Any], prefix: str, note: Any, own: Mapping[str, str], names: Iterator[str], split: Set[str]
+) -> bool:
     """Raises ShardcError for a state_dict with other slices than this rank's. note: as `state_dict` has it, or None.
-    own: of `slices`. names: of all that the module holds. Returns whether there are slices in it that nobody vouches
-    for.
+    own: of `slices`. names: of all that the module holds. split: those of which any rank has a slice, the same on all
+    ranks: one of ZeRO may have all of a weight, and the others nothing. Returns whether there are slices in it that
+    nobody vouches for.
     """
     there = [n for n in names if prefix + n in state_dict]
     if not isinstance(note, Mapping):
-        return any(n in own for n in there)
+        return any(n in split for n in there)
     saved: Mapping[str, str] = note["slices"]
     if other := [n for n in there if saved.get(n) != own.get(n)]:
         first, rank = other[0], note["rank"]

@@ -6,6 +6,7 @@ Nothing here imports torch when it is loaded, nor does any command, so that `sha
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -145,6 +146,10 @@ def check_outputs(
         if not path.parent.is_dir():
             fix = f"mkdir -p {path.parent}, or name a file in a folder that is there"
             raise ShardcError(f"there is no folder {path.parent}", where=option, fix=fix)
+        if path.exists():  # a file that is to be replaced, or a pipe such as /dev/fd/63
+            if not os.access(path, os.W_OK):
+                raise ShardcError(f"cannot write {path}", where=option, fix="name a place that can be written to")
+            continue
         _try(path.parent, path, option)
     for option, path in (folders or {}).items():
         if path is None:

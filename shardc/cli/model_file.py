@@ -247,7 +247,7 @@ def _function(
         elif own and name != "batch":
             fix += f"; or name what makes it, {path}:NAME, of {', '.join(own[:8])}"
         raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
-    if isinstance(function, nn.Module):
+    if isinstance(function, nn.Module) and name not in OPTIONAL:
         what, kind = f"{name} is a model, not a function that makes one", type(function).__name__
         fix = f"write `def {name}(): return {kind}(...)`: each rank builds its own part"
         raise ShardcError(what, where=str(path), fix=fix)

@@ -157,7 +157,8 @@ def command(
     with reporting(debug, as_json) as show, ExitStack() as stack:
         folder = stack.enter_context(run_folder())
         launch.join_slurm()
-        check_outputs(folders={"--save": save, "--log": log})
+        first = os.environ.get("RANK", "0") == "0"  # it alone writes lines, on its own machine
+        check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(clip=clip, seed=seed, watch=watch, timeout=timeout)
         joined = launch.in_world()
         here = presence.begin(*(() if watch is None else (watch,))) if joined else None

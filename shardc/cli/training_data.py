@@ -1,7 +1,8 @@
 """The batches of a run: what the model file's data(split) returns, epoch after epoch, the same on every rank.
 
 Every rank runs the user's data() by itself, so whatever is drawn there from `random`, numpy or torch has to be drawn
-alike: all three are seeded before data() is called and before each epoch. Datasets, and DataLoaders that shuffle one,
+alike: all three are seeded before data() is called and before each epoch (with the part's number as well, where
+data(split, part, parts) gives parts). Datasets, and DataLoaders that shuffle one,
 are read by shardc's own loader, which knows where it stands and reads only the samples of its rank.
 """
 
@@ -31,6 +32,7 @@ class Batches:
     """An endless iterator over the batches of a split. local: each is this rank's part of a global batch. resumes: a
     checkpoint says where it stands; what does not is read again up to there.
 
+    part: the number of that part, where data() reads it by itself: it draws other numbers than those of other parts.
     epoch: how many have begun before this one. description: for the header of a run.
     """
 
@@ -43,9 +45,11 @@ class Batches:
         local: bool,
         description: str,
         resumes: bool = False,
+        part: int | None = None,
     ) -> None:
         self.local, self.resumes, self.description, self.epoch = local, resumes, description, 0
         self._source, self._make, self._seed, self._read = source, make, seed, False
+        self._part = () if part is None else (part,)
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -64,7 +68,7 @@ class Batches:
     def one_epoch(self) -> Iterator[Any]:
         """The batches of one epoch. An iterator that is used up is made again by data()."""
         if not self.resumes:
-            seed_everything(self._seed, self.epoch)
+            seed_everything(self._seed, self.epoch, *self._part)
         if self._read and isinstance(self._source, Iterator):
             self._source = self._make()
         self._read = True
@@ -85,10 +89,11 @@ def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
     apart = takes_parts(file.data)
 
     def make() -> Any:
-        seed_everything(seed)
         if not apart:
+            seed_everything(seed)
             return file.data(split)
         part, parts = engine.part
+        seed_everything(seed, part)  # ranks of other parts draw other rows
         return file.data(split, part=part, parts=parts)
 
     source, train = make(), split == "train"
@@ -114,7 +119,7 @@ def _part_of_a_stream(source: Any, make: Callable[[], Any], engine: Any, seed: i
         raise ShardcError(what, where="data", fix="write data(split), which returns all of it")
     part, parts = engine.part
     description = f"part {part} of {parts} of each global batch, of a {type(source).__name__}"
-    return Batches(source, make, seed, local=True, description=description)
+    return Batches(source, make, seed, local=True, description=description, part=part)
 
 
 def example(file: Any, seed: int) -> Batches:

@@ -333,12 +333,37 @@ class Training:
         evaluation that takes long says so: data without end would be read for ever.
         """
         began = said = time.perf_counter()
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(self._alike(batches)):
             if number and number % ASK_EVERY == 0 and any(self.engine.mesh.sum_on_host([self.signals.seen])):
                 return
             if (now := time.perf_counter()) - said > SAY_AFTER:
                 said = now
                 self.lines.say(f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended")
+            yield batch
+
+    def _alike(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Held-out batches; where each rank reads its own part, all ranks agree before each one that all have it. A
+        rank that ended alone would leave the others in the collectives of a batch that it does not have.
+        """
+        from shardc.runtime.mesh.agreement import DisagreementError
+
+        if self.valid is None or not self.valid.local or self.valid.resumes:
+            yield from batches
+            return
+        mesh, end, count = self.engine.mesh, object(), 0
+        while True:
+            batch = next(batches, end)
+            having = [0] * mesh.layout.world
+            having[mesh.rank] = int(batch is not end)
+            having = mesh.sum_on_host(having)
+            if not any(having):
+                return
+            if not all(having):
+                ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
+                what = f"the held-out data of {ended} ended after {count} batches, and others have more"
+                fix = "let data(split, part, parts) give the same number of batches for every part"
+                raise DisagreementError(what, where="data", fix=fix)
+            count += 1
             yield batch
 
     def save(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from shardc import torch_private
+from shardc.cli.model_file import load
 from shardc.cli.run import _settings
 from shardc.cli.run import command as command_of_run
 from shardc.cli.step_lines import StepLines, duration
@@ -99,7 +100,7 @@ if MODE == "parts":
     def data(split, part, parts):
         with open(f"part{os.environ['RANK']}", "a") as f:
             print(part, parts, file=f)
-        rows = ({"x": batch()["x"].chunk(parts)[part] + i} for i in range(3))
+        rows = ({"x": torch.linspace(-1, 1, 64).view(8, 8).chunk(parts)[part] + i} for i in range(3))
         return rows if split == "train" else None
 """
 
@@ -405,3 +406,13 @@ def test_lines_come_by_time(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_loss_may_be_a_module(tmp_path: Path) -> None:
+    text = "import torch\nfrom torch import nn\nclass Loss(nn.Module):\n"
+    text += "    def forward(self, output, batch): return output.mean()\n"
+    text += "def model(): return nn.Linear(2, 2)\ndef batch(): return (torch.ones(2, 2),)\nloss = Loss()\n"
+    (tmp_path / "model.py").write_text(text)
+    file = load(str(tmp_path / "model.py"))
+    assert file.loss is not None
+    assert file.loss(torch.ones(2), None) == 1

@@ -82,3 +82,16 @@ def test_a_step_waits_for_few(mesh: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(first) >= program.mesh.world
     assert len(last) > 8
     assert last == [True] + [False] * (len(last) - 1)
+
+
+def test_a_forward_that_keeps_fewer_than_the_last_one() -> None:
+    some = host_memory.offloaded_tensors(lambda make: make())(torch.device("cpu"), {(0, 1): 5})
+    only = some.keep(torch.ones(2))
+    assert torch.equal(only.fetch(), torch.ones(2))
+    assert only._coming is None
+
+
+def test_the_first_that_was_kept_is_not_held_when_it_was_fetched() -> None:
+    _, (first, *_) = kept()
+    first.fetch()
+    assert first._coming is None

@@ -12,6 +12,7 @@ from torch import nn
 
 import shardc
 from shardc.errors import ShardcError
+from shardc.runtime.mesh.agreement import DisagreementError, batch_facts, check
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
@@ -253,3 +254,13 @@ def test_the_modules_clipping_takes_the_norm_of_the_whole_model() -> None:
 
     for total in loopback(PROGRAM.mesh, work):
         torch.testing.assert_close(total, norm)
+
+
+def test_a_meta_tensor_on_one_rank_differs_on_all() -> None:
+    def rank(mesh: LoopbackMesh) -> str:
+        device = "meta" if mesh.rank else "cpu"
+        with pytest.raises(DisagreementError, match="the global batch") as e:
+            check(mesh, batch_facts(PROGRAM, {"x": torch.ones(4, 2, device=device)}, local=False))
+        return str(e.value)
+
+    assert len(set(loopback(PROGRAM.mesh, rank))) == 1

@@ -133,6 +133,33 @@ def test_rows_that_are_filled_up_have_no_parts() -> None:
         inputs.part_of(p, 0)
 
 
+def test_a_rank_of_nothing_but_padding_has_no_part() -> None:
+    spec = {"shardc": 1, "mesh": {"dp": 4}, "uneven": "pad"}
+    p = shardc.compile(Rows(), {"x": torch.ones(3, 2)}, spec, prove=False)
+    for rank in range(4):
+        with pytest.raises(ShardcError, match="x: its 3 rows are not cut into equal parts in order"):
+            inputs.part_of(p, rank)
+
+
+class Flags(nn.Module):
+    def forward(self, x: Tensor, temperature: float = 1.0, use_cache: bool | None = None) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("flags", [{"temperature": float("1.0")}, {"use_cache": False}, {"use_cache": True}], ids=str)
+def test_an_argument_with_its_default_is_taken(flags: dict[str, Any]) -> None:
+    x = torch.ones(2)
+    assert inputs.from_call(program(("x",)), Flags(), (x,), flags)["x"] is x
+
+
+@pytest.mark.parametrize(
+    "flags", [{"temperature": 0.5}, {"temperature": True}, {"use_cache": 2}, {"cold": False}], ids=str
+)
+def test_an_argument_that_changes_something_is_refused(flags: dict[str, Any]) -> None:
+    with pytest.raises(ShardcError, match="was compiled without this argument"):
+        inputs.from_call(program(("x",)), Flags(), (torch.ones(2),), flags)
+
+
 @pytest.mark.parametrize(
     ("x", "said"),
     [

@@ -94,6 +94,19 @@ def test_another_ranks_slices_are_refused(name: str) -> None:
     loopback(compiled(name).mesh, work)
 
 
+def test_one_weight_that_one_rank_has_a_slice_of() -> None:
+    """All ranks load it, whatever each has of it, and go on."""
+
+    def work(mesh: LoopbackMesh) -> None:
+        module, _ = made(mesh, "zero 1")
+        own = module.state_dict()
+        for name in own:
+            module.load_state_dict({name: own[name].clone()}, strict=False)
+            module(**module.local(BATCH))
+
+    loopback(compiled("zero 1").mesh, work)
+
+
 def test_whole_weights_of_another_rank_are_loaded() -> None:
     shared: dict[int, bytes] = {}
 
