@@ -153,7 +153,9 @@ class Engine:
             agreement.check(self.mesh, facts, "making an engine")
         given = state.weights_for(model, weights, seed)
         self.weight_notes = given.notes
-        user_changes.check_as_compiled(program, given.model)
+        self._told: set[str] = set()
+        changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
+        user_changes.tell_once(changed, self._told, self._tell)
         user_changes.tell_eval_mode(program, self._tell)
         self._skeleton, self._folder = state.skeleton(given.model), given.folder
         parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
@@ -320,7 +322,7 @@ class Engine:
         self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)
         self._watched.check()
-        user_changes.check_attributes(self.program)
+        user_changes.check_attributes(self.program, self._told, self._tell)
         self.buckets.reset(forward=True)
         self.rng.training = True
         interpreter, values = self._take(batch, local=local)
@@ -494,7 +496,7 @@ class Engine:
     def _evaluate(self, batch: Any, *, local: bool) -> tuple[Program, Tensor, outputs.Values]:
         self._check()
         torch_modes.check("engine.evaluate", self.mesh.device.type, training=False)
-        user_changes.check_attributes(self.program)
+        user_changes.check_attributes(self.program, self._told, self._tell)
         self.buckets.reset(forward=True)
         self.rng.training = False
         interpreter, values = self._take(batch, local=local)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,7 @@ class _Running:
     slices: dict[str, str]
     unmarked: bool = False  # weights were loaded that do not say of which rank they are
     eval: tuple[Program, fx.GraphModule, dict[str, Tensor]] | None = None
+    told: set[str] = field(default_factory=set)  # names, of user_changes.check_attributes
 
     def evaluating(self, batch: Any) -> tuple[Program, fx.GraphModule, dict[str, Tensor]]:
         """What runs a forward in eval mode, and constants of its own: see shardc.runtime.step.evaluating."""
@@ -212,7 +213,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             facts = agreement.program_facts(program, seed=seed, broadcast=broadcast, check_every=check_every)
             agreement.check(mesh, facts, "making a module")
         given = state.weights_for(model, weights, seed)
-        user_changes.check_as_compiled(program, given.model)
+        changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
         parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast)
         prints: dict[str, int] = {}
         buckets = Buckets(program, replicas.printed(parts, prints) if check else parts, mesh, aliased=True)
@@ -232,6 +233,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             buffers,
         )
         user_changes.tell_eval_mode(program, self._running.tell)
+        user_changes.tell_once(changed, self._running.told, self._running.tell)
 
     def _hold(self, running: _Running, buffers: Mapping[str, Tensor]) -> None:
         """Register parameters and buffers under the model's names."""
@@ -304,7 +306,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             r.optimizers.look(changed=r.updates.written)
         user_changes.check_held(self._held)
         user_changes.check_submodules(self)
-        user_changes.check_attributes(r.program)
+        user_changes.check_attributes(r.program, r.told, r.tell)
         batch = inputs.from_call(r.program, r.model, args, kwargs)
         if r.check:
             facts = agreement.batch_facts(r.program, batch, local=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,9 @@ from torch import nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
+
+#: What to tell, by the name that it is about.
+Notes = dict[str, str]
 
 _PASS_IT = (
     "make what changes a buffer (register_buffer) or part of the batch; else set it back, or compile again (several"
@@ -26,15 +29,17 @@ EVAL_MODE = (
     "the model was in eval mode when it was compiled (from_pretrained returns it so): there is no dropout in training,"
     " either, and batch norm takes its running statistics; call model.train() before compiling"
 )
+_PERHAPS = "; compile again if it matters"
+_NOTHING = object()
 _AGAIN = "compile again after the change, and load the weights (engine.save, engine.load) into what comes out"
 
 
-def check_as_compiled(program: Program, model: Any) -> None:
+def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
     """Raises ShardcError where parameters of a model have been frozen or released since it was compiled. model: as
-    engines take it; what is no module says nothing of that.
+    engines take it; what is no module says nothing of that. built: made by a function, in a mode that nobody chose.
     """
     if not isinstance(model, nn.Module):
-        return
+        return {}
     now = dict(model.named_parameters(remove_duplicate=False))
     errors = Errors()
     for p in program.params:
@@ -42,11 +47,11 @@ def check_as_compiled(program: Program, model: Any) -> None:
             if fqn in now and now[fqn].requires_grad != p.requires_grad:
                 _add(errors, fqn, trains=now[fqn].requires_grad)
     errors.raise_any()
-    if program.eval_mode and model.training:
+    if program.eval_mode and model.training and not built:
         what = "the model was in eval mode when it was compiled, and is in training mode now: a program has no dropout"
-        raise ShardcError(what, where="model.train()", fix="call it before compiling")
-    if program.check_attributes is not None:
-        program.check_attributes(model)
+        fix = "call it before compiling; to train without dropout, call eval() on the model that is given here"
+        raise ShardcError(what, where="model.train()", fix=fix)
+    return program.check_attributes(model) if program.check_attributes is not None else {}
 
 
 def tell_eval_mode(program: Program, tell: Callable[[str], None]) -> None:
@@ -57,82 +62,119 @@ def tell_eval_mode(program: Program, tell: Callable[[str], None]) -> None:
         tell(EVAL_MODE)
 
 
-def check_attributes(program: Program) -> None:
-    """Raises ShardcError where attributes of the model that was compiled, which forward reads, were changed since."""
+def check_attributes(program: Program, told: set[str], tell: Callable[[str], None]) -> None:
+    """Raises ShardcError where attributes of the model that was compiled, which forward reads, were changed since.
+    Tells of what forward may read. told: names that were told; new ones are added.
+    """
     if program.check_attributes is not None:
-        program.check_attributes()
+        tell_once(program.check_attributes(), told, tell)
+
+
+def tell_once(notes: Notes, told: set[str], tell: Callable[[str], None]) -> None:
+    for name, note in notes.items():
+        if name not in told:
+            told.add(name)
+            tell(f"{name}: {note}")
 
 
 @dataclass(frozen=True)
 class GlobalRead:
-    """A name of a Python module that forward reads, with a copy of its value when the model was captured."""
+    """A name of a Python module that the code of forward has, with its value when the model was captured. key: of a
+    dict, in a tuple, whose value it is.
+    """
 
     namespace: dict[str, Any]
     name: str
     value: Any
+    key: tuple[Any, ...] = ()
 
     @property
     def now(self) -> Any:
-        return self.namespace.get(self.name)
+        """The value at capture, where there is none any more."""
+        held = self.namespace.get(self.name, self.value)
+        if not self.key:
+            return held
+        return held.get(self.key[0], self.value) if isinstance(held, dict) else self.value
+
+    @property
+    def changed(self) -> bool:
+        return _differs(self.now, self.value)
+
+    def __str__(self) -> str:
+        file = self.namespace.get("__file__")
+        of = Path(file).name if isinstance(file, str) else self.namespace.get("__name__", "the model file")
+        return self.name + "".join(f"[{k!r}]" for k in self.key) + f" of {of}"
 
 
 class Attributes:
     """Plain values (numbers, strings, bools, None) that forward read while it was captured: attributes of a model's
     modules, and of objects that these hold, by module's name (`values`); names of Python modules (`names`). It does not
-    keep the model alive.
+    keep the model alive. Objects and names are only told of: forward may read them for a log, or not at all.
     """
 
     def __init__(
         self, model: nn.Module, values: Mapping[str, Mapping[str, Any]], names: Sequence[GlobalRead] = ()
     ) -> None:
         self._names = tuple(names)
-        self._values: dict[str, dict[str, Any]] = {}
+        self._values: dict[str, list[tuple[str, tuple[str, ...], Any]]] = {}
         for path, module in model.named_modules():
-            read = values.get(path, {})
+            read = [(f"{path}.{n}" if path else n, tuple(n.split(".")), v) for n, v in values.get(path, {}).items()]
             # what capture itself had set to another value while it ran is not the user's
-            if kept := {name: v for name, v in read.items() if not _differs(_attribute(module, name, v), v)}:
+            if kept := [each for each in read if not _differs(_attribute(module, each[1], _NOTHING), each[2])]:
                 self._values[path] = kept
         self._modules = [(weakref.ref(m), path) for path, m in model.named_modules() if path in self._values]
 
-    def check(self, model: nn.Module | None = None) -> None:
-        """Raises ShardcError for those that are others now. model: another one than was captured; what it does not have
-        is not looked at.
+    def check(self, model: nn.Module | None = None) -> Notes:
+        """Raises ShardcError for attributes of modules that are others now; what to tell of objects and names. model:
+        another one than was captured; what it does not have is not looked at.
         """
         if model is None:
             modules = [(m, path) for ref, path in self._modules if (m := ref()) is not None]
         else:
             modules = [(m, path) for path, m in model.named_modules() if path in self._values]
         errors = Errors()
-        for read in self._names:
-            if read.now != read.value and read.value == read.value:
-                where = f"{read.name} of {read.namespace.get('__name__', 'the model file')}"
-                errors.add(_changed(read.now, read.value), where=where, fix=_PASS_IT)
+        notes: Notes = {}
         for module, path in modules:
-            for name, then in self._values[path].items():
-                if _differs(now := _attribute(module, name, then), then):
-                    errors.add(_changed(now, then), where=f"{path}.{name}" if path else name, fix=_PASS_IT)
+            for name, parts, then in self._values[path]:
+                if not _differs(now := _attribute(module, parts, then), then):
+                    continue
+                if len(parts) > 1:
+                    notes[name] = _changed("forward read it", now, then) + _PERHAPS
+                else:
+                    errors.add(_changed("forward reads it", now, then), where=name, fix=_PASS_IT)
         errors.raise_any()
+        for read in self._names:
+            if read.changed:
+                notes[str(read)] = _changed("the code of forward names it", read.now, read.value) + _PERHAPS
+        return notes
 
 
-def _attribute(module: nn.Module, name: str, otherwise: Any) -> Any:
-    """name: perhaps of an object that the module holds: config.scale."""
-    try:
-        return attrgetter(name)(module)
-    except AttributeError:
-        return otherwise
+def _attribute(thing: Any, parts: Iterable[str], otherwise: Any) -> Any:
+    """An attribute of an attribute, as objects and their classes hold it: no property and no __getattr__ runs."""
+    for name in parts:
+        try:
+            own = vars(thing)
+        except TypeError:
+            own = {}
+        if name in own:
+            thing = own[name]
+            continue
+        thing = next((vars(c)[name] for c in type(thing).__mro__ if name in vars(c)), _NOTHING)
+        if thing is _NOTHING or hasattr(type(thing), "__get__"):
+            return otherwise
+    return thing
 
 
 def _differs(now: Any, then: Any) -> bool:
+    """then: a number, string, bool or None. now: anything, such as an array, which is not compared."""
     if now is then:
         return False
-    return not isinstance(now, (bool, int, float, str)) or (bool(now != then) and then == then)  # nan is as it was
+    return not isinstance(now, (bool, int, float, str)) or (bool(now != then) and not (now != now and then != then))
 
 
-def _changed(now: Any, then: Any) -> str:
-    return (
-        f"forward reads it, and it was {_text(then)} when the model was compiled; now it is {_text(now)}, which a"
-        " program does not see"
-    )
+def _changed(how: str, now: Any, then: Any) -> str:
+    then, now = _text(then), _text(now)
+    return f"{how}, and it was {then} when the model was compiled; now it is {now}, which a program does not see"
 
 
 def _text(value: Any) -> str:

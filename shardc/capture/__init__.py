@@ -86,7 +86,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     program = lift(model, leaves, exported, updated, beside)
     program.notes = notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
     program.baked = tuple(leaves.constants)
-    unchanged = [g for g in read_before if g.now == g.value]
+    unchanged = [g for g in read_before if not g.changed]
     program.check_attributes = Attributes(model, reads.values, unchanged).check
     program.eval_mode = not model.training and reads.acts_otherwise(model)
     if program.eval_mode:

@@ -4,13 +4,14 @@
                                     evaluating needs another program
 `y * self.scale`                    a later `model.scale = 2.0` would change nothing: it is noticed
                                     (shardc.runtime.step.user_changes)
-`y * self.config.scale`             so is `model.config.scale = 2.0`
+`y * self.config.scale`             `model.config.scale = 2.0` is told
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 
 from shardc.capture.side_effects import Changes
@@ -153,8 +155,9 @@ class _HeldObjects:
                 self._reads.values.get(path, {}).pop(f"{held}.{name}", None)
             put(this, name, value)
 
-        self.patches.enter_context(mock.patch.object(kind, "__getattribute__", read))
-        self.patches.enter_context(mock.patch.object(kind, "__setattr__", write))
+        with contextlib.suppress(TypeError, AttributeError):  # a metaclass may refuse: the class is not watched
+            self.patches.enter_context(mock.patch.object(kind, "__setattr__", write))
+            self.patches.enter_context(mock.patch.object(kind, "__getattribute__", read))
 
 
 def _has_own_attributes(value: Any) -> bool:
@@ -166,6 +169,6 @@ def _has_own_attributes(value: Any) -> bool:
         bool(kind.__flags__ & _WRITTEN_IN_PYTHON)
         and hasattr(value, "__dict__")
         and not callable(value)
-        and not isinstance(value, (Container, Enum, ModuleType))
+        and not isinstance(value, (list, tuple, dict, set, frozenset, str, torch.Tensor, Enum, ModuleType))
         and not kind.__module__.startswith("torch.")
     )

@@ -429,9 +429,9 @@ class Program:
     resize: Callable[[Program, Any, tuple[tuple[int, ...], ...], bool], Program] | None = field(
         default=None, compare=False, repr=False
     )  # (program, batch, its global shapes, training) -> a program for these; not saved
-    #: Raises ShardcError for attributes of the model, or of one that is given, that are not as forward read them; not
-    #: saved.
-    check_attributes: Callable[..., None] | None = field(default=None, compare=False, repr=False)
+    #: Raises ShardcError for attributes of the model, or of one that is given, that are not as forward read them, and
+    #: returns notes by name on what forward may have read otherwise; not saved.
+    check_attributes: Callable[..., dict[str, str]] | None = field(default=None, compare=False, repr=False)
 
     @property
     def stored(self) -> tuple[Param | Buffer | Input, ...]:
