@@ -232,6 +232,7 @@ def program_of(
         )
     captured = model_source.digests(model_file.source_of(file.ref), model_file.captured(file.ref), module)
     program.meta |= {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}, "source": captured}
+    program.meta["python"] = list(sys.version_info[:2])
     return program
 
 
@@ -242,11 +243,18 @@ def _check_source(folder: str, program: Program, ref: str, *, refuse: bool) -> N
     if not ref or "source" not in program.meta:
         return
     file = model_file.source_of(ref)
-    if changed := model_source.changed(program.meta["source"], file):
+    compiled_from = program.meta.get("model_ref", "")
+    other = file.resolve() != model_file.source_of(compiled_from).resolve() if compiled_from else True
+    python = list(sys.version_info[:2])
+    then = program.meta.get("python", python)
+    if changed := model_source.changed(program.meta["source"], file, other=other):
         what = f"{'; '.join(changed)} changed since this was compiled: forward and loss are still those of then"
         again = f"shardc compile {file.name} SPEC -o {folder}"
         fix = f"compile it again ({again}), or, to train it as it is, add --as-compiled"
-        if refuse:
+        if then != python:  # another Python may write the same code otherwise
+            of_then = ".".join(map(str, then))
+            what = f"{what}, or only read otherwise: it was compiled with Python {of_then}"
+        elif refuse:
             raise ShardcError(what, where=folder, fix=fix)
         console.print(f"note: {folder}: {what}", markup=False)
 

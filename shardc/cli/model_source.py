@@ -50,18 +50,22 @@ def digests(main: Path, names: Iterable[str], model: nn.Module) -> Digests:
     return {path: dict(sorted(names.items())) for path, names in sorted(found.items()) if names}
 
 
-def changed(recorded: Digests, main: Path) -> list[str]:
-    """The definitions that are not what they were, as "Net of model.py". main: the model file of today. A file that is
+def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:
+    """The definitions that are not what they were, as "Net of model.py". main: the model file of today.
+    other: that is not the one that was compiled: names that it does not bind are not changed. A file that is
     not there, or cannot be read as Python, is left to whoever imports it.
     """
     folder, found = main.resolve().parent, []
     for relative, names in recorded.items():
         path = folder / relative if relative else main
+        absent = (None,) if not relative and other else ()
         try:
             now = _File(path)
         except (OSError, SyntaxError, ValueError):
             continue
-        different = [name for name, digest in names.items() if now.digest(name) != digest]
+        today = {name: now.digest(name) for name in names}
+        # another file than it was compiled from, `--model other.py`, need not have them
+        different = [name for name, digest in names.items() if today[name] not in (digest, *absent)]
         if WHOLE in different:
             found.append(path.name)
         elif different:
@@ -84,7 +88,7 @@ class _File:
             names = set(_binds(statement))
             for name in names:
                 self.bound.setdefault(name, []).append(statement)
-            if not names:
+            if not names and not _of_builtin(statement):
                 loose.append(statement)
         for statement in loose:  # Net.forward = other, torch.set_default_dtype(...): of all that they name
             for name in set(_names(statement)) & self.bound.keys():
@@ -171,6 +175,13 @@ def _names(node: ast.AST, local: frozenset[str] = frozenset()) -> Iterator[str]:
         yield node.id
     for child in ast.iter_child_nodes(node):
         yield from _names(child, local)
+
+
+def _of_builtin(statement: ast.stmt) -> bool:
+    """`print(...)`: changes nothing of what it names."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    harmless = ("print", "repr", "len", "isinstance")
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in harmless
 
 
 def _is_script(statement: ast.stmt) -> bool:

@@ -81,6 +81,7 @@ def recorded(ref: str = "net.py") -> model_source.Digests:
         ("net.py", "A net.", "A good net.", []),
         ("net.py", "def scaled(x): return x * SCALE", "# scaled\ndef scaled(x):\n  return x*SCALE", []),
         ("layers.py", "UNUSED = 1", "UNUSED = 2", []),
+        ("net.py", "def batch()", "print(Net, SCALE)\ndef batch()", []),
     ],
 )
 def test_a_change_is_seen_where_forward_or_loss_reach(
@@ -110,3 +111,20 @@ def test_a_folder_that_went_stale_is_not_run_and_is_noted_elsewhere(
     assert "note" not in capsys.readouterr().err
     program()
     assert "note: out: loss of net.py changed since" in capsys.readouterr().err
+
+
+def test_another_python_is_a_note(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may write the same code otherwise."""
+    program = common.program_of("net.py", Path("spec.yaml"), None, None, None, None, quiet=True)
+    program.meta["python"] = [3, 1]
+    program.save("out")
+    (files / "net.py").write_text(MODEL.replace("output.square()", "output.abs()"))
+    common.program_of("out", None, None, None, None, None, as_compiled=False)
+    assert "or only read otherwise: it was compiled with Python 3.1" in capsys.readouterr().err
+
+
+def test_another_model_file_need_not_have_what_was_compiled(files: Path) -> None:
+    before = recorded()
+    (files / "other.py").write_text(MODEL.replace("def loss(output, batch): return output.square().mean()", ""))
+    assert model_source.changed(before, files / "other.py", other=True) == []
+    assert model_source.changed(before, files / "other.py") == ["loss of other.py"]
