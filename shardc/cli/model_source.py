@@ -106,12 +106,34 @@ class _File:
         """What the definition of a name uses, in this file and others of the user's."""
         for statement in self._of(name):
             yield from ((self.path, x) for x in set(_names(statement)) if x in self.bound)
+            yield from self._through_modules(statement)
             for node in ast.walk(statement):
                 if isinstance(node, ast.Import):
                     for module in node.names:
+                        if node is statement and (module.asname or "." not in module.name):
+                            continue  # by what is used of it, where it is used
                         yield from ((path, WHOLE) for path in _module(module.name))
                 elif isinstance(node, ast.ImportFrom):
                     yield from self._from(node)
+
+    def _through_modules(self, statement: ast.stmt) -> Iterator[tuple[Path, str]]:
+        """Of modules that `import m` at top level binds: the names in `m.name`, and all of one that is used bare."""
+        modules = {
+            x.asname or x.name: x.name
+            for top in self.statements
+            if isinstance(top, ast.Import)
+            for x in top.names
+            if x.asname or "." not in x.name
+        }
+        of_attributes = set()
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                of_attributes.add(node.value)
+                for path in _module(modules[node.value.id]):  # a name that comes by `import *` is not bound there
+                    yield path, node.attr if node.attr in _File(path).bound else WHOLE
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and node.id in modules and node not in of_attributes:
+                yield from ((path, WHOLE) for path in _module(modules[node.id]))
 
     def _of(self, name: str) -> list[ast.stmt]:
         return self.statements if name == WHOLE else self.bound.get(name, [])

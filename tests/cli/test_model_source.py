@@ -113,6 +113,17 @@ def test_a_folder_that_went_stale_is_not_run_and_is_noted_elsewhere(
     assert "note: out: loss of net.py changed since" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("use", "seen"), [("layers.WIDTH", False), ("layers.UNUSED", True), ("len(vars(layers))", True)]
+)
+def test_of_an_imported_module_what_is_used_counts(files: Path, use: str, seen: bool) -> None:
+    text = MODEL.replace("import torch\n", "import torch\nimport layers\n")
+    (files / "net.py").write_text(text.replace("output.square().mean()", f"output.mean() * {use}"))
+    before = recorded()
+    (files / "layers.py").write_text(LAYERS.replace("UNUSED = 1", "UNUSED = 2"))
+    assert bool(model_source.changed(before, files / "net.py")) == seen
+
+
 def test_another_python_is_a_note(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It may write the same code otherwise."""
     program = common.program_of("net.py", Path("spec.yaml"), None, None, None, None, quiet=True)
