@@ -12,6 +12,7 @@ forward reversed, but for products beside a collective (shardc.runtime.ops.overl
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,6 +85,7 @@ class Backward:
                 self._waiting.update(set(self._gives(task)))
         self._left = Counter({n: sum(self._waiting[m] for m in self._results(n)) for n in self._reached})
         self._heap: list[tuple[float, int, _Task]] = []
+        self._count = itertools.count()  # of equal numbers the first one pushed comes first
         for made, _ in begin:
             if made.op != "placeholder" and not self._left[made]:
                 self._ready(made)
@@ -170,7 +172,7 @@ class Backward:
             self._push(tasks[0])
 
     def _push(self, task: _Task) -> None:
-        heapq.heappush(self._heap, (-self._number(task), len(self.events), task))
+        heapq.heappush(self._heap, (-self._number(task), next(self._count), task))
 
     # --- running them
 

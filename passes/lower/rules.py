@@ -276,7 +276,7 @@ class Rules:
         order, args = takes(node), template(node)
         places = [order.index(x) for x in operands_of(node)]
         needs = tuple(k for k, i in enumerate(places) if ask.wanted[i])
-        again, types, results = self._saved(node, places, needs, ask)
+        again, types, results, known = self._saved(node, places, needs, ask)
         w = _Writer(self, ask)
         first = w.put(Line(0, ops.taped, (target_text(node.target), needs, again, *args[0]), args[1]))
         count = len(results)
@@ -291,7 +291,8 @@ class Rules:
             before.append(Ref("p", i) if ask.before[i] is not None and i not in fresh else None)
             fresh.add(i)
         operands = tuple(Ref("x", places[k]) for k in again)
-        back = w.put(Line(0, ops.untaped, (tape, grads, tuple(before), operands), (), tuple(types)))
+        zeros = () if known else (("zeros", True),)  # else the text would take what is None for a gradient
+        back = w.put(Line(0, ops.untaped, (tape, grads, tuple(before), operands), zeros, tuple(types)))
         found: list[Ref | None] = [None] * len(order)
         kinds: list[Type | None] = [None] * len(order)
         for n, k in enumerate(needs):
@@ -304,9 +305,9 @@ class Rules:
 
     def _saved(
         self, node: fx.Node, places: list[int], needs: tuple[int, ...], ask: Ask
-    ) -> tuple[tuple[int, ...], list[Type | None], list[Type | None]]:
+    ) -> tuple[tuple[int, ...], list[Type | None], list[Type | None], bool]:
         """(operands that autograd saves, types of their gradients, of the results), as found on tensors without data;
-        otherwise all, and as they are known."""
+        otherwise all, and as they are known; whether they were found."""
         guess: list[Type | None] = [
             Type.contiguous(ask.operands[places[k]].shape, ask.operands[places[k]].dtype) for k in needs
         ]
@@ -330,9 +331,9 @@ class Rules:
                     [y for y, _ in pairs], [xs[k] for k in needs], [g for _, g in pairs], allow_unused=True
                 )
             again = tuple(k for k, x in enumerate(xs) if _memory(x) in packed)
-            return again, [None if x is None else Type.of(x) for x in found], list(facts.types)
+            return again, [None if x is None else Type.of(x) for x in found], list(facts.types), True
         except Exception:
-            return tuple(range(len(places))), guess, list(facts.types)
+            return tuple(range(len(places))), guess, list(facts.types), False
 
 
 class _Writer:

@@ -7,7 +7,6 @@ backward    the lines of every event; what is computed again or gathered again, 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -420,37 +419,33 @@ def _part(
     return part, env
 
 
+#: What gives the same numbers in another order, perhaps in the same memory.
+_REARRANGES = {
+    *(aten.reshape.default, aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default),
+    *(aten.unsqueeze.default, aten.squeeze.dim),
+}
+
+
 def _add_in_place(graph: fx.Graph) -> None:
     """Sums of gradients take the memory of what they are added to, as autograd's do, where nothing else looks at it."""
-    owner: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, int] = {}
-    place = {n: i for i, n in enumerate(graph.nodes)}
-    for n in graph.nodes:
-        owner[n] = n
-        if n.op == "call_function" and _may_view(n) and n.all_input_nodes:
-            owner[n] = owner[n.all_input_nodes[0]]
-        for x in n.all_input_nodes:  # what is returned is used to the end
-            last[owner[x]] = place[n]
     for n in graph.nodes:
         if n.target is not aten.add.Tensor or len(n.args) != 2 or n.kwargs:
             continue
         x, y = n.args
-        if not (isinstance(x, fx.Node) and isinstance(y, fx.Node)) or x.op != "call_function":
-            continue
-        alike = x.meta["value"] == y.meta["value"] == n.meta["value"]
-        root = owner[x]
-        alike = (
-            alike and math.prod(root.meta["value"].shape) == math.prod(x.meta["value"].shape) if _fresh(root) else False
-        )
-        if alike and owner[y] is not root and last[root] <= place[n]:
+        alike = isinstance(x, fx.Node) and isinstance(y, fx.Node)
+        if alike and x.meta["value"] == y.meta["value"] == n.meta["value"] and _nobody_elses(x):
             n.target = ops.add_into
-            for k in [k for k in owner if owner[k] is owner[n]]:
-                owner[k] = root
-            last[root] = max(last[root], last.get(n, 0))
 
 
-def _may_view(n: fx.Node) -> bool:
-    return not (isinstance(n.target, OpOverload) and not n.target.is_view and n.target is not aten.reshape.default)
+def _nobody_elses(x: fx.Node | None) -> bool:
+    """Does the only user of x alone look at its memory? So it is where a line of backward made it, and each value on
+    the way from there has one user. (A call of forward that runs again may give back what it was given.)
+    """
+    while isinstance(x, fx.Node) and x.op == "call_function" and len(x.users) == 1:
+        if x.target is ops.add_into or (_fresh(x) and not x.meta.get("repeats")):
+            return True
+        x = x.args[0] if x.target in _REARRANGES and not x.meta.get("repeats") else None  # type: ignore[assignment]
+    return False
 
 
 def _fresh(n: fx.Node) -> bool:

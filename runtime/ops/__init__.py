@@ -76,6 +76,11 @@ from shardc.runtime.ops.zero import (
     updated,
 )
 
+#: What lowered programs call beside the ops of others.
+OF_LOWERED = {
+    *("add_into", "put", "regather_start", "regather_wait", "scatter", "taped", "untaped"),
+    *("transpose", "transpose_start", "wait"),
+}
 __all__ = [
     "add_into",
     "all_gather",

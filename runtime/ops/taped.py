@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,21 +22,25 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardc.errors import ShardcError
+from shardc.torch_private import OpOverload
 
-@lru_cache(maxsize=1024)
+
 def op_of(name: str) -> Callable[..., Any]:
-    """The op that a program's text calls so: `ops.experts_apply`, `aten.silu.default`, `torch.ops.lib.op.default`."""
+    """The op that a program's text calls so: `ops.experts_apply`, `aten.silu.default`, `torch.ops.lib.op.default`.
+    Raises ShardcError for any other text: programs may come from anybody.
+    """
     from shardc.runtime import ops
 
-    if name.startswith("ops."):
-        op: Any = ops
-        path = [name.removeprefix("ops.")]
-        assert path[0] in ops.__all__, name
-    else:
-        op, path = torch.ops, name.removeprefix("torch.ops.").split(".")
-    for each in path:
-        op = getattr(op, each)
-    return op  # type: ignore[no-any-return]
+    kind, _, own = name.partition(".")
+    if kind == "ops" and own in ops.__all__ and own not in ops.OF_LOWERED:
+        return getattr(ops, own)  # type: ignore[no-any-return]
+    path = name.removeprefix("torch.ops.").split(".")
+    if kind != "ops" and len(path) == 3 and all(part.isidentifier() for part in path):
+        op = getattr(getattr(getattr(torch.ops, path[0]), path[1], None), path[2], None)
+        if isinstance(op, OpOverload):
+            return op
+    raise ShardcError(f"{name!r} is not an op that programs call", where="ops.taped", fix="compile again")
 
 
 def tensors_in(a: Any) -> Iterator[Tensor]:
@@ -77,11 +80,13 @@ class _Opened(Function):
 @dataclass
 class Tape:
     """One op's way back, as places in autograd's graph. results: where it begins, by result; operands that get
-    gradients: where it ends; again: those that backward is given, which then stand in `operands`.
+    gradients: where it ends, and tensors like them without memory; again: those that backward is given, which then
+    stand in `operands`.
     """
 
     begins: list[Any]
     ends: list[Any]
+    like: list[Tensor]
     again: tuple[int, ...]
     operands: dict[int, Tensor]
 
@@ -122,21 +127,36 @@ def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwa
         made = op_of(op)(*args, **kwargs)
     results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
     begins = [get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
-    tape = Tape(begins, [get_gradient_edge(opened[i]) for i in needs], tuple(again), operands)
+    like = [given[i].new_empty(()).expand(given[i].shape) for i in needs]
+    tape = Tape(begins, [get_gradient_edge(opened[i]) for i in needs], like, tuple(again), operands)
     given.clear()  # autograd holds `pack`, which would hold what it was given
     return (*(y.detach() if isinstance(y, Tensor) else y for y in results), tape)
 
 
 def untaped(
-    tape: Tape, grads: Sequence[Tensor | None], before: Sequence[Tensor | None], operands: Sequence[Tensor]
+    tape: Tape,
+    grads: Sequence[Tensor | None],
+    before: Sequence[Tensor | None],
+    operands: Sequence[Tensor],
+    *,
+    zeros: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of what `taped` was told needs them; the tape is empty then. grads: of the results; before: what
-    each of the operands has from other ops, to which the new gradients are added, or None; operands: `again`."""
+    each of the operands has from other ops, to which the new gradients are added, or None; operands: `again`; zeros:
+    what gets no gradient gets zeros.
+    """
     begin = [(x, p) for x, p in zip(tape.ends, before, strict=True) if p is not None]
     begin += [(y, g) for y, g in zip(tape.begins, grads, strict=True) if y is not None and g is not None]
     tape.operands.update(zip(tape.again, operands, strict=True))
-    starts, values = zip(*begin, strict=True)
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(starts, tape.ends, values, allow_unused=True)
-    tape.begins, tape.ends = [], []
+    found: tuple[Tensor | None, ...] = (None,) * len(tape.ends)
+    if begin:
+        starts, values = zip(*begin, strict=True)
+        found = torch.autograd.grad(starts, tape.ends, values, allow_unused=True)
+    if zeros:
+        found = tuple(
+            torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g
+            for g, x in zip(found, tape.like, strict=True)
+        )
+    tape.begins, tape.ends, tape.like = [], [], []
     tape.operands.clear()
     return found

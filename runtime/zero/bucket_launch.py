@@ -175,7 +175,7 @@ class Buckets:
 
     def _hook(self, bucket: ReplicatedBucket, name: str) -> Callable[[Tensor], None]:
         def arrived(p: Tensor) -> None:
-            if self._active:
+            if self._active and p.grad is not None:  # an op of the user's may give None
                 bucket.put(name)
                 self._scatter(all_of_them=False)
                 self._launch(all_of_them=False)

@@ -196,6 +196,8 @@ class _Reader:
             case ast.Call() if all(k.arg for k in value.keywords):
                 target = self._target(value.func)
                 args = tuple([self._arg(a) for a in value.args])
+                if target is ops.taped:
+                    self._taped(args[0] if args else None, line)
                 kwargs = {str(k.arg): self._arg(k.value) for k in value.keywords}
             case _:
                 raise self.unreadable(value, line)
@@ -205,6 +207,15 @@ class _Reader:
         self._describe(node, comment, source, line)
         if name:
             self.env[name] = node
+
+    def _taped(self, name: Any, line: int) -> None:
+        """The op that `ops.taped` is to call stands as a text, which the reader of ops has to accept, too."""
+        try:
+            op = self._target(ast.parse(name, mode="eval").body) if isinstance(name, str) else None
+        except (SyntaxError, ValueError):
+            op = None
+        if op is None or getattr(op, "__name__", "") in ops.OF_LOWERED:
+            raise self.wrong(line, f"ops.taped of {str(name)[:60]!r}: that is not an op that programs call")
 
     def _describe(self, node: fx.Node, comment: str, source: Source, line: int) -> None:
         """Set a node's type, source and collective from the comment that follows it."""
@@ -269,7 +280,7 @@ class _Reader:
         text = ast.unparse(func)[:60]
         if path[:1] == ("ops",) and len(path) == 2:
             name = _RENAMED.get(path[1], path[1])
-            if name in ops.__all__:
+            if name in ops.__all__ and (self.lowered or name not in ops.OF_LOWERED):
                 return getattr(ops, name)
         if path[:1] == ("aten",):
             path = ("torch", "ops", *path)

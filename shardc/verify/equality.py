@@ -10,7 +10,6 @@ import os
 import time
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.step.outputs import divided
 from shardc.verify.random_batch import random_inputs, random_state
 from shardc.verify.reference import interpret_all, reach
-from shardc.verify.simulate import Simulation, simulate
+from shardc.verify.simulate import simulate
 from shardc.verify.to_float64 import to_float64
 
 #: Relative; the noise of float64 is 5e-16 per operation, and sums over ranks come in another order.
@@ -119,7 +118,7 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
         one_by_one = {} if gradient is None else p.by_name(gradient)
         pairs += [(n, one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
     pairs += [(b.fqn, news[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
-    findings, worst = _not_as_autograd(double, sim, weights, batch, seed) if lowered else [], 0.0
+    findings, worst = _not_as_autograd(program, seed) if lowered else [], 0.0
     # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
     # measure it against the whole gradient's size
     floor = 1e-3 * float(
@@ -148,14 +147,14 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
     return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start)
 
 
-def _not_as_autograd(
-    program: Program, sim: Simulation, weights: dict[str, Tensor], batch: Any, seed: int
-) -> list[Finding]:
-    """What comes out otherwise, in any bit, than without `lower:`."""
+def _not_as_autograd(program: Program, seed: int) -> list[Finding]:
+    """What comes out otherwise, in any bit, than without `lower:`: of the program's own texts, in its own dtypes."""
     if all(s.lowered is None for s in program.stages):
         what, fix = "no stage is lowered: there is nothing to compare", "write `lower: true` in the spec"
         return [Finding("lower", what, fix)]
     stages = tuple(replace(s, lowered=None) for s in program.stages)
+    weights, batch = random_state(program, seed), random_inputs(program, seed)
+    sim = simulate(program, weights, batch, seed=seed)
     eager = simulate(replace(program, stages=stages), weights, batch, seed=seed)
     pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {"loss": (eager.loss, sim.loss)}
     pairs |= {f"the gradient of {n}": (eager.grads.get(n), sim.grads.get(n)) for n in eager.grads | sim.grads}

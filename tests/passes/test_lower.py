@@ -205,3 +205,127 @@ def test_verify_compares_both_ways() -> None:
     assert compiled("gpt", TP, lower=True).verify(lowered=True).ok
     (finding,) = compiled("gpt", TP).verify(lowered=True).findings
     assert "no stage is lowered" in finding.what
+
+
+# --- memory that is not backward's alone, and derivatives that torch does not tell
+
+
+class _Permuted(nn.Module):
+    """einsum of one operand gives back its memory, and its schema does not say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.o = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for b in self.b:
+            x = b(x)
+            q = x.square()
+            x = self.o(torch.einsum("bij->bji", x) + q.sin()).tanh() + q
+        return x.square().mean()
+
+
+@torch.library.custom_op("test_lower::straight_through", mutates_args=())
+def _straight_through(x: Tensor) -> Tensor:
+    return x.round()
+
+
+@_straight_through.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _looks(ctx: Any, g: Tensor) -> Tensor:
+    if bool(g.isnan().any()):  # so it cannot be traced
+        raise ValueError("nan")
+    return g
+
+
+_straight_through.register_autograd(_looks)
+shardc.rule(_straight_through, "... -> ...", samples=[lambda: (torch.randn(4, 6),)])
+
+
+class _PassedOn(nn.Module):
+    """The gradient that an op of the user's gives is the one that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, y = self.a(x), self.b(x)
+        u, v = w.sin(), y.tanh()
+        return (y + _straight_through(w)).square().mean() + u.mean() + v.mean()
+
+
+class _Expanded(nn.Module):
+    """A slice that is expanded has as many elements as what it is a slice of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)[:, :, 0:2]
+        w = (h * h).sum((1, 2))
+        c = torch.cat([x[:, :, 0] * 2, h.sum(2)], 1)
+        return c.square().mean() + w.mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "spec"),
+    [
+        (_Permuted, (4, 4, 4), {"checkpoint": [{"match": "b.*", "save": []}]}),
+        (_Permuted, (4, 4, 4), {"checkpoint": [{"match": "*", "save": []}]}),
+        (_PassedOn, (4, 4), {}),
+        (_Expanded, (4, 2, 2), {}),
+    ],
+)
+def test_sums_take_no_memory_that_others_look_at(model: Any, shape: tuple[int, ...], spec: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain, batch = model(), {"x": torch.randn(shape)}
+    eager, lowered = (
+        shardc.simulate(
+            shardc.compile(plain, batch, {"shardc": 1, "mesh": {"dp": 2}, **spec, **more}, prove=False), plain, batch
+        )
+        for more in ({}, {"lower": True, "strict": True})
+    )
+    assert [n for n in eager.grads if not torch.equal(eager.grads[n], lowered.grads[n])] == []
+
+
+@pytest.mark.parametrize("file", ["stage0.py", "stage0_forward.py"])
+@pytest.mark.parametrize("name", ["load_library.__func__.__globals__.get", "aten.copy_.default", "ops.put", "1 + 1"])
+def test_an_artifact_calls_no_op_by_a_text_that_a_program_may_not(file: str, name: str, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    program = shardc.compile(
+        model,
+        {"input": torch.ones(4, 4)},
+        {"shardc": 1, "mesh": {"dp": 2}, "lower": True},
+        loss=lambda y, _: y.square().mean(),
+    )
+    program.save(tmp_path / "out")
+    text = (tmp_path / "out" / file).read_text()
+    head, arrow, body = text.partition("):\n")
+    line = f"    e1 = ops.taped({name!r}, (), (), '__builtins__')  # (f32[1])\n"
+    (tmp_path / "out" / file).write_text(head + arrow + line + body)
+    with pytest.raises(shardc.ShardcError, match=r"not an op that programs call|that only compute"):
+        shardc.load(tmp_path / "out", trust=True)
+
+
+def test_a_taped_op_is_looked_up_by_its_name_alone() -> None:
+    from shardc.runtime.ops.taped import op_of
+
+    assert op_of("aten.silu.default") is torch.ops.aten.silu.default
+    for name in ("load_library.__func__.__globals__", "ops.taped", "ops.__all__", "aten.silu", "aten.silu.__class__"):
+        with pytest.raises(shardc.ShardcError, match="is not an op that programs call"):
+            op_of(name)
+
+
+def test_verify_runs_the_texts_that_are_there(tmp_path: Path) -> None:
+    compiled("gpt", {"mesh": {"dp": 2}}, lower=True).save(tmp_path / "out")
+    file = tmp_path / "out" / "stage0_backward.py"
+    changed = file.read_text().replace("aten.gelu_backward.default(", "aten.silu_backward.default(", 1)
+    assert changed != file.read_text()
+    file.write_text(re.sub(r"(silu_backward\.default\([^)]*?), approximate='[a-z]*'\)", r"\1)", changed))
+    assert not shardc.load(tmp_path / "out", trust=True).verify(lowered=True).ok

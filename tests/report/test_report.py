@@ -114,7 +114,7 @@ def test_dump_writes_a_text_for_every_pass_and_the_differences(tmp_path: Path) -
         "03-annotate.txt",
         "04-place.txt",
         "05-partition.txt",
-        "06-buckets.txt",
+        "06-gradient_buckets.txt",
         "07-unused_axes.txt",
     ]
     assert [n for n in names if n.endswith(".diff")] == [n.replace("txt", "diff") for n in texts[1:]]
