@@ -1,7 +1,7 @@
 """One rank's training step, from a batch to updated parameters.
 
 engine                the step: takes a batch, runs forward and backward, sums gradients, updates
-module                a program as an nn.Module for a loop of one's own
+module                a program as an nn.Module for a loop of one's own; state_dict_marks: whose slices its state has
 interpreter           runs the actions of a schedule: stages forward and backward, sends, receives
 communicators         the process groups that a program needs
 context               what ops may know of the step: the microbatch, sums over microbatches
@@ -19,5 +19,6 @@ user_changes          what users do to a module that a program would not notice;
 evaluating            which program evaluates: that of a step, or one of the model in eval mode
 op_errors             an op that fails, in the user's terms; profiler_ranges: each node is one in a trace
 param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers
+resumed               what a checkpoint replaced of an engine's settings
 expert_load           how tokens were spread over experts
 """
