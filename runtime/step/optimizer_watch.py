@@ -2,7 +2,7 @@
 on the whole model.
 
 An engine is given its optimizer; a module is not. So it looks for it in its first forwards, and when its parameters
-have changed, until it is found, among the objects of the process (0.1 s for a million). A hook of torch's on all
+have changed, until it is found, by who refers to them (0.1 s for a million objects). A hook of torch's on all
 optimizers would see it before its first step, but stand in the way of every other one in the process.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping
-from itertools import chain, compress, repeat, tee
 from typing import Any
 
 from torch import nn
@@ -44,7 +43,8 @@ class OptimizerWatch:
         self._first, self._changes = max(first - 1, 0), max(changes - changed, 0)
         if not first and not (changed and changes):
             return
-        optimizers = _optimizers()
+        plain = self._model.parameters() if isinstance(self._model, nn.Module) else ()
+        optimizers = _optimizers_of([*self._params.values(), *plain])
         for x in optimizers:
             if any(id(p) in self._names for g in x.param_groups for p in g["params"]):
                 self._first = self._changes = 0
@@ -81,9 +81,16 @@ class OptimizerWatch:
             )
 
 
-def _optimizers() -> list[Optimizer]:
-    """Those of this process. No bytecode runs while all objects are in hand: another thread that is in the middle of
-    `tuple(...)` would meet a second owner of its tuple there, and CPython raises SystemError (bpo-15108).
+def _optimizers_of(params: Iterable[nn.Parameter]) -> list[Optimizer]:
+    """Those of this process that hold one of these: parameter <- list <- group <- groups <- optimizer.
+
+    Who refers to what is asked step by step. (To look through all objects would take a second reference to each: a
+    thread that is in the middle of `tuple(...)` then fails with SystemError, bpo-15108.)
     """
-    objects, same = tee(chain.from_iterable(map(gc.get_objects, (None,))))  # asked for as `list` begins
-    return list(compress(objects, map(issubclass, map(type, same), repeat(Optimizer))))
+    found: list[Any] = list(params)
+    for kind in (list, dict, list):
+        found = [x for x in gc.get_referrers(*found) if type(x) is kind]
+    holders = gc.get_referrers(*found)  # the optimizers; or their attributes, where these are a dict
+    attributes = [x for x in holders if type(x) is dict]
+    holders += gc.get_referrers(*attributes) if attributes else []
+    return list({id(x): x for x in holders if issubclass(type(x), Optimizer)}.values())

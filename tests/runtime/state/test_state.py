@@ -246,7 +246,7 @@ def test_buffer_that_no_state_dict_has_needs_a_base() -> None:
     error = _fails(Net().state_dict(), program_of(Net(), {"dp": 1}))
     assert error.where == "inv_freq"
     assert "not persistent" in error.what
-    assert "base" in error.fix
+    assert "program.engine(model, weights=...)" in error.fix
 
 
 def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
