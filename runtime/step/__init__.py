@@ -14,7 +14,7 @@ outputs               what a step gives beside its loss, over microbatches, rank
 batch_sizes           batches of other sizes than were compiled
 clip_grad_norm        the norm of the whole gradient, and clipping by it; partial_grad_guard: a part's norm is not that
 not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
-engine_options        options that there are not, or that mean nothing
+engine_options        options that there are not, or that mean nothing; batch_argument: a batch that is spread out
 user_changes          what users do to a module that a program would not notice; optimizer_watch: its optimizer
 evaluating            which program evaluates: that of a step, or one of the model in eval mode
 op_errors             an op that fails, in the user's terms; profiler_ranges: each node is one in a trace

@@ -38,6 +38,7 @@ from shardc.runtime.step import (
     resumed,
     user_changes,
 )
+from shardc.runtime.step.batch_argument import one_batch
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.expert_load import Load, Loads
@@ -157,6 +158,7 @@ class Engine:
         changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
         user_changes.tell_once(changed, self._told, self._tell)
         user_changes.tell_eval_mode(program, self._tell)
+        self._takes = inputs.arguments(given.model)
         self._skeleton, self._folder = state.skeleton(given.model), given.folder
         parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
         self._buffers_before = self.buffers  # the last step
@@ -279,6 +281,7 @@ class Engine:
 
     # --- training
 
+    @one_batch
     def step(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss,
         0-dim, detached; if the loss function names values beside it, (loss, {name: value}), detached.
@@ -300,6 +303,7 @@ class Engine:
             self._stepping = False
         return result
 
+    @one_batch
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`, in place of those of the last
         one: a sum over batches is `batch: {microbatches: n}`. Returns what `step` does. A norm of a gradient of which
@@ -368,6 +372,7 @@ class Engine:
         microbatches add up to is known then."""
         if isinstance(batch, Rest):
             batch, local = batch.batch, False
+        inputs.check_keywords(self.program, batch, self._takes)
         batch = batch_sizes.prepared(self.program, self.mesh, batch, local=local)
         if self._checks:
             facts = agreement.batch_facts(self.program, batch, local=local)
@@ -474,6 +479,7 @@ class Engine:
                 fix="load a checkpoint into this engine, or make a new one",
             )
 
+    @one_batch
     def evaluate(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """What `step` returns, without dropout and with BatchNorm's running statistics; nothing changes.
 

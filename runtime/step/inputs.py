@@ -66,9 +66,9 @@ def check_real(by_path: Mapping[Path, Any]) -> None:
 def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor]:
     """This rank's part of every input, in the program's order, on the mesh's device.
 
-    local: the batch is this rank's own part already. Leaves that are no tensors were baked into the program and are not
-    looked at. Raises ShardcError for every input that is missing, unknown or of another shape or dtype: its name, what
-    came, what should."""
+    local: the batch is this rank's own part already. Raises ShardcError for every input that is missing, unknown or of
+    another shape or dtype: its name, what came, what should; and for numbers and texts, which were baked into the
+    program, of another value."""
     parts = _cut(program, batch, mesh.rank, given_local=local, wanted_local=local)
     # programs give inputs no gradient
     return [part.detach().to(mesh.device, non_blocking=True).contiguous() for part in parts.values()]
@@ -106,7 +106,11 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
                 fix=f"name it {near[0]!r}" if near else "leave it out, or compile again with a batch that has it",
             )
     for path, then in program.baked:
-        if isinstance(now := by_path.get(path), (bool, int, float)) and now != then and then == then:
+        now = by_path.get(path)
+        if isinstance(now, str) and isinstance(then, str) and now != then and len(path) == 1:  # no list of texts
+            what = f"the batch gives {now!r}, but the program was compiled with {then!r} in its place"
+            errors.add(what, where=name_of(path), fix="compile again with a batch that has this value")
+        elif isinstance(now, (bool, int, float)) and now != then and then == then:
             errors.add(
                 f"the batch gives the number {now}, but the program was compiled with {then} in its place",
                 where=name_of(path),
@@ -280,21 +284,28 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool) -> str:
     return "pass a batch of the compiled shapes and dtypes, or compile again for this one"
 
 
-def from_call(program: Program, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The batch, in the form it was compiled with, from the arguments of a call that looks like the model's own.
+def from_call(
+    program: Program, takes: Mapping[str, inspect.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The batch, in the form it was compiled with, from the arguments of a call that looks like the model's own. takes:
+    of `arguments`.
 
     Positional arguments of a program that was compiled from keyword arguments (or the other way) are matched by the
     names in the model's forward.
     """
-    takes = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
     names = list(takes)
     heads = {x.path[0] if x.path else None for x in program.inputs}
-    _check_keywords(program, kwargs, takes)
+    check_keywords(program, kwargs, takes)
     if heads == {None}:
         return next(iter((*args, *kwargs.values())), None)
     if any(isinstance(h, str) for h in heads):
         return {**dict(zip(names, args, strict=False)), **kwargs}
     return {**dict(enumerate(args)), **{(names.index(k) if k in names else k): v for k, v in kwargs.items()}}
+
+
+def arguments(model: Any) -> Mapping[str, inspect.Parameter]:
+    """What the model's forward takes; nothing, where the weights come from no module."""
+    return inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
 
 
 def _default(now: Any, default: Any) -> bool:
@@ -306,29 +317,20 @@ def _default(now: Any, default: Any) -> bool:
     return type(now) is type(default) and bool(now == default)
 
 
-def _check_keywords(program: Program, kwargs: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]) -> None:
-    """Raise ShardcError for a keyword of a module's call, no tensor, that the model would heed and the program does
-    not: one that it was compiled without, unless it has its default; or a text with another value.
+def check_keywords(program: Program, named: Any, takes: Mapping[str, inspect.Parameter]) -> None:
+    """Raise ShardcError for a number or text among the keywords of a call, or the entries of a batch, that the model
+    would heed and the program does not: it was compiled without, and it has not its default. takes: of `arguments`.
     """
+    if not isinstance(named, Mapping):
+        return
     defaults = {name: p.default for name, p in takes.items()}
     # what `**kwargs` takes has no default, and may be absent; a name that forward does not take is no default at all
     rest = None if inspect.Parameter.VAR_KEYWORD in {p.kind for p in takes.values()} else inspect.Parameter.empty
-    baked = dict(program.baked)
-    known = {path[0] for path in (*baked, *(x.path for x in program.inputs)) if path}
+    known = {path[0] for path in (*dict(program.baked), *(x.path for x in program.inputs)) if path}
     errors = Errors()
-    for name, now in kwargs.items():
-        then = baked.get((name,))
-        if isinstance(now, str) and isinstance(then, str) and now != then:
-            what = f"the call gives {now!r}, but the program was compiled with {then!r} in its place"
-            errors.add(what, where=name, fix="compile again with a batch that has this value")
-        elif (
-            name not in known
-            and isinstance(now, (bool, int, float, str))
-            and not _default(now, defaults.get(name, rest))
-        ):
-            errors.add(
-                f"the program was compiled without this argument, {now!r}",
-                where=name,
-                fix="leave it out, or compile again with a batch that has it",
-            )
+    for name, now in named.items():
+        plain = isinstance(now, (bool, int, float, str))
+        if plain and name not in known and not _default(now, defaults.get(name, rest)):
+            what = f"the program was compiled without this argument, {now!r}"
+            errors.add(what, where=str(name), fix="leave it out, or compile again with a batch that has it")
     errors.raise_any()

@@ -307,7 +307,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         user_changes.check_held(self._held)
         user_changes.check_submodules(self)
         user_changes.check_attributes(r.program, r.told, r.tell)
-        batch = inputs.from_call(r.program, r.model, args, kwargs)
+        batch = inputs.from_call(r.program, inputs.arguments(r.model), args, kwargs)
         if r.check:
             facts = agreement.batch_facts(r.program, batch, local=True)
             calls = [

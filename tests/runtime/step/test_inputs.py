@@ -67,14 +67,14 @@ def test_calls_look_like_the_models_own(
     paths: list[tuple[str | int, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     p = program(*paths)
-    batch = inputs.from_call(p, Model(), args, kwargs)
+    batch = inputs.from_call(p, inputs.arguments(Model()), args, kwargs)
     taken = loopback(p.mesh, lambda mesh: inputs.take(p, batch, mesh, local=True))[0]
     assert [x.tolist() for x in taken] == [X.tolist(), Y.tolist()][: len(paths)]
 
 
 def test_a_call_without_the_tensor_is_named() -> None:
     p = program(())
-    batch = inputs.from_call(p, Model(), (), {})
+    batch = inputs.from_call(p, inputs.arguments(Model()), (), {})
     with pytest.raises(
         ShardcError, match=r"the batch: the batch gives NoneType, but the program was compiled for f32\[2\]"
     ):
@@ -149,7 +149,7 @@ class Flags(nn.Module):
 @pytest.mark.parametrize("flags", [{"temperature": float("1.0")}, {"use_cache": False}, {"use_cache": True}], ids=str)
 def test_an_argument_with_its_default_is_taken(flags: dict[str, Any]) -> None:
     x = torch.ones(2)
-    assert inputs.from_call(program(("x",)), Flags(), (x,), flags)["x"] is x
+    assert inputs.from_call(program(("x",)), inputs.arguments(Flags()), (x,), flags)["x"] is x
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_an_argument_with_its_default_is_taken(flags: dict[str, Any]) -> None:
 )
 def test_an_argument_that_changes_something_is_refused(flags: dict[str, Any]) -> None:
     with pytest.raises(ShardcError, match="was compiled without this argument"):
-        inputs.from_call(program(("x",)), Flags(), (torch.ones(2),), flags)
+        inputs.from_call(program(("x",)), inputs.arguments(Flags()), (torch.ones(2),), flags)
 
 
 @pytest.mark.parametrize(

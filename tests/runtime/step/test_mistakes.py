@@ -75,6 +75,19 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({"images": BATCH["x"], "strength": 2.0}),
         r"x: the batch has 'images' in its place, f32\[8, 8\]\n  fix: rename 'images' to 'x'",
     ),
+    "a batch spread out by name": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step(**BATCH),  # type: ignore[arg-type,call-arg]
+        r"engine.step: it takes one batch, and was given x, strength by name\n"
+        r"  fix: pass the batch itself, as to compile: engine.step\(\{'x': x\}\), without `\*` and `\*\*`",
+    ),
+    "a batch spread out by place": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).evaluate(BATCH["x"], 2.0),  # type: ignore[misc]
+        r"engine.evaluate: it takes one batch, and was given 2 arguments\n  fix: .*: engine.evaluate\(\{'x': x\}\)",
+    ),
+    "a tensor and names": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).backward(BATCH["x"], strength=2.0),  # type: ignore[call-arg]
+        r"engine.backward: it takes one batch, and was given one argument and strength by name",
+    ),
     "another model": (
         lambda mesh: Engine(PROGRAM, torch.nn.Linear(3, 3), mesh=mesh),
         r"of another model: of 4 tensors 4 missing",
@@ -134,6 +147,16 @@ def test_of_an_engine(name: str) -> None:
     loopback(PROGRAM.mesh, work)
 
 
+def test_a_misspelled_option_of_a_step_is_no_part_of_the_batch() -> None:
+    def work(mesh: LoopbackMesh) -> None:
+        engine: Any = Engine(PROGRAM, MODEL, mesh=mesh)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'locl'"):
+            engine.step(BATCH, locl=True)
+        assert engine.step(batch=BATCH) > 0
+
+    loopback(PROGRAM.mesh, work)
+
+
 def test_methods_of_other_trainers_are_named() -> None:
     def work(mesh: LoopbackMesh) -> None:
         engine: Any = Engine(PROGRAM, MODEL, mesh=mesh)
@@ -162,9 +185,15 @@ def test_a_text_of_a_call_stays_what_it_was(tmp_path: Any) -> None:
     def work(mesh: LoopbackMesh) -> None:
         module = ShardedModule(program, model, mesh=mesh)
         module(**module.local(batch), scale=1.0)  # the default: as if it was left out
-        said = r"mode: the call gives 'mean', but the program was compiled with 'sum' in its place"
+        said = r"mode: the batch gives 'mean', but the program was compiled with 'sum' in its place"
         with pytest.raises(ShardcError, match=said):
             module(**module.local(batch) | {"mode": "mean"})
+        engine = Engine(program, model, mesh=mesh)
+        engine.step({**batch, "scale": 1.0, "names": ["a", "b"]})
+        with pytest.raises(ShardcError, match=said):
+            engine.step({**batch, "mode": "mean"})
+        with pytest.raises(ShardcError, match=r"scale: the program was compiled without this argument, 2\.0"):
+            engine.step({**batch, "scale": 2.0})
 
     loopback(program.mesh, work)
 
